@@ -1,0 +1,5 @@
+"""`moreh.option`: the one line, under the name that scripts use. Decides nothing; see `moreh_ap.option`."""
+
+from moreh_ap.option import Options, enable_advanced_parallelization
+
+__all__ = ["Options", "enable_advanced_parallelization"]

@@ -1,0 +1,30 @@
+"""One line turns a script for one GPU into one that trains on every device: nothing else of it changes.
+
+Decides what exists after a bare `import torch`: the name `torch.moreh`, and the old `AdamW` in transformers. Runs
+inside every `import torch` of every process, so it imports nothing heavy and must not know how an accelerator works.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+
+def _autoload() -> None:
+    """Makes `torch.moreh` and, where the environment asks for it, does what the one line does.
+
+    Called at the end of `import torch`, through the entry point that `moreh` declares. Calling it again is harmless.
+    """
+    import os
+    import sys
+
+    import moreh
+    from moreh_ap.integrations import transformers_import
+
+    torch = sys.modules["torch"]
+    torch.moreh = moreh  # type: ignore[attr-defined]
+    transformers_import.install()
+    if os.environ.get("MOREH_ENABLE_ADVANCED_PARALLELIZATION", "").strip() not in ("", "0"):
+        from moreh_ap import option
+
+        if option.enabled_by_environment(os.environ):
+            option.enable_advanced_parallelization()

@@ -1,0 +1,170 @@
+"""`torch.cuda` as a script sees it: one device named 'MoAI Accelerator' that is all devices together.
+
+Every function here stands in for the function of `torch.cuda` (or `torch.cuda.random`) with the same name; `patches`
+puts them there. None of them creates a CUDA context in the controller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moreh_ap.device.redirect import is_accelerator
+
+if TYPE_CHECKING:
+    from moreh_ap.session.session import Session
+
+DEVICE_NAME = "MoAI Accelerator"
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What `torch.cuda.get_device_properties` tells; `total_memory` is in bytes, over all devices."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int
+    multi_processor_count: int
+
+
+class Facade:
+    """The functions that replace those of `torch.cuda`; `replacements` lists them by name."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def replacements(self) -> dict[str, Any]:
+        """``{name in torch.cuda: function}``."""
+        names = [name for name in vars(type(self)) if not name.startswith("_") and name != "replacements"]
+        return {name: getattr(self, name) for name in names}
+
+    # -- devices ---------------------------------------------------------------------------------------------------
+
+    def is_available(self) -> bool:
+        """True: the accelerator is there."""
+        return True
+
+    def is_initialized(self) -> bool:
+        """True: nothing needs initialising in the controller."""
+        return True
+
+    def init(self) -> None:
+        """Nothing to do: workers start by themselves."""
+
+    def device_count(self) -> int:
+        """1, however many devices stand behind the accelerator."""
+        return 1
+
+    def current_device(self) -> int:
+        """0."""
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """Accepts the one device there is."""
+        _require_accelerator(device)
+
+    def get_device_name(self, device: Any = None) -> str:
+        """'MoAI Accelerator'."""
+        _require_accelerator(device)
+        return DEVICE_NAME
+
+    def get_device_properties(self, device: Any = None) -> DeviceProperties:
+        """Properties of the accelerator as a whole; total memory is that of all devices."""
+        _require_accelerator(device)
+        total = sum(device.memory_bytes for device in self._session.devices())
+        return DeviceProperties(DEVICE_NAME, *self.get_device_capability(), total, self._session.num_devices)
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        """(8, 0) where bfloat16 is native, (7, 0) elsewhere: what scripts ask the capability for."""
+        _require_accelerator(device)
+        return (8, 0) if self._computes_bf16() else (7, 0)
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        """True where bfloat16 is native, and elsewhere if emulation counts."""
+        return including_emulation or self._computes_bf16()
+
+    def _computes_bf16(self) -> bool:
+        return all(device.native_bf16 for device in self._session.devices())
+
+    # -- order -----------------------------------------------------------------------------------------------------
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait until every device has done everything it was told."""
+        _require_accelerator(device)
+        self._session.synchronize()
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def memory_allocated(self, device: Any = None) -> int:
+        """Bytes of tensors over all devices (CPU workers: resident memory beyond their start)."""
+        _require_accelerator(device)
+        return self._session.memory()["allocated"]
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        """The sum of the devices' peaks of `memory_allocated`, in bytes, since the start or the last reset."""
+        _require_accelerator(device)
+        return self._session.memory()["peak"]
+
+    def memory_reserved(self, device: Any = None) -> int:
+        """Bytes that are not free, over all devices."""
+        _require_accelerator(device)
+        report = self._session.memory()
+        return max(report["allocated"], report["total"] - report["free"])
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        """The larger of `memory_reserved` and `max_memory_allocated`, in bytes."""
+        return max(self.memory_reserved(device), self.max_memory_allocated(device))
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Start counting peaks anew."""
+        _require_accelerator(device)
+        self._session.memory(reset_peak=True)
+
+    def reset_max_memory_allocated(self, device: Any = None) -> None:
+        """The old name of `reset_peak_memory_stats`."""
+        self.reset_peak_memory_stats(device)
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """The entries of `torch.cuda.memory_stats` that scripts print, over all devices, in bytes."""
+        _require_accelerator(device)
+        report = self._session.memory()
+        reserved = max(report["allocated"], report["total"] - report["free"])
+        return {
+            "allocated_bytes.all.current": report["allocated"],
+            "allocated_bytes.all.peak": report["peak"],
+            "reserved_bytes.all.current": reserved,
+            "reserved_bytes.all.peak": max(reserved, report["peak"]),
+            "num_ooms": 0,
+        }
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """(free, total) bytes over all devices."""
+        _require_accelerator(device)
+        report = self._session.memory()
+        return report["free"], report["total"]
+
+    def empty_cache(self) -> None:
+        """Give cached memory of every device back."""
+        self._session.memory(empty_cache=True)
+
+    # -- random numbers ----------------------------------------------------------------------------------------------
+
+    def manual_seed(self, seed: int) -> None:
+        """Restart the accelerator's random stream; `torch.manual_seed` calls this too."""
+        self._session.generator.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """The same as `manual_seed`: there is one device."""
+        self._session.generator.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        """The seed of the accelerator's random stream."""
+        return self._session.generator.initial_seed()
+
+
+def _require_accelerator(device: Any) -> None:
+    if device is not None and not is_accelerator(device):
+        raise ValueError(f"Expected a cuda device, but got: {torch.device(device)}")

@@ -1,0 +1,209 @@
+"""Every change that the one line makes to other people's modules, in one list, each undoable.
+
+Nothing else in this package assigns to attributes of PyTorch. `install` makes the changes, `undo` takes them back; both
+may be called any number of times. In a forked child (a loader worker) they are undone at once: processes that a script
+starts are its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from moreh_ap.device import redirect
+from moreh_ap.device.facade import Facade
+from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, to_accelerator
+
+if TYPE_CHECKING:
+    from moreh_ap.session.session import Session
+    from moreh_ap.session.units import Units
+
+
+class Patches:
+    """The changes in force; `undo` restores what was there before."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, holder: Any, name: str, new: Any) -> Any:
+        """Set ``holder.name`` to `new`; returns what was there."""
+        own = name in vars(holder)
+        before = getattr(holder, name)
+        setattr(holder, name, new)
+        self._undo.append(lambda: setattr(holder, name, before) if own else delattr(holder, name))
+        return before
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Have `action` called when the changes are taken back."""
+        self._undo.append(action)
+
+    def undo(self) -> None:
+        """Take every change back, last first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def install(session: Session, units: Units) -> Patches:
+    """Make "cuda" mean the accelerator of `session` in this process."""
+    patches = Patches()
+    _redirect_devices(patches)
+    for name, function in Facade(session).replacements().items():
+        patches.replace(torch.cuda, name, function)
+    patches.replace(torch.cuda, "_lazy_init", lambda: None)
+    _redirect_modules(patches, units)
+    _redirect_optimizers(patches, session)
+    _redirect_clipping(patches, session)
+    _FORK_HOOK.current = patches
+    return patches
+
+
+class _ForkHook:
+    """Undoes the changes in a forked child."""
+
+    def __init__(self) -> None:
+        self.current: Patches | None = None
+        os.register_at_fork(after_in_child=self._in_child)
+
+    def _in_child(self) -> None:
+        if self.current is not None:
+            self.current.undo()
+
+
+_FORK_HOOK = _ForkHook()
+
+
+# -- devices -------------------------------------------------------------------------------------------------------
+
+
+def _redirect_devices(patches: Patches) -> None:
+    redirect.ACTIVE.on = True
+    mode = redirect.RedirectMode()
+    mode.__enter__()
+
+    def leave() -> None:
+        redirect.ACTIVE.on = False  # other threads may still have the mode on their stacks
+        redirect.remove_mode(mode)
+
+    patches.on_undo(leave)
+
+    # A mode belongs to one thread: threads started later enter it for themselves.
+    def bootstrap(thread: threading.Thread) -> None:
+        with redirect.RedirectMode():
+            start(thread)
+
+    start = patches.replace(threading.Thread, "_bootstrap_inner", bootstrap)
+    # DataLoader's pinning thread calls these on ordinary tensors.
+    patches.replace(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
+    patches.replace(torch.Tensor, "is_pinned", lambda tensor, device=None: False)
+
+    @functools.wraps(torch.load)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(map_location, (str, torch.device, int)) and redirect.is_accelerator(map_location):
+            loaded = original_load(f, "cpu", *args, **kwargs)
+            return tree_map_only(Tensor, to_accelerator, loaded)
+        return original_load(f, map_location, *args, **kwargs)
+
+    original_load = patches.replace(torch, "load", load)
+
+
+# -- modules -------------------------------------------------------------------------------------------------------
+
+
+def _redirect_modules(patches: Patches, units: Units) -> None:
+    from moreh_ap.session.call import call_remotely
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        parameter = next(module.parameters(), None)
+        if parameter is None:
+            return original_call(module, *args, **kwargs)
+        if not parameter.is_cuda and has_accelerator_tensor((args, kwargs)):
+            module.cuda()  # scripts of the platform call a model with accelerator inputs without moving it first
+        unit = units.find(module, args, kwargs)
+        if unit is not None:
+            return call_remotely(*unit, args, kwargs)
+        if isinstance(parameter, VirtualTensor) and not parameter.is_cuda:
+            module._apply(_read_into_controller)  # a model that is to stay on the CPU after all
+        return original_call(module, *args, **kwargs)
+
+    original_call = patches.replace(nn.Module, "__call__", call)
+
+    depth = threading.local()
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if getattr(depth, "inside", False):
+            return original_apply(module, fn, recurse)
+        depth.inside = True
+        swap = torch.__future__.get_swap_module_params_on_conversion()
+        # A virtual parameter is never turned into another by `.data =`: its object stays, what it is changes.
+        on_accelerator = isinstance(next(module.parameters(), None), VirtualTensor)
+        torch.__future__.set_swap_module_params_on_conversion(swap or on_accelerator)
+        try:
+            return original_apply(module, fn, recurse)
+        finally:
+            depth.inside = False
+            torch.__future__.set_swap_module_params_on_conversion(swap)
+            units.note_moved(module)
+
+    original_apply = patches.replace(nn.Module, "_apply", apply)
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        original_set(module, name, value)
+        if name != "training":
+            units.note_attribute(module, name, value)
+
+    original_set = patches.replace(nn.Module, "__setattr__", set_attribute)
+
+
+def _read_into_controller(tensor: Tensor) -> Tensor:
+    return tensor.to_host() if isinstance(tensor, VirtualTensor) else tensor
+
+
+# -- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def _redirect_optimizers(patches: Patches, session: Session) -> None:
+    from moreh_ap.session.optimizer import elementwise_optimizers, step_remotely
+
+    def wrap(cls: type[torch.optim.Optimizer]) -> None:
+        original = cls.step
+
+        @functools.wraps(original)
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            taken, loss = step_remotely(session, optimizer, closure)
+            return loss if taken else original(optimizer, closure)
+
+        if hasattr(original, "hooked"):
+            step.hooked = original.hooked  # type: ignore[attr-defined]
+        patches.replace(cls, "step", step)
+
+    for cls in elementwise_optimizers():
+        wrap(cls)
+
+
+def _redirect_clipping(patches: Patches, session: Session) -> None:
+    from moreh_ap.session import clipping
+
+    # `clip_grad_norm_` is imported by name everywhere, so its two halves are redirected: it looks them up when called.
+    module: types.ModuleType = sys.modules["torch.nn.utils.clip_grad"]
+
+    def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        norm = clipping.norm_on_workers(session, tensors, *args, **kwargs)
+        return original_norm(tensors, *args, **kwargs) if norm is None else norm
+
+    def clip_grads_with_norm(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not clipping.clip_on_workers(session, parameters, max_norm, total_norm):
+            original_clip(parameters, max_norm, total_norm, *args, **kwargs)
+
+    original_norm = patches.replace(module, "_get_total_norm", get_total_norm)
+    original_clip = patches.replace(module, "_clip_grads_with_norm_", clip_grads_with_norm)

@@ -1,0 +1,141 @@
+"""What a virtual tensor holds: a value that is here, in a file, promised by workers, or still to be computed.
+
+This module decides how values are read and when a small computation may be put off. It must not know how workers are
+reached: values that live on workers are defined by `moreh_ap.session` as further subclasses of `Value`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+MAX_DEFERRED_ELEMENTS = 4096  # larger tensors are computed at once: putting them off would only keep memory alive
+
+
+class Value:
+    """Where the numbers of a virtual tensor come from."""
+
+    __slots__ = ("__weakref__",)
+
+    #: The session whose workers hold the value as state (parameters, gradients, ...), or None.
+    owner: Any = None
+
+    def ready(self) -> bool:
+        """True if `read` would return without waiting for a worker."""
+        raise NotImplementedError
+
+    def read(self) -> Tensor:
+        """The whole value as a CPU tensor; waits if it must. The caller must not change it unless `write` is given."""
+        raise NotImplementedError
+
+    def write(self, tensor: Tensor) -> None:
+        """Store a changed value back where it came from. Values that turn into `Here` once read never need it."""
+        raise TypeError(f"{type(self).__name__} values are replaced, not written")
+
+
+class Here(Value):
+    """A CPU tensor of the controller. Views and in-place operations act on it directly."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def ready(self) -> bool:
+        return True
+
+    def read(self) -> Tensor:
+        return self.tensor
+
+
+class InFile(Value):
+    """A tensor of a safetensors file that nobody has read yet."""
+
+    __slots__ = ("dtype", "file", "key")
+
+    def __init__(self, file: str, key: str, dtype: torch.dtype) -> None:
+        self.file, self.key, self.dtype = file, key, dtype
+
+    def ready(self) -> bool:
+        return True
+
+    def read(self) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="pt") as handle:
+            return handle.get_tensor(self.key).to(self.dtype)
+
+
+class Later(Value):
+    """A small operation on values of which some are still promised; computed when somebody reads it."""
+
+    __slots__ = ("_operation", "_result")
+
+    def __init__(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._operation: tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]] | None = (func, args, kwargs)
+        self._result: Tensor | None = None
+
+    def ready(self) -> bool:
+        operation = self._operation
+        if operation is None:
+            return True
+        inputs: list[Value] = []
+        tree_map_only(Value, inputs.append, operation[1:])
+        return all(value.ready() for value in inputs)
+
+    def read(self) -> Tensor:
+        operation = self._operation
+        if operation is not None:
+            func, args, kwargs = tree_map_only(Value, lambda value: value.read(), operation)
+            self._result = func(*args, **kwargs)
+            self._operation = None
+        assert self._result is not None
+        return self._result
+
+
+class View(Value):
+    """A view of a value that is not here: reading applies the view, writing writes the base."""
+
+    __slots__ = ("_base", "_view")
+
+    def __init__(self, base: Cell, view: Callable[[Tensor], Tensor]) -> None:
+        self._base, self._view = base, view
+
+    def ready(self) -> bool:
+        return self._base.value.ready()
+
+    def read(self) -> Tensor:
+        return self._view(self._base.value.read())
+
+    def write(self, tensor: Tensor) -> None:
+        whole = self._base.value.read()
+        self._view(whole).copy_(tensor)
+        self._base.value.write(whole)
+
+
+class Cell:
+    """The place that aliases of one virtual tensor share: in-place operations put a new value into it."""
+
+    __slots__ = ("device", "value")
+
+    def __init__(self, value: Value, device: torch.device) -> None:
+        self.value, self.device = value, device
+
+    def settle(self) -> Value:
+        """The value, turned into `Here` if it can be had without waiting and nobody else keeps it."""
+        value = self.value
+        if isinstance(value, (Here, InFile, View)) or value.owner is not None or not value.ready():
+            return value
+        return self.read_here()
+
+    def read_here(self) -> Here:
+        """Read the value (waiting if it must) and keep it here from now on."""
+        if not isinstance(self.value, Here):
+            tensor = self.value.read()
+            # Another tensor may have put off an operation on this very value: a private copy keeps it as it was.
+            self.value = Here(tensor.clone() if tensor.numel() <= MAX_DEFERRED_ELEMENTS else tensor)
+        return self.value

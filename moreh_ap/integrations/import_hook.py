@@ -1,0 +1,68 @@
+"""Calls back when a module has been imported, without importing it.
+
+Costs nothing until then: one finder at the head of `sys.meta_path` that compares a name, gone once it has served.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """Calls ``callback(module)`` now if module `name` is imported, otherwise right after its import.
+
+    Returns:
+        A function that takes the request back.
+    """
+    module = sys.modules.get(name)
+    if module is not None and not _is_being_imported(module):
+        callback(module)
+        return lambda: None
+    finder = _AfterImport(name, callback)
+    sys.meta_path.insert(0, finder)
+    return finder.withdraw
+
+
+def _is_being_imported(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds one module as the other finders do, and calls back when its import is done. Works once."""
+
+    def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
+        self._name, self._callback = name, callback
+
+    def withdraw(self) -> None:
+        """Stop waiting for the module."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        self.withdraw()
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            sys.meta_path.insert(0, self)
+            return None
+        self._run_after_loading(spec.loader)
+        return spec
+
+    def _run_after_loading(self, loader: Loader) -> None:
+        """Makes this one loader call back after it has run the module; the loader's class stays as it is."""
+        run_module = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            run_module(module)
+            self._callback(sys.modules[self._name])  # a module may put another object in its place while it runs
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]

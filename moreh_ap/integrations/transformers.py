@@ -1,0 +1,121 @@
+"""Hugging Face transformers: checkpoints that are not read by the controller, and models saved from the workers.
+
+The only module that knows transformers' internals. It must not import transformers before the script does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moreh_ap.device.tensor import CPU, VirtualTensor
+from moreh_ap.device.values import Cell, InFile
+from moreh_ap.integrations import transformers_cache
+from moreh_ap.integrations.import_hook import when_imported
+
+# Source: https://github.com/huggingface/safetensors, "Format", dtype names.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def install(replace: Callable[[Any, str, Any], Any], on_undo: Callable[[Callable[[], None]], None]) -> None:
+    """Redirect transformers, now or when the script imports it.
+
+    Args:
+        replace: ``replace(holder, name, new)`` sets an attribute undoably and returns what was there.
+        on_undo: Registers an action for the undoing.
+    """
+
+    def redirect_loading(modeling: ModuleType) -> None:
+        replace(modeling, "safe_open", LazyCheckpoint.opener(modeling.safe_open))
+        cls = modeling.PreTrainedModel
+        replace(cls, "save_pretrained", _save_from_workers(cls.save_pretrained))
+
+    on_undo(when_imported("transformers.modeling_utils", redirect_loading))
+    transformers_cache.install()
+
+
+class LazyCheckpoint:
+    """Stands for `safetensors.safe_open`: whole tensors are promised as `InFile` values instead of being read."""
+
+    def __init__(self, handle: Any, file: str) -> None:
+        self._handle, self._file = handle, str(file)
+
+    @staticmethod
+    def opener(original: Any) -> Callable[..., LazyCheckpoint]:
+        """A replacement for `safe_open` that opens files lazily."""
+
+        def open_lazily(filename: Any, framework: str = "pt", *args: Any, **kwargs: Any) -> Any:
+            handle = original(filename, framework, *args, **kwargs)
+            return LazyCheckpoint(handle, filename) if framework == "pt" else handle
+
+        return open_lazily
+
+    def __enter__(self) -> LazyCheckpoint:
+        self._handle.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> Any:
+        return self._handle.__exit__(*exception)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def get_slice(self, key: str) -> LazySlice:
+        """A tensor of the file that can be sliced (read) or taken whole (promised)."""
+        return LazySlice(self._handle.get_slice(key), self._file, key)
+
+
+class LazySlice:
+    """One tensor of a checkpoint file."""
+
+    def __init__(self, stored: Any, file: str, key: str) -> None:
+        self._stored, self._file, self._key = stored, file, key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stored, name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        dtype = _DTYPES.get(self._stored.get_dtype())
+        if index is not Ellipsis or dtype is None:
+            return self._stored[index]  # type: ignore[no-any-return]
+        meta = torch.empty(self._stored.get_shape(), dtype=dtype, device="meta")
+        return VirtualTensor(Cell(InFile(self._file, self._key, dtype), CPU), meta)
+
+
+def _save_from_workers(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs.get("state_dict") is not None or not _holds_virtual(model):
+            return original(model, save_directory, *args, **kwargs)
+        return original(model, save_directory, **{**kwargs, "state_dict": plain_state_dict(model)})
+
+    return save_pretrained
+
+
+def _holds_virtual(model: torch.nn.Module) -> bool:
+    return any(isinstance(parameter, VirtualTensor) for parameter in model.parameters())
+
+
+def plain_state_dict(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The model's state dict as ordinary CPU tensors; tied tensors share their memory as they do in the model."""
+    plain: dict[int, Tensor] = {}
+    result: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in plain:
+            plain[id(tensor)] = tensor.to_host() if isinstance(tensor, VirtualTensor) else tensor.detach()
+        result[name] = plain[id(tensor)]
+    return result

@@ -1,0 +1,45 @@
+"""Key-value caches of Hugging Face transformers nest in calls as their tensors do.
+
+With this `generate` leaves a cache on the workers, each its rows, and passes it back by name. Installed in the controller
+and in every worker; it must not import transformers before somebody else does.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from moreh_ap.integrations.import_hook import when_imported
+
+
+def install() -> None:
+    """Register the cache classes with PyTorch's pytrees, now or when transformers is imported."""
+    when_imported("transformers.cache_utils", _register)
+
+
+def _register(module: ModuleType) -> None:
+    for cls in [value for value in vars(module).values() if isinstance(value, type)]:
+        layer = issubclass(cls, module.CacheLayerMixin)
+        if (layer or issubclass(cls, module.Cache)) and cls not in pytree.SUPPORTED_NODES:
+            pytree.register_pytree_node(cls, _flatten, _unflatten(cls))
+
+
+def _flatten(obj: Any) -> tuple[list[Any], Any]:
+    """Children are the tensors of an object and its list of layers; every other attribute is context."""
+    children = {name: value for name, value in vars(obj).items() if isinstance(value, Tensor) or name == "layers"}
+    rest = {name: value for name, value in vars(obj).items() if name not in children}
+    return list(children.values()), (tuple(children), tuple(rest.items()))
+
+
+def _unflatten(cls: type) -> Any:
+    def make(values: Any, context: Any) -> Any:
+        names, rest = context
+        obj = cls.__new__(cls)
+        vars(obj).update(rest)
+        vars(obj).update(zip(names, values))
+        return obj
+
+    return make

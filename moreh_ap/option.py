@@ -1,0 +1,230 @@
+"""The one line that users add: its arguments, its environment variables, their defaults and what they may be.
+
+Decides which settings exist and turns them, checked, into one frozen `Options`. Must not know what is done with them:
+it hands them to `moreh_ap.device.enable` and imports nothing heavy before that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from moreh_ap.errors import OptionError, UnsupportedError
+from moreh_ap.plan import Plan
+
+ENABLE_VARIABLE = "MOREH_ENABLE_ADVANCED_PARALLELIZATION"
+NUM_DEVICES_VARIABLE = "MOREH_NUM_DEVICES"
+_PREFIX = "MOREH_ADVANCED_PARALLELIZATION_"
+COMPILE_THREADS_VARIABLE = _PREFIX + "MAX_PARALLEL_COMPILE_THREADS"
+DETAILED_LOG_VARIABLE = _PREFIX + "DETAILED_LOG"
+MEMORY_RATIO_VARIABLE = _PREFIX + "MEMORY_USAGE_CORRECTION_RATIO"
+
+_CALL = "torch.moreh.option.enable_advanced_parallelization"
+_LINK = "docs/options.md"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every setting of one accelerator, checked. Two calls with equal options mean the same accelerator.
+
+    Attributes:
+        pipeline_parallel: Whether a pipeline may be used.
+        num_stages: Largest number of pipeline stages.
+        num_micro_batches: Number of micro-batches.
+        activation_recomputation: Whether activations are recomputed.
+        distribute_parameter: Whether parameters and gradients are sharded over devices.
+        mixed_precision: Whether bfloat16 may be computed in, where the device has it natively.
+        devices: Number of devices; None means all there are.
+        plan: The plan to use; None leaves it to the planner.
+        max_parallel_compile_threads: Threads used while candidates are prepared.
+        detailed_log: 0 normal, 1 more on the console, 2 into a file.
+        memory_usage_correction_ratio: Per cent of a device's memory that a plan may fill.
+    """
+
+    pipeline_parallel: bool = True
+    num_stages: int | Literal["auto"] = "auto"
+    num_micro_batches: int | Literal["auto"] = "auto"
+    activation_recomputation: bool | Literal["auto"] = "auto"
+    distribute_parameter: bool | Literal["auto"] = "auto"
+    mixed_precision: bool = True
+    devices: int | None = None
+    plan: Plan | None = None
+    max_parallel_compile_threads: int = 16
+    detailed_log: int = 0
+    memory_usage_correction_ratio: int = 80
+
+
+def enable_advanced_parallelization(
+    pipeline_parallel: bool = True,
+    num_stages: int | Literal["auto"] = "auto",
+    num_micro_batches: int | Literal["auto"] = "auto",
+    activation_recomputation: bool | Literal["auto"] = "auto",
+    distribute_parameter: bool | Literal["auto"] = "auto",
+    mixed_precision: bool = True,
+    *,
+    devices: int | None = None,
+    plan: str | Plan | None = None,
+) -> None:
+    """Makes "cuda" mean all devices of this machine, used as one accelerator, for the rest of the process.
+
+    It may stand before or after the model is made. A second call with equal settings does nothing.
+
+    Args:
+        pipeline_parallel: Whether a pipeline may be used. A permission: this version has no pipeline plans.
+        num_stages: Largest number of pipeline stages, an upper limit that a plan without stages always keeps.
+        num_micro_batches: Number of pieces in which a device works through its slice of a batch.
+        activation_recomputation: Whether activations are recomputed. This version cannot, so True is refused.
+        distribute_parameter: True shards parameters and gradients over devices, False forbids it.
+        mixed_precision: Whether to compute in bfloat16 where the device has it natively.
+        devices: Number of devices to use; default: `MOREH_NUM_DEVICES`, else the plan's, else all.
+        plan: A plan, or its text, to use instead of the planner's choice.
+
+    Raises:
+        OptionError: An argument or environment variable has a wrong type or value, or two contradict each other.
+        PlanError: The text of `plan` is no plan.
+        UnsupportedError: The setting is understood, but this version cannot honour it.
+    """
+    options = resolve_options(
+        os.environ,
+        pipeline_parallel=_check_bool("pipeline_parallel", pipeline_parallel),
+        num_stages=_check_count_or_auto("num_stages", num_stages),
+        num_micro_batches=_check_count_or_auto("num_micro_batches", num_micro_batches),
+        activation_recomputation=_check_bool_or_auto("activation_recomputation", activation_recomputation),
+        distribute_parameter=_check_bool_or_auto("distribute_parameter", distribute_parameter),
+        mixed_precision=_check_bool("mixed_precision", mixed_precision),
+        devices=None if devices is None else _check_count("devices", devices),
+        plan=plan if plan is None or isinstance(plan, Plan) else Plan.parse(plan),
+    )
+    from moreh_ap import device
+
+    device.enable(options)
+
+
+def resolve_options(
+    environment: Mapping[str, str],
+    *,
+    pipeline_parallel: bool = True,
+    num_stages: int | Literal["auto"] = "auto",
+    num_micro_batches: int | Literal["auto"] = "auto",
+    activation_recomputation: bool | Literal["auto"] = "auto",
+    distribute_parameter: bool | Literal["auto"] = "auto",
+    mixed_precision: bool = True,
+    devices: int | None = None,
+    plan: Plan | None = None,
+) -> Options:
+    """Returns the options that checked arguments and the environment make together; an argument outranks a variable.
+
+    Raises:
+        OptionError: A variable has a wrong value, or the plan contradicts another argument.
+        UnsupportedError: Activation recomputation is asked for.
+    """
+    if activation_recomputation is True:
+        raise UnsupportedError(
+            "activation_recomputation=True: this version cannot recompute activations",
+            "False or 'auto'; num_micro_batches lowers activation memory too",
+            f"{_CALL}(num_micro_batches=4)",
+            _LINK,
+        )
+    if plan is not None:
+        _check_plan(plan, devices, num_micro_batches, distribute_parameter, mixed_precision)
+        devices = plan.num_devices
+    if devices is None:
+        devices = _read_variable(environment, NUM_DEVICES_VARIABLE, 0, least=1) or None
+    return Options(
+        pipeline_parallel=pipeline_parallel,
+        num_stages=num_stages,
+        num_micro_batches=num_micro_batches,
+        activation_recomputation=activation_recomputation,
+        distribute_parameter=distribute_parameter,
+        mixed_precision=mixed_precision,
+        devices=devices,
+        plan=plan,
+        max_parallel_compile_threads=_read_variable(environment, COMPILE_THREADS_VARIABLE, 16, least=1),
+        detailed_log=_read_variable(environment, DETAILED_LOG_VARIABLE, 0, least=0, most=2),
+        memory_usage_correction_ratio=_read_variable(environment, MEMORY_RATIO_VARIABLE, 80, least=1, most=100),
+    )
+
+
+def enabled_by_environment(environment: Mapping[str, str]) -> bool:
+    """Returns whether the environment asks for what the one line does.
+
+    Raises:
+        OptionError: The variable is neither `0` nor `1`.
+    """
+    return bool(_read_variable(environment, ENABLE_VARIABLE, 0, least=0, most=1))
+
+
+def _check_plan(
+    plan: Plan,
+    devices: int | None,
+    num_micro_batches: int | Literal["auto"],
+    distribute_parameter: bool | Literal["auto"],
+    mixed_precision: bool,
+) -> None:
+    """Raises OptionError where an argument next to `plan` says something else than the plan does."""
+    if devices is not None and devices != plan.num_devices:
+        other = f"devices={devices}, but the plan has {plan.replicate} x {plan.shard} = {plan.num_devices} devices"
+    elif num_micro_batches not in ("auto", plan.micro_batches):
+        other = f"num_micro_batches={num_micro_batches}, but the plan has {plan.micro_batches}"
+    elif distribute_parameter is False and plan.shard > 1:
+        other = f"distribute_parameter=False, but the plan shards parameters over {plan.shard} devices"
+    elif distribute_parameter is True and plan.shard == 1 and plan.num_devices > 1:
+        other = "distribute_parameter=True, but the plan keeps a whole model on every device"
+    elif not mixed_precision and plan.precision == "bf16":
+        other = "mixed_precision=False, but the plan computes in bfloat16"
+    else:
+        return
+    raise OptionError(
+        f"plan={str(plan)!r}: {other}",
+        "a plan alone, or arguments that agree with it",
+        f'{_CALL}(plan="{plan}")',
+        _LINK,
+    )
+
+
+def _check_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong_value(name, value, "True or False", "True")
+    return value
+
+
+def _check_bool_or_auto(name: str, value: object) -> bool | Literal["auto"]:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    raise _wrong_value(name, value, "True, False or 'auto'", "'auto'")
+
+
+def _check_count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _wrong_value(name, value, "an integer of at least 1", "2")
+    return value
+
+
+def _check_count_or_auto(name: str, value: object) -> int | Literal["auto"]:
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _wrong_value(name, value, "an integer of at least 1, or 'auto'", "'auto'")
+    return value
+
+
+def _wrong_value(name: str, value: object, allowed: str, example: str) -> OptionError:
+    return OptionError(f"{name}={value!r} ({type(value).__name__})", allowed, f"{_CALL}({name}={example})", _LINK)
+
+
+def _read_variable(
+    environment: Mapping[str, str], name: str, default: int, *, least: int, most: int | None = None
+) -> int:
+    """Returns the integer that the variable spells, or `default` where it is not set or empty."""
+    text = environment.get(name, "").strip()
+    if not text:
+        return default
+    number = int(text) if text.isascii() and text.isdigit() else None
+    if number is None or number < least or (most is not None and number > most):
+        allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+        raise OptionError(f"environment: {name}={text!r}", allowed, f"export {name}={max(default, 1)}", _LINK)
+    return number

@@ -1,0 +1,49 @@
+"""How a batch is cut into the rows of each worker.
+
+Decides what the rows of a batch are and which worker gets which. Must not know models, losses or processes.
+"Leaves" are the flat list that `torch.utils._pytree.tree_flatten` makes of a call's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def num_rows(leaves: Sequence[Any]) -> int | None:
+    """Returns the size of dim 0 of the first tensor with dims, None where there is no such tensor."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim >= 1:
+            return leaf.shape[0]
+    return None
+
+
+def row_range(rank: int, world: int, rows: int) -> tuple[int, int]:
+    """Returns the first row of a worker and the one after its last.
+
+    The rows are contiguous and as even as can be; the first workers get the odd ones.
+
+    Example:
+        >>> [row_range(rank, 3, 8) for rank in range(3)]
+        [(0, 3), (3, 6), (6, 8)]
+    """
+    each, extra = divmod(rows, world)
+    start = rank * each + min(rank, extra)
+    return start, start + each + (rank < extra)
+
+
+def slice_rows(leaves: Sequence[Any], rows: int, start: int, stop: int) -> list[Any]:
+    """Returns the leaves with every tensor of `rows` rows cut to rows `start:stop`; all others stay whole."""
+    return [leaf[start:stop] if carries_rows(leaf, rows) else leaf for leaf in leaves]
+
+
+def select_rows(leaves: Sequence[Any], rows: int, chosen: Sequence[int]) -> list[Any]:
+    """Returns the leaves with every tensor of `rows` rows cut to the chosen rows; all others stay whole."""
+    return [leaf[list(chosen)] if carries_rows(leaf, rows) else leaf for leaf in leaves]
+
+
+def carries_rows(leaf: Any, rows: int) -> bool:
+    """Says whether the leaf is a tensor whose dim 0 counts the rows of a batch of `rows` rows."""
+    return isinstance(leaf, torch.Tensor) and leaf.ndim >= 1 and leaf.shape[0] == rows

@@ -1,0 +1,205 @@
+"""Forward and backward of one call on one worker.
+
+Decides how a call's inputs, random numbers, loss shares and gradients are treated so that all workers together compute
+what one device would. Must not know the controller, messages, or where the batch came from.
+
+[Note: split and whole]
+"split": this worker has its rows of the batch; mean losses are shares of the global mean (`reduction.py`); its
+random numbers are its own. "whole": every worker has the whole batch and the same random numbers and computes the
+same; since gradients are summed over workers afterwards, each counts for one part in `num_workers`.
+
+[Note: kinds]
+Each leaf of a result has a kind (`proof.py`): "rows", "share", "same" or "const". A "same" leaf of a split call is
+computed by every worker, so its gradient too counts for one part in `num_workers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from moreh_ap.parallelizer.apply import fsdp_modules, recover, settle
+from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
+from moreh_ap.parallelizer.placement import OwnDevice
+from moreh_ap.parallelizer.reduction import GlobalReduction
+
+
+@dataclass(frozen=True)
+class Call:
+    """What to run and how; the same on every worker.
+
+    Attributes:
+        module: The module a plan was applied to.
+        mode: "split" or "whole". See [Note: split and whole].
+        device: This worker's device.
+        grad: Whether a backward may follow.
+        seed: Where the random numbers of the call start; None leaves the generators as they are.
+        group: The workers that share the batch; None is the default group.
+        autocast: Dtype of `torch.autocast` around the forward, None for none.
+        kinds: The kind of every leaf of the result, where it is known. See [Note: kinds].
+        target: What to call instead of the module: one of its submodules or bound methods.
+    """
+
+    module: nn.Module
+    mode: str
+    device: torch.device
+    grad: bool = True
+    seed: int | None = None
+    group: dist.ProcessGroup | None = None
+    autocast: torch.dtype | None = None
+    kinds: tuple[str, ...] | None = None
+    target: Callable[..., Any] | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that share the batch."""
+        return dist.get_world_size(self.group) if dist.is_initialized() else 1
+
+    def reduction(self) -> AbstractContextManager[Any]:
+        """Returns what has to be active during a forward of this call."""
+        if self.mode == "split" and self.num_workers > 1:
+            return GlobalReduction(self.device, group=self.group)
+        return OwnDevice(self.device) if self.device.type == "cpu" else nullcontext()
+
+    def seed_generators(self, chunk: int = 0) -> None:
+        """Starts the random numbers: own ones for each worker and chunk of a split call, equal ones otherwise."""
+        if self.seed is None:
+            return
+        rank = dist.get_rank(self.group) if self.mode == "split" and self.num_workers > 1 else 0
+        torch.manual_seed((self.seed + 0x9E3779B9 * rank + 0x85EBCA6B * chunk) % 2**63)
+
+    def gradient_scale(self, leaf: int) -> float:
+        """Returns by what the gradient of a leaf of the result is multiplied. See [Note: kinds]."""
+        counts_once = self.mode == "whole" or (self.kinds is not None and self.kinds[leaf] == "same")
+        return 1.0 / self.num_workers if counts_once else 1.0
+
+    def gradient_sync(self) -> AbstractContextManager[None]:
+        """Returns what has to be active during backward so that gradients are summed over the workers."""
+        sync = gradient_sync_of(self.module)
+        return nullcontext() if sync is None else sync.sync()
+
+
+class ForwardPass:
+    """A forward that has run, and its backward.
+
+    Args:
+        call: What to run and how.
+        args: Positional arguments, already this worker's rows in a split call.
+        kwargs: Keyword arguments, likewise.
+        reduction: What to do with mean losses, where it is not what the call's mode says.
+        chunk: Which piece of the worker's rows this is; decides its random numbers.
+
+    Attributes:
+        outputs: Leaves of the result, tensors without their history; this worker's rows of what has rows.
+        differentiable: For each leaf whether a gradient may be given to `backward`.
+        treespec: How the leaves nest.
+        inputs: The tensor leaves of the arguments that `backward` answers gradients for.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        reduction: GlobalReduction | None = None,
+        chunk: int = 0,
+    ) -> None:
+        self._call = call
+        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+        leaves = [_own_leaf(leaf, call.grad) for leaf in leaves]
+        self.inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        args, kwargs = tree_unflatten(leaves, spec)
+        call.seed_generators(chunk)
+        try:
+            with torch.set_grad_enabled(call.grad), reduction or call.reduction(), _autocast(call):
+                result = _invoke(call, args, kwargs)
+        except BaseException:
+            recover(call.module)
+            raise
+        if not call.grad:
+            settle(call.module)
+        self._results, self.treespec = tree_flatten(result)
+        self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
+        self.outputs: list[Any] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._results]
+
+    def materialize(self) -> list[Any]:
+        """Returns `outputs`, which are there already."""
+        return self.outputs
+
+    def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
+        """Adds to the parameters' gradients, summed over the workers, and returns those of `inputs`.
+
+        Args:
+            output_grads: One gradient or None for each leaf of `outputs`, of the shape the leaf has here.
+            retain_graph: Whether another backward through the same forward may follow.
+
+        Returns:
+            For each of `inputs` its gradient (this worker's rows of it), None where nothing depends on it.
+        """
+        with self._call.gradient_sync():
+            return self.accumulate(output_grads, retain_graph)
+
+    def accumulate(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
+        """Like `backward`, and leaves sums over workers that GradientSync makes to the caller."""
+        roots, grads = [], []
+        for index, (result, grad) in enumerate(zip(self._results, output_grads, strict=True)):
+            if grad is not None and isinstance(result, Tensor) and result.requires_grad:
+                roots.append(result)
+                grads.append(grad.to(result.dtype) * self._call.gradient_scale(index))
+        if roots:
+            try:
+                torch.autograd.backward(roots, grads, retain_graph=retain_graph)
+            except BaseException:
+                recover(self._call.module)
+                raise
+        if not retain_graph:
+            self._results = [None] * len(self._results)
+        return [self._take_gradient(leaf) for leaf in self.inputs]
+
+    def _take_gradient(self, leaf: Tensor) -> Tensor | None:
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None and self._call.mode == "whole":
+            grad = grad * self._call.num_workers
+        return grad
+
+
+def _own_leaf(leaf: Any, grad: bool) -> Any:
+    """Returns the leaf, cut off from whatever computed it."""
+    if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+        return leaf
+    return leaf.detach().requires_grad_(grad and leaf.requires_grad)
+
+
+def _autocast(call: Call) -> AbstractContextManager[Any]:
+    return nullcontext() if call.autocast is None else torch.autocast(call.device.type, dtype=call.autocast)
+
+
+def _invoke(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if call.target is None:
+        return call.module(*args, **kwargs)
+    if not fsdp_modules(call.module):
+        return call.target(*args, **kwargs)
+    with _forward_replaced(call.module, call.target):
+        return call.module(*args, **kwargs)
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, target: Callable[..., Any]) -> Iterator[None]:
+    """Calling `module` runs `target`, so that FSDP2's hooks on the module gather the parameters it owns itself."""
+    own = module.__dict__.get("forward")
+    object.__setattr__(module, "forward", target)
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            object.__setattr__(module, "forward", own)

@@ -1,0 +1,190 @@
+"""A call whose rows are worked through in pieces, so that the activations of one piece at a time are alive.
+
+Decides the order of the pieces and what is known before they run. Must not know how one piece runs (`forward.py`).
+
+[Note: deferred]
+Pieces cannot be released one by one unless each runs forward and backward before the next starts, so nothing runs
+until `backward` is called. Two things are needed earlier. The denominators of mean losses belong to the whole
+global batch, so a dry run finds them: on a copy of the module whose parameters are on meta, or, where its control flow
+needs values, on the module itself without gradients. And a script may read a loss before backward: then a run
+without gradients computes it, with the random numbers that the run in backward will use again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from moreh_ap.parallelizer.apply import fsdp_modules
+from moreh_ap.parallelizer.batch import row_range, slice_rows
+from moreh_ap.parallelizer.forward import Call, ForwardPass
+from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
+from moreh_ap.parallelizer.reduction import GlobalReduction, MetaReduction
+
+
+class DeferredForward:
+    """A forward that waits for its backward. Same interface as `ForwardPass`.
+
+    Args:
+        call: What to run: a split call with `grad` and `kinds`.
+        args: This worker's rows of the positional arguments.
+        kwargs: This worker's rows of the keyword arguments.
+        num_chunks: Number of pieces, the same on every worker.
+        rows: Rows of the global batch.
+        meta_module: See `run_forward`.
+
+    Attributes:
+        shapes: Leaves of the result before it is computed: tensors of the right shape and dtype, mostly on meta.
+        treespec: How the leaves nest.
+        inputs: The tensor leaves of the arguments that `backward` answers gradients for.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        num_chunks: int,
+        rows: int,
+        meta_module: nn.Module | None,
+    ) -> None:
+        self._call = call
+        self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
+        self._num_chunks = num_chunks
+        start, stop = row_range(dist.get_rank(call.group) if call.num_workers > 1 else 0, call.num_workers, rows)
+        self._rows = stop - start
+        self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._outputs: list[Any] | None = None
+        self.shapes, self.treespec, self._denominators = self._dry_run(meta_module)
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Leaves of the result; computed now if they are not there yet."""
+        return self.materialize()
+
+    def materialize(self) -> list[Any]:
+        """Returns the leaves of the result, from a run without gradients unless backward has computed them."""
+        if self._outputs is None:
+            call = replace(self._call, grad=False)
+            chunks = [self._run_chunk(call, chunk).outputs for chunk in range(self._num_chunks)]
+            self._outputs = self._join(chunks)
+        return self._outputs
+
+    def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
+        """Runs forward and backward of every piece. Arguments and result as for `ForwardPass.backward`.
+
+        A second call computes everything once more, so `retain_graph` needs nothing.
+        """
+        chunks: list[list[Any]] = []
+        input_grads: list[list[Tensor | None]] = []
+        with self._call.gradient_sync():
+            for chunk in range(self._num_chunks):
+                with nullcontext() if chunk == self._num_chunks - 1 else _gradients_stay_here(self._call.module):
+                    done = self._run_chunk(self._call, chunk)
+                    input_grads.append(done.accumulate(self._chunk_grads(output_grads, chunk)))
+                chunks.append(done.outputs)
+        self._outputs = self._join(chunks)
+        return [
+            _join_gradients([grads[i] for grads in input_grads], leaf, self._rows) for i, leaf in enumerate(self.inputs)
+        ]
+
+    def _dry_run(self, meta_module: nn.Module | None) -> tuple[list[Any], Any, list[Tensor]]:
+        found = (
+            None if meta_module is None or self._call.autocast or self._call.target else self._run_on_meta(meta_module)
+        )
+        if not self._everywhere(found is not None):
+            found = self._run_without_gradients()
+        leaves, spec, local = found  # type: ignore[misc]  # None was replaced on every worker
+        denominators = torch.stack(local) if local else torch.empty(0, dtype=torch.float64)
+        if local and self._call.num_workers > 1:
+            denominators = denominators.to(self._call.device)
+            dist.all_reduce(denominators, group=self._call.group)
+        return leaves, spec, list(denominators.unbind())
+
+    def _run_on_meta(self, meta_module: nn.Module) -> tuple[list[Any], Any, list[Tensor]] | None:
+        """Returns result, nesting and this worker's denominators; None where meta tensors are not enough."""
+        for real, meta in zip(self._call.module.modules(), meta_module.modules(), strict=False):
+            meta.training = real.training
+        args, kwargs = tree_unflatten(self._leaves, self._spec)
+        try:
+            with torch.no_grad(), MetaReduction(self._call.device) as reduction:
+                result = meta_module(*args, **kwargs)
+        except Exception:  # whatever a model does with a value that meta tensors do not have
+            return None
+        return *tree_flatten(result), reduction.local_denominators
+
+    def _run_without_gradients(self) -> tuple[list[Any], Any, list[Tensor]]:
+        args, kwargs = tree_unflatten(self._leaves, self._spec)
+        recorder = GlobalReduction(self._call.device, record=True)
+        done = ForwardPass(replace(self._call, grad=False), args, kwargs, reduction=recorder)
+        return done.outputs, done.treespec, recorder.local_denominators
+
+    def _everywhere(self, ok: bool) -> bool:
+        """Says whether `ok` holds on every worker."""
+        if self._call.num_workers == 1:
+            return ok
+        flag = torch.tensor(int(ok), device=self._call.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._call.group)
+        return bool(flag.item())
+
+    def _run_chunk(self, call: Call, chunk: int) -> ForwardPass:
+        start, stop = row_range(chunk, self._num_chunks, self._rows)
+        args, kwargs = tree_unflatten(slice_rows(self._leaves, self._rows, start, stop), self._spec)
+        reduction = GlobalReduction(call.device, denominators=self._denominators)
+        return ForwardPass(call, args, kwargs, reduction=reduction, chunk=chunk)
+
+    def _chunk_grads(self, output_grads: Sequence[Tensor | None], chunk: int) -> list[Tensor | None]:
+        start, stop = row_range(chunk, self._num_chunks, self._rows)
+        grads: list[Tensor | None] = []
+        for kind, grad in zip(self._kinds, output_grads, strict=True):
+            if grad is None or kind == "share":
+                grads.append(grad)
+            else:
+                grads.append(grad[start:stop] if kind == "rows" else grad / self._num_chunks)
+        return grads
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return self._call.kinds or ()
+
+    def _join(self, chunks: list[list[Any]]) -> list[Any]:
+        """Returns the leaves of the whole slice from those of its pieces."""
+        joined: list[Any] = []
+        for kind, pieces in zip(self._kinds, zip(*chunks, strict=True), strict=True):
+            if kind == "rows":
+                joined.append(torch.cat(pieces))
+            else:
+                joined.append(sum(pieces[1:], start=pieces[0]) if kind == "share" else pieces[0])
+        return joined
+
+
+@contextmanager
+def _gradients_stay_here(module: nn.Module) -> Iterator[None]:
+    """Inside the block backward leaves gradients on this worker; the next one outside it sums them all."""
+    sync = gradient_sync_of(module)
+    outermost = fsdp_modules(module)[:1]
+    for part in outermost:
+        part.set_requires_gradient_sync(False)
+    try:
+        with nullcontext() if sync is None else sync.local():
+            yield
+    finally:
+        for part in outermost:
+            part.set_requires_gradient_sync(True)
+
+
+def _join_gradients(pieces: list[Tensor | None], leaf: Tensor, rows: int) -> Tensor | None:
+    """Returns the gradient of one input from those of its pieces."""
+    present = [piece for piece in pieces if piece is not None]
+    if not present:
+        return None
+    if leaf.ndim >= 1 and leaf.shape[0] == rows:
+        return torch.cat(present)
+    return sum(present[1:], start=present[0])

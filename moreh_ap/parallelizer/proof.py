@@ -1,0 +1,324 @@
+"""Shows, on a few rows, whether a forward gives the same on slices of a batch as on the whole.
+
+Decides between "split" and "whole", and what each leaf of the result is. Must not know how the batch will be cut.
+
+[Note: method]
+Two or three rows of the real batch run together and then one by one, as if each row were on a worker of its own, with
+the same denominators of mean losses. Dropout is off, so both runs compute the same function. If every leaf of the
+single runs adds up to the leaf of the common run in one of the ways below, and the gradients of some parameters do
+too, rows do not look at each other. Batch normalisation, contrastive losses, a time-first LSTM, or a penalty on the
+weights inside forward fail here, and the forward then runs whole: slower, still right.
+
+"rows": the slices follow each other along dim 0. "share": they add up. "same": every slice has it. "const": no tensor, equal.
+"opaque": an object that cannot be compared; each worker has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from moreh_ap.parallelizer.apply import compute_dtype, recover, settle
+from moreh_ap.parallelizer.batch import carries_rows, select_rows
+from moreh_ap.parallelizer.forward import Call, ForwardPass
+from moreh_ap.parallelizer.reduction import GlobalReduction
+
+TOLERANCE_FP32 = 2e-5
+"""Largest difference, relative to the largest entry of a tensor, that rounding explains in float32 (eps 1.2e-7)."""
+TOLERANCE_BF16 = 3e-2
+"""The same in bfloat16 (eps 7.8e-3)."""
+
+_MAX_COMPARED_PARAMETERS = 24
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+}
+
+
+@dataclass(frozen=True)
+class SplitProof:
+    """The verdict on one forward, the same on every worker.
+
+    Attributes:
+        split: Whether slices of the batch give exactly what the whole batch gives.
+        kinds: The kind of every leaf of the result; empty where `split` is False.
+        reason: Why it cannot be split; empty where it can.
+    """
+
+    split: bool
+    kinds: tuple[str, ...]
+    reason: str
+
+
+class _Refused(Exception):
+    """The forward cannot be split; the text says why."""
+
+
+def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> SplitProof:
+    """Returns whether the forward of `call` may run on slices of the batch.
+
+    A collective: every worker has to call it with the same arguments. Gradients, buffers, and random numbers are left as
+    they were, and nothing is printed.
+
+    Args:
+        call: What will run; its mode does not matter. With `grad`, gradients are compared too.
+        args: Positional arguments with the whole batch.
+        kwargs: Keyword arguments, likewise.
+        rows: Rows of the batch.
+    """
+    if rows < 2:
+        return SplitProof(False, (), "the batch has one row")
+    call = replace(call, mode="whole", seed=None, kinds=None)
+    with _untouched(call.module), contextlib.redirect_stdout(io.StringIO()):
+        probe = _Probe(call, args, kwargs, rows)
+        for step in (probe.compare_outputs, probe.compare_gradients) if call.grad else (probe.compare_outputs,):
+            reason = _attempt(step, call.module)
+            if not _everywhere(reason == "", call):
+                return SplitProof(False, (), reason or "another worker found that rows look at each other")
+    return SplitProof(True, probe.kinds, "")
+
+
+def _attempt(step: Callable[[], None], module: nn.Module) -> str:
+    """Returns why `step` failed, "" where it did not."""
+    try:
+        step()
+    except _Refused as refusal:
+        return str(refusal)
+    except Exception as error:  # the forward itself raised: on fewer rows than it was written for, or always
+        recover(module)
+        return f"the forward of a few rows raised {type(error).__name__}: {error}"
+    return ""
+
+
+def _everywhere(ok: bool, call: Call) -> bool:
+    """Says whether `ok` holds on every worker, so that all of them take the same way."""
+    if call.num_workers == 1:
+        return ok
+    flag = torch.tensor(int(ok), device=call.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=call.group)
+    return bool(flag.item())
+
+
+class _Probe:
+    """The common run and the single runs of a few rows. See [Note: method]."""
+
+    def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
+        self.kinds: tuple[str, ...] = ()
+        self._call = call
+        self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
+        self._rows = rows
+        self._chosen = _choose_rows(self._leaves, rows)
+        self._tolerance = _tolerance(call)
+        self._denominators: list[Tensor] = []
+        self._common: ForwardPass | None = None
+
+    def compare_outputs(self) -> None:
+        """Runs the rows together and one by one, and finds the kinds.
+
+        Raises:
+            _Refused: The results do not add up.
+        """
+        recorder = GlobalReduction(self._call.device, record=True)
+        common = self._run(self._call, self._chosen, recorder)
+        self._common, self._denominators = common, recorder.local_denominators
+        singles, counted = [], []
+        for row in self._chosen:
+            reduction = GlobalReduction(self._call.device, denominators=self._denominators)
+            singles.append(self._run(replace(self._call, grad=False), [row], reduction))
+            counted.append(reduction.local_denominators)
+        _check_denominators(self._denominators, counted)
+        if any(single.treespec != common.treespec for single in singles):
+            raise _Refused("the result of one row nests differently from that of several")
+        self.kinds = tuple(
+            _kind(index, leaf, [single.outputs[index] for single in singles], self._tolerance)
+            for index, leaf in enumerate(common.outputs)
+        )
+
+    def compare_gradients(self) -> None:
+        """Runs backward of the common run and of single runs, and compares what some parameters got.
+
+        Raises:
+            _Refused: The gradients do not add up.
+        """
+        if self._common is None:
+            raise RuntimeError("compare_outputs runs first")
+        module = self._call.module
+        weights = [_random_weight(leaf) for leaf in self._common.outputs]
+        self._common.accumulate(weights)
+        settle(module)
+        compared = _some_parameters(module)
+        wanted = {name: _local_gradient(param) for name, param in compared.items()}
+        for param in module.parameters():
+            param.grad = None
+        for position, row in enumerate(self._chosen):
+            reduction = GlobalReduction(self._call.device, denominators=self._denominators)
+            parts: list[Tensor | None] = []
+            for kind, weight in zip(self.kinds, weights, strict=True):
+                if weight is None or kind == "share":
+                    parts.append(weight)
+                else:
+                    parts.append(weight[position : position + 1] if kind == "rows" else weight / len(self._chosen))
+            self._run(self._call, [row], reduction).accumulate(parts)
+        settle(module)
+        for name, param in compared.items():
+            got, want = _local_gradient(param), wanted[name]
+            if (got is None) != (want is None):
+                raise _Refused(f"whether {name} gets a gradient depends on the rows")
+            if got is not None and want is not None and not _close(got, want, 10 * self._tolerance):
+                raise _Refused(f"the gradient of {name} is not the sum of what its rows give one by one")
+
+    def _run(self, call: Call, chosen: Sequence[int], reduction: GlobalReduction) -> ForwardPass:
+        args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
+        with _NoDropout():
+            return ForwardPass(call, args, kwargs, reduction=reduction)
+
+
+def _check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> None:
+    for site, whole in enumerate(common):
+        parts = sum(float(single[site]) for single in singles)
+        if abs(parts - float(whole)) > 1e-9 * max(1.0, abs(float(whole))):
+            raise _Refused(f"mean {site} of the forward counts {float(whole)} together but {parts} row by row")
+
+
+def _kind(index: int, common: Any, singles: Sequence[Any], tolerance: float) -> str:
+    if not isinstance(common, Tensor):
+        if any(type(s) is not type(common) for s in singles):
+            raise _Refused(f"output {index} has another type for some rows")
+        if all(_equal(s, common) for s in singles):
+            return "const"
+        if isinstance(common, (str, bytes, int, float, complex, torch.dtype, torch.device)):
+            raise _Refused(f"output {index} ({common!r}) differs from row to row")
+        return "opaque"
+    rows = len(singles)
+    if common.ndim >= 1 and common.shape[0] == rows and all(s.shape[:1] == (1,) for s in singles):
+        if all(s.shape[1:] == common.shape[1:] for s in singles) and _close(
+            torch.cat(list(singles)), common, tolerance
+        ):
+            return "rows"
+    if all(s.shape == common.shape for s in singles):
+        adds_up = common.dtype != torch.bool and _close(sum(singles[1:], start=singles[0]), common, tolerance)
+        same = all(_close(s, common, tolerance) for s in singles)
+        if same and not (adds_up and common.ndim == 0):
+            return "same"
+        if adds_up:
+            return "share"
+    raise _Refused(
+        f"output {index} of shape {tuple(common.shape)} is not what its rows give one by one: rows look at each other"
+    )
+
+
+def _equal(left: Any, right: Any) -> bool:
+    try:
+        return bool(left is right or left == right)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _close(got: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    if got.shape != wanted.shape:
+        return False
+    if not wanted.is_floating_point():
+        return torch.equal(got, wanted)
+    got, wanted = got.double(), wanted.double()
+    finite = torch.isfinite(wanted)
+    if not torch.equal(torch.isfinite(got), finite):
+        return False
+    if wanted.numel() == 0 or not finite.any():
+        return True
+    return bool((got - wanted)[finite].abs().max() <= tolerance * wanted[finite].abs().max())
+
+
+def _random_weight(leaf: Any) -> Tensor | None:
+    """Returns a gradient for an output that tells its entries apart; equal on every worker."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return None
+    if leaf.ndim == 0:
+        return torch.ones_like(leaf)
+    entries = torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float32)
+    return (torch.sin(entries) / max(1, leaf.numel()) ** 0.5).reshape(leaf.shape).to(leaf.dtype)
+
+
+def _some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    trainable = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    names = list(trainable)
+    step = max(1, -(-len(names) // _MAX_COMPARED_PARAMETERS))
+    return {name: trainable[name] for name in [*names[::step], *names[-1:]]}
+
+
+def _local_gradient(param: nn.Parameter) -> Tensor | None:
+    if param.grad is None:
+        return None
+    grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+    return grad.detach().clone()
+
+
+def _tolerance(call: Call) -> float:
+    dtypes = {p.dtype for p in call.module.parameters()} | {compute_dtype(call.module), call.autocast}
+    return TOLERANCE_BF16 if dtypes & {torch.bfloat16, torch.float16} else TOLERANCE_FP32
+
+
+def _choose_rows(leaves: Sequence[Any], rows: int) -> list[int]:
+    """Returns two or three rows that differ most in how much of them counts (padding), in rising order."""
+    counts = torch.zeros(rows)
+    for leaf in leaves:
+        if carries_rows(leaf, rows) and not leaf.is_floating_point() and leaf.ndim > 1:
+            counts += (leaf > 0).flatten(1).sum(1).cpu()
+    order = counts.argsort(stable=True).tolist()
+    return sorted({order[-1], order[0], order[rows // 2]})
+
+
+class _NoDropout(TorchFunctionMode):
+    """While active, dropout returns what it was given."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in kwargs:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Puts gradients, buffers and random numbers back after the block."""
+    settle(module)
+    params = list(module.parameters())
+    grads = [param.grad for param in params]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    for param in params:
+        param.grad = None
+    device = next((p.device for p in params if p.device.type == "cuda"), None)
+    with torch.random.fork_rng(devices=[] if device is None else [device]):
+        try:
+            yield
+        finally:
+            settle(module)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

@@ -1,0 +1,213 @@
+"""Makes the mean losses of a forward over some rows shares of the mean over all rows.
+
+Decides what a mean means when every worker sees a slice of the batch. Must not know models, plans or how a batch was
+cut. Whether the result is right for a given forward is for `proof.py` to show.
+
+[Note: shares]
+One device computes sum / count over the global batch. Worker r computes sum_r / (count_0 + count_1 + ...): its share.
+The shares add up to the one-device value, and so do their gradients, whatever the slices and however many of their
+targets are ignored. A mean of the workers' means would be another number as soon as the counts differ. The numbers
+of the denominator (count, sum of class weights) are called "denominators" below; each place in a forward where a mean is
+taken is a "site", numbered in the order of execution.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.placement import OwnDevice
+
+_CLASS_LOSSES = {F.cross_entropy, F.nll_loss}
+_ELEMENT_LOSSES = {
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.poisson_nll_loss,
+    F.gaussian_nll_loss,
+    F.soft_margin_loss,
+    F.margin_ranking_loss,
+    F.hinge_embedding_loss,
+    F.cosine_embedding_loss,
+    F.triplet_margin_loss,
+    F.multi_margin_loss,
+    F.multilabel_margin_loss,
+    F.multilabel_soft_margin_loss,
+}
+_WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their weighted mean divides by the sum of weights, others by the count
+_MEANS = {torch.mean, Tensor.mean}
+
+
+class GlobalReduction(OwnDevice):
+    """While active, a mean over the batch is this worker's share of the mean over the global batch.
+
+    Changed are the mean reductions of the losses in `torch.nn.functional`, and `mean` over dim 0 or over everything.
+
+    Args:
+        device: This worker's device; CUDA devices named inside the forward mean this one.
+        group: The workers that share the batch. None is the default group.
+        denominators: The global denominator of every site, where it is known beforehand: nothing is communicated.
+        record: Take the local denominators for the global ones: nothing is communicated.
+
+    Attributes:
+        local_denominators: What this worker contributed, one float64 number a site.
+
+    Raises:
+        ExactnessError: The forward has more sites than `denominators` (on exit: fewer).
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None = None,
+        denominators: Sequence[Tensor] | None = None,
+        record: bool = False,
+    ) -> None:
+        super().__init__(device)
+        self.local_denominators: list[Tensor] = []
+        self._group = group
+        self._known = denominators
+        self._record = record
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CLASS_LOSSES or func in _ELEMENT_LOSSES:
+            return self._loss(func, args, kwargs)
+        if func in _MEANS:
+            return self._mean(func, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc_value, traceback)
+        if exc_type is None and self._known is not None and len(self._known) != len(self.local_denominators):
+            raise ExactnessError(
+                f"a forward took {len(self.local_denominators)} means over the batch, {len(self._known)} were expected",
+                "the same number of mean losses in every micro-batch",
+                'plan="micro_batches=1"',
+            )
+
+    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        call = inspect.signature(func).bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        reduction = given["reduction"]
+        legacy = given.get("size_average") is not None or given.get("reduce") is not None
+        if legacy or reduction not in ("mean", "batchmean"):
+            return func(*args, **kwargs)
+        if func in _CLASS_LOSSES:
+            count = _count_targets(given["input"], given["target"], given["weight"], given["ignore_index"])
+            given["reduction"] = "sum"
+            return self._share(self._evaluate(func, call), count)
+        given["reduction"] = "none"
+        values = self._evaluate(func, call)
+        weight = given.get("weight")
+        if func in _WEIGHTED_MEANS and weight is not None:
+            count = weight.detach().sum()
+        else:
+            count = values.shape[0] if reduction == "batchmean" else values.numel()
+        return self._share(values.sum(), count)
+
+    def _evaluate(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Tensor:
+        return func(*call.args, **call.kwargs)
+
+    def _mean(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        value = args[0] if args else kwargs["input"]
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+        keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+        if value.ndim == 0 or "out" in kwargs:
+            return func(*args, **kwargs)
+        dims = (dim,) if isinstance(dim, int) else tuple(dim or range(value.ndim))
+        dims = tuple(d % value.ndim for d in dims)
+        if 0 not in dims:
+            return func(*args, **kwargs)
+        count = 1
+        for d in dims:
+            count *= value.shape[d]
+        return self._share(value.sum(dims, keepdim=keepdim, dtype=kwargs.get("dtype")), count)
+
+    def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """Returns total / global count; `count` is what this worker adds to it."""
+        device = count.device if isinstance(count, Tensor) else self.device
+        local = torch.as_tensor(count, device=device).to(torch.float64)
+        site = len(self.local_denominators)
+        self.local_denominators.append(local)
+        if self._known is not None:
+            if site >= len(self._known):
+                raise ExactnessError(
+                    f"a forward took more than the {len(self._known)} means over the batch that were expected",
+                    "the same number of mean losses in every micro-batch",
+                    'plan="micro_batches=1"',
+                )
+            everywhere = self._known[site]
+        elif self._record:
+            everywhere = local
+        else:
+            everywhere = local.clone()
+            dist.all_reduce(everywhere, group=self._group)
+        return (total / everywhere.to(total.device)).to(total.dtype)
+
+
+class MetaReduction(GlobalReduction):
+    """Records the denominators of a forward whose parameters are on meta, from inputs that are real.
+
+    Whatever depends on a parameter is on meta, where mathematics costs nothing; what depends on the inputs alone (labels,
+    masks) is real, so the numbers of valid targets are. An operation on both gives a result on meta.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, record=True)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CLASS_LOSSES or func in _ELEMENT_LOSSES or func in _MEANS:
+            return super().__torch_function__(func, types, args, kwargs)
+        tensors: list[Tensor] = []
+        tree_map_only(Tensor, tensors.append, (args, kwargs))
+        if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
+            args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _evaluate(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Tensor:
+        args, kwargs = tree_map_only(Tensor, _to_meta, (call.args, call.kwargs))
+        return func(*args, **kwargs)
+
+    def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
+        if isinstance(count, Tensor) and count.is_meta:
+            raise ExactnessError("the denominator of a mean loss depends on parameters", "labels among the inputs")
+        super()._share(total, count)
+        return total
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def _count_targets(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | int:
+    """Returns by what the mean of a class loss is divided.
+
+    Source: PyTorch documentation of CrossEntropyLoss and NLLLoss, parameter `reduction`.
+    """
+    if target.is_floating_point():  # class probabilities: one row each, weights and ignore_index do not count
+        class_dim = 1 if scores.ndim > 1 else 0
+        return scores.numel() // scores.shape[class_dim]
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum()
+    return torch.where(valid, weight.detach()[target.where(valid, 0)], 0).sum()

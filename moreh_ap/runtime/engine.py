@@ -1,0 +1,254 @@
+"""PyTorch Monarch, and the only module that imports it.
+
+Decides how worker processes are started through it, how one message reaches them, and how its answers are waited for.
+Must not know what the messages mean. Everything the engine does by default that a script would notice is undone here:
+its banner, its log file, its prefix on log records, its reaction to a lost process (an interrupt in the main thread),
+and the variables it is configured with. Importing this module imports Monarch, so nothing imports it before a mesh is
+made; workers import it too, to find the actors' classes.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import re
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from moreh_ap.runtime.bootstrap import Launch
+from moreh_ap.runtime.transfer import Packed
+from moreh_ap.runtime.worker_side import Answer, WorkerSide, WorkerSpec
+
+# Read once, when Monarch is imported in a process. Poll frequency: a lost process is noticed within a second, not ten.
+# Orphan time-out: a suspended laptop must not lose its mesh; local workers die with their parent through the kernel.
+_SETTINGS = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "24h",
+    "MONARCH_FILE_LOG": "error",
+}
+_EXECUTION_ID = "HYPERACTOR_EXECUTION_ID"  # Monarch sets it in this process's environment when imported
+_BANNER = "Monarch internal logs"
+
+
+@contextlib.contextmanager
+def _settings_in_environment() -> Iterator[None]:
+    """Sets what Monarch reads from the environment and takes it away again, so that the script's own child processes
+    inherit none of it."""
+    names = (*_SETTINGS, _EXECUTION_ID)
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(_SETTINGS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+with _settings_in_environment():
+    import monarch.actor as ma
+    from monarch.config import configure
+
+# In IPython, Monarch forwards logs by default; with that on, stopping hangs once a worker has died.
+configure(enable_log_forwarding=False, process_exit_timeout="3s")
+ma.config.prefix_python_logs_with_actor = False
+
+# What Monarch reported of lost processes, newest last: a text each, naming the actors concerned.
+_faults: collections.deque[str] = collections.deque(maxlen=64)
+ma.unhandled_fault_hook = lambda failure: _faults.append(failure.report())
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+_host: Any = None
+_host_lock = threading.Lock()
+
+# A worker process belongs to one mesh. Its two actors, each on a thread of its own, meet here.
+_side = WorkerSide()
+
+
+# Plain tuples on the way: the engine's pickler takes 7-14 us longer over each object of a class of ours.
+_Wire = tuple[str, "tuple[Any, ...] | None"]
+
+
+def _to_wire(answer: Answer) -> _Wire:
+    return answer.status, None if answer.content is None else tuple(answer.content)
+
+
+def _from_wire(wire: _Wire) -> Answer:
+    status, content = wire
+    return Answer(status, None if content is None else Packed(*content))
+
+
+class CommandActor(ma.Actor):
+    """Executes commands, one after the other, on its own thread."""
+
+    @ma.endpoint
+    def hello(self) -> int:
+        """Returns the process id."""
+        return os.getpid()
+
+    @ma.endpoint
+    def join(self, spec: WorkerSpec) -> _Wire:
+        return _to_wire(_side.join(spec))
+
+    @ma.endpoint(instrument=False)
+    def execute(self, number: int, epoch: int, command: tuple[Any, ...]) -> _Wire:
+        return _to_wire(_side.execute(number, epoch, Packed(*command)))
+
+
+class WatchActor(ma.Actor):
+    """Answers while a command is being executed, or hangs."""
+
+    @ma.endpoint
+    def trouble(self) -> tuple[int, _Wire] | None:
+        """Returns number and answer of the last command that was not done."""
+        trouble = _side.trouble()
+        return None if trouble is None else (trouble[0], _to_wire(trouble[1]))
+
+
+class EngineError(Exception):
+    """The engine could not deliver a message or its answer: a process is gone."""
+
+
+class Pending(Generic[T]):
+    """Answers that are on their way.
+
+    Args:
+        futures: Monarch's, either one for all workers or one a worker.
+        decode: makes what is waited for of what a worker sent.
+    """
+
+    def __init__(self, futures: Sequence[Any], decode: Callable[[Any], T]) -> None:
+        self._futures = collections.deque(futures)
+        self._decode = decode
+        self._values: list[T] = []
+
+    def wait(self, timeout_s: float) -> list[T]:
+        """Returns the answers in rank order. May be called again after a time-out.
+
+        Raises:
+            TimeoutError: not all answers are in.
+            EngineError: an answer will never come.
+        """
+        while self._futures:
+            try:
+                value = self._futures[0].get(timeout=timeout_s)
+            except TimeoutError:
+                raise
+            except Exception as error:  # workers answer their own exceptions, so this one is the engine's
+                raise EngineError(str(error)) from error
+            self._futures.popleft()
+            values = value.values() if isinstance(value, ma.ValueMesh) else [value]
+            self._values.extend(self._decode(value) for value in values)
+        return self._values
+
+
+class Engine:
+    """Worker processes on this machine and the two actors in each.
+
+    Args:
+        launches: what each worker is told on its command line, in rank order.
+        environments: variables to set for each worker.
+
+    Returns at once; the processes start in the background.
+    """
+
+    def __init__(self, launches: Sequence[Launch], environments: Sequence[Mapping[str, str]]) -> None:
+        self._num_workers = len(launches)
+        # Names are part of fault reports; unique ones tell the meshes of a process apart.
+        self._name = f"worker-{uuid.uuid4().hex[:8]}"
+        self._procs = _this_host().spawn_procs(
+            per_host={"gpus": self._num_workers}, bootstrap_command=_bootstrap_commands(launches, environments)
+        )
+        self._workers: Any = self._procs.spawn(self._name, CommandActor)
+        self._watches: Any = self._procs.spawn(f"{self._name}-watch", WatchActor)
+        self._each = [self._workers.slice(gpus=rank) for rank in range(self._num_workers)]
+        self._each_watch = [self._watches.slice(gpus=rank) for rank in range(self._num_workers)]
+
+    def hello(self, rank: int) -> Pending[int]:
+        """Asks worker `rank` for its process id."""
+        return Pending([self._each[rank].hello.call_one()], int)
+
+    def join(self, specs: Sequence[WorkerSpec]) -> Pending[Answer]:
+        """Lets every worker join the process group."""
+        return Pending([each.join.call_one(spec) for each, spec in zip(self._each, specs, strict=True)], _from_wire)
+
+    def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> Pending[Answer]:
+        """Sends one command to all workers, or each its own."""
+        if isinstance(command, Packed):
+            return Pending([self._workers.execute.call(number, epoch, tuple(command))], _from_wire)
+        futures = [
+            each.execute.call_one(number, epoch, tuple(own)) for each, own in zip(self._each, command, strict=True)
+        ]
+        return Pending(futures, _from_wire)
+
+    def trouble(self, rank: int) -> Pending[tuple[int, Answer] | None]:
+        """Asks worker `rank`, busy or not, for the last command that it did not do."""
+        return Pending(
+            [self._each_watch[rank].trouble.call_one()],
+            lambda trouble: None if trouble is None else (trouble[0], _from_wire(trouble[1])),
+        )
+
+    def cause_of_death(self, rank: int) -> str | None:
+        """Returns what is known about the end of worker `rank`'s process, such as "Killed(sig=9)"."""
+        concerned = f"{self._name}{{'gpus': {rank}/"
+        for report in reversed(_faults):
+            if concerned in report:
+                found = re.search(r"failed: (.+)", report)
+                return found.group(1).strip() if found else report.strip()
+        return None
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the processes, or lets the engine find out that they have been killed, which is quicker."""
+        try:
+            self._procs.stop().get(timeout=timeout_s)
+        except Exception:  # the engine may not understand an end that it did not bring about; the kernel's word counts
+            _logger.debug("the engine could not end the worker processes in an orderly way", exc_info=True)
+
+
+def _bootstrap_commands(launches: Sequence[Launch], environments: Sequence[Mapping[str, str]]) -> Callable[[Any], Any]:
+    """Returns a function from a place in the mesh to the command that starts a worker there: our bootstrap module,
+    followed by what Monarch would have run itself."""
+
+    def command(point: Any) -> Any:
+        engine_command = ma.default_bootstrap_cmd()
+        engine_command.args = ["-m", "moreh_ap.runtime.bootstrap", str(launches[point.rank]), *engine_command.args]
+        return engine_command.with_env({**_SETTINGS, **environments[point.rank]})
+
+    return command
+
+
+def _this_host() -> Any:
+    """Returns Monarch's handle of this machine, made once a process."""
+    global _host
+    with _host_lock:
+        if _host is None:
+            with _settings_in_environment(), _without_banner():
+                _host = ma.this_host()
+        return _host
+
+
+@contextlib.contextmanager
+def _without_banner() -> Iterator[None]:
+    """Keeps the one line that Monarch's native code prints on file descriptor 2, and passes on what others print there
+    meanwhile."""
+    with tempfile.TemporaryFile() as caught:
+        kept = os.dup(2)
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            caught.seek(0)
+            for line in caught:
+                if not line.startswith(_BANNER.encode()):
+                    os.write(kept, line)
+            os.close(kept)

@@ -1,0 +1,316 @@
+"""The commands that the controller sends to its workers, and what they answer.
+
+Every command is a small frozen dataclass with explicit ids and no hidden state: the log of what was sent can be
+replayed to a fresh worker. All workers receive the same commands in the same order. Tensors travel as bytes
+(`TensorData`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class StateRef(NamedTuple):
+    """Names a tensor that workers keep: ``("model0", "param", "head.weight")``, ``("optimizer0", "3", "exp_avg")``."""
+
+    owner: str
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class TensorData:
+    """A whole tensor as bytes. `on_device`: put it on the worker's device rather than in its host memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: bytes
+    on_device: bool = True
+
+    @staticmethod
+    def of(tensor: Tensor, on_device: bool = True) -> TensorData:
+        """Encode a CPU tensor of any dtype and strides."""
+        flat = tensor.detach().contiguous().reshape(-1)
+        return TensorData(tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes(), on_device)
+
+    def tensor(self) -> Tensor:
+        """Decode into a CPU tensor that owns its memory."""
+        if not self.data:  # no elements: frombuffer refuses an empty buffer
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class OutputRef:
+    """An output of an earlier call that was left on the workers, each holding its rows."""
+
+    call_id: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Several commands in one message, executed in order; answers with the result of the last."""
+
+    commands: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class BuildModel:
+    """Unpickle a skeleton on meta, apply the plan, and fill this worker's shards from files.
+
+    `sources` maps names of parameters and buffers to ``(safetensors file, key)``.
+    """
+
+    owner: str
+    skeleton: bytes
+    plan: str
+    sources: dict[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class ChangeModule:
+    """Set attributes of submodules: ``(module path, attribute, pickled value)``; path "" is the root."""
+
+    owner: str
+    changes: tuple[tuple[str, str, bytes], ...]
+
+
+@dataclass(frozen=True)
+class SetRequiresGrad:
+    """Freeze or unfreeze parameters."""
+
+    owner: str
+    requires_grad: dict[str, bool]
+
+
+class TensorSlot:
+    """Stands for a tensor among the constant leaves of a call."""
+
+
+@dataclass(frozen=True)
+class DefineSignature:
+    """Name the constant part of a call: where it goes, how its arguments nest, and its leaves that are not tensors.
+
+    A `TensorSlot` among the pickled constants stands for each tensor.
+    """
+
+    signature: int
+    owner: str
+    path: str
+    pickled_treespec: bytes
+    pickled_constants: bytes
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Run a forward pass. `tensors` are the tensor leaves of the arguments in order; answers a `ForwardReply`."""
+
+    call_id: int
+    signature: int
+    tensors: tuple[TensorData | OutputRef | StateRef, ...]
+    wants_grad: tuple[bool, ...]
+    grad: bool
+    seed: int
+    training: bytes | None
+    autocast_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class LeafReply:
+    """One leaf of a forward's result on one worker.
+
+    kind: "rows" (concatenate over workers), "share" (sum over workers), "same" (equal everywhere), "const" (`data` is a
+    pickled object). `data` is None where the tensor was left on the worker.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    differentiable: bool
+    data: bytes | None
+
+    def tensor(self) -> Tensor:
+        """This worker's part as a CPU tensor; only for a tensor whose bytes were sent."""
+        assert self.dtype is not None and self.data is not None
+        return TensorData(self.dtype, self.shape, self.data).tensor()
+
+
+@dataclass(frozen=True)
+class ForwardReply:
+    """How a forward's result nests, its leaves, and whether workers shared the batch (mode "split" or "whole")."""
+
+    pickled_treespec: bytes
+    leaves: tuple[LeafReply, ...]
+    mode: str
+    note: str
+
+
+@dataclass(frozen=True)
+class ReadOutputs:
+    """Answer outputs of a call: each worker its rows or share, rank 0 alone what is the same everywhere."""
+
+    call_id: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Backpropagate through a call. Answers which trainable parameters have a gradient now, a byte each."""
+
+    call_id: int
+    gradients: tuple[TensorData | None, ...]
+    retain_graph: bool
+
+
+@dataclass(frozen=True)
+class ReadInputGradients:
+    """Answer the gradients that a backward left for the tensor inputs of a call."""
+
+    call_id: int
+    index: int
+
+
+@dataclass(frozen=True)
+class ReleaseCalls:
+    """Forget what was kept of these calls."""
+
+    call_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReleaseState:
+    """Forget temporary tensors."""
+
+    refs: tuple[StateRef, ...]
+
+
+@dataclass(frozen=True)
+class ReleaseModel:
+    """Forget a model with its parameters and calls."""
+
+    owner: str
+
+
+@dataclass(frozen=True)
+class ReadState:
+    """Answer whole tensors; rank 0 alone sends bytes."""
+
+    refs: tuple[StateRef, ...]
+
+
+@dataclass(frozen=True)
+class WriteState:
+    """Set whole tensors; each worker keeps its part."""
+
+    values: dict[StateRef, TensorData]
+
+
+@dataclass(frozen=True)
+class DefineList:
+    """Give a list of state tensors a number: later commands name the list by it."""
+
+    list_id: int
+    refs: tuple[StateRef, ...]
+
+
+@dataclass(frozen=True)
+class ClearGradients:
+    """Set gradients to None."""
+
+    gradients: int
+
+
+@dataclass(frozen=True)
+class RunOperation:
+    """Run an ATen operation on state tensors, each worker on its part; results are kept under `outputs`.
+
+    `func` names the operator and its overload (``add_.Tensor``); in the arguments a StateRef stands for each tensor.
+    """
+
+    func: str
+    arguments: Any
+    keyword_arguments: Any
+    outputs: tuple[StateRef, ...]
+
+
+@dataclass(frozen=True)
+class BuildOptimizer:
+    """Make an optimizer over parameters that live on the workers."""
+
+    owner: str
+    pickled_class: bytes
+    groups: tuple[tuple[StateRef, ...], ...]
+    defaults: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StepOptimizer:
+    """One optimizer step. `changes` are hyper-parameters that differ from the last step: ``{group: {name: value}}``."""
+
+    owner: str
+    changes: dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class DescribeOptimizer:
+    """Answer ``{parameter index: {key: (shape, dtype) or a plain value}}`` of an optimizer's state."""
+
+    owner: str
+
+
+@dataclass(frozen=True)
+class LoadOptimizer:
+    """Replace an optimizer's state: ``{parameter index: {key: TensorData or a plain value}}``."""
+
+    owner: str
+    state: dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class GradientNorm:
+    """Keep the common norm of some tensors under `output`."""
+
+    tensors: int
+    norm_type: float
+    output: StateRef
+
+
+@dataclass(frozen=True)
+class ClipGradients:
+    """Scale tensors so that a common norm of `total_norm` becomes at most `max_norm`."""
+
+    tensors: int
+    max_norm: float
+    total_norm: StateRef
+
+
+@dataclass(frozen=True)
+class DescribeDevice:
+    """Answer a `DeviceInfo`."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One worker's device. `memory_bytes`: what it may use in all; a CPU worker's share of the machine."""
+
+    name: str
+    memory_bytes: int
+    native_bf16: bool
+
+
+@dataclass(frozen=True)
+class ReportMemory:
+    """Answer bytes of this worker's device: ``allocated``, ``peak``, ``free``, ``total``."""
+
+    reset_peak: bool = False
+    empty_cache: bool = False
+
+
+@dataclass(frozen=True)
+class Synchronize:
+    """Answer when everything sent before is done."""

@@ -1,0 +1,98 @@
+"""Waiting for the workers' answers, in such a way that a wait always ends.
+
+Decides when a wait is hopeless: a process died, or one worker failed and the others hang because they wait for it.
+Must not know what is done about it, nor what commands mean.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from moreh_ap.errors import WorkerLostError
+from moreh_ap.runtime.crew import POLL_S, Crew, Stopping
+from moreh_ap.runtime.engine import Engine, EngineError
+from moreh_ap.runtime.worker_side import Answer
+
+if TYPE_CHECKING:
+    from moreh_ap.runtime.engine import Pending
+
+LOOK_AFTER_S = 1.0  # a command that takes longer than this may be hanging: ask the workers
+GRACE_S = 3.0  # how long the others may still answer once a worker is known to have failed
+
+
+class PeersHang(Exception):
+    """A worker did not do a command and the others do not answer.
+
+    Attributes:
+        answer: what that worker answered.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.status)
+        self.answer = answer
+
+
+class Receiver:
+    """Receives answers of the workers of a crew."""
+
+    def __init__(self, crew: Crew, engine: Engine, is_stopping: Callable[[], bool]) -> None:
+        self._crew, self._engine, self._is_stopping = crew, engine, is_stopping
+        self._looks: dict[int, Pending[tuple[int, Answer] | None]] = {}
+
+    def receive(self, number: int, pending: Pending[Answer]) -> list[Answer]:
+        """Waits for the answers of all workers to command `number`, in rank order.
+
+        Raises:
+            WorkerLostError: a process died.
+            PeersHang: a worker did not do the command, and the others have not answered within `GRACE_S`.
+            Stopping: the mesh is being closed.
+        """
+        started_s = time.monotonic()
+        failed: tuple[float, Answer] | None = None
+        while True:
+            try:
+                return pending.wait(POLL_S)
+            except TimeoutError:
+                self.look_around()
+            except EngineError as error:
+                raise self._lost(error) from error
+            now_s = time.monotonic()
+            if failed is not None:
+                if now_s - failed[0] > GRACE_S:
+                    raise PeersHang(failed[1])
+            elif now_s - started_s > LOOK_AFTER_S:
+                answer = self._find_trouble(number)
+                failed = (now_s, answer) if answer is not None else None
+
+    def look_around(self) -> None:
+        """Raises `Stopping` or `WorkerLostError` if there is nothing left to wait for."""
+        if self._is_stopping():
+            raise Stopping
+        lost = self._crew.find_dead()
+        if lost is not None:
+            raise lost
+
+    def _find_trouble(self, number: int) -> Answer | None:
+        """Returns the answer of a worker that did not do command `number`. Does not wait: what is asked in one turn is
+        read in a later one, since a worker that is deep in native code answers late."""
+        found = None
+        for rank in range(len(self._crew.pids)):
+            look = self._looks.get(rank)
+            if look is None:
+                self._looks[rank] = self._engine.trouble(rank)
+                continue
+            try:
+                trouble = look.wait(0.0)[0]
+            except TimeoutError:
+                continue
+            except EngineError as error:
+                raise self._lost(error) from error
+            del self._looks[rank]
+            if trouble is not None and trouble[0] == number:
+                found = found or trouble[1]
+        return found
+
+    def _lost(self, error: EngineError) -> WorkerLostError:
+        return self._crew.find_dead() or WorkerLostError(f"The workers cannot be reached any more: {error}")

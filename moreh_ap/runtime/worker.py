@@ -1,0 +1,223 @@
+"""What one worker does with each command: a table from command to method, and the state the commands refer to.
+
+Runs in the worker process, in the thread that also runs its collectives. All workers execute the same commands in the
+same order. It must not know the engine that delivers commands, nor the controller that sends them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moreh_ap.parallelizer.loading import full_tensor, local_part, write_tensor
+from moreh_ap.runtime import messages
+from moreh_ap.runtime.messages import StateRef, TensorData
+from moreh_ap.runtime.worker_device import WorkerDevice
+from moreh_ap.runtime.worker_model import WorkerCall, WorkerModel
+from moreh_ap.runtime.worker_optimizer import WorkerOptimizer
+
+
+class WorkerExecutor:
+    """Executes commands on one device.
+
+    Args:
+        rank: This worker's number.
+        world_size: How many workers there are.
+        device_type: "cpu" or "cuda".
+    """
+
+    def __init__(self, rank: int, world_size: int, device_type: str) -> None:
+        self._rank = rank
+        self._device = WorkerDevice(rank, world_size, device_type)
+        self._models: dict[str, WorkerModel] = {}
+        self._calls: dict[int, WorkerCall] = {}
+        self._optimizers: dict[str, WorkerOptimizer] = {}
+        self._temporaries: dict[StateRef, Tensor] = {}
+        self._signatures: dict[int, messages.DefineSignature] = {}
+        self._lists: dict[int, tuple[StateRef, ...]] = {}
+
+    def execute(self, command: Any) -> Any:
+        """Execute one command and return its answer.
+
+        Raises:
+            Exception: Whatever the user's model or PyTorch raises.
+        """
+        return self._execute(command)
+
+    @functools.singledispatchmethod
+    def _execute(self, command: Any) -> Any:
+        raise TypeError(f"unknown command {type(command).__name__}")
+
+    @_execute.register
+    def _(self, command: messages.Batch) -> Any:
+        result = None
+        for part in command.commands:
+            result = self._execute(part)
+        return result
+
+    # -- models and calls ------------------------------------------------------------------------------------------
+
+    @_execute.register
+    def _(self, command: messages.BuildModel) -> None:
+        self._models[command.owner] = WorkerModel(command, self._device)
+
+    @_execute.register
+    def _(self, command: messages.ReleaseModel) -> None:
+        self._models.pop(command.owner, None)
+        gc.collect()
+
+    @_execute.register
+    def _(self, command: messages.ChangeModule) -> None:
+        self._models[command.owner].change(command.changes)
+
+    @_execute.register
+    def _(self, command: messages.SetRequiresGrad) -> None:
+        self._models[command.owner].set_requires_grad(command.requires_grad)
+
+    @_execute.register
+    def _(self, command: messages.DefineSignature) -> None:
+        self._signatures[command.signature] = command
+
+    @_execute.register
+    def _(self, command: messages.Forward) -> messages.ForwardReply:
+        signature = self._signatures[command.signature]
+        tensors = [self._argument(data) for data in command.tensors]
+        local = [isinstance(data, messages.OutputRef) for data in command.tensors]
+        call = self._models[signature.owner].forward(signature, command, tensors, local)
+        self._calls[command.call_id] = call
+        return call.reply()
+
+    def _argument(self, data: TensorData | messages.OutputRef | StateRef) -> Tensor:
+        if isinstance(data, messages.OutputRef):
+            return self._calls[data.call_id].output(data.index).detach()
+        if isinstance(data, StateRef):
+            return self._state(data)
+        return self._device.place(data)
+
+    @_execute.register
+    def _(self, command: messages.ReadOutputs) -> list[messages.LeafReply]:
+        call = self._calls[command.call_id]
+        return [call.leaf(index, with_data=True) for index in command.indices]
+
+    @_execute.register
+    def _(self, command: messages.Backward) -> bytes:
+        call = self._calls[command.call_id]
+        call.backward([None if g is None else self._device.place(g) for g in command.gradients], command.retain_graph)
+        return call.model.gradient_flags()
+
+    @_execute.register
+    def _(self, command: messages.ReadInputGradients) -> messages.LeafReply:
+        return self._calls[command.call_id].input_gradient(command.index)
+
+    @_execute.register
+    def _(self, command: messages.ReleaseCalls) -> None:
+        for call_id in command.call_ids:
+            self._calls.pop(call_id, None)
+
+    # -- state tensors ---------------------------------------------------------------------------------------------
+
+    def _state(self, ref: StateRef) -> Tensor:
+        if ref in self._temporaries:
+            return self._temporaries[ref]
+        if ref.owner in self._models:
+            return self._models[ref.owner].state(ref)
+        return self._optimizers[ref.owner].state(int(ref.kind), ref.name)
+
+    @_execute.register
+    def _(self, command: messages.ReadState) -> list[TensorData | None]:
+        wholes = []
+        for ref in command.refs:
+            whole = full_tensor(self._state(ref))
+            wholes.append(TensorData.of(whole) if self._rank == 0 else None)
+        return wholes
+
+    @_execute.register
+    def _(self, command: messages.WriteState) -> None:
+        for ref, data in command.values.items():
+            if ref.kind == "grad":
+                self._models[ref.owner].set_gradient(ref.name, data.tensor())
+            else:
+                write_tensor(self._state(ref), data.tensor())
+
+    @_execute.register
+    def _(self, command: messages.ReleaseState) -> None:
+        for ref in command.refs:
+            self._temporaries.pop(ref, None)
+
+    @_execute.register
+    def _(self, command: messages.DefineList) -> None:
+        self._lists[command.list_id] = command.refs
+
+    @_execute.register
+    def _(self, command: messages.ClearGradients) -> None:
+        for ref in self._lists[command.gradients]:
+            self._models[ref.owner].parameter(ref.name).grad = None
+
+    @_execute.register
+    def _(self, command: messages.RunOperation) -> None:
+        packet, overload = command.func.rsplit(".", 1)
+        func = getattr(getattr(torch.ops.aten, packet.split("::")[-1]), overload)
+        arguments = tree_map_only(
+            (StateRef, TensorData),
+            self._operand,
+            (command.arguments, command.keyword_arguments),
+            is_leaf=lambda node: isinstance(node, StateRef),
+        )
+        with torch.no_grad():
+            result = func(*arguments[0], **arguments[1])
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._temporaries.update(zip(command.outputs, outputs))
+
+    def _operand(self, data: StateRef | TensorData) -> Tensor:
+        return self._state(data) if isinstance(data, StateRef) else self._device.place(data)
+
+    # -- optimizers ------------------------------------------------------------------------------------------------
+
+    @_execute.register
+    def _(self, command: messages.BuildOptimizer) -> None:
+        groups = [[self._models[ref.owner].parameter(ref.name) for ref in group] for group in command.groups]
+        self._optimizers[command.owner] = WorkerOptimizer(command, groups, self._device)
+
+    @_execute.register
+    def _(self, command: messages.StepOptimizer) -> None:
+        self._optimizers[command.owner].step(command.changes)
+
+    @_execute.register
+    def _(self, command: messages.DescribeOptimizer) -> dict[int, dict[str, Any]]:
+        return self._optimizers[command.owner].describe()
+
+    @_execute.register
+    def _(self, command: messages.LoadOptimizer) -> None:
+        self._optimizers[command.owner].load(command.state)
+
+    @_execute.register
+    def _(self, command: messages.GradientNorm) -> None:
+        tensors = [self._state(ref) for ref in self._lists[command.tensors]]
+        norm = torch.nn.utils.get_total_norm(tensors, command.norm_type)
+        self._temporaries[command.output] = full_tensor(norm).to(self._device.torch_device)
+
+    @_execute.register
+    def _(self, command: messages.ClipGradients) -> None:
+        # As torch.nn.utils.clip_grad_norm_ does it, with 1e-6 against a division by zero.
+        scale = (command.max_norm / (self._state(command.total_norm) + 1e-6)).clamp(max=1.0)
+        for ref in self._lists[command.tensors]:
+            local_part(self._state(ref)).mul_(scale)
+
+    # -- the device ------------------------------------------------------------------------------------------------
+
+    @_execute.register
+    def _(self, command: messages.DescribeDevice) -> messages.DeviceInfo:
+        return self._device.describe()
+
+    @_execute.register
+    def _(self, command: messages.ReportMemory) -> dict[str, int]:
+        return self._device.memory(command)
+
+    @_execute.register
+    def _(self, command: messages.Synchronize) -> None:
+        self._device.synchronize()

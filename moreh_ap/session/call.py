@@ -1,0 +1,250 @@
+"""Calling a module that lives on the workers: what is sent, what is promised, and the one autograd node between.
+
+The tensors of the result are promises. Their shapes are known from an earlier call of the same signature, or else from
+the workers' answer to this one, which is waited for. `loss.backward()` reaches `_RemoteCall.backward`, which sends the
+gradients of the outputs; gradients of parameters stay on the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
+from moreh_ap.device.values import Cell, Value
+from moreh_ap.errors import ExactnessError
+from moreh_ap.runtime.mesh import Reply
+from moreh_ap.runtime.messages import (
+    Backward,
+    Forward,
+    LeafReply,
+    OutputRef,
+    ReadInputGradients,
+    ReadOutputs,
+    ReleaseCalls,
+    StateRef,
+    TensorData,
+    TensorSlot,
+)
+from moreh_ap.session.model import RemoteModel
+from moreh_ap.session.signatures import Structure
+from moreh_ap.session.state import OnWorkers
+
+_backward_mode = threading.local()
+
+
+@contextlib.contextmanager
+def retaining_graph(retain: bool) -> Iterator[None]:
+    """Backward passes of this thread inside keep the workers' graphs (`retain_graph` of ``Tensor.backward``)."""
+    before = getattr(_backward_mode, "retain", False)
+    _backward_mode.retain = retain
+    try:
+        yield
+    finally:
+        _backward_mode.retain = before
+
+
+class Call:
+    """One forward pass on the workers, kept there while somebody here may still need it."""
+
+    def __init__(self, model: RemoteModel, path: str) -> None:
+        self.model, self.path = model, path
+        self.id = model.session.new_id()
+        self.reply: Reply | None = None
+        self.structure: Structure | None = None
+        weakref.finalize(self, model.session.release, ReleaseCalls((self.id,)))
+
+    def send(self, signature: int, tensors: list[Tensor], grad: bool) -> Structure:
+        """Send the forward; returns the structure of its result, waiting only if it cannot be predicted."""
+        model = self.model
+        session, signatures = model.session, model.signatures
+        training = model.send_changes()
+        autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        wants_grad = tuple(grad and tensor.requires_grad for tensor in tensors)
+        key = (
+            signature,
+            tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors),
+            wants_grad,
+            grad,
+            model.training_flags,
+            autocast,
+        )
+        expected = signatures.structure(key)
+        rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
+        forward = Forward(
+            call_id=self.id,
+            signature=signature,
+            tensors=tuple(_encode(tensor, rows, expected) for tensor in tensors),
+            wants_grad=wants_grad,
+            grad=grad,
+            seed=session.generator.next_seed(),
+            training=training,
+            autocast_dtype=autocast,
+        )
+        self.reply = session.submit(forward)
+        if expected is None:
+            expected = Structure.of(self.reply.result())
+            signatures.learn(key, expected)
+        else:
+            self.reply.add_done_callback(lambda reply: _check_structure(model, key, expected, reply))
+        self.structure = expected
+        return expected
+
+    def read_output(self, index: int) -> Tensor:
+        """The whole value of output `index`; waits."""
+        assert self.reply is not None
+        parts: list[LeafReply] = [reply.leaves[index] for reply in self.reply.result()]
+        if parts[0].data is None:
+            parts = [reply[0] for reply in self.model.session.submit(ReadOutputs(self.id, (index,))).result()]
+        return _join(parts)
+
+    def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Send the gradients of the outputs; parameters' gradients accumulate on the workers."""
+        encoded = tuple(None if grad is None else TensorData.of(_on_host(grad)) for grad in gradients)
+        session = self.model.session
+        reply = session.submit(Backward(self.id, encoded, getattr(_backward_mode, "retain", False)))
+        self.model.gradients.after_backward(self.path, reply)
+
+
+def call_remotely(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the submodule at `path` of `model` on the workers and return its result, tensors as promises.
+
+    Raises:
+        Exception: Whatever the forward raised on a worker, with its own type, if its result had to be waited for;
+            otherwise it is raised by the next call or read.
+    """
+    leaves, treespec = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    signature = model.signatures.define(path, treespec, constants)
+    call = Call(model, path)
+    trainable = model.has_trainable_parameters() or any(tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled() and trainable:
+        outputs = list(_RemoteCall.apply(model.anchor, call, signature, *tensors))
+        structure = call.structure
+        assert structure is not None
+    else:
+        structure = call.send(signature, tensors, grad=False)
+        outputs = _promises(call, structure)
+    values = iter(outputs)
+    result = [leaf.constant if leaf.kind == "const" else next(values) for leaf in structure.leaves]
+    return tree_unflatten(result, structure.treespec)
+
+
+class OutputValue(Value):
+    """An output of a call: promised, and perhaps left on the workers until somebody reads it."""
+
+    __slots__ = ("call", "index")
+
+    def __init__(self, call: Call, index: int) -> None:
+        self.call, self.index = call, index
+
+    def ready(self) -> bool:
+        reply = self.call.reply
+        return reply is not None and reply.done() and (reply.failed() or self._is_inline(reply))
+
+    def _is_inline(self, reply: Reply) -> bool:
+        return reply.result()[0].leaves[self.index].data is not None
+
+    def read(self) -> Tensor:
+        return self.call.read_output(self.index)
+
+
+class InputGradient(Value):
+    """The gradient that a backward pass left on the workers for one tensor that was given to a call."""
+
+    __slots__ = ("call", "index")
+
+    def __init__(self, call: Call, index: int) -> None:
+        self.call, self.index = call, index
+
+    def ready(self) -> bool:
+        return False
+
+    def read(self) -> Tensor:
+        return _join(self.call.model.session.submit(ReadInputGradients(self.call.id, self.index)).result())
+
+
+class _RemoteCall(torch.autograd.Function):
+    """Stands for a whole remote forward in the controller's autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: Call, signature: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        structure = call.send(signature, list(tensors), grad=True)
+        ctx.call, ctx.inputs = call, [(tensor.shape, tensor.dtype) for tensor in tensors]
+        outputs = _promises(call, structure)
+        templates = [leaf for leaf in structure.leaves if leaf.kind != "const"]
+        ctx.mark_non_differentiable(*(out for out, leaf in zip(outputs, templates) if not leaf.differentiable))
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.call.backward(gradients)
+        input_gradients: list[Tensor | None] = []
+        for index, (shape, dtype) in enumerate(ctx.inputs):
+            if not ctx.needs_input_grad[index + 3]:
+                input_gradients.append(None)
+                continue
+            meta = torch.empty(shape, dtype=dtype, device="meta")
+            input_gradients.append(VirtualTensor(Cell(InputGradient(ctx.call, index), ACCELERATOR), meta))
+        return (None, None, None, *input_gradients)
+
+
+def _promises(call: Call, structure: Structure) -> list[VirtualTensor]:
+    return [
+        VirtualTensor(Cell(OutputValue(call, index), ACCELERATOR), leaf.meta())
+        for index, leaf in enumerate(structure.leaves)
+        if leaf.kind != "const"
+    ]
+
+
+def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> TensorData | OutputRef | StateRef:
+    """How a tensor argument travels: by name if workers have it already as they will need it, else as bytes."""
+    if not isinstance(tensor, VirtualTensor):
+        return TensorData.of(tensor, on_device=False)
+    value = tensor._cell.settle()
+    if isinstance(value, OnWorkers):
+        return value.ref
+    if isinstance(value, OutputValue) and expected is not None and not tensor.requires_grad:
+        source = value.call.structure
+        left_there = source is not None and source.leaves[value.index].kind == "rows" and tensor.dim() > 0
+        if left_there and source is not None and tensor.shape[0] == rows and source.mode == expected.mode == "split":
+            return OutputRef(value.call.id, value.index)
+    return TensorData.of(_on_host(tensor))
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.host_value() if isinstance(tensor, VirtualTensor) else tensor
+
+
+def _join(parts: list[LeafReply]) -> Tensor:
+    if parts[0].kind == "same":  # rank 0 alone sends it
+        return parts[0].tensor()
+    tensors = [part.tensor() for part in parts]
+    return torch.cat(tensors) if parts[0].kind == "rows" else torch.stack(tensors).sum(0)
+
+
+def _check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Reply) -> None:
+    """Runs when a predicted answer arrives: a forward whose shapes depend on values must not pass unnoticed."""
+    if reply.failed():
+        return
+    found = Structure.of(reply.result())
+    if found != expected:
+        model.signatures.forget(key)
+        shapes = [leaf.shape for leaf in expected.leaves], [leaf.shape for leaf in found.leaves]
+        model.session.mesh.fail(
+            ExactnessError(
+                f"The shapes of a forward's outputs depend on the values of its inputs: {shapes[0]}, then {shapes[1]}.",
+                allowed="Outputs whose shapes follow from the inputs' shapes.",
+                fix="return outputs of fixed shape, or move the data-dependent selection after the call",
+            )
+        )

@@ -1,0 +1,91 @@
+"""Which parameters have a gradient on the workers, known without asking them at every step.
+
+A backward pass answers which parameters have a gradient now. The controller predicts that from the last backward of the
+same kind, so that ``optimizer.zero_grad()`` need not wait; the first backward of a kind is waited for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.runtime.messages import StateRef, TensorData, WriteState
+
+if TYPE_CHECKING:
+    from moreh_ap.runtime.mesh import Reply
+    from moreh_ap.session.model import RemoteModel
+
+
+class Gradients:
+    """Gradients of one model's parameters, by name."""
+
+    def __init__(self, model: RemoteModel) -> None:
+        self._model = model
+        self._present: set[str] = set()
+        self._patterns: dict[str, frozenset[str]] = {}
+        self._unknown: list[tuple[str, Reply]] = []
+        self._changes = 0  # counts everything that makes a late answer of a backward out of date
+        self._handles: dict[str, VirtualTensor] = {}
+
+    def after_backward(self, kind: str, reply: Reply) -> None:
+        """Note that a backward was sent; `kind` names calls whose backward reaches the same parameters."""
+        expected = self._patterns.get(kind)
+        if expected is None:
+            self._unknown.append((kind, reply))
+            return
+        self._present |= expected
+        self._changes += 1
+        sent_at = self._changes
+
+        def compare(answered: Reply) -> None:
+            if answered.failed():
+                return
+            found = self._decode(answered)
+            self._patterns[kind] = found
+            if self._changes == sent_at:
+                self._present = set(found)
+
+        reply.add_done_callback(compare)
+
+    def get(self, name: str) -> Tensor | None:
+        """A handle on the gradient of parameter `name`, or None if it has none."""
+        self._settle()
+        if name not in self._present:
+            return None
+        handle = self._handles.get(name)
+        if handle is None:
+            model = self._model
+            handle = model.holder.handle(StateRef(model.owner, "grad", name), model.parameters[name].detach())
+            self._handles[name] = handle
+        return handle
+
+    def set(self, name: str, gradient: Tensor | None) -> None:
+        """Forget the gradient of `name`, or replace it by a tensor of the parameter's shape."""
+        self._settle()
+        self._changes += 1
+        model = self._model
+        if gradient is None:
+            if name in self._present:
+                self._present.discard(name)
+                self._handles.pop(name, None)
+                model.session.post_clear(StateRef(model.owner, "grad", name))
+            return
+        if gradient is self._handles.get(name):
+            return
+        ref = StateRef(model.owner, "grad", name)
+        host = gradient.to_host() if isinstance(gradient, VirtualTensor) else gradient.detach()
+        model.session.post(WriteState({ref: TensorData.of(host)}))
+        self._present.add(name)
+
+    def _settle(self) -> None:
+        for kind, reply in self._unknown:
+            reply.result()
+            self._patterns[kind] = self._decode(reply)
+            self._present |= self._patterns[kind]
+        self._unknown.clear()
+
+    def _decode(self, reply: Any) -> frozenset[str]:
+        flags: bytes = reply.result()[0]
+        return frozenset(name for name, flag in zip(self._model.parameters, flags) if flag)

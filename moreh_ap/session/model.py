@@ -1,0 +1,156 @@
+"""A model that lives on the workers, seen from the controller.
+
+The real `nn.Module` objects stay in the controller as a skeleton; their parameters and buffers are virtual tensors
+whose values the workers keep. Before each call the few things a script may change on a skeleton (training mode, frozen
+parameters, plain attributes, a transformers config) are compared with what the workers know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import Cell, Value
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.plan import Plan
+from moreh_ap.runtime.mesh import Reply
+from moreh_ap.runtime.messages import BuildModel, ChangeModule, ReleaseModel, SetRequiresGrad, StateRef
+from moreh_ap.runtime.skeleton import pickle_skeleton
+from moreh_ap.session.gradients import Gradients
+from moreh_ap.session.planning import choose_plan_for
+from moreh_ap.session.session import Session
+from moreh_ap.session.signatures import Signatures
+from moreh_ap.session.state import ModelState, OnWorkers
+from moreh_ap.session.value_files import ValueFiles
+
+
+class RemoteModel:
+    """Parameters and buffers of `root` move to the workers; the module tree stays.
+
+    Args:
+        session: Where the workers are.
+        root: A module whose parameters and buffers are virtual tensors.
+        rows: The global batch of the first call, which the choice of a plan depends on.
+
+    Raises:
+        UnsupportedError: If the module cannot be sent (an attribute that cannot be pickled).
+    """
+
+    def __init__(self, session: Session, root: nn.Module, rows: int | None) -> None:
+        self.session, self.root = session, root
+        self.owner = f"model{session.new_id()}"
+        self.stale = False
+        self.plan: Plan = choose_plan_for(session, root, rows)
+        self.modules = list(root.modules())
+        # Tied tensors appear once, under their first name.
+        self.parameters: dict[str, VirtualTensor] = dict(root.named_parameters())  # type: ignore[arg-type]
+        self.buffers: dict[str, VirtualTensor] = dict(root.named_buffers())  # type: ignore[arg-type]
+        self.holder = ModelState(session, self)
+        self.gradients = Gradients(self)
+        self.signatures = Signatures(self)
+        # Autograd enters a remote call through this leaf: parameters themselves never join the controller's graph.
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._training = self._training_flags()
+        self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
+        self._config = self._config_snapshot()
+        self._changes: list[tuple[str, str, Any]] = []
+        self._path_of = {id(module): path for path, module in root.named_modules()}
+        self._build()
+
+    def _build(self) -> None:
+        files = ValueFiles()
+        try:
+            skeleton = pickle_skeleton(self.root)
+            sources = files.sources_of({**self.parameters, **self.buffers})
+        except (TypeError, AttributeError) as error:
+            files.remove()
+            raise UnsupportedError(
+                f"{type(self.root).__name__} cannot be sent to the accelerator's workers: {error}.",
+                allowed="Every attribute of a module must be picklable (no open files, locks or generators).",
+                fix="del model.<attribute>  # before the first call",
+            ) from error
+        before: list[tuple[Cell, Value]] = []
+        for kind, tensors in (("param", self.parameters), ("buffer", self.buffers)):
+            for name, tensor in tensors.items():
+                before.append((tensor._cell, tensor._cell.value))
+                tensor._cell.value = OnWorkers(self.holder, StateRef(self.owner, kind, name))
+
+        def built(reply: Reply) -> None:
+            if reply.failed():  # nothing is lost: the next call tries again with the values that are still here
+                for cell, value in before:
+                    cell.value = value
+            before.clear()
+            files.remove()
+
+        self.session.submit(BuildModel(self.owner, skeleton, str(self.plan), sources)).add_done_callback(built)
+
+    def path_of(self, module: nn.Module) -> str:
+        """The path of a submodule below the root."""
+        return self._path_of[id(module)]
+
+    def contains(self, module: nn.Module) -> bool:
+        return id(module) in self._path_of
+
+    def has_trainable_parameters(self) -> bool:
+        return any(self._requires_grad)
+
+    # -- what a script may change between calls --------------------------------------------------------------------
+
+    def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """A plain attribute of a submodule was set: the workers learn of it before the next call."""
+        self._changes.append((self._path_of[id(module)], name, value))
+
+    def send_changes(self) -> bytes | None:
+        """Post what changed since the last call; the training flags, if they changed, go with the call itself."""
+        config = self._config_snapshot()
+        if config != self._config:
+            changed = {key: value for key, value in config.items() if self._config.get(key, self) != value}
+            self._changes += [("", f"config.{key}", value) for key, value in changed.items()]
+            self._config = config
+        if self._changes:
+            changes = tuple((path, name, cloudpickle.dumps(value)) for path, name, value in self._changes)
+            self._changes = []
+            self.session.post(ChangeModule(self.owner, changes))
+        requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
+        if requires_grad != self._requires_grad:
+            pairs = zip(self.parameters, requires_grad, self._requires_grad)
+            self.session.post(SetRequiresGrad(self.owner, {name: new for name, new, old in pairs if new != old}))
+            self._requires_grad = requires_grad
+        training = self._training_flags()
+        if training == self._training:
+            return None
+        self._training = training
+        return training
+
+    @property
+    def training_flags(self) -> bytes:
+        """One byte a submodule, in the order of ``root.modules()``."""
+        return self._training
+
+    def _training_flags(self) -> bytes:
+        return bytes([module.training for module in self.modules])
+
+    def _config_snapshot(self) -> dict[str, Any]:
+        config = getattr(self.root, "config", None)
+        return dict(vars(config)) if hasattr(config, "__dict__") else {}
+
+    def note_structure(self) -> None:
+        """A submodule or parameter was added or replaced: the next call lays the model out anew."""
+        self.stale = True
+
+    # -- leaving ---------------------------------------------------------------------------------------------------
+
+    def has_left(self) -> bool:
+        """True if no parameter of the skeleton refers to the workers' model any more."""
+        return not any(
+            isinstance(tensor, VirtualTensor) and getattr(tensor._cell.value, "owner", None) is self.holder
+            for tensor in [*self.parameters.values(), *self.buffers.values()]
+        )
+
+    def release(self) -> None:
+        """Tell the workers to forget the model."""
+        self.session.release(ReleaseModel(self.owner))

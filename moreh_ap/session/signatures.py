@@ -1,0 +1,101 @@
+"""What the controller knows of a call before its answer arrives: ids of its constant parts, its result's structure.
+
+A call's *signature* is where it goes, how its arguments nest, and its leaves that are not tensors. Its *structure* is
+how the result nests and the shape of every tensor in it; it is learnt from the workers' first answer and predicted
+after.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+from moreh_ap.runtime.messages import DefineSignature, ForwardReply, LeafReply
+from moreh_ap.runtime.nesting import pickle_treespec, unpickle_treespec
+
+if TYPE_CHECKING:
+    from moreh_ap.session.model import RemoteModel
+
+_MAX_STRUCTURES = 4096
+
+
+@dataclass(frozen=True)
+class LeafTemplate:
+    """What is known of one output before its value is: its global shape, and how workers' parts make the whole."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    differentiable: bool
+    constant: Any = None
+
+    def meta(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a call's result nests and what its leaves are."""
+
+    treespec: TreeSpec
+    leaves: tuple[LeafTemplate, ...]
+    mode: str
+
+    @staticmethod
+    def of(replies: list[ForwardReply]) -> Structure:
+        """Join the answers of all workers, in rank order."""
+        leaves = []
+        for parts in zip(*(reply.leaves for reply in replies)):
+            first: LeafReply = parts[0]
+            if first.kind == "const":
+                leaves.append(LeafTemplate("const", (), None, False, pickle.loads(first.data or b"")))
+                continue
+            shape = first.shape
+            if first.kind == "rows":
+                shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+            leaves.append(LeafTemplate(first.kind, shape, first.dtype, first.differentiable))
+        return Structure(unpickle_treespec(replies[0].pickled_treespec), tuple(leaves), replies[0].mode)
+
+    def predictable(self) -> bool:
+        """True if another call of the same signature must give the same structure: no leaf is a computed number."""
+        return all(leaf.kind != "const" or leaf.constant in (None, True, False) for leaf in self.leaves)
+
+
+class Signatures:
+    """What one model knows of its calls: ids of their constant parts, and structures seen so far."""
+
+    def __init__(self, model: RemoteModel) -> None:
+        self._model = model
+        self._structures: dict[Any, Structure] = {}
+
+    def define(self, path: str, treespec: TreeSpec, constants: list[Any]) -> int:
+        """The id of this path, nesting and constants; the workers are told the first time."""
+        owner, nesting, values = self._model.owner, pickle_treespec(treespec), _pickle_constants(constants)
+        return self._model.session.define(
+            (owner, path, nesting, values), lambda number: DefineSignature(number, owner, path, nesting, values)
+        )
+
+    def structure(self, key: Any) -> Structure | None:
+        return self._structures.get(key)
+
+    def learn(self, key: Any, structure: Structure) -> None:
+        if structure.predictable():
+            if len(self._structures) >= _MAX_STRUCTURES:
+                self._structures.clear()
+            self._structures[key] = structure
+
+    def forget(self, key: Any) -> None:
+        self._structures.pop(key, None)
+
+
+def _pickle_constants(constants: list[Any]) -> bytes:
+    try:
+        return pickle.dumps(constants)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return cloudpickle.dumps(constants)

@@ -1,0 +1,158 @@
+"""State tensors: parameters, buffers, gradients and optimizer state that workers keep, and operations on them.
+
+An operation whose tensors are all kept by workers runs there, each worker on its own part, where that is known to be
+right (`_RUNS_ON_WORKERS`); anything else is read, computed by the controller and written back (`device.tensor`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, meta_of
+from moreh_ap.device.values import Cell, Here, Value
+from moreh_ap.runtime.messages import RunOperation, StateRef, TensorData
+
+if TYPE_CHECKING:
+    from moreh_ap.session.model import RemoteModel
+    from moreh_ap.session.session import Session
+
+aten = torch.ops.aten
+
+# Beside everything that PyTorch tags as pointwise: operations that sharded tensors (DTensor) carry out exactly.
+_RUNS_ON_WORKERS = {
+    aten.clone,
+    aten.copy_,
+    aten.zero_,
+    aten.fill_,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.empty_like,
+    aten.linalg_vector_norm,
+    aten.sum,
+    aten.mean,
+    aten.stack,
+    aten._to_copy,
+}
+_FOREACH_PREFIX = "_foreach_"
+
+
+class OnWorkers(Value):
+    """A tensor that workers keep under a name.
+
+    Args:
+        holder: Who answers for gradients: the model of a parameter, otherwise the session's plain `StateHolder`.
+        ref: The tensor's name.
+    """
+
+    __slots__ = ("owner", "ref")
+
+    def __init__(self, owner: StateHolder, ref: StateRef) -> None:
+        self.owner, self.ref = owner, ref
+
+    def ready(self) -> bool:
+        return False
+
+    def read(self) -> Tensor:
+        return self.owner.session.read_state((self.ref,))[0]
+
+    def write(self, tensor: Tensor) -> None:
+        self.owner.session.write_state({self.ref: tensor})
+
+
+class StateHolder:
+    """What a virtual tensor on workers asks: run an operation, give or take a gradient."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def keeps_gradient(self, value: Value) -> bool:
+        """True if the gradient of the tensor lives on the workers."""
+        return False
+
+    def gradient_of(self, value: Any) -> Tensor | None:
+        raise TypeError("only parameters keep gradients on the workers")
+
+    def set_gradient(self, value: Any, gradient: Tensor | None) -> None:
+        raise TypeError("only parameters keep gradients on the workers")
+
+    def handle(self, ref: StateRef, like: Tensor) -> VirtualTensor:
+        """A virtual tensor on the state tensor `ref`, shaped like `like`."""
+        return VirtualTensor(Cell(OnWorkers(self, ref), ACCELERATOR), like)
+
+    def promise(self, meta: Tensor) -> VirtualTensor:
+        """A virtual tensor on a new temporary of the workers, forgotten there once it is forgotten here."""
+        value = OnWorkers(StateHolder(self.session), self.session.new_temporary())
+        weakref.finalize(value, self.session.release_temporary, value.ref)
+        return VirtualTensor(Cell(value, ACCELERATOR), meta)
+
+    def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an ATen operation where its tensors are; NotImplemented if that is not known to be right."""
+        if not _runs_on_workers(func):
+            return NotImplemented
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not all(_is_worker_argument(tensor) for tensor in tensors):
+            return NotImplemented
+        if kwargs.get("device") is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+
+        aliases_input = func._schema.is_mutable
+        metas = () if aliases_input else func(*meta_of(args), **meta_of(kwargs))
+        result = tree_map_only(Tensor, self.promise, metas)
+        refs = tuple(leaf._cell.value.ref for leaf in tree_leaves(result) if isinstance(leaf, VirtualTensor))
+        sent_args, sent_kwargs = tree_map_only(Tensor, _as_argument, (args, kwargs))
+        self.session.post(RunOperation(f"{func._opname}.{func._overloadname}", sent_args, sent_kwargs, refs))
+        if not aliases_input:
+            return result
+        return args[0] if len(func._schema.returns) == 1 else None
+
+
+class ModelState(StateHolder):
+    """Holds the parameters and buffers of one model; its gradients are the model's to tell."""
+
+    def __init__(self, session: Session, model: RemoteModel) -> None:
+        super().__init__(session)
+        self._model = weakref.ref(model)
+
+    def live_model(self) -> RemoteModel:
+        """The model that these parameters belong to."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("this parameter belongs to a model that has left the accelerator")
+        return model
+
+    def keeps_gradient(self, value: Any) -> bool:
+        return bool(value.ref.kind == "param")
+
+    def gradient_of(self, value: Any) -> Tensor | None:
+        return self.live_model().gradients.get(value.ref.name)
+
+    def set_gradient(self, value: Any, gradient: Tensor | None) -> None:
+        self.live_model().gradients.set(value.ref.name, gradient)
+
+
+def _runs_on_workers(func: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.inplace_view in func.tags:
+        return False
+    return (
+        torch.Tag.pointwise in func.tags
+        or func.overloadpacket in _RUNS_ON_WORKERS
+        or func._opname.startswith(_FOREACH_PREFIX)
+    )
+
+
+def _is_worker_argument(tensor: Tensor) -> bool:
+    if not isinstance(tensor, VirtualTensor):
+        return tensor.dim() == 0
+    value = tensor._cell.value
+    return isinstance(value, OnWorkers) or (isinstance(value, Here) and tensor.dim() == 0)
+
+
+def _as_argument(tensor: Tensor) -> StateRef | TensorData:
+    if isinstance(tensor, VirtualTensor) and isinstance(tensor._cell.value, OnWorkers):
+        return tensor._cell.value.ref
+    return TensorData.of(tensor.to_host() if isinstance(tensor, VirtualTensor) else tensor)

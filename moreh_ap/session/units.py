@@ -1,0 +1,98 @@
+"""Which call of a module runs on the workers: the outermost one that holds accelerator parameters."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import Here
+from moreh_ap.session.model import RemoteModel
+from moreh_ap.session.session import Session
+from moreh_ap.session.state import ModelState, OnWorkers
+
+
+class Units:
+    """Finds, and makes at the first call, the remote model that a module belongs to."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._models: list[RemoteModel] = []
+        # A module that was moved as a whole (``model.cuda()``) stays one unit even if a part of it is called first.
+        self._root_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+    def note_moved(self, root: nn.Module) -> None:
+        """`root` was moved by the script: it is one unit, or, if it left the accelerator, none."""
+        if _is_on_accelerator(root):
+            for module in root.modules():
+                self._root_of[module] = weakref.ref(root)
+        for model in [model for model in self._models if model.has_left()]:
+            self._models.remove(model)
+            model.release()
+
+    def any(self) -> bool:
+        """True if a model lives on the workers."""
+        return bool(self._models)
+
+    def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """An attribute of `module` was set: tell the model it belongs to, if any."""
+        for model in self._models:
+            if model.contains(module):
+                if isinstance(value, (nn.Module, nn.Parameter)) or name in module._buffers:
+                    model.note_structure()
+                else:
+                    model.note_attribute(module, name, value)
+
+    def find(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[RemoteModel, str] | None:
+        """The remote model and the path in it for a call of `module`; None if the call belongs in the controller."""
+        parameter = next(module.parameters(), None)
+        if not isinstance(parameter, VirtualTensor) or not parameter.is_cuda:
+            return None
+        value = parameter._cell.value
+        if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState):
+            model = value.owner.live_model()
+            if not model.stale and model.contains(module):
+                return model, model.path_of(module)
+            return self._build(module if not model.contains(module) else model.root, module, args, kwargs)
+        return self._build(self._moved_root(module), module, args, kwargs)
+
+    def _moved_root(self, module: nn.Module) -> nn.Module:
+        reference = self._root_of.get(module)
+        root = reference() if reference is not None else None
+        return root if root is not None and any(part is module for part in root.modules()) else module
+
+    def _build(self, root: nn.Module, module: nn.Module, args: Any, kwargs: Any) -> tuple[RemoteModel, str] | None:
+        if not _is_on_accelerator(root):
+            root = module
+        if not _is_on_accelerator(root):
+            return None  # parameters on both sides: run it here, its parts that are on the accelerator run there
+        self._bring_back(root)
+        model = RemoteModel(self._session, root, _rows(args, kwargs))
+        self._models.append(model)
+        return model, model.path_of(module)
+
+    def _bring_back(self, root: nn.Module) -> None:
+        """Read what workers already keep of `root`, so that it can be laid out anew (its structure changed)."""
+        for tensor in _state_tensors(root):
+            if isinstance(tensor._cell.value, OnWorkers):
+                tensor._cell.value = Here(tensor._cell.value.read())
+        for model in [model for model in self._models if model.has_left()]:
+            self._models.remove(model)
+            model.release()
+
+
+def _state_tensors(module: nn.Module) -> list[Any]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _is_on_accelerator(module: nn.Module) -> bool:
+    tensors = _state_tensors(module)
+    return bool(tensors) and all(isinstance(tensor, VirtualTensor) and tensor.is_cuda for tensor in tensors)
+
+
+def _rows(args: Any, kwargs: Any) -> int | None:
+    leaves = tree_leaves((args, kwargs))
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)

@@ -1,0 +1,66 @@
+"""Values of the controller on their way to the workers: files that each worker reads its part of.
+
+Values that are in the controller are written once to a temporary safetensors file, so that a worker knows one kind of
+source. What lies in a checkpoint file already stays there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+from torch import Tensor
+
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import InFile
+
+_MAX_FILE_BYTES = 1 << 30
+
+
+class ValueFiles:
+    """Writes values of the controller into temporary files for workers to read; removes them when told."""
+
+    def __init__(self) -> None:
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def sources_of(self, tensors: dict[str, VirtualTensor]) -> dict[str, tuple[str, str]]:
+        """``{name: (file, key)}`` for each tensor; what is not in a file yet is written to one."""
+        sources: dict[str, tuple[str, str]] = {}
+        pending: dict[str, Tensor] = {}
+        pending_bytes = 0
+        for name, tensor in tensors.items():
+            value = tensor._cell.value
+            if isinstance(value, InFile):
+                sources[name] = (value.file, value.key)
+                continue
+            host = value.read().detach()
+            if pending_bytes + host.nbytes > _MAX_FILE_BYTES and pending:
+                sources.update(self._write(pending))
+                pending, pending_bytes = {}, 0
+            pending[name] = host.contiguous() if host._base is None else host.clone()
+            pending_bytes += host.nbytes
+        if pending:
+            sources.update(self._write(pending))
+        return sources
+
+    def _write(self, tensors: dict[str, Tensor]) -> dict[str, tuple[str, str]]:
+        from safetensors.torch import save_file
+
+        if self._directory is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="moreh_ap_")
+        file = os.path.join(self._directory.name, f"{len(os.listdir(self._directory.name))}.safetensors")
+        # Two names may share one storage (a buffer that is a view): safetensors wants each tensor whole.
+        seen: set[int] = set()
+        whole: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            pointer = tensor.untyped_storage().data_ptr()
+            whole[name] = tensor.clone() if pointer in seen else tensor
+            seen.add(pointer)
+        save_file(whole, file)
+        return {name: (file, name) for name in tensors}
+
+    def remove(self) -> None:
+        """Delete the files; workers that have read them keep what they read."""
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None

@@ -1,0 +1,30 @@
+"""Marks tests by the folder they are in, and skips those that need a GPU where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives every test in `tests/process` and `tests/gpu` the mark of its folder; runs quick folders first."""
+    order = {"unit": 0, "process": 1, "gpu": 2}
+    folders = {item: item.path.relative_to(TESTS).parts[0] for item in items if item.path.is_relative_to(TESTS)}
+    for item, folder in folders.items():
+        if folder in ("process", "gpu"):
+            item.add_marker(folder)
+    if "gpu" in folders.values() and not _cuda_is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item, folder in folders.items():
+            if folder == "gpu":
+                item.add_marker(skip)
+    items.sort(key=lambda item: order.get(folders.get(item, ""), len(order)))
+
+
+def _cuda_is_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,58 @@
+"""What the documentation says of arguments, variables and plans is what the code has; examples run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from moreh_ap import option
+from moreh_ap.plan import Plan
+
+DOCS = Path(__file__).parents[2] / "docs"
+OPTIONS = (DOCS / "options.md").read_text(encoding="utf-8")
+
+
+def table(heading):
+    """Returns the cells of the first table under a heading, row by row, without its head."""
+    section = OPTIONS.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:]
+    return [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_every_argument_is_documented_with_its_default():
+    parameters = inspect.signature(option.enable_advanced_parallelization).parameters
+    rows = table("The one line")
+    assert [row[0] for row in rows] == list(parameters)
+    for name, _, default, _ in rows:
+        if parameters[name].default is not None:
+            assert default == repr(parameters[name].default)
+
+
+def test_every_variable_is_documented_with_its_default():
+    documented = {row[0]: row[1] for row in table("Environment")}
+    names = {value for name, value in vars(option).items() if name.endswith("_VARIABLE")}
+    assert set(documented) == names
+    defaults = option.resolve_options({})
+    assert documented[option.COMPILE_THREADS_VARIABLE] == str(defaults.max_parallel_compile_threads)
+    assert documented[option.DETAILED_LOG_VARIABLE] == str(defaults.detailed_log)
+    assert documented[option.MEMORY_RATIO_VARIABLE] == str(defaults.memory_usage_correction_ratio)
+
+
+def test_plan_table_and_example():
+    rows = {row[0]: row[1] for row in table("Plans")}
+    assert rows == {name: str(getattr(Plan(), name)) for name in ("replicate", "shard", "micro_batches", "precision")}
+    (text,) = re.findall(r'plan="([^."]+)"', OPTIONS)
+    assert str(Plan.parse(text)) == text
+
+
+@pytest.mark.parametrize("name", ["moreh_ap.errors", "moreh_ap.plan"])
+def test_examples_in_docstrings(name):
+    module = importlib.import_module(name)
+    outcome = doctest.testmod(module)
+    assert outcome.attempted > 0
+    assert outcome.failed == 0

