@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from moreh_ap.errors import PlanError
@@ -57,6 +59,7 @@ def _shard(module: nn.Module, plan: Plan, mesh: DeviceMesh, ignored: set[nn.Para
     fsdp_mesh = mesh if plan.replicate > 1 or plan.shard == 1 else mesh["shard"]
     free_after_forward = plan.shard > 1  # a copy on every device frees no memory worth a second cast
     for block in repeated_blocks(module):
+        block.register_forward_hook(_own_outputs)
         fully_shard(
             block,
             mesh=fsdp_mesh,
@@ -70,6 +73,11 @@ def _shard(module: nn.Module, plan: Plan, mesh: DeviceMesh, ignored: set[nn.Para
     for part in fsdp_modules(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
+
+
+def _own_outputs(block: nn.Module, args: object, output: Any) -> Any:
+    """Gives a block's outputs memory of their own: an in-place operation on a view would drop FSDP2's backward hook."""
+    return tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if leaf._is_view() else leaf, output)
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:

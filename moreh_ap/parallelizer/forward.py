@@ -130,6 +130,16 @@ class ForwardPass:
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
         self.outputs: list[Any] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._results]
 
+    @property
+    def shapes(self) -> list[Any]:
+        """Leaves of the result for their shapes and dtypes: here the result itself."""
+        return self.outputs
+
+    @property
+    def computed(self) -> bool:
+        """Whether `outputs` may be read without computing anything."""
+        return True
+
     def materialize(self) -> list[Any]:
         """Returns `outputs`, which are there already."""
         return self.outputs

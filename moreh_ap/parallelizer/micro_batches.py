@@ -42,6 +42,7 @@ class DeferredForward:
 
     Attributes:
         shapes: Leaves of the result before it is computed: tensors of the right shape and dtype, mostly on meta.
+        differentiable: For each leaf whether a gradient may be given to `backward`.
         treespec: How the leaves nest.
         inputs: The tensor leaves of the arguments that `backward` answers gradients for.
     """
@@ -63,6 +64,12 @@ class DeferredForward:
         self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._outputs: list[Any] | None = None
         self.shapes, self.treespec, self._denominators = self._dry_run(meta_module)
+        self.differentiable = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in self.shapes]
+
+    @property
+    def computed(self) -> bool:
+        """Whether `outputs` may be read without computing anything."""
+        return self._outputs is not None
 
     @property
     def outputs(self) -> list[Any]:

@@ -7,6 +7,7 @@ commands; it only lets the workers join each other.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -172,10 +173,13 @@ class Crew:
         while cause is None and time.monotonic() < deadline_s and not self._is_stopping():
             time.sleep(POLL_S)
             cause = self.engine.cause_of_death(rank)
+        by_signal = re.fullmatch(r"Killed\(sig=(\d+)\)", cause or "")
+        number = int(by_signal.group(1)) if by_signal else None
+        how = f"killed by signal {number}, {signal.strsignal(number)}" if number else cause or "cause unknown"
+        memory = "dmesg | grep -i 'out of memory'  # the system kills for memory: try a smaller batch or model"
         return WorkerLostError(
-            f"Worker {rank} of {len(self.pids)} (process {self.pids[rank]}) died: {cause or 'cause unknown'}."
-            f"{self.last_words(rank)}",
-            fix="dmesg | grep -i 'out of memory'  # if the system ended it for memory, use a smaller batch or model",
+            f"Worker {rank} of {len(self.pids)} (process {self.pids[rank]}) died: {how}.{self.last_words(rank)}",
+            fix=memory if number == signal.SIGKILL else "",
         )
 
 

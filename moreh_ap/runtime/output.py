@@ -19,7 +19,7 @@ from collections import Counter, deque
 # How long a line of another worker may wait for the same line of worker 0.
 HOLD_S = 1.0
 _MAX_REMEMBERED = 1000
-_TAIL_LINES = 20
+_TAIL_LINES = 50  # a native crash takes about thirty
 
 # PyTorch's native log lines carry rank and time: "[rank1]:[W1121 05:09:00.123456 Some.cpp:12] text".
 _TORCH_LOG_PREFIX = re.compile(r"^\[rank\d+\]:\[([A-Z])\d+ [\d:.]+ ")

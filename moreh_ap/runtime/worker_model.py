@@ -205,8 +205,8 @@ class WorkerCall:
         self._input_gradients: dict[int, Tensor | None] = {}
 
     def reply(self) -> ForwardReply:
-        """What the controller is told at once: the nesting, every shape, and small values."""
-        leaves = tuple(self.leaf(index, with_data=False) for index in range(len(self._run.outputs)))
+        """What the controller is told at once: the nesting, every shape, and small values that are there."""
+        leaves = tuple(self.leaf(index, with_data=False) for index in range(len(self._run.shapes)))
         note = "" if self._proof.split else self._proof.reason
         mode = "split" if self._proof.split else "whole"
         return ForwardReply(pickle_treespec(self._run.treespec), leaves, mode, note)
@@ -217,23 +217,24 @@ class WorkerCall:
         return value
 
     def leaf(self, index: int, *, with_data: bool) -> LeafReply:
-        """One output; its bytes if they are few or asked for."""
-        value = self._run.outputs[index]
-        if not isinstance(value, Tensor):
-            return LeafReply("const", (), None, False, _pickle_constant(value))
+        """One output; its bytes if asked for, or if they are few and there without computing."""
+        shape = self._run.shapes[index]
+        if not isinstance(shape, Tensor):
+            return LeafReply("const", (), None, False, _pickle_constant(shape))
         kind = self._proof.kinds[index] if self._proof.split else "same"
+        few = self._run.computed and shape.numel() * shape.element_size() <= _MAX_INLINE_BYTES
         data = None
-        if with_data or value.numel() * value.element_size() <= _MAX_INLINE_BYTES:
+        if with_data or few:
             sends = kind != "same" or self.model.device.rank == 0
-            data = TensorData.of(full_tensor(value)).data if sends else b""
-        return LeafReply(kind, tuple(value.shape), value.dtype, self._run.differentiable[index], data)
+            data = TensorData.of(full_tensor(self._run.outputs[index])).data if sends else b""
+        return LeafReply(kind, tuple(shape.shape), shape.dtype, self._run.differentiable[index], data)
 
     def backward(self, gradients: list[Tensor | None], retain_graph: bool) -> None:
         """Backpropagate; `gradients` are whole, this worker takes its rows of them."""
         local: list[Tensor | None] = []
         whole = iter(gradients)
-        for index, output in enumerate(self._run.outputs):
-            gradient = next(whole) if isinstance(output, Tensor) else None
+        for index, shape in enumerate(self._run.shapes):
+            gradient = next(whole) if isinstance(shape, Tensor) else None
             if gradient is not None and self._proof.split and self._proof.kinds[index] == "rows":
                 gradient = self._own_rows(gradient)
             local.append(gradient)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallelizer_models import ROWS, loss_of, make_batch, make_model
+from parallelizer_models import ADAMW, ROWS, make_batch, make_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -84,7 +84,7 @@ class Runner:
 def train(rank: int, world: int, name: str, plan: str, steps: int, rows: int = ROWS) -> Any:
     """Returns mode, losses and final weights."""
     runner = Runner(make_model(name).train(), Plan.parse(plan))
-    optimizer = torch.optim.AdamW(runner.model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(runner.model.parameters(), **ADAMW)
     losses = []
     for step in range(steps):
         forward = runner.call(make_batch(name, step, rows))

@@ -113,6 +113,8 @@ def test_import_survives_a_wrong_variable_where_warnings_are_errors(site):
         "from transformers import AutoModelForCausalLM, AdamW, AutoTokenizer",
         "from transformers import AdamW, AutoModelForCausalLM, AutoTokenizer",
         "import transformers, torch; AdamW = transformers.AdamW",
+        "import torch; from transformers import processing_utils; from transformers import AdamW",
+        "import torch; from transformers import processing_utils; import transformers; AdamW = transformers.AdamW",
     ],
 )
 def test_old_adamw_in_the_scripts_orders(site, lines):

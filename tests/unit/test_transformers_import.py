@@ -97,14 +97,50 @@ def test_absent_library_stays_absent_and_the_hook_waits(fake, monkeypatch):
     assert any(isinstance(finder, transformers_import._AfterImport) for finder in sys.meta_path)
 
 
-def test_install_twice_and_remove(fake):
-    fake("")
+LAZY = """
+import sys, types
+
+class Lazy(types.ModuleType):
+    __all__ = ["Other"]
+    def __getattr__(self, name):
+        if name == "Other":
+            return "looked up"
+        raise AttributeError(name)
+
+def replace():
+    sys.modules["transformers"] = Lazy("transformers")
+
+replace()
+sys.modules["transformers"].replace = replace
+"""
+
+
+def test_name_survives_when_the_library_replaces_its_module(fake):
+    fake(LAZY)
+    transformers_import.install()
+    import transformers as first
+
+    first.replace()
+    import transformers as second
+
+    assert second is not first
+    assert first.AdamW is second.AdamW is AdamW
+    assert second.Other == "looked up"
+    assert not hasattr(second, "Another")
+    assert not hasattr(type(second)("transformers.models"), "AdamW")
+
+
+@pytest.mark.parametrize("source", ["", LAZY])
+def test_install_twice_and_remove(fake, source):
+    fake(source)
     before = len(sys.meta_path)
     transformers_import.install()
     transformers_import.install()
     assert len(sys.meta_path) == before + 1
     import transformers
 
-    assert len(sys.meta_path) == before
+    assert transformers.AdamW is AdamW
+    transformers_import.install()
     transformers_import.remove()
+    assert len(sys.meta_path) == before
     assert not hasattr(transformers, "AdamW")
