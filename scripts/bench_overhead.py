@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from rich.table import Table
 SCRIPTS = Path(__file__).resolve().parent / "baselines"
 PLAN_AXIS = {"ddp": "replicate", "fsdp2": "shard"}
 WARM_UP_STEPS = 2
+TERMINATION_S = 45.0  # torchrun gives its processes 30 s
 MODES = {  # mode: (unit, better known as, highest ratio or difference that we accept)
     "steps": ("s", "median step time", 1.03),
     "startup": ("s", "start to end of first step", 1.3),
@@ -90,23 +90,22 @@ def run(script: str, flags: list[str], workers: int, threads: int, timeout_s: fl
 
 def _run_group(command: list[str], environment: dict, folder: str, timeout_s: float) -> tuple[int | None, str]:
     """Returns (exit status or None after `timeout_s`, output) of a command; however it ends, its children end too."""
-    with subprocess.Popen(
-        command,
-        env=environment,
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as process:
+    with open(Path(folder) / "output.txt", "w+", errors="replace") as output:
+        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+        status = None
         try:
-            output = process.communicate(timeout=timeout_s)[0]
-            return process.returncode, output
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # torchrun does not take its processes with it
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            return None, process.communicate()[0]
+            status = process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            pass  # told by the status
+        finally:
+            if process.poll() is None:
+                process.terminate()  # not killed at once: torchrun ends its processes itself
+                try:
+                    process.wait(timeout=TERMINATION_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        output.seek(0)
+        return status, output.read()
 
 
 def measured(report: dict, mode: str) -> float:

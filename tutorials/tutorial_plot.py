@@ -19,12 +19,13 @@ def save_loss_plot(path: Path, losses: Sequence[float], held_out: tuple[float, f
 
     matplotlib.use("Agg")  # a file, no window
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(range(1, len(losses) + 1), losses, color="tab:blue", alpha=0.8, label="training, each step")
     ends, label = (0, len(losses)), f"held-out, before {held_out[0]:.3f}, after {held_out[1]:.3f}"
     axes.plot(ends, held_out, "o", color="tab:orange", label=label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(title=title, xlabel="step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor, place, to_accelerator, to_host
 from moreh_ap.device.values import InFile
 
+_MAY_SHARE_MEMORY = {torch.as_tensor, torch.asarray, torch.frombuffer}
 _FACTORIES = torch_device_context._device_constructors()
 
 
@@ -96,7 +97,8 @@ def _make_on_accelerator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(made, Tensor):
         return made
     source = next((arg for arg in args if isinstance(arg, Tensor)), None)
-    tensor = to_accelerator(made) if made is source or made._is_view() else place(made.detach())
+    shares_memory = made is source or made._is_view() or func in _MAY_SHARE_MEMORY
+    tensor = to_accelerator(made) if shares_memory else place(made.detach())
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor
 
 

@@ -64,11 +64,11 @@ class VirtualTensor(torch.Tensor):
             storage_offset=like.storage_offset(),
             dtype=like.dtype,
             layout=like.layout,
-            device="cpu",
+            device=CPU,
             requires_grad=requires_grad,
         )
         handle._cell = cell
-        return handle
+        return handle  # type: ignore[no-any-return]
 
     # -- what Python code asks a tensor --------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class VirtualTensor(torch.Tensor):
         owner = self._cell.value.owner
         if owner is not None and owner.keeps_gradient(self._cell.value):
             return owner.gradient_of(self._cell.value)
-        return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+        return torch.Tensor.grad.__get__(self)  # type: ignore[union-attr]
 
     @grad.setter
     def grad(self, new: Tensor | None) -> None:
@@ -113,7 +113,7 @@ class VirtualTensor(torch.Tensor):
         if owner is not None and owner.keeps_gradient(self._cell.value):
             owner.set_gradient(self._cell.value, new)
         else:
-            torch.Tensor.grad.__set__(self, new)  # type: ignore[attr-defined]
+            torch.Tensor.grad.__set__(self, new)  # type: ignore[union-attr]
 
     def host_value(self) -> Tensor:
         """The value as a CPU tensor that the caller must not change; waits if it must.
@@ -129,7 +129,7 @@ class VirtualTensor(torch.Tensor):
         with torch._C.DisableTorchFunction():
             return self.host_value().detach().clone()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = repr(self.to_host())
         extras = [f"device='{self.device}'"] if self.is_cuda else []
         grad_fn = self.grad_fn
@@ -197,7 +197,7 @@ class VirtualTensor(torch.Tensor):
             return redirect(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in _ALIASES:
             return VirtualTensor(args[0]._cell, args[0])
@@ -218,10 +218,14 @@ class VirtualTensor(torch.Tensor):
             view = _view_of_absent(func, args, kwargs, device)
             if view is not None:
                 return view
-        elif _may_defer(func, virtual, values, leaves):
+        elif _may_defer(func, values, leaves):
             deferred = _defer(func, args, kwargs, device)
             if deferred is not None:
                 return deferred
+        elif _may_defer_in_place(func, args, values, leaves):
+            replaced = _replace_later(func, args, kwargs, device)
+            if replaced is not None:
+                return replaced
         return _compute_here(func, args, kwargs, device)
 
 
@@ -303,9 +307,14 @@ def _compute_here(func: Any, args: Any, kwargs: Any, device: torch.device) -> An
         with torch.utils._mode_utils.no_dispatch():
             func(*args, **kwargs)
     virtual_of = {id(host_of[id(tensor)]): tensor for tensor in written}
-    return tree_map_only(
+    result = tree_map_only(
         Tensor, lambda leaf: virtual_of[id(leaf)] if id(leaf) in virtual_of else _wrap(leaf, device), result
     )
+    if func.is_view:
+        for tensor in tree_leaves((args, result)):
+            if isinstance(tensor, VirtualTensor):
+                tensor._cell.has_views = True
+    return result
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[VirtualTensor]:
@@ -334,13 +343,26 @@ def _view_of_absent(func: Any, args: Any, kwargs: Any, device: torch.device) -> 
     return VirtualTensor(Cell(View(base._cell, lambda whole: func(whole, *rest, **kwargs)), device), meta)
 
 
-def _may_defer(func: Any, virtual: list[VirtualTensor], values: list[Value], leaves: list[Any]) -> bool:
+def _may_defer(func: Any, values: list[Value], leaves: list[Any]) -> bool:
     """True for a small, pure operation of which an input is still promised: a step that reads nothing never waits."""
+    return not func.is_view and not func._schema.is_mutable and _inputs_may_be_deferred(func, values, leaves)
+
+
+def _may_defer_in_place(func: Any, args: Any, values: list[Value], leaves: list[Any]) -> bool:
+    """True for ``total += loss`` while `loss` is promised, if nothing else looks at the memory of `total`."""
+    return (
+        torch.Tag.pointwise in func.tags
+        and func._schema.name.endswith("_")
+        and isinstance(args[0], VirtualTensor)
+        and not args[0]._cell.has_views
+        and _inputs_may_be_deferred(func, values, leaves)
+    )
+
+
+def _inputs_may_be_deferred(func: Any, values: list[Value], leaves: list[Any]) -> bool:
     return (
         not all(value.ready() for value in values)
         and all(value.owner is None and not isinstance(value, View) for value in values)
-        and not func.is_view
-        and not func._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in func.tags
         and torch.Tag.data_dependent_output not in func.tags
         and torch.Tag.dynamic_output_shape not in func.tags
@@ -361,6 +383,18 @@ def _defer(func: Any, args: Any, kwargs: Any, device: torch.device) -> VirtualTe
 
     later_args, later_kwargs = tree_map_only(Tensor, snapshot, (args, kwargs))
     return VirtualTensor(Cell(Later(func, later_args, later_kwargs), device), meta)
+
+
+def _replace_later(func: Any, args: Any, kwargs: Any, device: torch.device) -> VirtualTensor | None:
+    """Put off an in-place operation: the tensor's value becomes that of the operation's functional form."""
+    target: VirtualTensor = args[0]
+    packet = getattr(aten, func._opname[:-1], None)
+    functional = getattr(packet, func._overloadname, None)
+    deferred = None if functional is None else _defer(functional, args, kwargs, device)
+    if deferred is None or deferred.shape != target.shape or deferred.dtype != target.dtype:
+        return None
+    target._cell.value = deferred._cell.value
+    return target
 
 
 def has_accelerator_tensor(tree: Any) -> bool:

@@ -120,10 +120,11 @@ class View(Value):
 class Cell:
     """The place that aliases of one virtual tensor share: in-place operations put a new value into it."""
 
-    __slots__ = ("device", "value")
+    __slots__ = ("device", "has_views", "value")
 
     def __init__(self, value: Value, device: torch.device) -> None:
         self.value, self.device = value, device
+        self.has_views = False  # True once another cell looks at the same memory: the value may not be replaced then
 
     def settle(self) -> Value:
         """The value, turned into `Here` if it can be had without waiting and nobody else keeps it."""

@@ -5,7 +5,6 @@ Costs nothing until then: one finder at the head of `sys.meta_path` that compare
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -33,7 +32,11 @@ def _is_being_imported(module: ModuleType) -> bool:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds one module as the other finders do, and calls back when its import is done. Works once."""
+    """Finds one module as the other finders do, and calls back when its import is done.
+
+    It stays until an import has succeeded: others look for a module without importing it (`importlib.util.find_spec`),
+    and an import can fail and be tried again.
+    """
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self._name, self._callback = name, callback
@@ -46,23 +49,24 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or self not in sys.meta_path:
             return None
-        self.withdraw()
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
-            return None
-        self._run_after_loading(spec.loader)
-        return spec
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    self._run_after_loading(spec.loader)
+                return spec
+        return None
 
     def _run_after_loading(self, loader: Loader) -> None:
         """Makes this one loader call back after it has run the module; the loader's class stays as it is."""
         run_module = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
+            vars(loader).pop("exec_module", None)  # gone already where two of us wait for the module
             run_module(module)
+            self.withdraw()
             self._callback(sys.modules[self._name])  # a module may put another object in its place while it runs
 
         loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -27,14 +27,14 @@ def _register(module: ModuleType) -> None:
             pytree.register_pytree_node(cls, _flatten, _unflatten(cls))
 
 
-def _flatten(obj: Any) -> tuple[list[Any], Any]:
+def _flatten(obj: Any) -> Any:
     """Children are the tensors of an object and its list of layers; every other attribute is context."""
     children = {name: value for name, value in vars(obj).items() if isinstance(value, Tensor) or name == "layers"}
     rest = {name: value for name, value in vars(obj).items() if name not in children}
     return list(children.values()), (tuple(children), tuple(rest.items()))
 
 
-def _unflatten(cls: type) -> Any:
+def _unflatten(cls: Any) -> Any:
     def make(values: Any, context: Any) -> Any:
         names, rest = context
         obj = cls.__new__(cls)

@@ -14,58 +14,32 @@ Source: `importlib._bootstrap._handle_fromlist`, which ignores a missing submodu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
+
+from moreh_ap.integrations.import_hook import when_imported
 
 _LIBRARY = "transformers"
 _NAME = "AdamW"
 _ADAMW_MODULE = "moreh_ap.integrations.adamw"
 
 
-def install() -> None:
-    """Gives the name now if transformers is imported, and whenever it is imported. Calling it again changes nothing."""
-    module = sys.modules.get(_LIBRARY)
-    if module is not None:
-        _give_name(module)
-    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+def install() -> Callable[[], None]:
+    """Gives the name now if transformers is imported, otherwise right after its import.
 
-
-def remove() -> None:
-    """Undoes `install`."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
-    module = sys.modules.get(_LIBRARY)
-    if module is None:
-        return
-    if getattr(vars(module).get(_NAME), "__module__", "") == _ADAMW_MODULE:
-        delattr(module, _NAME)
-    look_up = vars(type(module)).get("__getattr__")
-    if isinstance(look_up, _LookUp):
-        type(module).__getattr__ = look_up.original  # type: ignore[method-assign]
-
-
-class _AfterImport(MetaPathFinder):
-    """Finds transformers as the other finders do, and gives the name when its import is done.
-
-    It stays: others look for the library without importing it (`importlib.util.find_spec`), an import can fail, and a
-    module can be reloaded.
+    Returns:
+        A function that undoes it.
     """
+    withdraw = when_imported(_LIBRARY, _give_name)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _LIBRARY:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    _run_after_loading(spec.loader)
-                return spec
-        return None
+    def undo() -> None:
+        withdraw()
+        module = sys.modules.get(_LIBRARY)
+        if module is not None:
+            _take_name(module)
+
+    return undo
 
 
 class _LookUp:
@@ -88,18 +62,6 @@ class _LookUp:
         return self.original(module, name)
 
 
-def _run_after_loading(loader: Loader) -> None:
-    """Makes this one loader give the name after it has run the module; the loader's class stays as it is."""
-    run_module = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        del loader.exec_module
-        run_module(module)
-        _give_name(sys.modules[_LIBRARY])
-
-    loader.exec_module = exec_module  # type: ignore[method-assign]
-
-
 def _give_name(module: ModuleType) -> None:
     """Gives the module the old class, unless it offers one itself."""
     if _NAME in getattr(module, "__all__", ()) or _NAME in vars(module):
@@ -109,6 +71,15 @@ def _give_name(module: ModuleType) -> None:
         setattr(module, _NAME, _import_adamw())
     elif not isinstance(look_up, _LookUp):
         type(module).__getattr__ = _LookUp(look_up)  # type: ignore[method-assign]
+
+
+def _take_name(module: ModuleType) -> None:
+    """Undoes `_give_name`."""
+    if getattr(vars(module).get(_NAME), "__module__", "") == _ADAMW_MODULE:
+        delattr(module, _NAME)
+    look_up = vars(type(module)).get("__getattr__")
+    if isinstance(look_up, _LookUp):
+        type(module).__getattr__ = look_up.original  # type: ignore[method-assign]
 
 
 def _import_adamw() -> type:

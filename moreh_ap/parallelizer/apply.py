@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_map_only
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer import gradient_sync

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.parallelizer.apply import fsdp_modules, recover, settle
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of

@@ -1,4 +1,4 @@
-"""Values into and out of a module whose tensors may be sharded: from checkpoint files, from whole tensors, to whole tensors.
+"""Values into and out of a module whose tensors may be sharded: from files, from whole tensors, to whole tensors.
 
 Decides which part of a tensor this worker reads or writes. Must not know where checkpoints come from, what their
 tensors are called in the library that wrote them, or what the module computes.
@@ -140,7 +140,7 @@ def _part(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the whole tensor on the CPU, as a copy. A collective: every worker has to call it."""
-    whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    whole = tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
     return whole.cpu().clone() if whole.device.type == "cpu" else whole.cpu()
 
 

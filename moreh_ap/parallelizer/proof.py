@@ -9,30 +9,27 @@ single runs adds up to the leaf of the common run in one of the ways below, and 
 too, rows do not look at each other. Batch normalisation, contrastive losses, a time-first LSTM, or a penalty on the
 weights inside forward fail here, and the forward then runs whole: slower, still right.
 
-"rows": the slices follow each other along dim 0. "share": they add up. "same": every slice has it. "const": no tensor, equal.
-"opaque": an object that cannot be compared; each worker has its own.
+"rows": the slices follow each other along dim 0. "share": they add up. "same": every slice has it.
+"const": no tensor, equal everywhere. "opaque": an object that cannot be compared; each worker has its own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.parallelizer.apply import compute_dtype, recover, settle
 from moreh_ap.parallelizer.batch import carries_rows, select_rows
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.reduction import GlobalReduction
+from moreh_ap.parallelizer.rehearsal import NoDropout, untouched
 
 TOLERANCE_FP32 = 2e-5
 """Largest difference, relative to the largest entry of a tensor, that rounding explains in float32 (eps 1.2e-7)."""
@@ -40,17 +37,6 @@ TOLERANCE_BF16 = 3e-2
 """The same in bfloat16 (eps 7.8e-3)."""
 
 _MAX_COMPARED_PARAMETERS = 24
-_DROPOUTS = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-    torch.alpha_dropout,
-    torch.feature_dropout,
-}
 
 
 @dataclass(frozen=True)
@@ -75,8 +61,8 @@ class _Refused(Exception):
 def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> SplitProof:
     """Returns whether the forward of `call` may run on slices of the batch.
 
-    A collective: every worker has to call it with the same arguments. Gradients, buffers, and random numbers are left as
-    they were, and nothing is printed.
+    A collective: every worker has to call it with the same arguments. Gradients, buffers and random numbers are left
+    as they were, and nothing is printed.
 
     Args:
         call: What will run; its mode does not matter. With `grad`, gradients are compared too.
@@ -87,7 +73,7 @@ def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
     if rows < 2:
         return SplitProof(False, (), "the batch has one row")
     call = replace(call, mode="whole", seed=None, kinds=None)
-    with _untouched(call.module), contextlib.redirect_stdout(io.StringIO()):
+    with untouched(call.module):
         probe = _Probe(call, args, kwargs, rows)
         for step in (probe.compare_outputs, probe.compare_gradients) if call.grad else (probe.compare_outputs,):
             reason = _attempt(step, call.module)
@@ -187,7 +173,7 @@ class _Probe:
 
     def _run(self, call: Call, chosen: Sequence[int], reduction: GlobalReduction) -> ForwardPass:
         args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
-        with _NoDropout():
+        with NoDropout():
             return ForwardPass(call, args, kwargs, reduction=reduction)
 
 
@@ -207,12 +193,11 @@ def _kind(index: int, common: Any, singles: Sequence[Any], tolerance: float) -> 
         if isinstance(common, (str, bytes, int, float, complex, torch.dtype, torch.device)):
             raise _Refused(f"output {index} ({common!r}) differs from row to row")
         return "opaque"
-    rows = len(singles)
-    if common.ndim >= 1 and common.shape[0] == rows and all(s.shape[:1] == (1,) for s in singles):
-        if all(s.shape[1:] == common.shape[1:] for s in singles) and _close(
-            torch.cat(list(singles)), common, tolerance
-        ):
-            return "rows"
+    follows = (len(singles), *common.shape[1:]) == common.shape and all(
+        s.shape == (1, *common.shape[1:]) for s in singles
+    )
+    if follows and _close(torch.cat(list(singles)), common, tolerance):
+        return "rows"
     if all(s.shape == common.shape for s in singles):
         adds_up = common.dtype != torch.bool and _close(sum(singles[1:], start=singles[0]), common, tolerance)
         same = all(_close(s, common, tolerance) for s in singles)
@@ -283,42 +268,3 @@ def _choose_rows(leaves: Sequence[Any], rows: int) -> list[int]:
             counts += (leaf > 0).flatten(1).sum(1).cpu()
     order = counts.argsort(stable=True).tolist()
     return sorted({order[-1], order[0], order[rows // 2]})
-
-
-class _NoDropout(TorchFunctionMode):
-    """While active, dropout returns what it was given."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            elif "dropout_p" in kwargs:
-                kwargs = {**kwargs, "dropout_p": 0.0}
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Puts gradients, buffers and random numbers back after the block."""
-    settle(module)
-    params = list(module.parameters())
-    grads = [param.grad for param in params]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    for param in params:
-        param.grad = None
-    device = next((p.device for p in params if p.device.type == "cuda"), None)
-    with torch.random.fork_rng(devices=[] if device is None else [device]):
-        try:
-            yield
-        finally:
-            settle(module)
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)

@@ -6,9 +6,9 @@ cut. Whether the result is right for a given forward is for `proof.py` to show.
 [Note: shares]
 One device computes sum / count over the global batch. Worker r computes sum_r / (count_0 + count_1 + ...): its share.
 The shares add up to the one-device value, and so do their gradients, whatever the slices and however many of their
-targets are ignored. A mean of the workers' means would be another number as soon as the counts differ. The numbers
-of the denominator (count, sum of class weights) are called "denominators" below; each place in a forward where a mean is
-taken is a "site", numbered in the order of execution.
+targets are ignored. A mean of the workers' means would be another number as soon as the counts differ. By what a mean
+divides (a count, a sum of class weights) is called its denominator below; each place in a forward where a mean is
+taken is a site, numbered in the order of execution.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class GlobalReduction(OwnDevice):
 class MetaReduction(GlobalReduction):
     """Records the denominators of a forward whose parameters are on meta, from inputs that are real.
 
-    Whatever depends on a parameter is on meta, where mathematics costs nothing; what depends on the inputs alone (labels,
-    masks) is real, so the numbers of valid targets are. An operation on both gives a result on meta.
+    Whatever depends on a parameter is on meta, where mathematics costs nothing; what depends on the inputs alone
+    (labels, masks) is real, so the numbers of valid targets are. An operation on both gives a result on meta.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -183,6 +183,17 @@ class MetaReduction(GlobalReduction):
         if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
             args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
         return super().__torch_function__(func, types, args, kwargs)
+
+    def place(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """As for any worker, except that a move leaves real what is real and on meta what is on meta."""
+        func, args, kwargs = super().place(func, args, kwargs)
+        if func is Tensor.to:
+            here = args[0].device
+            args = tuple(here if isinstance(arg, (torch.device, str)) else arg for arg in args)
+            kwargs = {**kwargs, "device": here} if "device" in kwargs else kwargs
+        return func, args, kwargs
 
     def _evaluate(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Tensor:
         args, kwargs = tree_map_only(Tensor, _to_meta, (call.args, call.kwargs))

@@ -23,6 +23,7 @@ class Launch:
 
     Attributes:
         rank: which worker this is.
+        pid_fd: file descriptor, inherited, to which it writes its rank and process id at once.
         stdout_fd: file descriptor, inherited, that takes its standard output.
         stderr_fd: the same for its standard error.
         other_fds: inherited descriptors of other workers, to be closed.
@@ -30,6 +31,7 @@ class Launch:
     """
 
     rank: int
+    pid_fd: int
     stdout_fd: int
     stderr_fd: int
     other_fds: tuple[int, ...]
@@ -44,6 +46,7 @@ class Launch:
         values = json.loads(text)
         return cls(
             rank=values["rank"],
+            pid_fd=values["pid_fd"],
             stdout_fd=values["stdout_fd"],
             stderr_fd=values["stderr_fd"],
             other_fds=tuple(values["other_fds"]),
@@ -74,6 +77,8 @@ def main(arguments: list[str]) -> None:
         arguments: the launch as text, then ``-m`` and the engine's module with its arguments.
     """
     launch = Launch.parse(arguments[0])
+    os.write(launch.pid_fd, f"{launch.rank} {os.getpid()}\n".encode())
+    os.close(launch.pid_fd)
     _redirect_output(launch)
     threading.Thread(target=_import_all, args=(launch.imports,), name="moreh-imports", daemon=True).start()
     sys.argv = arguments[2:]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moreh_ap.runtime.engine import Engine, Pending
 
 POLL_S = 0.1  # how often a wait looks up to see whether it still makes sense
+START_POLL_S = 0.02  # the same while processes start
 _CAUSE_S = 2.0  # how long to wait for the engine to say how a process ended
 _STOP_TIMEOUT_S = 15.0
 
@@ -51,17 +52,24 @@ class Crew:
     """Worker processes. All methods but `kill` are called by one thread.
 
     Attributes:
-        pids: process ids in rank order, as far as known.
         engine: what carries messages, once there.
     """
 
     def __init__(self, request: CrewRequest, is_stopping: Callable[[], bool]) -> None:
-        self.pids: list[int] = []
         self.engine: Engine | None = None
         self._request = request
         self._is_stopping = is_stopping
         self._output = WorkerOutput(request.num_workers)
         self._store: Any = None
+        self._pids: dict[int, int] = {}
+        self._pid_reader, self._pid_writer = os.pipe()
+        os.set_inheritable(self._pid_writer, True)
+        os.set_blocking(self._pid_reader, False)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in rank order, as far as known."""
+        return [pid for _, pid in sorted(self._pids.items())]
 
     def start(self, on_progress: Progress, engine_made: Callable[[], object]) -> tuple[Engine, Pending[Answer]]:
         """Starts the processes and lets them join.
@@ -78,25 +86,26 @@ class Crew:
             Stopping: the mesh is being closed.
         """
         num_workers = self._request.num_workers
-        deadline_s = time.monotonic() + self._request.start_timeout_s
         on_progress("spawn", 0, num_workers)
         self._store = environment.open_store(num_workers)
         environments = [self._environment(rank) for rank in range(num_workers)]
         from moreh_ap.runtime.engine import Engine  # imports Monarch, which takes a while: here, beside the script
 
-        launches = [Launch(rank, *self._output.descriptors(rank), self._request.imports) for rank in range(num_workers)]
+        launches = [
+            Launch(rank, self._pid_writer, *self._output.descriptors(rank), self._request.imports)
+            for rank in range(num_workers)
+        ]
         self.engine = engine = Engine(launches, environments)
         engine_made()
-        for rank in range(num_workers):
-            self.pids.append(self._first_answer(engine.hello(rank), rank, deadline_s))
-            on_progress("connect", rank + 1, num_workers)
+        joining = engine.join([self._spec(rank) for rank in range(num_workers)])
+        self._await_pids(joining, on_progress)
         self._output.workers_have_inherited()
         on_progress("link", 0, num_workers)
-        return engine, engine.join([self._spec(rank) for rank in range(num_workers)])
+        return engine, joining
 
     def find_dead(self) -> WorkerLostError | None:
         """Returns the error for the first worker whose process is gone, None while all live."""
-        for rank, pid in enumerate(self.pids):
+        for rank, pid in self._pids.items():
             if not _is_alive(pid):
                 return self._lost(rank)
         return None
@@ -115,10 +124,13 @@ class Crew:
 
     def end(self) -> None:
         """Ends everything that was started and shows the output that is left."""
+        self._read_pids()
         self.kill()
         if self.engine is not None:
             self.engine.stop(_STOP_TIMEOUT_S)
         self._output.close()
+        os.close(self._pid_reader)
+        os.close(self._pid_writer)
 
     def last_words(self, rank: int) -> str:
         """Returns what worker `rank` printed last, for an error message; empty if nothing."""
@@ -145,25 +157,38 @@ class Crew:
             collective_timeout_s=request.collective_timeout_s,
         )
 
-    def _first_answer(self, pending: Pending[int], rank: int, deadline_s: float) -> int:
+    def _await_pids(self, joining: Pending[Answer], on_progress: Progress) -> None:
+        """Waits until every process runs. Each says so at once, long before it has imported what it needs."""
         from moreh_ap.runtime.engine import EngineError
 
-        while time.monotonic() < deadline_s:
+        num_workers, timeout_s = self._request.num_workers, self._request.start_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        while len(self._pids) < num_workers:
             if self._is_stopping():
                 raise Stopping
+            known = len(self._pids)
+            self._read_pids()
+            for count in range(known, len(self._pids)):
+                on_progress("connect", count + 1, num_workers)
             try:
-                return pending.wait(POLL_S)[0]
+                joining.wait(START_POLL_S)
             except TimeoutError:
-                continue
+                pass
             except EngineError as error:
                 raise MeshStartError(
-                    f"The process of worker {rank} ended while it was starting.{self.last_words(rank)}",
-                    fix="python -c 'import moreh_ap, torch, monarch.actor'  # does the installation work?",
+                    f"A worker process ended while it was starting: {error}",
+                    fix="python -c 'import torch, monarch.actor'  # does the installation work?",
                 ) from error
-        raise MeshStartError(
-            f"Worker {rank} has not answered {self._request.start_timeout_s:g} s after it was started."
-            f"{self.last_words(rank)}"
-        )
+            if time.monotonic() > deadline_s:
+                missing = sorted(set(range(num_workers)) - set(self._pids))
+                raise MeshStartError(f"The processes of workers {missing} did not run {timeout_s:g} s after the start.")
+
+    def _read_pids(self) -> None:
+        try:
+            lines = os.read(self._pid_reader, 65536).decode().splitlines()
+        except BlockingIOError:
+            return
+        self._pids.update((int(rank), int(pid)) for rank, pid in map(str.split, lines))
 
     def _lost(self, rank: int) -> WorkerLostError:
         """Makes the error for a dead worker, giving the engine a moment to learn how it died."""
@@ -177,8 +202,9 @@ class Crew:
         number = int(by_signal.group(1)) if by_signal else None
         how = f"killed by signal {number}, {signal.strsignal(number)}" if number else cause or "cause unknown"
         memory = "dmesg | grep -i 'out of memory'  # the system kills for memory: try a smaller batch or model"
+        who = f"Worker {rank} of {self._request.num_workers} (process {self._pids[rank]})"
         return WorkerLostError(
-            f"Worker {rank} of {len(self.pids)} (process {self.pids[rank]}) died: {how}.{self.last_words(rank)}",
+            f"{who} died: {how}.{self.last_words(rank)}",
             fix=memory if number == signal.SIGKILL else "",
         )
 

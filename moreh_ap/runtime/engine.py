@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.transfer import Packed
-from moreh_ap.runtime.worker_side import Answer, WorkerSide, WorkerSpec
+from moreh_ap.runtime.worker_side import Answer, Trouble, WorkerSide, WorkerSpec
 
 # Read once, when Monarch is imported in a process. Poll frequency: a lost process is noticed within a second, not ten.
 # Orphan time-out: a suspended laptop must not lose its mesh; local workers die with their parent through the kernel.
@@ -91,11 +91,6 @@ class CommandActor(ma.Actor):
     """Executes commands, one after the other, on its own thread."""
 
     @ma.endpoint
-    def hello(self) -> int:
-        """Returns the process id."""
-        return os.getpid()
-
-    @ma.endpoint
     def join(self, spec: WorkerSpec) -> _Wire:
         return _to_wire(_side.join(spec))
 
@@ -108,10 +103,10 @@ class WatchActor(ma.Actor):
     """Answers while a command is being executed, or hangs."""
 
     @ma.endpoint
-    def trouble(self) -> tuple[int, _Wire] | None:
-        """Returns number and answer of the last command that was not done."""
+    def trouble(self) -> tuple[int, int, _Wire] | None:
+        """Returns number, epoch and answer of the last command that failed."""
         trouble = _side.trouble()
-        return None if trouble is None else (trouble[0], _to_wire(trouble[1]))
+        return None if trouble is None else (trouble.number, trouble.epoch, _to_wire(trouble.answer))
 
 
 class EngineError(Exception):
@@ -173,10 +168,6 @@ class Engine:
         self._each = [self._workers.slice(gpus=rank) for rank in range(self._num_workers)]
         self._each_watch = [self._watches.slice(gpus=rank) for rank in range(self._num_workers)]
 
-    def hello(self, rank: int) -> Pending[int]:
-        """Asks worker `rank` for its process id."""
-        return Pending([self._each[rank].hello.call_one()], int)
-
     def join(self, specs: Sequence[WorkerSpec]) -> Pending[Answer]:
         """Lets every worker join the process group."""
         return Pending([each.join.call_one(spec) for each, spec in zip(self._each, specs, strict=True)], _from_wire)
@@ -190,11 +181,11 @@ class Engine:
         ]
         return Pending(futures, _from_wire)
 
-    def trouble(self, rank: int) -> Pending[tuple[int, Answer] | None]:
-        """Asks worker `rank`, busy or not, for the last command that it did not do."""
+    def trouble(self, rank: int) -> Pending[Trouble | None]:
+        """Asks worker `rank`, busy or not, for its last failure."""
         return Pending(
             [self._each_watch[rank].trouble.call_one()],
-            lambda trouble: None if trouble is None else (trouble[0], _from_wire(trouble[1])),
+            lambda wire: None if wire is None else Trouble(wire[0], wire[1], _from_wire(wire[2])),
         )
 
     def cause_of_death(self, rank: int) -> str | None:

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.runtime.crew import Crew, CrewRequest, Progress, Stopping
+from moreh_ap.runtime.outcome import Judge, failure_of
 from moreh_ap.runtime.reply import Reply
-from moreh_ap.runtime.transfer import Failure, Packed, pack, restore_failure, unpack
-from moreh_ap.runtime.worker_side import DONE, FAILED, SKIPPED, Answer
+from moreh_ap.runtime.transfer import Packed, pack, restore_failure
+from moreh_ap.runtime.worker_side import FAILED, Answer
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.engine import Engine, Pending
@@ -96,7 +97,7 @@ class WorkerMesh:
         self._last_number = 0  # 0 is the workers' joining; commands count from 1
         self._epoch = 0
         self._errors: deque[tuple[int, BaseException]] = deque()  # not raised yet, each with its command's number
-        self._skip_cause: tuple[int, BaseException] | None = None  # an epoch, and the error that ended it
+        self._judge = Judge()
         self._stopped: BaseException | None = None  # why no further command is accepted
         self._ready = threading.Event()
         self._owner_pid = os.getpid()
@@ -269,12 +270,14 @@ class WorkerMesh:
 
         receiver = Receiver(self._crew, engine, self._is_stopped)
         try:
-            answers: list[Answer] = receiver.receive(0, joining)
+            answers: list[Answer] = receiver.receive(0, 0, joining)
         except PeersHang as hang:
             answers = [hang.answer]
+        except WorkerLostError as lost:
+            raise MeshStartError(f"While the workers were joining each other: {lost.fact}", fix=lost.fix) from lost
         failed = next((answer for answer in answers if answer.status == FAILED), None)
         if failed is not None:
-            failure = _failure_of(failed)
+            failure = failure_of(failed)
             raise MeshStartError(
                 f"Worker {failure.rank} could not join the others: {failure.type_name}: {failure.text}"
             ) from restore_failure(failure)
@@ -299,45 +302,20 @@ class WorkerMesh:
             return
         command, pending = head
         try:
-            answers = receiver.receive(command.number, pending)
+            answers = receiver.receive(command.number, command.epoch, pending)
+            outcome = self._judge.judge(command.epoch, command.recoverable, answers)
         except PeersHang as hang:
-            error, is_new = self._error_of(command, [hang.answer])
-            self._stop(error, tell=is_new)
-        else:
-            self._finish(command, answers)
-
-    def _finish(self, command: _Command, answers: list[Answer]) -> None:
-        """Completes a reply, or stops the mesh if its workers can no longer go on together. See [Note: errors]."""
-        statuses = {answer.status for answer in answers}
-        values: list[object] = []
-        error: BaseException | None = None
-        is_new = False
-        if statuses == {DONE}:
-            try:
-                values = [unpack(answer.content) for answer in answers if answer.content is not None]
-            except Exception as broken:  # what a worker answered cannot be built here: the reader is told
-                error, is_new = broken, True
-        else:
-            error, is_new = self._error_of(command, answers)
-            if DONE in statuses and (SKIPPED in statuses or not command.recoverable):
-                self._stop(error, tell=is_new)
-                return
+            outcome = self._judge.judge_hang(command.epoch, hang.answer)
+        if outcome.must_stop and outcome.error is not None:
+            self._stop(outcome.error, tell=outcome.is_new)
+            return
         with self._lock:
             if self._stopped is not None:
                 return
             self._sent.popleft()
-            if error is not None and is_new:
-                self._errors.append((command.number, error))
-        self._complete(command, values, error)
-
-    def _error_of(self, command: _Command, answers: list[Answer]) -> tuple[BaseException, bool]:
-        """Returns the error of a command that not all workers did, and whether it is one of its own rather than the
-        one for which workers have been skipping."""
-        if self._skip_cause is not None and self._skip_cause[0] == command.epoch:
-            return self._skip_cause[1], False
-        error = restore_failure(_failure_of(next(answer for answer in answers if answer.status == FAILED)))
-        self._skip_cause = command.epoch, error
-        return error, True
+            if outcome.error is not None and outcome.is_new:
+                self._errors.append((command.number, outcome.error))
+        self._complete(command, outcome.values, outcome.error)
 
     def _complete(self, command: _Command, values: list[object], error: BaseException | None) -> None:
         self._slots.release()
@@ -380,10 +358,3 @@ class WorkerMesh:
             wrapped = MeshStartError(f"The {self.num_workers} worker processes could not be started: {text}")
         wrapped.__cause__ = error
         return wrapped
-
-
-def _failure_of(answer: Answer) -> Failure:
-    assert answer.content is not None, "a worker that failed says why"
-    failure = unpack(answer.content)
-    assert isinstance(failure, Failure)
-    return failure

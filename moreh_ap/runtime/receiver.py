@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from moreh_ap.errors import WorkerLostError
 from moreh_ap.runtime.crew import POLL_S, Crew, Stopping
 from moreh_ap.runtime.engine import Engine, EngineError
-from moreh_ap.runtime.worker_side import Answer
+from moreh_ap.runtime.worker_side import Answer, Trouble
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.engine import Pending
@@ -23,10 +23,10 @@ GRACE_S = 3.0  # how long the others may still answer once a worker is known to 
 
 
 class PeersHang(Exception):
-    """A worker did not do a command and the others do not answer.
+    """A worker failed and the others do not answer.
 
     Attributes:
-        answer: what that worker answered.
+        answer: what the worker answered that failed.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -39,14 +39,14 @@ class Receiver:
 
     def __init__(self, crew: Crew, engine: Engine, is_stopping: Callable[[], bool]) -> None:
         self._crew, self._engine, self._is_stopping = crew, engine, is_stopping
-        self._looks: dict[int, Pending[tuple[int, Answer] | None]] = {}
+        self._looks: dict[int, Pending[Trouble | None]] = {}
 
-    def receive(self, number: int, pending: Pending[Answer]) -> list[Answer]:
-        """Waits for the answers of all workers to command `number`, in rank order.
+    def receive(self, number: int, epoch: int, pending: Pending[Answer]) -> list[Answer]:
+        """Waits for the answers of all workers to command `number` of `epoch`, in rank order.
 
         Raises:
             WorkerLostError: a process died.
-            PeersHang: a worker did not do the command, and the others have not answered within `GRACE_S`.
+            PeersHang: a worker failed, and the others have not answered within `GRACE_S`.
             Stopping: the mesh is being closed.
         """
         started_s = time.monotonic()
@@ -63,7 +63,7 @@ class Receiver:
                 if now_s - failed[0] > GRACE_S:
                     raise PeersHang(failed[1])
             elif now_s - started_s > LOOK_AFTER_S:
-                answer = self._find_trouble(number)
+                answer = self._find_failure(number, epoch)
                 failed = (now_s, answer) if answer is not None else None
 
     def look_around(self) -> None:
@@ -74,9 +74,12 @@ class Receiver:
         if lost is not None:
             raise lost
 
-    def _find_trouble(self, number: int) -> Answer | None:
-        """Returns the answer of a worker that did not do command `number`. Does not wait: what is asked in one turn is
-        read in a later one, since a worker that is deep in native code answers late."""
+    def _find_failure(self, number: int, epoch: int) -> Answer | None:
+        """Returns the answer with which a worker failed, in this command or in one because of which it skips this one.
+
+        Does not wait: what is asked in one turn is read in a later one, since a worker that is deep in native code
+        answers late.
+        """
         found = None
         for rank in range(len(self._crew.pids)):
             look = self._looks.get(rank)
@@ -84,14 +87,14 @@ class Receiver:
                 self._looks[rank] = self._engine.trouble(rank)
                 continue
             try:
-                trouble = look.wait(0.0)[0]
+                (trouble,) = look.wait(0.0)
             except TimeoutError:
                 continue
             except EngineError as error:
                 raise self._lost(error) from error
             del self._looks[rank]
-            if trouble is not None and trouble[0] == number:
-                found = found or trouble[1]
+            if found is None and trouble is not None and trouble.epoch == epoch and trouble.number <= number:
+                found = trouble.answer
         return found
 
     def _lost(self, error: EngineError) -> WorkerLostError:

@@ -8,13 +8,25 @@ it, nor what commands do: an executor named by the controller does them.
 from __future__ import annotations
 
 import datetime
-import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moreh_ap.runtime.transfer import Packed, capture_failure, import_by_name, pack, unpack
 
 DONE, FAILED, SKIPPED = "done", "failed", "skipped"
+
+
+class Trouble(NamedTuple):
+    """The failure because of which a worker skips the other commands of an epoch.
+
+    Attributes:
+        number, epoch: which command failed.
+        answer: what the worker answered to it.
+    """
+
+    number: int
+    epoch: int
+    answer: Answer
 
 
 class Answer(NamedTuple):
@@ -55,18 +67,16 @@ class WorkerSide:
     def __init__(self) -> None:
         self._spec: WorkerSpec | None = None
         self._executor: Any = None
-        self._failed_epoch: int | None = None
-        self._lock = threading.Lock()
-        self._trouble: tuple[int, Answer] | None = None
+        self._trouble: Trouble | None = None
 
     def join(self, spec: WorkerSpec) -> Answer:
-        """Joins the process group of all workers, waiting for them."""
+        """Joins the process group of all workers, waiting for them. Counts as command 0, in epoch 0."""
         self._spec = spec
         try:
             _join_process_group(spec)
             return Answer(DONE, pack(None))
         except BaseException as error:  # whatever it is, the controller has to hear of it
-            return self._note(0, Answer(FAILED, pack(capture_failure(error, spec.rank))))
+            return self._fail(0, 0, error)
 
     def execute(self, number: int, epoch: int, command: Packed) -> Answer:
         """Executes one command.
@@ -78,26 +88,25 @@ class WorkerSide:
             command: the packed command.
         """
         assert self._spec is not None, "the engine delivers in order: join comes first"
-        if epoch == self._failed_epoch:
-            return self._note(number, Answer(SKIPPED, None))
+        if self._trouble is not None and self._trouble.epoch == epoch:
+            return Answer(SKIPPED, None)
         try:
             if self._executor is None:
                 factory: Any = import_by_name(self._spec.executor)
                 self._executor = factory(self._spec.rank, self._spec.world_size, self._spec.device_type)
             return Answer(DONE, pack(self._executor.execute(unpack(command))))
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they would end the worker unheard
-            self._failed_epoch = epoch
-            return self._note(number, Answer(FAILED, pack(capture_failure(error, self._spec.rank))))
+            return self._fail(number, epoch, error)
 
-    def trouble(self) -> tuple[int, Answer] | None:
-        """Returns number and answer of the last command that was not done. Any thread may ask, also while a command
-        hangs: this is how the controller learns why the others wait for this worker."""
-        with self._lock:
-            return self._trouble
+    def trouble(self) -> Trouble | None:
+        """Returns the last failure. Any thread may ask, also while a command hangs: this is how the controller learns
+        why the others wait for this worker."""
+        return self._trouble
 
-    def _note(self, number: int, answer: Answer) -> Answer:
-        with self._lock:
-            self._trouble = (number, answer)
+    def _fail(self, number: int, epoch: int, error: BaseException) -> Answer:
+        assert self._spec is not None, "set before anything can fail"
+        answer = Answer(FAILED, pack(capture_failure(error, self._spec.rank)))
+        self._trouble = Trouble(number, epoch, answer)
         return answer
 
 

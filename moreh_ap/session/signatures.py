@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
+from moreh_ap.planner import report
 from moreh_ap.runtime.messages import DefineSignature, ForwardReply, LeafReply
 from moreh_ap.runtime.nesting import pickle_treespec, unpickle_treespec
 
@@ -46,6 +47,7 @@ class Structure:
     treespec: TreeSpec
     leaves: tuple[LeafTemplate, ...]
     mode: str
+    note: str
 
     @staticmethod
     def of(replies: list[ForwardReply]) -> Structure:
@@ -60,7 +62,7 @@ class Structure:
             if first.kind == "rows":
                 shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
             leaves.append(LeafTemplate(first.kind, shape, first.dtype, first.differentiable))
-        return Structure(unpickle_treespec(replies[0].pickled_treespec), tuple(leaves), replies[0].mode)
+        return Structure(unpickle_treespec(replies[0].pickled_treespec), tuple(leaves), replies[0].mode, replies[0].note)
 
     def predictable(self) -> bool:
         """True if another call of the same signature must give the same structure: no leaf is a computed number."""
@@ -73,6 +75,7 @@ class Signatures:
     def __init__(self, model: RemoteModel) -> None:
         self._model = model
         self._structures: dict[Any, Structure] = {}
+        self._notes: set[str] = set()
 
     def define(self, path: str, treespec: TreeSpec, constants: list[Any]) -> int:
         """The id of this path, nesting and constants; the workers are told the first time."""
@@ -82,15 +85,21 @@ class Signatures:
         )
 
     def structure(self, key: Any) -> Structure | None:
+        """What is known of calls with `key`, if anything."""
         return self._structures.get(key)
 
     def learn(self, key: Any, structure: Structure) -> None:
+        """Remember the structure of the calls with `key`; say once in the log why a batch is not shared."""
+        if structure.note and structure.note not in self._notes:
+            self._notes.add(structure.note)
+            print(report.info(f"Every device computes the whole batch: {structure.note}"), flush=True)
         if structure.predictable():
             if len(self._structures) >= _MAX_STRUCTURES:
                 self._structures.clear()
             self._structures[key] = structure
 
     def forget(self, key: Any) -> None:
+        """The structure of calls with `key` turned out to be another."""
         self._structures.pop(key, None)
 
 

@@ -103,7 +103,7 @@ class StateHolder:
         aliases_input = func._schema.is_mutable
         metas = () if aliases_input else func(*meta_of(args), **meta_of(kwargs))
         result = tree_map_only(Tensor, self.promise, metas)
-        refs = tuple(leaf._cell.value.ref for leaf in tree_leaves(result) if isinstance(leaf, VirtualTensor))
+        refs: Any = tuple(_as_argument(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         sent_args, sent_kwargs = tree_map_only(Tensor, _as_argument, (args, kwargs))
         self.session.post(RunOperation(f"{func._opname}.{func._overloadname}", sent_args, sent_kwargs, refs))
         if not aliases_input:

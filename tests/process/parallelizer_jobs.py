@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from typing import Any
 
 import torch
@@ -10,11 +12,13 @@ import torch.distributed as dist
 from parallelizer_models import ADAMW, ROWS, make_batch, make_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
-from moreh_ap.parallelizer.apply import apply_plan, settle
+from moreh_ap.parallelizer.apply import apply_plan, set_requires_grad, settle
 from moreh_ap.parallelizer.batch import row_range, slice_rows
-from moreh_ap.parallelizer.forward import Call
-from moreh_ap.parallelizer.loading import full_tensor
+from moreh_ap.parallelizer.forward import Call, ForwardPass
+from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
+from moreh_ap.parallelizer.loading import TensorSource, fill, full_tensor, write_tensor
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.proof import SplitProof, prove_split
 from moreh_ap.parallelizer.run import run_forward
@@ -45,9 +49,7 @@ class Runner:
             call = Call(self.model, "split", CPU, grad=grad, seed=3, kinds=self.proof.kinds, **extra)
             batch = tree_unflatten(slice_rows(leaves, rows, *row_range(self.rank, self.world, rows)), spec)
         self.mode = call.mode
-        return run_forward(
-            call, (), batch, micro_batches=self.plan.micro_batches, rows=rows, meta_module=self.meta
-        )
+        return run_forward(call, (), batch, micro_batches=self.plan.micro_batches, rows=rows, meta_module=self.meta)
 
     def value(self, forward: Any, leaf: int = 0) -> Tensor:
         """Returns what the leaf of the result is on one device."""
@@ -97,3 +99,175 @@ def train(rank: int, world: int, name: str, plan: str, steps: int, rows: int = R
         optimizer.zero_grad()
     assert runner.proof is not None
     return runner.mode, runner.proof.reason, losses, runner.weights() if rank == 0 else runner.weights() and None
+
+
+def prove(rank: int, world: int, model_class: type[nn.Module], plan: str, training: bool = True) -> Any:
+    """Returns the proof, and what it left behind: printed text, gradients, buffers and random state that changed."""
+    torch.manual_seed(0)
+    model = model_class().train(training)
+    apply_plan(model, Plan.parse(plan), build_mesh(Plan.parse(plan), "cpu"))
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    random_state = torch.get_rng_state()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        proof = prove_split(Call(model, "split", CPU), (), make_batch("classifier", 0), ROWS)
+    changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
+    with_grad = [name for name, param in model.named_parameters() if param.grad is not None]
+    return proof, printed.getvalue(), changed, with_grad, bool(torch.equal(random_state, torch.get_rng_state()))
+
+
+def accumulate(rank: int, world: int, plan: str, order: str) -> Any:
+    """Returns the gradients after three losses, in one of several orders of forwards and backwards."""
+    runner = Runner(make_model("gpt2"), Plan.parse(plan))
+    batches = [make_batch("gpt2", step) for step in range(3)]
+    if order == "one by one":
+        for factor, batch in enumerate(batches, 1):
+            forward = runner.call(batch)
+            forward.backward(runner.loss_gradient(forward, factor / 4))
+    else:
+        forwards = [runner.call(batch) for batch in batches]
+        turns = [0, 1, 2] if order == "forwards first" else [2, 0, 1]
+        for turn in turns:
+            forwards[turn].backward(runner.loss_gradient(forwards[turn], (turn + 1) / 4))
+    return runner.gradients()
+
+
+def freeze(rank: int, world: int, plan: str) -> Any:
+    """Returns gradients with some parameters frozen before the plan, some after it, and with those set free again."""
+    model = make_model("llama")
+    model.model.layers[0].requires_grad_(False)
+    runner = Runner(model, Plan.parse(plan))
+    gradients = []
+    for flags in ({}, {"model.embed_tokens.weight": False, "model.layers.1.mlp.up_proj.weight": False},
+                  {"model.embed_tokens.weight": True, "model.layers.0.mlp.up_proj.weight": True}):  # fmt: skip
+        set_requires_grad(runner.model, flags)
+        forward = runner.call(make_batch("llama", 0))
+        forward.backward(runner.loss_gradient(forward))
+        gradients.append(runner.gradients())
+        for param in runner.model.parameters():
+            param.grad = None
+    return gradients
+
+
+def from_logits(rank: int, world: int, plan: str) -> Any:
+    """Returns logits, gradients of parameters and of a float input for a loss that the caller computes itself."""
+    runner = Runner(make_model("classifier"), Plan.parse(plan))
+    batch = make_batch("classifier", 0)
+    batch["x"].requires_grad_(True)
+    forward = runner.call(batch)
+    weights = torch.sin(torch.arange(ROWS * 7.0)).reshape(ROWS, 7)
+    logits = runner.value(forward, 1)
+    start, stop = row_range(rank, world, ROWS) if runner.mode == "split" else (0, ROWS)
+    (x_grad,) = forward.backward([None, weights[start:stop]])
+    return runner.mode, logits, runner.gradients(), x_grad
+
+
+def parts_of_a_model(rank: int, world: int, plan: str) -> Any:
+    """Returns what a submodule and a method give when they are called alone, after a forward that raised."""
+    runner = Runner(make_model("classifier"), Plan.parse(plan))
+    batch = make_batch("classifier", 0)
+    try:
+        ForwardPass(Call(runner.model, "whole", CPU), (batch["x"], batch["labels"][:3]), {})
+    except ValueError as error:
+        raised = str(error)
+    features = ForwardPass(Call(runner.model, "whole", CPU, target=runner.model.features), (batch["x"],), {})
+    settle(runner.model)
+    head = ForwardPass(Call(runner.model, "whole", CPU, target=runner.model.inlet), (batch["x"],), {})
+    head.backward([torch.ones_like(head.outputs[0])])
+    return raised, features.outputs[0], head.outputs[0], runner.gradients()
+
+
+def edit_weights(rank: int, world: int, plan: str) -> Any:
+    """Returns the losses before and after weights were replaced, once in training and once without gradients."""
+    runner = Runner(make_model("gpt2"), Plan.parse(plan))
+    batch = make_batch("gpt2", 0)
+    losses = [runner.value(runner.call(batch)).item(), runner.value(runner.call(batch, grad=False)).item()]
+    settle(runner.model)
+    for param in runner.model.parameters():
+        write_tensor(param, full_tensor(param) * 1.5)
+    losses += [runner.value(runner.call(batch)).item(), runner.value(runner.call(batch, grad=False)).item()]
+    return losses
+
+
+def some_workers_skip_a_parameter(rank: int, world: int) -> Any:
+    """Returns gradients where each parameter was used on some workers, on all, or on none; twice, to accumulate."""
+    model = nn.ModuleDict({name: nn.Linear(2, 1, bias=False) for name in ("all", "even", "none")})
+    apply_plan(model, Plan(replicate=world), build_mesh(Plan(replicate=world), "cpu"))
+    sync = gradient_sync_of(model)
+    assert sync is not None
+    for turn in range(2):
+        kept = model["all"].weight.grad
+        with sync.sync():
+            loss = model["all"](torch.ones(2)).sum() * (rank + 1)
+            if rank % 2 == 0 and turn == 0:
+                loss = loss + model["even"](torch.ones(2)).sum()
+            loss.backward()
+        if turn == 1 and kept is not model["all"].weight.grad:
+            raise AssertionError("accumulating gave the parameter another gradient object")
+    held = model["all"].weight.grad
+    value = held.clone()
+    for param in model.parameters():
+        param.grad = None
+    with sync.sync():
+        model["all"](torch.ones(2)).sum().backward()
+    if not torch.equal(held, value):
+        raise AssertionError("a gradient that somebody kept was overwritten")
+    model["all"].weight.grad = held
+    return {name: None if part.weight.grad is None else part.weight.grad.tolist() for name, part in model.items()}
+
+
+def load(rank: int, world: int, plan: str, file: str, name: str, missing: str | None) -> Any:
+    """Returns the loaded weights, which of them share a tensor, and how many rows were read."""
+    model = make_model(name)
+    with torch.device("meta"):
+        empty = make_model(name)
+    names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+    apply_plan(empty, Plan.parse(plan), build_mesh(Plan.parse(plan), "cpu"))
+    sources = {key: TensorSource(file, f"stored.{key}") for key in names if key != missing}
+    fill(empty, sources, CPU)
+    whole = {key: full_tensor(value) for key, value in [*empty.named_parameters(), *empty.named_buffers()]}
+    tied = name == "gpt2" and empty.lm_head.weight is empty.transformer.wte.weight
+    forward = ForwardPass(Call(empty, "whole", CPU, grad=False), (), make_batch(name, 0))
+    return whole, tied, forward.outputs[0].item()
+
+
+def bf16(rank: int, world: int, plan: str) -> Any:
+    """Returns dtypes of loss, logits and weights under bf16, and the losses of ten steps."""
+    runner = Runner(make_model("llama"), Plan.parse(plan))
+    optimizer = torch.optim.AdamW(runner.model.parameters(), **ADAMW)
+    losses = []
+    for _ in range(10):
+        forward = runner.call(make_batch("llama", 0))
+        forward.backward(runner.loss_gradient(forward))
+        dtypes = {leaf.dtype for leaf in forward.outputs} | {p.grad.dtype for p in runner.model.parameters()}
+        losses.append(runner.value(forward).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return runner.mode, dtypes, losses
+
+
+def written_twice(rank: int, world: int) -> Any:
+    """Returns the gradient of a layer that two re-entrant checkpoints run, so that backward writes to it twice."""
+    layer = shared_layer()
+    apply_plan(layer, Plan(replicate=world), build_mesh(Plan(replicate=world), "cpu"))
+    sync = gradient_sync_of(layer)
+    assert sync is not None
+    with sync.sync():
+        through_checkpoints(layer, rank).backward()
+    return layer.weight.grad
+
+
+def shared_layer() -> nn.Linear:
+    """Returns the layer of `written_twice`."""
+    torch.manual_seed(0)
+    return nn.Linear(3, 3, bias=False)
+
+
+def through_checkpoints(layer: nn.Linear, rank: int) -> Tensor:
+    """Returns the loss of one worker in `written_twice`."""
+    hidden = torch.full((2, 3), 1.0 + rank, requires_grad=True)
+    for _ in range(2):
+        hidden = checkpoint(layer, hidden, use_reentrant=True).tanh()
+    return hidden.sum()

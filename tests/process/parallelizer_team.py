@@ -56,22 +56,20 @@ class Team:
         store = os.path.join(self._folder.name, str(self._jobs))
         for pipe in self._pipes[:world]:
             pipe.send((job, world, store, arguments))
-        results = []
+        answers = []
         for rank, pipe in enumerate(self._pipes[:world]):
             if not pipe.poll(timeout_s):
                 raise TimeoutError(f"rank {rank} of {world} did not finish {job.__name__} within {timeout_s} s")
-            ok, result = pipe.recv()
+            answers.append(pipe.recv())
+        for rank, (ok, result) in enumerate(answers):
             if not ok:
                 raise RuntimeError(f"rank {rank} of {world} failed in {job.__name__}:\n{result}")
-            results.append(result)
-        return results
+        return [result for _, result in answers]
 
     def close(self) -> None:
         """Ends the processes."""
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if process.is_alive():
-                pipe.send(None)
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
         self._folder.cleanup()

@@ -450,48 +450,51 @@ sys.path[:0] = {path!r}
 import torch
 from moreh_ap.runtime.mesh import WorkerMesh
 assert not any(name.split(".")[0] == "monarch" for name in sys.modules)
-mesh = WorkerMesh(2, device_type="cpu", threads_per_worker=1, executor={executor!r})
-if {wait!r}:
-    mesh.wait_ready(60)
-    mesh.submit(("print", "a line of the workers"))
-    mesh.drain()
-    mesh.submit(("sleep", 60))
-    print("pids", *mesh.pids, flush=True)
-{ending}
+mesh = WorkerMesh({num_workers}, device_type="cpu", threads_per_worker=1, executor={executor!r})
+{body}
+"""
+
+BUSY = """
+mesh.wait_ready(60)
+mesh.submit(("print", "a line of the workers"))
+mesh.drain()
+mesh.submit(("sleep", 60))
+os.write(1, ("pids " + " ".join(map(str, mesh.pids)) + "\\n").encode())  # not through a buffer that dies with it
+"""
+
+STARTING = """
+while len(mesh.pids) < 1:
+    time.sleep(0.01)
+os.write(1, ("pids " + " ".join(map(str, mesh.pids)) + "\\n").encode())  # not through a buffer that dies with it
 """
 
 ENDINGS = {
-    "end of script": ("", 0),
-    "sys.exit": ("sys.exit(7)", 7),
-    "exception": ("raise RuntimeError('uncaught')", 1),
-    "interrupt": ("os.kill(os.getpid(), signal.SIGINT); mesh.drain()", -signal.SIGINT),
-    "terminate": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", -signal.SIGTERM),
-    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    "sys.exit": (2, BUSY + "sys.exit(7)", 7),
+    "interrupt": (1, BUSY + "os.kill(os.getpid(), signal.SIGINT); mesh.drain()", -signal.SIGINT),
+    "terminate": (1, BUSY + "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", -signal.SIGTERM),
+    "kill": (1, BUSY + "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    "end of script while workers start": (2, STARTING, 0),
 }
-
-
-def run_script(ending: str, wait: bool) -> tuple[subprocess.CompletedProcess[str], float]:
-    text = SCRIPT.format(path=[*sys.path, os.path.dirname(__file__)], executor=EXECUTOR, wait=wait, ending=ending)
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
-    return done, time.monotonic()
 
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_no_process_is_left_however_the_script_ends(name):
-    ending, code = ENDINGS[name]
-    done, ended_s = run_script(ending, wait=True)
-    assert done.returncode == code, done.stderr
-    pids = [int(pid) for pid in done.stdout.split("pids ")[1].split()[:2]]
-    assert wait_until(lambda: not any(map(alive, pids)), 10)
-    assert time.monotonic() - ended_s < 10
-    if name in ("end of script", "sys.exit"):
-        assert done.stderr == ""
-        assert done.stdout.splitlines() == ["a line of the workers", f"pids {pids[0]} {pids[1]}"]
-
-
-def test_script_that_ends_while_workers_start_leaves_nothing():
-    done, _ = run_script("time.sleep(0.5); print(os.getpid()); sys.exit(5)", wait=False)
-    assert done.returncode == 5, done.stderr
-    assert done.stderr == ""
-    left = subprocess.run(["ps", "-eo", "ppid,pid,args"], capture_output=True, text=True).stdout.splitlines()
-    assert not [line for line in left if "moreh_ap.runtime.bootstrap" in line and line.split()[0] in ("1", done.stdout)]
+    num_workers, body, code = ENDINGS[name]
+    path = [*sys.path, os.path.dirname(__file__)]
+    text = SCRIPT.format(path=path, executor=EXECUTOR, num_workers=num_workers, body=body)
+    process = subprocess.Popen([sys.executable, "-c", text], stdout=-1, stderr=-1, text=True)
+    out = [process.stdout.readline()]
+    while out[-1] and not out[-1].startswith("pids"):
+        out.append(process.stdout.readline())
+    ending_s = time.monotonic()
+    rest, err = process.communicate(timeout=30)
+    assert process.returncode == code, err
+    assert time.monotonic() - ending_s < 10
+    pids = [int(pid) for pid in out[-1].split()[1:]]
+    assert pids
+    assert wait_until(lambda: not any(map(alive, pids)), 5)
+    if name == "sys.exit":
+        lines = "".join([*out, rest]).splitlines()
+        assert [line for line in lines if not line.startswith("pids")] == ["a line of the workers"]
+    if name in ("sys.exit", "end of script while workers start"):
+        assert err == ""

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from moreh_ap.integrations import transformers_import
+from moreh_ap.integrations import import_hook, transformers_import
 from moreh_ap.integrations.adamw import AdamW
 
 
@@ -17,8 +17,8 @@ def fake(monkeypatch, tmp_path):
     """Returns a function that puts a transformers with this source first on the path."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    transformers_import.remove()
+    others = [finder for finder in sys.meta_path if not isinstance(finder, import_hook._AfterImport)]
+    monkeypatch.setattr(sys, "meta_path", others)
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(source):
@@ -94,7 +94,7 @@ def test_absent_library_stays_absent_and_the_hook_waits(fake, monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("transformers")
-    assert any(isinstance(finder, transformers_import._AfterImport) for finder in sys.meta_path)
+    assert any(isinstance(finder, import_hook._AfterImport) for finder in sys.meta_path)
 
 
 LAZY = """
@@ -131,16 +131,27 @@ def test_name_survives_when_the_library_replaces_its_module(fake):
 
 
 @pytest.mark.parametrize("source", ["", LAZY])
-def test_install_twice_and_remove(fake, source):
+def test_install_twice_and_undo(fake, source):
     fake(source)
-    before = len(sys.meta_path)
+    before = list(sys.meta_path)
+    undo = transformers_import.install()
     transformers_import.install()
-    transformers_import.install()
-    assert len(sys.meta_path) == before + 1
     import transformers
 
     assert transformers.AdamW is AdamW
+    assert sys.meta_path == before
     transformers_import.install()
-    transformers_import.remove()
-    assert len(sys.meta_path) == before
+    undo()
+    assert not hasattr(transformers, "AdamW")
+
+
+def test_undone_before_the_import(fake):
+    fake("")
+    before = list(sys.meta_path)
+    undo = transformers_import.install()
+    assert len(sys.meta_path) == len(before) + 1
+    undo()
+    assert sys.meta_path == before
+    import transformers
+
     assert not hasattr(transformers, "AdamW")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 import bench_overhead
@@ -61,10 +60,9 @@ def test_a_run_that_fails_is_told_with_its_output() -> None:
 
 
 def test_a_run_that_takes_too_long_is_ended_with_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "ddp.py").write_text("import os, time\nprint('process', os.getpid(), flush=True)\ntime.sleep(600)\n")
+    (tmp_path / "ddp.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(bench_overhead, "SCRIPTS", tmp_path)
-    with pytest.raises(RunFailed, match="took more than 8 s") as failure:
+    with pytest.raises(RunFailed, match="took more than 8 s"):
         run("ddp", [], workers=2, threads=1, timeout_s=8)
-    processes = [int(number) for number in re.findall(r"process (\d+)", str(failure.value))]
-    assert len(processes) == 2
-    assert not any(psutil.pid_exists(number) and psutil.Process(number).status() != "zombie" for number in processes)
+    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if str(tmp_path) in command]

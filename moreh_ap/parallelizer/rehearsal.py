@@ -1,0 +1,70 @@
+"""Surroundings for forwards that only find something out: nothing random in them, nothing left of them.
+
+Decides what such a run must not change. Must not know what is being found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from moreh_ap.parallelizer.apply import settle
+
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+}
+
+
+class NoDropout(TorchFunctionMode):
+    """While active, dropout returns what it was given."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in kwargs:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Puts gradients, buffers and random numbers back after the block, which prints nothing."""
+    settle(module)
+    params = list(module.parameters())
+    grads = [param.grad for param in params]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    for param in params:
+        param.grad = None
+    device = next((p.device for p in params if p.device.type == "cuda"), None)
+    silence = contextlib.redirect_stdout(io.StringIO())
+    with torch.random.fork_rng(devices=[] if device is None else [device]), silence:
+        try:
+            yield
+        finally:
+            settle(module)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

@@ -1,0 +1,109 @@
+"""Shares of a mean add up to the mean, whatever the slices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parallelizer_models import make_batch, make_model
+from torch import Tensor, nn
+
+from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.reduction import GlobalReduction, MetaReduction
+
+CPU = torch.device("cpu")
+ROWS, CLASSES = 7, 5
+SLICES = [slice(0, 3), slice(3, 4), slice(4, 7)]  # the second has no valid target
+
+random = torch.Generator().manual_seed(0)
+SCORES = torch.randn(ROWS, CLASSES, generator=random)
+LABELS = torch.tensor([1, -100, 4, -100, 0, 2, 2])
+OTHER = torch.rand(ROWS, CLASSES, generator=random)
+SIGNS = torch.tensor([1.0, -1, 1, 1, -1, -1, 1])
+WEIGHT = torch.tensor([0.5, 1.0, 2.0, 3.0, 0.1])
+
+LOSSES: dict[str, Callable[[Tensor, slice], Tensor]] = {
+    "cross entropy": lambda x, s: F.cross_entropy(x, LABELS[s]),
+    "cross entropy, module": lambda x, s: nn.CrossEntropyLoss(ignore_index=2)(x, LABELS[s].clamp(min=0)),
+    "cross entropy, class weights": lambda x, s: F.cross_entropy(x, LABELS[s], weight=WEIGHT),
+    "cross entropy, smoothed": lambda x, s: F.cross_entropy(x, LABELS[s], WEIGHT, label_smoothing=0.2),
+    "cross entropy, probabilities": lambda x, s: F.cross_entropy(x, OTHER[s].softmax(1), WEIGHT),
+    "cross entropy, images": lambda x, s: F.cross_entropy(x[:, :, None], LABELS[s][:, None]),
+    "nll": lambda x, s: F.nll_loss(x.log_softmax(1), LABELS[s], WEIGHT),
+    "mse": lambda x, s: F.mse_loss(x, OTHER[s]),
+    "mse, weighted": lambda x, s: F.mse_loss(x, OTHER[s], weight=OTHER[s]),
+    "l1": lambda x, s: F.l1_loss(x, OTHER[s]),
+    "smooth l1": lambda x, s: F.smooth_l1_loss(x, OTHER[s], beta=0.5),
+    "huber": lambda x, s: F.huber_loss(x, OTHER[s], delta=0.5),
+    "huber, weighted": lambda x, s: F.huber_loss(x, OTHER[s], weight=OTHER[s]),
+    "binary": lambda x, s: F.binary_cross_entropy(x.sigmoid(), OTHER[s], weight=WEIGHT),
+    "binary with logits": lambda x, s: F.binary_cross_entropy_with_logits(x, OTHER[s], pos_weight=WEIGHT),
+    "kl, mean": lambda x, s: F.kl_div(x.log_softmax(1), OTHER[s].softmax(1), reduction="mean"),
+    "kl, batchmean": lambda x, s: F.kl_div(x.log_softmax(1), OTHER[s].softmax(1), reduction="batchmean"),
+    "poisson": lambda x, s: F.poisson_nll_loss(x, OTHER[s]),
+    "gaussian": lambda x, s: F.gaussian_nll_loss(x, OTHER[s], OTHER[s] + 0.1),
+    "soft margin": lambda x, s: F.soft_margin_loss(x, OTHER[s].round() * 2 - 1),
+    "margin ranking": lambda x, s: F.margin_ranking_loss(x[:, 0], x[:, 1], SIGNS[s]),
+    "hinge embedding": lambda x, s: F.hinge_embedding_loss(x[:, 0], SIGNS[s]),
+    "cosine embedding": lambda x, s: F.cosine_embedding_loss(x, OTHER[s], SIGNS[s]),
+    "triplet": lambda x, s: F.triplet_margin_loss(x, OTHER[s], x.flip(1)),
+    "multi margin": lambda x, s: F.multi_margin_loss(x, LABELS[s].clamp(min=0)),
+    "multilabel soft margin": lambda x, s: F.multilabel_soft_margin_loss(x, OTHER[s].round()),
+    "sum": lambda x, s: F.mse_loss(x, OTHER[s], reduction="sum"),
+    "mean of everything": lambda x, s: x.square().mean(),
+    "mean of rows": lambda x, s: (torch.mean(x, 0) * WEIGHT).sum(),
+    "mean of rows, negative dims": lambda x, s: x.mean((-2, -1), keepdim=True).sum(),
+    "mean of columns": lambda x, s: x.square().mean(1).sum(),
+    "two means": lambda x, s: F.cross_entropy(x, LABELS[s]) + 0.1 * x.square().mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("name", LOSSES)
+def test_shares_and_their_gradients_add_up(name: str) -> None:
+    loss = LOSSES[name]
+    whole = SCORES.clone().requires_grad_(True)
+    wanted = loss(whole, slice(None))
+    wanted.backward()
+    with GlobalReduction(CPU, record=True) as recorder:
+        loss(whole.detach(), slice(None))
+    shares, parts = [], SCORES.clone().requires_grad_(True)
+    for rows in SLICES:
+        with GlobalReduction(CPU, denominators=recorder.local_denominators):
+            shares.append(loss(parts[rows], rows))
+    torch.stack(shares).sum().backward()
+    torch.testing.assert_close(sum(share.detach() for share in shares), wanted.detach(), rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_slice_without_targets_has_share_zero_and_none_at_all_is_nan() -> None:
+    nothing = torch.full((2,), -100)
+    with GlobalReduction(CPU, denominators=[torch.tensor(5.0)]):
+        assert F.cross_entropy(SCORES[:2], nothing).item() == 0
+    with GlobalReduction(CPU, record=True):
+        assert F.cross_entropy(SCORES[:2], nothing).isnan()
+    assert F.cross_entropy(SCORES[:2], nothing).isnan()
+
+
+@pytest.mark.parametrize("expected", [1, 3])
+def test_another_number_of_means_is_an_error(expected: int) -> None:
+    with (
+        pytest.raises(ExactnessError, match="means over the batch"),
+        GlobalReduction(CPU, denominators=[torch.tensor(1.0)] * expected),
+    ):
+        LOSSES["two means"](SCORES, slice(None))
+
+
+@pytest.mark.parametrize("name", ["classifier", "gpt2", "llama"])
+def test_denominators_are_found_on_meta(name: str) -> None:
+    model, batch = make_model(name), make_batch(name, 0)
+    with torch.no_grad(), GlobalReduction(CPU, record=True) as real:
+        model(**batch)
+    with torch.no_grad(), MetaReduction(CPU) as found:
+        result: Any = copy.deepcopy(model).to("meta")(**batch)
+    assert [float(d) for d in found.local_denominators] == [float(d) for d in real.local_denominators]
+    assert (result[0] if isinstance(result, tuple) else result.loss).is_meta

@@ -1,0 +1,203 @@
+"""What a script may do with tensors on the accelerator, without any worker: values that are here or promised."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moreh_ap.device import redirect
+from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
+from moreh_ap.device.values import Cell, Value
+
+
+@pytest.fixture(autouse=True)
+def redirected():
+    redirect.ACTIVE.on = True
+    mode = redirect.RedirectMode()
+    mode.__enter__()
+    yield
+    redirect.remove_mode(mode)
+    redirect.ACTIVE.on = False
+
+
+class Promised(Value):
+    """A value that arrives when the test says so; reading it earlier is an error."""
+
+    __slots__ = ("arrived", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.arrived = tensor, False
+
+    def ready(self) -> bool:
+        return self.arrived
+
+    def read(self) -> Tensor:
+        if not self.arrived:
+            raise AssertionError("the script waited for a value it did not ask for")
+        return self.tensor
+
+
+def promise(tensor: Tensor) -> tuple[Promised, VirtualTensor]:
+    value = Promised(tensor)
+    return value, VirtualTensor(Cell(value, ACCELERATOR), tensor)
+
+
+def test_a_tensor_moves_there_and_back():
+    tensor = torch.arange(6.0).reshape(2, 3).cuda()
+    assert tensor.device == torch.device("cuda:0") and tensor.is_cuda and not tensor.is_cpu
+    assert tensor.get_device() == 0 and tensor.type() == "torch.cuda.FloatTensor"
+    assert tensor.to("cuda") is tensor and tensor.cuda() is tensor
+    back = tensor.cpu()
+    assert type(back) is Tensor and torch.equal(back, torch.arange(6.0).reshape(2, 3))
+    assert tensor.to("cpu", torch.float64).dtype == torch.float64
+    assert tensor.to(torch.float16).is_cuda
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(2, 3, device="cuda"),
+        lambda: torch.tensor([1.0, 2.0], device="cuda:0"),
+        lambda: torch.arange(3, device=torch.device("cuda")),
+        lambda: torch.randn(2, device=0),
+        lambda: torch.zeros_like(torch.ones(2), device="cuda"),
+        lambda: torch.ones(2).new_zeros(3, device="cuda"),
+        lambda: torch.as_tensor(np.ones(2), device="cuda"),
+    ],
+)
+def test_factories_make_tensors_there(make):
+    assert isinstance(make(), VirtualTensor)
+
+
+def test_device_contexts_and_defaults_mean_the_accelerator():
+    with torch.device("cuda"):
+        assert torch.nn.Linear(2, 2).weight.is_cuda
+    torch.set_default_device("cuda")
+    try:
+        assert torch.zeros(2).is_cuda
+    finally:
+        torch.set_default_device("cpu")
+    assert not torch.zeros(2).is_cuda
+
+
+def test_random_factories_draw_the_script_s_own_stream():
+    torch.manual_seed(0)
+    there = torch.randn(4, device="cuda").cpu()
+    torch.manual_seed(0)
+    assert torch.equal(there, torch.randn(4))
+
+
+def test_other_device_numbers_are_refused():
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.zeros(2).cuda(1)
+
+
+def test_mixing_devices_raises_pytorch_s_error():
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(3).cuda() + torch.ones(3)
+    assert (torch.ones(3).cuda() + torch.tensor(1.0)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_views_and_in_place_operations_share_memory():
+    tensor = torch.arange(6.0).reshape(2, 3).cuda()
+    tensor[:, 1:].zero_()
+    assert tensor.tolist() == [[0, 0, 0], [3, 0, 0]]
+    labels = torch.arange(4).cuda()
+    labels[torch.tensor([True, False, True, False]).cuda()] = -100
+    assert labels.tolist() == [-100, 1, -100, 3]
+    tensor.unsqueeze_(0)
+    assert tensor.shape == (1, 2, 3)
+
+
+def test_autograd_and_optimizers_work():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(3, 3))
+    there = torch.nn.Parameter(weight.detach().cuda())
+    assert isinstance(there, torch.nn.Parameter) and there.is_cuda
+    x = torch.randn(4, 3)
+    for parameter, given in ((weight, x), (there, x.cuda())):
+        optimizer = torch.optim.AdamW([parameter], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (given @ parameter).pow(2).mean().backward()
+            optimizer.step()
+    assert there.grad.is_cuda
+    assert torch.equal(there.detach().cpu(), weight.detach())
+
+
+def test_gradients_flow_through_moves():
+    leaf = torch.ones(3, requires_grad=True)
+    (leaf.cuda() * 2).sum().backward()
+    assert torch.equal(leaf.grad, torch.full((3,), 2.0))
+    there = torch.ones(3, device="cuda", requires_grad=True)
+    (there.cpu() * 3).sum().backward()
+    assert there.grad.is_cuda and there.grad.tolist() == [3.0, 3.0, 3.0]
+
+
+def test_numbers_print_and_convert():
+    value = torch.tensor(1.25).cuda()
+    assert f"{value:.3f}" == "1.250" and float(value) == 1.25 and value.item() == 1.25 and bool(value)
+    assert "device='cuda:0'" in repr(torch.ones(2).cuda())
+    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+        torch.ones(2).cuda().numpy()
+
+
+def test_copies_and_pickles_are_complete():
+    tensor = torch.arange(3.0).cuda()
+    copied = copy.deepcopy(tensor)
+    copied.add_(1)
+    assert tensor.tolist() == [0, 1, 2] and copied.is_cuda
+    file = io.BytesIO()
+    torch.save({"weight": torch.nn.Parameter(torch.ones(2).cuda())}, file)
+    file.seek(0)
+    loaded = torch.load(file)["weight"]
+    assert type(loaded) is torch.nn.Parameter and not loaded.is_cuda
+
+
+def test_moving_a_module_keeps_its_parameter_objects():
+    module = torch.nn.Linear(3, 4)
+    parameter, values = module.weight, module.weight.detach().clone()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.cuda()
+    assert module.weight is parameter and parameter.is_cuda and isinstance(parameter, torch.nn.Parameter)
+    assert optimizer.param_groups[0]["params"][0] is parameter
+    assert torch.equal(parameter.detach().cpu(), values)
+
+
+def test_arithmetic_on_a_promise_does_not_wait():
+    value, loss = promise(torch.tensor(3.0))
+    total = torch.zeros((), device="cuda")
+    total += loss.detach()
+    scaled = loss / 4
+    grown = torch.ones_like(loss)
+    assert scaled.shape == () and grown.item() == 1.0
+    value.arrived = True
+    assert scaled.item() == 0.75 and total.item() == 3.0
+
+
+def test_in_place_changes_after_a_deferred_operation_do_not_reach_it():
+    value, loss = promise(torch.tensor(2.0))
+    factor = torch.tensor(5.0).cuda()
+    product = loss * factor
+    factor.add_(1)
+    alias = loss.detach()
+    value.arrived = True
+    alias.mul_(100)
+    assert product.item() == 10.0 and loss.item() == 200.0
+
+
+def test_a_long_running_sum_of_arrived_promises_does_not_grow():
+    total = torch.zeros((), device="cuda")
+    for step in range(50):
+        value, loss = promise(torch.tensor(float(step)))
+        total = total + loss
+        value.arrived = True
+    depth, cell = 0, total._cell.value
+    while getattr(cell, "_operation", None) is not None:
+        cell, depth = cell._operation[1][0], depth + 1
+    assert depth <= 2 and total.item() == sum(range(50))
