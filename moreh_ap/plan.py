@@ -117,6 +117,4 @@ def _parse_size(name: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise PlanError(
-            f"plan: {name}={value!r} is no size", "an integer of at least 1", f'plan="{name}=2"'
-        ) from None
+        raise PlanError(f"plan: {name}={value!r} is no size", "an integer of at least 1", f'plan="{name}=2"') from None

@@ -1,6 +1,6 @@
 """Key-value caches of Hugging Face transformers nest in calls as their tensors do.
 
-With this `generate` leaves a cache on the workers, each its rows, and passes it back by name. Installed in the controller
+With this `generate` leaves a cache on the workers, each its rows, and passes it back by name. Installed in controller
 and in every worker; it must not import transformers before somebody else does.
 """
 

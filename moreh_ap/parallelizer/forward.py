@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.parallelizer.apply import fsdp_modules, recover, settle
+from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.placement import OwnDevice
 from moreh_ap.parallelizer.reduction import GlobalReduction
@@ -126,7 +127,7 @@ class ForwardPass:
             raise
         if not call.grad:
             settle(call.module)
-        self._results, self.treespec = tree_flatten(result)
+        self._results, self.treespec = flatten(result)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
         self.outputs: list[Any] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._results]
 

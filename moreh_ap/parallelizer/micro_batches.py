@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.parallelizer.apply import fsdp_modules
 from moreh_ap.parallelizer.batch import row_range, slice_rows
+from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.reduction import GlobalReduction, MetaReduction
@@ -125,7 +126,7 @@ class DeferredForward:
                 result = meta_module(*args, **kwargs)
         except Exception:  # whatever a model does with a value that meta tensors do not have
             return None
-        return *tree_flatten(result), reduction.local_denominators
+        return *flatten(result), reduction.local_denominators
 
     def _run_without_gradients(self) -> tuple[list[Any], Any, list[Tensor]]:
         args, kwargs = tree_unflatten(self._leaves, self._spec)

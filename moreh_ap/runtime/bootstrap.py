@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import io
 import json
 import logging
 import os
@@ -59,6 +60,8 @@ def _redirect_output(launch: Launch) -> None:
     os.dup2(launch.stderr_fd, 2)
     for fd in {launch.stdout_fd, launch.stderr_fd, *launch.other_fds} - {1, 2}:
         os.close(fd)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # as on a terminal: whole lines, at once
     faulthandler.enable()  # a crash in native code leaves its Python stack on standard error
 
 

@@ -59,7 +59,7 @@ def worker_environment(
         "OPENBLAS_NUM_THREADS": threads,
         "PYTHONPATH": _import_path(),
         "PYTHONSAFEPATH": "1",  # the working directory counts only where the script's own import path has it
-        "PYTHONUNBUFFERED": "1",
+        "PYTHONUNBUFFERED": "",  # would write lines in pieces, between which other lines get
     }
     interface = _loopback_interface()
     if interface is not None:

@@ -211,6 +211,14 @@ class WriteState:
 
 
 @dataclass(frozen=True)
+class KeepState:
+    """Keep a state tensor under a temporary name too."""
+
+    ref: StateRef
+    output: StateRef
+
+
+@dataclass(frozen=True)
 class DefineList:
     """Give a list of state tensors a number: later commands name the list by it."""
 

@@ -8,6 +8,8 @@ import warnings
 import cloudpickle
 from torch.utils._pytree import TreeSpec
 
+from moreh_ap.parallelizer.containers import register_containers
+
 
 def pickle_treespec(treespec: TreeSpec) -> bytes:
     """`treespec` as bytes; container classes defined in ``__main__`` travel by value."""
@@ -21,4 +23,5 @@ def unpickle_treespec(data: bytes) -> TreeSpec:
         # PyTorch's own pickle of a leaf asks for a class that it calls deprecated.
         warnings.simplefilter("ignore", FutureWarning)
         treespec: TreeSpec = pickle.loads(data)
+        register_containers(treespec)
     return treespec

@@ -152,6 +152,10 @@ class WorkerExecutor:
             self._temporaries.pop(ref, None)
 
     @_execute.register
+    def _(self, command: messages.KeepState) -> None:
+        self._temporaries[command.output] = self._state(command.ref)
+
+    @_execute.register
     def _(self, command: messages.DefineList) -> None:
         self._lists[command.list_id] = command.refs
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Value
 from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.runtime.mesh import Reply
 from moreh_ap.runtime.messages import (
     Backward,
@@ -54,11 +55,12 @@ def retaining_graph(retain: bool) -> Iterator[None]:
 class Call:
     """One forward pass on the workers, kept there while somebody here may still need it."""
 
-    def __init__(self, model: RemoteModel, path: str) -> None:
-        self.model, self.path = model, path
+    def __init__(self, model: RemoteModel) -> None:
+        self.model = model
         self.id = model.session.new_id()
         self.reply: Reply | None = None
         self.structure: Structure | None = None
+        self._backward_kind: tuple[int, int] = (0, 0)
         weakref.finalize(self, model.session.release, ReleaseCalls((self.id,)))
 
     def send(self, signature: int, tensors: list[Tensor], grad: bool) -> Structure:
@@ -66,6 +68,7 @@ class Call:
         model = self.model
         session, signatures = model.session, model.signatures
         training = model.send_changes()
+        self._backward_kind = (signature, model.freezing)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         wants_grad = tuple(grad and tensor.requires_grad for tensor in tensors)
         key = (
@@ -110,7 +113,7 @@ class Call:
         encoded = tuple(None if grad is None else TensorData.of(_on_host(grad)) for grad in gradients)
         session = self.model.session
         reply = session.submit(Backward(self.id, encoded, getattr(_backward_mode, "retain", False)))
-        self.model.gradients.after_backward(self.path, reply)
+        self.model.gradients.after_backward(self._backward_kind, reply)
 
 
 def call_remotely(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,11 +123,11 @@ def call_remotely(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: 
         Exception: Whatever the forward raised on a worker, with its own type, if its result had to be waited for;
             otherwise it is raised by the next call or read.
     """
-    leaves, treespec = tree_flatten((args, kwargs))
+    leaves, treespec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     signature = model.signatures.define(path, treespec, constants)
-    call = Call(model, path)
+    call = Call(model)
     trainable = model.has_trainable_parameters() or any(tensor.requires_grad for tensor in tensors)
     if torch.is_grad_enabled() and trainable:
         outputs = list(_RemoteCall.apply(model.anchor, call, signature, *tensors))

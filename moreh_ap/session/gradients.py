@@ -6,16 +6,20 @@ same kind, so that ``optimizer.zero_grad()`` need not wait; the first backward o
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from moreh_ap.device.tensor import VirtualTensor
-from moreh_ap.runtime.messages import StateRef, TensorData, WriteState
+from moreh_ap.runtime.messages import KeepState, StateRef, TensorData, WriteState
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.mesh import Reply
     from moreh_ap.session.model import RemoteModel
+
+
+_OWN_REFERENCES = 2  # the variable and the argument of getrefcount: whoever else refers to a handle is the script
 
 
 class Gradients:
@@ -24,13 +28,13 @@ class Gradients:
     def __init__(self, model: RemoteModel) -> None:
         self._model = model
         self._present: set[str] = set()
-        self._patterns: dict[str, frozenset[str]] = {}
-        self._unknown: list[tuple[str, Reply]] = []
+        self._patterns: dict[tuple[int, int], frozenset[str]] = {}
+        self._unknown: list[tuple[tuple[int, int], Reply]] = []
         self._changes = 0  # counts everything that makes a late answer of a backward out of date
         self._handles: dict[str, VirtualTensor] = {}
 
-    def after_backward(self, kind: str, reply: Reply) -> None:
-        """Note that a backward was sent; `kind` names calls whose backward reaches the same parameters."""
+    def after_backward(self, kind: tuple[int, int], reply: Reply) -> None:
+        """Note that a backward was sent; calls of one `kind` reach the same parameters."""
         expected = self._patterns.get(kind)
         if expected is None:
             self._unknown.append((kind, reply))
@@ -69,8 +73,7 @@ class Gradients:
         if gradient is None:
             if name in self._present:
                 self._present.discard(name)
-                self._handles.pop(name, None)
-                model.session.post_clear(StateRef(model.owner, "grad", name))
+                self._let_go(name)
             return
         if gradient is self._handles.get(name):
             return
@@ -78,6 +81,17 @@ class Gradients:
         host = gradient.to_host() if isinstance(gradient, VirtualTensor) else gradient.detach()
         model.session.post(WriteState({ref: TensorData.of(host)}))
         self._present.add(name)
+
+    def _let_go(self, name: str) -> None:
+        """The gradient is no longer the parameter's; if the script still holds it, it lives on as a tensor."""
+        model = self._model
+        ref = StateRef(model.owner, "grad", name)
+        handle = self._handles.pop(name, None)
+        if handle is not None and sys.getrefcount(handle) > _OWN_REFERENCES:
+            kept = model.holder.promise(handle)
+            model.session.post(KeepState(ref, kept._cell.value.ref))  # type: ignore[attr-defined]
+            handle._cell.value = kept._cell.value
+        model.session.post_clear(ref)
 
     def _settle(self) -> None:
         for kind, reply in self._unknown:

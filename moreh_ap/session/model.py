@@ -44,6 +44,7 @@ class RemoteModel:
         self.session, self.root = session, root
         self.owner = f"model{session.new_id()}"
         self.stale = False
+        self.freezing = 0  # counts changes of what is frozen
         self.plan: Plan = choose_plan_for(session, root, rows)
         self.modules = list(root.modules())
         # Tied tensors appear once, under their first name.
@@ -120,6 +121,7 @@ class RemoteModel:
             pairs = zip(self.parameters, requires_grad, self._requires_grad)
             self.session.post(SetRequiresGrad(self.owner, {name: new for name, new, old in pairs if new != old}))
             self._requires_grad = requires_grad
+            self.freezing += 1
         training = self._training_flags()
         if training == self._training:
             return None

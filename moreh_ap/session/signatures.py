@@ -62,7 +62,9 @@ class Structure:
             if first.kind == "rows":
                 shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
             leaves.append(LeafTemplate(first.kind, shape, first.dtype, first.differentiable))
-        return Structure(unpickle_treespec(replies[0].pickled_treespec), tuple(leaves), replies[0].mode, replies[0].note)
+        return Structure(
+            unpickle_treespec(replies[0].pickled_treespec), tuple(leaves), replies[0].mode, replies[0].note
+        )
 
     def predictable(self) -> bool:
         """True if another call of the same signature must give the same structure: no leaf is a computed number."""

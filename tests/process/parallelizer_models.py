@@ -52,11 +52,20 @@ class Classifier(nn.Module):
         return F.cross_entropy(logits, labels) + 0.1 * logits.square().mean(), logits
 
 
+class Branching(Classifier):
+    """Looks at a value that depends on parameters, which meta tensors do not have."""
+
+    def features(self, x: Tensor) -> Tensor:
+        """[rows, 9] -> [rows, width]"""
+        hidden = super().features(x)
+        return hidden if bool(hidden.isfinite().all()) else hidden.nan_to_num()
+
+
 def make_model(name: str) -> nn.Module:
     """Returns a fresh model with the same weights at every call."""
     torch.manual_seed(1)
-    if name == "classifier":
-        return Classifier()
+    if name in ("classifier", "branching"):
+        return Classifier() if name == "classifier" else Branching()
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     if name == "gpt2":  # its output weights are tied to the embedding
@@ -75,7 +84,7 @@ def make_model(name: str) -> nn.Module:
 def make_batch(name: str, step: int, rows: int = ROWS) -> dict[str, Tensor]:
     """Returns the batch of a step: rows of unequal length, the last one without any target."""
     random = torch.Generator().manual_seed(100 + step)
-    if name == "classifier":
+    if name in ("classifier", "branching"):
         labels = torch.randint(0, 7, (rows,), generator=random)
         labels[-1] = -100
         return {"x": torch.randn(rows, 9, generator=random), "labels": labels}

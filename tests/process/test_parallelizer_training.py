@@ -36,8 +36,14 @@ def size_of(plan: str) -> int:
     return jobs.Plan.parse(plan).num_devices
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["classifier", "gpt2", "llama"])
+CASES = [
+    *((name, plan) for name in ("classifier", "gpt2", "llama") for plan in PLANS),
+    ("branching", "replicate=2,micro_batches=2"),
+    ("branching", "shard=2,micro_batches=2"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
 def test_losses_and_weights_are_those_of_one_process(team: Team, name: str, plan: str) -> None:
     wanted_losses, wanted_weights = one_process(name, STEPS)
     results = team.run(size_of(plan), jobs.train, name=name, plan=plan, steps=STEPS)

@@ -491,7 +491,7 @@ def test_no_process_is_left_however_the_script_ends(name):
     assert process.returncode == code, err
     assert time.monotonic() - ending_s < 10
     pids = [int(pid) for pid in out[-1].split()[1:]]
-    assert pids
+    assert pids, (out, rest, err)
     assert wait_until(lambda: not any(map(alive, pids)), 5)
     if name == "sys.exit":
         lines = "".join([*out, rest]).splitlines()

@@ -1,0 +1,380 @@
+"""What training scripts do beside forward, backward and step: each exact against the same code on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from one_line_models import Bag, InABag, Normalised, OwnTransformer, ragged_batches, tiny_gpt2, tiny_llama
+from torch import Tensor, nn
+
+PLANS = ["replicate=2", "shard=2"]
+
+
+@pytest.fixture(params=PLANS, autouse=True)
+def session(request, accelerator):
+    return accelerator(request.param)
+
+
+def on_both(script):
+    """Run ``script(device)`` from the same seed on the CPU and on the accelerator; returns both results."""
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        results.append(script(device))
+    return results
+
+
+def numbers(tree):
+    """Every tensor of `tree` as a CPU tensor."""
+    return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), tree)
+
+
+def assert_same(expected, got, rtol=1e-5, atol=1e-6):
+    torch.testing.assert_close(numbers(got), numbers(expected), rtol=rtol, atol=atol)
+
+
+def batches(device, count=4, rows=5):
+    return [(b["input_ids"].to(device), b["labels"].to(device)) for b in ragged_batches(count, rows)]
+
+
+def test_accumulation_clipping_and_schedule():
+    def script(device):
+        model = OwnTransformer().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+        trace = []
+        for _ in range(3):
+            for ids, labels in batches(device):
+                (model(ids, labels)[1] / 4).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            trace.append((norm, schedule.get_last_lr()[0]))
+        return trace, model.state_dict()
+
+    assert_same(*on_both(script))
+
+
+def test_several_forwards_before_one_backward():
+    def script(device):
+        model = OwnTransformer().to(device)
+        first, second, third, _ = (model(ids, labels)[1] for ids, labels in batches(device))
+        (first + 2 * second * third).backward()
+        return [parameter.grad for parameter in model.parameters()], first, second
+
+    assert_same(*on_both(script))
+
+
+def test_gradients_are_there_to_read_change_and_clear():
+    def script(device):
+        model = OwnTransformer().to(device)
+        ids, labels = batches(device)[0]
+        seen = []
+        for set_to_none in (True, False):
+            model(ids, labels)[1].backward()
+            for parameter in model.parameters():
+                parameter.grad.mul_(2)
+            seen.append([parameter.grad.clone() for parameter in model.parameters()])
+            seen.append([parameter.grad.norm() for parameter in model.parameters()])
+            model.zero_grad(set_to_none=set_to_none)
+            seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        model.head.weight.grad = torch.ones_like(model.head.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer.step()
+        return seen, model.state_dict()
+
+    assert_same(*on_both(script))
+
+
+def test_weights_stepped_by_hand():
+    def script(device):
+        model = OwnTransformer().to(device)
+        for ids, labels in batches(device):
+            model(ids, labels)[1].backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+            model.embedding.weight.data[3].fill_(0.25)
+        return model.state_dict()
+
+    assert_same(*on_both(script))
+
+
+def test_unused_and_frozen_parameters():
+    def script(device):
+        model = OwnTransformer().to(device)
+        model.spare = nn.Linear(3, 3).to(device)
+        for parameter in model.blocks[0].parameters():
+            parameter.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1)
+        seen = []
+        for step, (ids, labels) in enumerate(batches(device)):
+            if step == 2:
+                for parameter in model.blocks.parameters():
+                    parameter.requires_grad_(not parameter.requires_grad)
+            model(ids, labels)[1].backward()
+            seen.append([name for name, parameter in model.named_parameters() if parameter.grad is not None])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen, model.state_dict()
+
+    expected, got = on_both(script)
+    assert expected[0] == got[0]
+    assert_same(expected[1], got[1])
+
+
+def test_evaluation_gives_the_logits_of_one_device():
+    def script(device):
+        model = tiny_llama().to(device)
+        results = []
+        model.eval()
+        with torch.no_grad():
+            for batch in ragged_batches(3, 5):
+                out = model(input_ids=batch["input_ids"].to(device), attention_mask=batch["attention_mask"].to(device))
+                results.append(out.logits)
+        assert not results[0].requires_grad
+        return results
+
+    assert_same(*on_both(script), atol=1e-5)
+
+
+def test_state_dicts_save_load_and_resume(tmp_path):
+    def script(device):
+        model = OwnTransformer().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+        data = batches(device, count=6)
+
+        def steps(model, optimizer, chosen):
+            losses = []
+            for ids, labels in chosen:
+                loss = model(ids, labels)[1]
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss)
+            return losses
+
+        steps(model, optimizer, data[:3])
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{device}.pt")
+        uninterrupted = steps(model, optimizer, data[3:])
+
+        saved = torch.load(tmp_path / f"{device}.pt")
+        fresh = OwnTransformer().to(device)
+        fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=1.0)
+        fresh.load_state_dict(saved["model"])
+        fresh_optimizer.load_state_dict(saved["optimizer"])
+        resumed = steps(fresh, fresh_optimizer, data[3:])
+        assert_same(uninterrupted, resumed)
+
+        saved = torch.load(tmp_path / f"{device}.pt")  # an optimizer steps on the very tensors it has loaded
+        model.load_state_dict(saved["model"])  # and into a model and optimizer that are in use
+        optimizer.load_state_dict(saved["optimizer"])
+        assert_same(uninterrupted, steps(model, optimizer, data[3:]))
+        saved = torch.load(tmp_path / f"{device}.pt")
+        return uninterrupted, saved["model"], saved["optimizer"]["state"]
+
+    expected, got = on_both(script)
+    assert_same(expected, got)
+    assert all(type(tensor) is Tensor for tensor in got[1].values())
+
+
+def test_a_step_that_reads_nothing_waits_for_nothing(session):
+    model = tiny_llama().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    total = torch.zeros((), device="cuda")
+    waits = []
+    for batch in ragged_batches(6, 5):
+        loss = model(**{key: value.cuda() for key, value in batch.items()}, use_cache=False).loss
+        (loss / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        total += loss.detach()
+        waits.append(session.mesh.num_waits)
+    assert waits[-1] == waits[0], "a later step waited"
+    assert total.item() > 0 and session.mesh.num_waits > waits[-1]
+
+
+def test_results_nest_in_the_user_s_own_dataclass():
+    def script(device):
+        model = InABag().to(device)
+        ids, labels = batches(device)[0]
+        out = model(ids, labels)
+        assert type(out) is Bag
+        out.loss.backward()
+        return out.logits, out.loss, [p.grad for p in model.parameters()]
+
+    assert_same(*on_both(script))
+
+
+def test_rows_that_look_at_each_other_are_not_split(capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model = Normalised().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, labels = torch.randn(6, 8).to(device), torch.tensor([0, 1, 2, 0, 1, 2]).to(device)
+        losses = []
+        for _ in range(3):
+            loss = model(x, labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+        return losses, model.state_dict()
+
+    assert_same(*on_both(script))
+    assert "Every device computes the whole batch" in capsys.readouterr().out
+
+
+def test_gradients_reach_inputs_and_parts_can_be_called():
+    def script(device):
+        model = OwnTransformer().to(device)
+        ids, labels = batches(device)[0]
+        hidden = model.embedding(ids)
+        hidden = model.blocks[1](hidden + 1)
+        loss = nn.functional.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten())
+        loss.backward()
+        given = torch.ones(4, 32, requires_grad=True, device=device)
+        model.blocks[0](given).pow(2).sum().backward()
+        return loss, given.grad, [p.grad for p in model.parameters()]
+
+    assert_same(*on_both(script), atol=1e-5)
+
+
+def test_leaving_the_accelerator(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = tiny_llama()
+    reference = copy.deepcopy(model)
+    ids = torch.arange(12).reshape(2, 6)
+    model.cuda()
+    model(ids.cuda(), labels=ids.cuda()).loss.backward()
+    model.save_pretrained(tmp_path / "on_accelerator")
+    model.to("cpu")
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "on_cpu")
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    expected = reference(ids).logits
+    assert_same(expected, model(ids).logits)
+    for folder in ("on_accelerator", "on_cpu"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert_same(expected, loaded(ids).logits)
+
+
+def test_a_saved_checkpoint_is_read_by_the_workers_alone(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    reference = tiny_gpt2()
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    from moreh_ap.device.tensor import VirtualTensor
+    from moreh_ap.device.values import InFile
+
+    assert all(isinstance(p, VirtualTensor) and isinstance(p._cell.value, InFile) for p in model.parameters())
+    batch = ragged_batches(1, 5)[0]
+    there = model(**{key: value.cuda() for key, value in batch.items()})  # no .cuda(): its inputs decide
+    assert next(model.parameters()).is_cuda
+    assert_same(reference(**batch).loss, there.loss)
+
+
+def test_a_loaded_model_may_stay_on_the_cpu(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    reference = tiny_llama()
+    reference.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(10).reshape(2, 5)
+    assert_same(reference(ids).logits, model(ids).logits)
+    assert type(next(model.parameters())) is nn.Parameter
+
+
+def test_generation_is_that_of_one_device():
+    def script(device):
+        model = tiny_llama().to(device).eval()
+        prompt = torch.tensor([[5, 6, 7], [9, 8, 7], [1, 2, 3]], device=device)
+        mask = torch.ones_like(prompt)
+        greedy = model.generate(prompt, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        beams = model.generate(prompt[:1], attention_mask=mask[:1], max_new_tokens=4, num_beams=2, pad_token_id=0)
+        torch.manual_seed(3)
+        sampled = model.generate(prompt, attention_mask=mask, max_new_tokens=4, do_sample=True, pad_token_id=0)
+        return greedy, beams, sampled
+
+    assert_same(*on_both(script))
+
+
+def test_settings_changed_after_the_first_call_are_followed():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.factor = nn.Linear(4, 4), 1.0
+
+        def forward(self, x):
+            return self.linear(x) * self.factor
+
+    def script(device):
+        model, x = Scaled().to(device), torch.ones(4, 4, device=device)
+        first = model(x)
+        model.factor = 3.0
+        second = model(x)
+        model.linear = nn.Linear(4, 4).to(device)
+        return first, second, model(x)
+
+    assert_same(*on_both(script))
+
+
+def test_an_error_in_forward_is_raised_at_its_line_with_its_type():
+    class Picky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            if x.shape[0] == 3:
+                raise KeyError("no batch of three")
+            return self.linear(x)
+
+    model = Picky().cuda()
+    with pytest.raises(KeyError, match="no batch of three") as failure:
+        model(torch.ones(3, 4).cuda())
+    assert "raise KeyError" in str(failure.value.__cause__)
+    assert model(torch.ones(4, 4).cuda()).shape == (4, 4), "the workers are as good as before"
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(torch.ones(4, 5).cuda())
+
+
+def test_the_accelerator_answers_as_one_device(session):
+    assert torch.cuda.is_available() and torch.cuda.device_count() == 1 and torch.cuda.current_device() == 0
+    assert torch.cuda.get_device_name() == "MoAI Accelerator"
+    assert torch.cuda.get_device_properties(0).name == "MoAI Accelerator"
+    free, total = torch.cuda.mem_get_info()
+    assert 0 < free <= total == torch.cuda.get_device_properties(0).total_memory
+    model = nn.Linear(2048, 2048).cuda()
+    torch.cuda.reset_peak_memory_stats()
+    model(torch.ones(2, 2048).cuda()).sum().backward()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated() > 0
+    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] > 0
+    torch.cuda.empty_cache()
+    assert torch.cuda.is_bf16_supported() in (True, False)
+
+
+def test_dropout_is_reproduced_by_the_seed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)).cuda()
+    x = torch.ones(64, 16).cuda()
+    torch.manual_seed(5)
+    first, second = model(x).cpu(), model(x).cpu()
+    torch.manual_seed(5)
+    again = model(x).cpu()
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    assert not torch.equal(first[:32], first[32:]), "workers drop different units"
+    assert 0.4 < (first == 0).float().mean() < 0.6
