@@ -54,7 +54,7 @@ class OutputRef:
 
 @dataclass(frozen=True)
 class Batch:
-    """Several commands in one message, executed in order; answers with the result of the last."""
+    """Several commands in one message, executed in order; answers the list of their results."""
 
     commands: tuple[Any, ...]
 

@@ -56,11 +56,8 @@ class WorkerExecutor:
         raise TypeError(f"unknown command {type(command).__name__}")
 
     @_execute.register
-    def _(self, command: messages.Batch) -> Any:
-        result = None
-        for part in command.commands:
-            result = self._execute(part)
-        return result
+    def _(self, command: messages.Batch) -> list[Any]:
+        return [self._execute(part) for part in command.commands]
 
     # -- models and calls ------------------------------------------------------------------------------------------
 

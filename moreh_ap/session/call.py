@@ -21,7 +21,6 @@ from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Value
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.containers import flatten
-from moreh_ap.runtime.mesh import Reply
 from moreh_ap.runtime.messages import (
     Backward,
     Forward,
@@ -35,6 +34,7 @@ from moreh_ap.runtime.messages import (
     TensorSlot,
 )
 from moreh_ap.session.model import RemoteModel
+from moreh_ap.session.outbox import Posted
 from moreh_ap.session.signatures import Structure
 from moreh_ap.session.state import OnWorkers
 
@@ -57,11 +57,11 @@ class Call:
 
     def __init__(self, model: RemoteModel) -> None:
         self.model = model
-        self.id = model.session.new_id()
-        self.reply: Reply | None = None
+        self.id = model.session.outbox.new_id()
+        self.reply: Posted | None = None
         self.structure: Structure | None = None
         self._backward_kind: tuple[int, int] = (0, 0)
-        weakref.finalize(self, model.session.release, ReleaseCalls((self.id,)))
+        weakref.finalize(self, model.session.outbox.release, ReleaseCalls((self.id,)))
 
     def send(self, signature: int, tensors: list[Tensor], grad: bool) -> Structure:
         """Send the forward; returns the structure of its result, waiting only if it cannot be predicted."""
@@ -91,7 +91,7 @@ class Call:
             training=training,
             autocast_dtype=autocast,
         )
-        self.reply = session.submit(forward)
+        self.reply = session.outbox.submit(forward)
         if expected is None:
             expected = Structure.of(self.reply.result())
             signatures.learn(key, expected)
@@ -105,14 +105,14 @@ class Call:
         assert self.reply is not None
         parts: list[LeafReply] = [reply.leaves[index] for reply in self.reply.result()]
         if parts[0].data is None:
-            parts = [reply[0] for reply in self.model.session.submit(ReadOutputs(self.id, (index,))).result()]
+            parts = [reply[0] for reply in self.model.session.outbox.submit(ReadOutputs(self.id, (index,))).result()]
         return _join(parts)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Send the gradients of the outputs; parameters' gradients accumulate on the workers."""
         encoded = tuple(None if grad is None else TensorData.of(_on_host(grad)) for grad in gradients)
         session = self.model.session
-        reply = session.submit(Backward(self.id, encoded, getattr(_backward_mode, "retain", False)))
+        reply = session.outbox.post_soon(Backward(self.id, encoded, getattr(_backward_mode, "retain", False)))
         self.model.gradients.after_backward(self._backward_kind, reply)
 
 
@@ -153,7 +153,7 @@ class OutputValue(Value):
         reply = self.call.reply
         return reply is not None and reply.done() and (reply.failed() or self._is_inline(reply))
 
-    def _is_inline(self, reply: Reply) -> bool:
+    def _is_inline(self, reply: Posted) -> bool:
         return reply.result()[0].leaves[self.index].data is not None
 
     def read(self) -> Tensor:
@@ -172,7 +172,7 @@ class InputGradient(Value):
         return False
 
     def read(self) -> Tensor:
-        return _join(self.call.model.session.submit(ReadInputGradients(self.call.id, self.index)).result())
+        return _join(self.call.model.session.outbox.submit(ReadInputGradients(self.call.id, self.index)).result())
 
 
 class _RemoteCall(torch.autograd.Function):
@@ -236,7 +236,7 @@ def _join(parts: list[LeafReply]) -> Tensor:
     return torch.cat(tensors) if parts[0].kind == "rows" else torch.stack(tensors).sum(0)
 
 
-def _check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Reply) -> None:
+def _check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Posted) -> None:
     """Runs when a predicted answer arrives: a forward whose shapes depend on values must not pass unnoticed."""
     if reply.failed():
         return

@@ -28,7 +28,7 @@ def norm_on_workers(
         return None
     holder = tensors[0]._cell.value.owner  # type: ignore[attr-defined]
     norm = holder.promise(torch.empty((), dtype=tensors[0].dtype, device="meta"))
-    session.post(GradientNorm(session.list_id(refs), float(norm_type), norm._cell.value.ref))
+    session.outbox.post(GradientNorm(session.outbox.list_id(refs), float(norm_type), norm._cell.value.ref))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. "
@@ -43,7 +43,7 @@ def clip_on_workers(session: Session, parameters: list[Tensor], max_norm: float,
     refs = _refs([grad for grad in (parameter.grad for parameter in parameters) if grad is not None])
     if not refs or not isinstance(total_norm, VirtualTensor) or not isinstance(total_norm._cell.value, OnWorkers):
         return False
-    session.post(ClipGradients(session.list_id(refs), float(max_norm), total_norm._cell.value.ref))
+    session.outbox.post(ClipGradients(session.outbox.list_id(refs), float(max_norm), total_norm._cell.value.ref))
     return True
 
 

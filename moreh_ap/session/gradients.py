@@ -15,8 +15,8 @@ from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.runtime.messages import KeepState, StateRef, TensorData, WriteState
 
 if TYPE_CHECKING:
-    from moreh_ap.runtime.mesh import Reply
     from moreh_ap.session.model import RemoteModel
+    from moreh_ap.session.outbox import Posted
 
 
 _OWN_REFERENCES = 2  # the variable and the argument of getrefcount: whoever else refers to a handle is the script
@@ -29,11 +29,11 @@ class Gradients:
         self._model = model
         self._present: set[str] = set()
         self._patterns: dict[tuple[int, int], frozenset[str]] = {}
-        self._unknown: list[tuple[tuple[int, int], Reply]] = []
+        self._unknown: list[tuple[tuple[int, int], Posted]] = []
         self._changes = 0  # counts everything that makes a late answer of a backward out of date
         self._handles: dict[str, VirtualTensor] = {}
 
-    def after_backward(self, kind: tuple[int, int], reply: Reply) -> None:
+    def after_backward(self, kind: tuple[int, int], reply: Posted) -> None:
         """Note that a backward was sent; calls of one `kind` reach the same parameters."""
         expected = self._patterns.get(kind)
         if expected is None:
@@ -43,7 +43,7 @@ class Gradients:
         self._changes += 1
         sent_at = self._changes
 
-        def compare(answered: Reply) -> None:
+        def compare(answered: Posted) -> None:
             if answered.failed():
                 return
             found = self._decode(answered)
@@ -79,7 +79,7 @@ class Gradients:
             return
         ref = StateRef(model.owner, "grad", name)
         host = gradient.to_host() if isinstance(gradient, VirtualTensor) else gradient.detach()
-        model.session.post(WriteState({ref: TensorData.of(host)}))
+        model.session.outbox.post(WriteState({ref: TensorData.of(host)}))
         self._present.add(name)
 
     def _let_go(self, name: str) -> None:
@@ -89,9 +89,9 @@ class Gradients:
         handle = self._handles.pop(name, None)
         if handle is not None and sys.getrefcount(handle) > _OWN_REFERENCES:
             kept = model.holder.promise(handle)
-            model.session.post(KeepState(ref, kept._cell.value.ref))  # type: ignore[attr-defined]
+            model.session.outbox.post(KeepState(ref, kept._cell.value.ref))  # type: ignore[attr-defined]
             handle._cell.value = kept._cell.value
-        model.session.post_clear(ref)
+        model.session.outbox.post_clear(ref)
 
     def _settle(self) -> None:
         for kind, reply in self._unknown:

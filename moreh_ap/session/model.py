@@ -17,10 +17,10 @@ from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Cell, Value
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
-from moreh_ap.runtime.mesh import Reply
 from moreh_ap.runtime.messages import BuildModel, ChangeModule, ReleaseModel, SetRequiresGrad, StateRef
 from moreh_ap.runtime.skeleton import pickle_skeleton
 from moreh_ap.session.gradients import Gradients
+from moreh_ap.session.outbox import Posted
 from moreh_ap.session.planning import choose_plan_for
 from moreh_ap.session.session import Session
 from moreh_ap.session.signatures import Signatures
@@ -42,7 +42,7 @@ class RemoteModel:
 
     def __init__(self, session: Session, root: nn.Module, rows: int | None) -> None:
         self.session, self.root = session, root
-        self.owner = f"model{session.new_id()}"
+        self.owner = f"model{session.outbox.new_id()}"
         self.stale = False
         self.freezing = 0  # counts changes of what is frozen
         self.plan: Plan = choose_plan_for(session, root, rows)
@@ -80,14 +80,14 @@ class RemoteModel:
                 before.append((tensor._cell, tensor._cell.value))
                 tensor._cell.value = OnWorkers(self.holder, StateRef(self.owner, kind, name))
 
-        def built(reply: Reply) -> None:
+        def built(reply: Posted) -> None:
             if reply.failed():  # nothing is lost: the next call tries again with the values that are still here
                 for cell, value in before:
                     cell.value = value
             before.clear()
             files.remove()
 
-        self.session.submit(BuildModel(self.owner, skeleton, str(self.plan), sources)).add_done_callback(built)
+        self.session.outbox.submit(BuildModel(self.owner, skeleton, str(self.plan), sources)).add_done_callback(built)
 
     def path_of(self, module: nn.Module) -> str:
         """The path of a submodule below the root."""
@@ -115,11 +115,11 @@ class RemoteModel:
         if self._changes:
             changes = tuple((path, name, cloudpickle.dumps(value)) for path, name, value in self._changes)
             self._changes = []
-            self.session.post(ChangeModule(self.owner, changes))
+            self.session.outbox.post(ChangeModule(self.owner, changes))
         requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         if requires_grad != self._requires_grad:
             pairs = zip(self.parameters, requires_grad, self._requires_grad)
-            self.session.post(SetRequiresGrad(self.owner, {name: new for name, new, old in pairs if new != old}))
+            self.session.outbox.post(SetRequiresGrad(self.owner, {name: new for name, new, old in pairs if new != old}))
             self._requires_grad = requires_grad
             self.freezing += 1
         training = self._training_flags()
@@ -155,4 +155,4 @@ class RemoteModel:
 
     def release(self) -> None:
         """Tell the workers to forget the model."""
-        self.session.release(ReleaseModel(self.owner))
+        self.session.outbox.release(ReleaseModel(self.owner))

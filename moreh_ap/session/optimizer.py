@@ -51,11 +51,11 @@ class RemoteOptimizer:
 
     def __init__(self, session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRef, ...], ...]) -> None:
         self.session, self.refs = session, refs
-        self.owner = f"optimizer{session.new_id()}"
+        self.owner = f"optimizer{session.outbox.new_id()}"
         self._sent = [_hyper_parameters(group) for group in optimizer.param_groups]
         accepted = inspect.signature(type(optimizer).__init__).parameters
         defaults = {key: _plain(value) for key, value in optimizer.defaults.items() if key in accepted}
-        session.post(BuildOptimizer(self.owner, cloudpickle.dumps(type(optimizer)), refs, defaults))
+        session.outbox.post(BuildOptimizer(self.owner, cloudpickle.dumps(type(optimizer)), refs, defaults))
         # The groups' own values outrank the defaults: send them all with the first step.
         self._unsent = True
         self._adopt_state(optimizer)
@@ -78,7 +78,7 @@ class RemoteOptimizer:
                 if new != old
             }
         self._sent, self._unsent = current, False
-        self.session.submit(StepOptimizer(self.owner, changes))
+        self.session.outbox.post_soon(StepOptimizer(self.owner, changes))
         optimizer.state.forget()  # type: ignore[attr-defined]
 
     def _adopt_state(self, optimizer: Optimizer) -> None:
@@ -89,7 +89,7 @@ class RemoteOptimizer:
             if parameter in optimizer.state
         }
         if state:
-            self.session.post(LoadOptimizer(self.owner, state))
+            self.session.outbox.post(LoadOptimizer(self.owner, state))
         optimizer.state = RemoteState(self, parameters)
 
 
@@ -116,7 +116,7 @@ class RemoteState(defaultdict[Tensor, Any]):
         self._known = True
         session = self._remote.session
         holder = StateHolder(session)
-        described: dict[int, dict[str, Any]] = session.submit(DescribeOptimizer(self._remote.owner)).result()[0]
+        described: dict[int, dict[str, Any]] = session.outbox.submit(DescribeOptimizer(self._remote.owner)).result()[0]
         for index, entries in described.items():
             state: dict[str, Any] = {}
             for key, entry in entries.items():

@@ -82,7 +82,7 @@ class Signatures:
     def define(self, path: str, treespec: TreeSpec, constants: list[Any]) -> int:
         """The id of this path, nesting and constants; the workers are told the first time."""
         owner, nesting, values = self._model.owner, pickle_treespec(treespec), _pickle_constants(constants)
-        return self._model.session.define(
+        return self._model.session.outbox.define(
             (owner, path, nesting, values), lambda number: DefineSignature(number, owner, path, nesting, values)
         )
 

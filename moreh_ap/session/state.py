@@ -105,7 +105,7 @@ class StateHolder:
         result = tree_map_only(Tensor, self.promise, metas)
         refs: Any = tuple(_as_argument(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         sent_args, sent_kwargs = tree_map_only(Tensor, _as_argument, (args, kwargs))
-        self.session.post(RunOperation(f"{func._opname}.{func._overloadname}", sent_args, sent_kwargs, refs))
+        self.session.outbox.post(RunOperation(f"{func._opname}.{func._overloadname}", sent_args, sent_kwargs, refs))
         if not aliases_input:
             return result
         return args[0] if len(func._schema.returns) == 1 else None

@@ -1,0 +1,190 @@
+"""The ordered stream of commands on its way to the workers: what travels together, and when.
+
+[Note: when commands leave]
+A message costs the same whether it holds one command or ten, so commands gather in the outbox. `submit` sends it: for
+what workers should begin at once (a forward) and for what somebody waits for. `post_soon` gathers only while workers
+are busy with something else, so that they never stand idle for it; the answer that makes them idle sends the outbox.
+`post` is for what may wait for the next message: cleared gradients, operations on state tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from itertools import count
+from typing import Any
+
+from moreh_ap.runtime.mesh import Reply, WorkerMesh
+from moreh_ap.runtime.messages import Batch, ClearGradients, DefineList, StateRef
+
+_MAX_GATHERED = 512
+_MAX_DEFINITIONS = 4096
+
+
+class Posted:
+    """The promise of one command's result, wherever the command is: in the outbox, on its way, or done."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._reply: Reply | None = None
+        self._index = 0
+        self._callbacks: list[Callable[[Posted], object]] = []
+
+    def sent(self, reply: Reply, index: int) -> None:
+        """The command left as number `index` of a message."""
+        self._reply, self._index = reply, index
+        for callback in self._callbacks:
+            reply.add_done_callback(lambda _, callback=callback: callback(self))  # type: ignore[misc]
+        self._callbacks.clear()
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+        return self._reply is not None and self._reply.done()
+
+    def failed(self) -> bool:
+        """Whether the command is done and ended in an error. Never waits."""
+        return self._reply is not None and self._reply.failed()
+
+    def result(self) -> list[Any]:
+        """The command's results, one a worker, in rank order; waits for them.
+
+        Raises:
+            Exception: What a worker raised, with its own type.
+            WorkerLostError: A worker process died.
+        """
+        if self._reply is None:
+            self._outbox.flush()
+        assert self._reply is not None
+        return [answers[self._index] for answers in self._reply.result()]
+
+    def add_done_callback(self, callback: Callable[[Posted], object]) -> None:
+        """Calls ``callback(self)`` once the command is done, in the thread that receives answers (or at once)."""
+        if self._reply is None:
+            self._callbacks.append(callback)
+        else:
+            self._reply.add_done_callback(lambda _: callback(self))
+
+
+class Outbox:
+    """Gathers commands and sends them in order. See [Note: when commands leave].
+
+    Args:
+        mesh: The workers.
+    """
+
+    def __init__(self, mesh: WorkerMesh) -> None:
+        self._mesh = mesh
+        self._lock = threading.RLock()
+        self._gathered: list[tuple[Any, Posted]] = []
+        # Filled by finalizers, which may run in any thread at any time: deque.append is atomic.
+        self._released: deque[Any] = deque()
+        self._messages_sent, self._messages_answered = 0, 0
+        self._hurry = False
+        self._definitions: dict[Hashable, int] = {}
+        self._stale_definitions = False
+        self._ids = count()
+
+    def new_id(self) -> int:
+        """A number that was not given before."""
+        return next(self._ids)
+
+    def post(self, command: Any) -> Posted:
+        """Gather a command: executed in order, before whatever is submitted next."""
+        with self._lock:
+            posted = Posted(self)
+            self._gathered.append((command, posted))
+            if len(self._gathered) >= _MAX_GATHERED:
+                self.flush()
+            return posted
+
+    def post_soon(self, command: Any) -> Posted:
+        """Send a command at once if the workers are idle, otherwise at the latest when they are."""
+        with self._lock:
+            posted = self.post(command)
+            self._hurry = True
+        # An answer may come in between, whose receiver did not get the lock: look again without it.
+        if self._idle():
+            self.flush()
+        return posted
+
+    def submit(self, command: Any) -> Posted:
+        """Send everything gathered and then `command`."""
+        with self._lock:
+            posted = self.post(command)
+            self.flush()
+            return posted
+
+    def flush(self) -> None:
+        """Send what is gathered, if anything."""
+        with self._lock:
+            leaving, self._gathered = self._gathered, []
+            self._hurry = False
+            commands: list[Any] = []
+            posted: list[Posted] = []
+            for command, promise in leaving:
+                if isinstance(command, _Clearing):
+                    command = ClearGradients(self.list_id(tuple(command.gradients)))
+                    commands += [definition for definition, _ in self._gathered]
+                    posted += [defined for _, defined in self._gathered]
+                    self._gathered = []
+                commands.append(command)
+                posted.append(promise)
+            while self._released:
+                commands.append(self._released.popleft())
+            if not commands:
+                return
+            reply = self._mesh.submit(Batch(tuple(commands)))
+            self._messages_sent += 1
+            for index, promise in enumerate(posted):
+                promise.sent(reply, index)
+        reply.add_done_callback(self._answered)
+
+    def release(self, command: Any) -> None:
+        """Tell the workers, with the next message, that something is no longer needed."""
+        self._released.append(command)
+
+    def post_clear(self, gradient: StateRef) -> None:
+        """Gather "this gradient is None now"; neighbours are joined into one command."""
+        with self._lock:
+            last = self._gathered[-1][0] if self._gathered else None
+            if not isinstance(last, _Clearing):
+                last = _Clearing()
+                self.post(last)
+            last.gradients.append(gradient)
+
+    def define(self, key: Hashable, make: Callable[[int], Any]) -> int:
+        """A number that stands for `key` in commands; ``make(number)``, which tells the workers, is posted once."""
+        with self._lock:
+            if self._stale_definitions or len(self._definitions) >= _MAX_DEFINITIONS:
+                # After a failure workers skip what was on its way already: they may not have heard of a definition.
+                self._definitions.clear()
+                self._stale_definitions = False
+            if key not in self._definitions:
+                number = self._definitions[key] = self.new_id()
+                self.post(make(number))
+            return self._definitions[key]
+
+    def list_id(self, refs: tuple[StateRef, ...]) -> int:
+        """A number for a list of state tensors."""
+        return self.define(refs, lambda number: DefineList(number, refs))
+
+    def _idle(self) -> bool:
+        return self._messages_answered == self._messages_sent
+
+    def _answered(self, reply: Reply) -> None:
+        """Runs in the thread that receives answers, one at a time; it must not wait for the script's threads."""
+        self._messages_answered += 1
+        self._stale_definitions = self._stale_definitions or reply.failed()
+        if not reply.failed() and self._idle() and self._hurry and self._lock.acquire(blocking=False):
+            try:
+                self.flush()
+            finally:
+                self._lock.release()
+
+
+class _Clearing:
+    """Gradients to clear, gathered while the script loops over its parameters."""
+
+    def __init__(self) -> None:
+        self.gradients: list[StateRef] = []
