@@ -74,7 +74,11 @@ class Call:
         if self.seed is None:
             return
         rank = dist.get_rank(self.group) if self.mode == "split" and self.num_workers > 1 else 0
-        torch.manual_seed((self.seed + 0x9E3779B9 * rank + 0x85EBCA6B * chunk) % 2**63)
+        seed = (self.seed + 0x9E3779B9 * rank + 0x85EBCA6B * chunk) % 2**63
+        # Not `torch.manual_seed`: it also asks every back end that is not there, which takes longer than a small step.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def gradient_scale(self, leaf: int) -> float:
         """Returns by what the gradient of a leaf of the result is multiplied. See [Note: kinds]."""

@@ -53,7 +53,7 @@ class Posted:
             Exception: What a worker raised, with its own type.
             WorkerLostError: A worker process died.
         """
-        if self._reply is None:
+        if not self.done():  # what is gathered is worked on while this thread waits
             self._outbox.flush()
         assert self._reply is not None
         return [answers[self._index] for answers in self._reply.result()]
