@@ -126,8 +126,8 @@ def main() -> None:
     if num_steps < 1:
         raise SystemExit(f"{len(dataset['train'])} rows do not fill one batch of {args.batch_size}")
 
-    sample_before = sample(model, tokenizer, args.sample_tokens) if args.sample_tokens else None
     model.cuda()
+    sample_before = sample(model, tokenizer, args.sample_tokens) if args.sample_tokens else None
     model.train()
     loss_before = evaluate(model, held_out_dataloader)
     print(f"held-out loss before: {loss_before:.4f}")
@@ -170,6 +170,7 @@ def main() -> None:
 
     loss_after = evaluate(model, held_out_dataloader)
     print(f"held-out loss before: {loss_before:.4f}, after: {loss_after:.4f}")
+    sample_after = sample(model, tokenizer, args.sample_tokens) if args.sample_tokens else None
 
     # Save the result: an ordinary folder
     model.to("cpu")
@@ -182,7 +183,7 @@ def main() -> None:
     print(f"loss plot saved to {plot_path}")
     if sample_before is not None:
         print(f"\n>>> {SAMPLE_INSTRUCTION}\n--- before\n{sample_before}")
-        print(f"--- after\n{sample(model, tokenizer, args.sample_tokens)}")
+        print(f"--- after\n{sample_after}")
     print(f"\ntotal time: {time.perf_counter() - started_s:.0f} s")
 
 

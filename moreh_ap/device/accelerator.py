@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -35,7 +36,7 @@ class Accelerator:
             num_devices,
             device_type=device_type,
             threads_per_worker=max(1, cores // num_devices),
-            preimport=("moreh_ap.runtime.worker", "transformers"),
+            preimport=("moreh_ap.runtime.worker", *_slow_imports()),
             on_progress=_log_progress,
         )
         self.session = Session(options, mesh)
@@ -71,6 +72,11 @@ def resolve_devices(asked: int | None) -> tuple[str, int]:
             fix=f"torch.moreh.option.enable_advanced_parallelization(devices={num_gpus})",
         )
     return "cpu", asked or len(os.sched_getaffinity(0))
+
+
+def _slow_imports() -> tuple[str, ...]:
+    """What the script's models will probably need: workers import it while the script goes on."""
+    return ("transformers.modeling_utils",) if "transformers" in sys.modules else ()
 
 
 def _log(line: str) -> None:

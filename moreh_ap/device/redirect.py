@@ -193,6 +193,11 @@ def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
+def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    by_number = len(args) == 1 and type(args[0]) is int and not kwargs
+    return torch.device("cuda", args[0]) if by_number else func(*args, **kwargs)
+
+
 _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
     torch.Tensor.to: _to,
     torch.Tensor.cuda: _cuda,
@@ -200,4 +205,5 @@ _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
     torch.Tensor.pin_memory: _pin_memory,
     torch.Tensor.type: _type,
     torch.Tensor.backward: _backward,
+    torch.device: _device,
 }

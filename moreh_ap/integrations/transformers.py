@@ -42,6 +42,8 @@ def install(replace: Callable[[Any, str, Any], Any], on_undo: Callable[[Callable
 
     def redirect_loading(modeling: ModuleType) -> None:
         replace(modeling, "safe_open", LazyCheckpoint.opener(modeling.safe_open))
+        # It would take all the memory that a checkpoint is about to need, from a device that is not here.
+        replace(modeling, "caching_allocator_warmup", lambda *args, **kwargs: None)
         cls = modeling.PreTrainedModel
         replace(cls, "save_pretrained", _save_from_workers(cls.save_pretrained))
 

@@ -94,7 +94,7 @@ class Call:
         self.reply = session.outbox.submit(forward)
         if expected is None:
             expected = Structure.of(self.reply.result())
-            signatures.learn(key, expected)
+            signatures.learn(key, expected, grad=grad)
         else:
             self.reply.add_done_callback(lambda reply: _check_structure(model, key, expected, reply))
         self.structure = expected

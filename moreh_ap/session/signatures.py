@@ -90,9 +90,9 @@ class Signatures:
         """What is known of calls with `key`, if anything."""
         return self._structures.get(key)
 
-    def learn(self, key: Any, structure: Structure) -> None:
-        """Remember the structure of the calls with `key`; say once in the log why a batch is not shared."""
-        if structure.note and structure.note not in self._notes:
+    def learn(self, key: Any, structure: Structure, *, grad: bool) -> None:
+        """Remember the structure of the calls with `key`; say once in the log why a training batch is not shared."""
+        if grad and structure.note and structure.note not in self._notes:
             self._notes.add(structure.note)
             print(report.info(f"Every device computes the whole batch: {structure.note}"), flush=True)
         if structure.predictable():

@@ -297,6 +297,20 @@ def test_a_loaded_model_may_stay_on_the_cpu(tmp_path):
     assert type(next(model.parameters())) is nn.Parameter
 
 
+@pytest.mark.parametrize("device_map", ["auto", "cuda", {"": 0}])
+def test_a_device_map_is_a_hint(device_map, tmp_path):
+    """C23: accepted, whatever it says."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    reference = tiny_llama()
+    reference.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    batch = ragged_batches(1, 5)[0]
+    there = model(**{key: value.cuda() for key, value in batch.items()}).loss
+    assert_same(reference(**batch).loss, there)
+
+
 def test_generation_is_that_of_one_device():
     def script(device):
         model = tiny_llama().to(device).eval()
