@@ -1,7 +1,8 @@
 """`torch.cuda` as a script sees it: one device named 'MoAI Accelerator' that is all devices together.
 
 Every function here stands in for the function of `torch.cuda` (or `torch.cuda.random`) with the same name; `patches`
-puts them there. None of them creates a CUDA context in the controller.
+puts them there, and some of them into `torch.accelerator`, by which PyTorch itself asks for the device (a DataLoader
+that pins memory does). None of them creates a CUDA context in the controller.
 """
 
 from __future__ import annotations
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
 
 DEVICE_NAME = "MoAI Accelerator"
 
+# Names in `torch.accelerator`, and the function of the facade that answers there.
+_IN_TORCH_ACCELERATOR = {
+    "current_device_index": "current_device",
+    "set_device_index": "set_device",
+    "current_stream": "current_stream",
+    "synchronize": "synchronize",
+    "empty_cache": "empty_cache",
+    "get_memory_info": "mem_get_info",
+    "memory_stats": "memory_stats",
+    "memory_allocated": "memory_allocated",
+    "max_memory_allocated": "max_memory_allocated",
+    "memory_reserved": "memory_reserved",
+    "max_memory_reserved": "max_memory_reserved",
+    "reset_peak_memory_stats": "reset_peak_memory_stats",
+}
+
 
 @dataclass(frozen=True)
 class DeviceProperties:
@@ -30,16 +47,36 @@ class DeviceProperties:
     multi_processor_count: int
 
 
+class CommandStream:
+    """The one stream of the accelerator: commands run in the order in which the script gives them."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def synchronize(self) -> None:
+        """Wait until everything is done that was asked for before."""
+        self._session.synchronize()
+
+    def is_capturing(self) -> bool:
+        """False: there are no graphs to capture into."""
+        return False
+
+
 class Facade:
-    """The functions that replace those of `torch.cuda`; `replacements` lists them by name."""
+    """The functions that replace those of `torch.cuda`; `replacements` and `accelerator_replacements` list them."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def replacements(self) -> dict[str, Any]:
         """``{name in torch.cuda: function}``."""
-        names = [name for name in vars(type(self)) if not name.startswith("_") and name != "replacements"]
+        names = [name for name in vars(type(self)) if not name.startswith("_") and not name.endswith("replacements")]
         return {name: getattr(self, name) for name in names}
+
+    def accelerator_replacements(self) -> dict[str, Any]:
+        """``{name in torch.accelerator: function}``; what is not listed there asks `current_accelerator` first."""
+        functions = {name: getattr(self, ours) for name, ours in _IN_TORCH_ACCELERATOR.items()}
+        return {**functions, "current_accelerator": lambda check_available=False: torch.device("cuda")}
 
     # -- devices ---------------------------------------------------------------------------------------------------
 
@@ -95,6 +132,11 @@ class Facade:
         """Wait until every device has done everything it was told."""
         _require_accelerator(device)
         self._session.synchronize()
+
+    def current_stream(self, device: Any = None) -> CommandStream:
+        """The stream that everything runs on."""
+        _require_accelerator(device)
+        return CommandStream(self._session)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 

@@ -56,8 +56,11 @@ def install(session: Session, units: Units) -> Patches:
     """Make "cuda" mean the accelerator of `session` in this process."""
     patches = Patches()
     _redirect_devices(patches)
-    for name, function in Facade(session).replacements().items():
+    facade = Facade(session)
+    for name, function in facade.replacements().items():
         patches.replace(torch.cuda, name, function)
+    for name, function in facade.accelerator_replacements().items():
+        patches.replace(torch.accelerator, name, function)
     patches.replace(torch.cuda, "_lazy_init", lambda: None)
     _redirect_modules(patches, units)
     _redirect_optimizers(patches, session)

@@ -23,6 +23,9 @@ from moreh_ap.runtime.worker_model import WorkerCall, WorkerModel
 from moreh_ap.runtime.worker_optimizer import WorkerOptimizer
 
 
+_TOUCHES_PARAMETERS = (messages.ReadState, messages.WriteState, messages.RunOperation, messages.StepOptimizer)
+
+
 class WorkerExecutor:
     """Executes commands on one device.
 
@@ -49,6 +52,9 @@ class WorkerExecutor:
         Raises:
             Exception: Whatever the user's model or PyTorch raises.
         """
+        if isinstance(command, _TOUCHES_PARAMETERS):
+            for model in self._models.values():
+                model.settle()
         return self._execute(command)
 
     @functools.singledispatchmethod
@@ -57,7 +63,7 @@ class WorkerExecutor:
 
     @_execute.register
     def _(self, command: messages.Batch) -> list[Any]:
-        return [self._execute(part) for part in command.commands]
+        return [self.execute(part) for part in command.commands]
 
     # -- models and calls ------------------------------------------------------------------------------------------
 

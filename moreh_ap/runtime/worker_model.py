@@ -51,11 +51,13 @@ class WorkerModel:
             unpickle_skeleton(command.skeleton, device.torch_device) if self.plan.micro_batches > 1 else None
         )
         self._modules = list(self.module.modules())
-        self._names = [name for name, _ in self.module.named_parameters()]
         apply_plan(self.module, self.plan, build_mesh(self.plan, device.torch_device.type))
         fill(
             self.module, {name: TensorSource(*source) for name, source in command.sources.items()}, device.torch_device
         )
+        # The objects stay the same from here on: FSDP2 puts others in their place only during a call.
+        self.settle()
+        self._parameters = dict(self.module.named_parameters())
         self._proofs: dict[Any, SplitProof] = {}
 
     # -- settings and state ----------------------------------------------------------------------------------------
@@ -80,8 +82,11 @@ class WorkerModel:
 
     def parameter(self, name: str) -> nn.Parameter:
         """This worker's part of a parameter, as the optimizer sees it."""
+        return self._parameters[name]
+
+    def settle(self) -> None:
+        """Have the parts of parameters in place before they are read or written outside a call."""
         settle(self.module)
-        return dict(self.module.named_parameters())[name]
 
     def state(self, ref: StateRef) -> Tensor:
         """A parameter, a gradient or a buffer by its name.
@@ -91,7 +96,7 @@ class WorkerModel:
         """
         if ref.kind == "buffer":
             return self.module.get_buffer(ref.name)
-        parameter = self.parameter(ref.name)
+        parameter = self._parameters[ref.name]
         if ref.kind == "param":
             return parameter
         if parameter.grad is None:
@@ -107,8 +112,7 @@ class WorkerModel:
 
     def gradient_flags(self) -> bytes:
         """A byte for each parameter: whether it has a gradient."""
-        settle(self.module)
-        return bytes(parameter.grad is not None for parameter in self.module.parameters())
+        return bytes(parameter.grad is not None for parameter in self._parameters.values())
 
     # -- calls -----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ HOLDERS = [
     torch,
     torch.cuda,
     torch.cuda.random,
+    torch.accelerator,
     torch.Tensor,
     torch.autograd,
     torch.utils.data.DataLoader,

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+import types
 
 import torch
 import torch.utils.data
@@ -21,12 +22,15 @@ HOLDERS = {
     "AdamW": torch.optim.AdamW,
     "DataLoader": torch.utils.data.DataLoader,
 }
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
 def describe(value):
-    names = [str(getattr(value, part, "")) for part in ("__module__", "__qualname__")]
+    """What can be said of a value in another process too: its type, and of a function or class where it is from."""
+    if not isinstance(value, (type, *FUNCTIONS)):
+        return [type(value).__qualname__]
     code = getattr(value, "__code__", None)
-    return [type(value).__qualname__, *names, f"{code.co_filename}:{code.co_firstlineno}" if code else ""]
+    return [str(value.__module__), value.__qualname__, f"{code.co_filename}:{code.co_firstlineno}" if code else ""]
 
 
 found = {f"{name}.{key}": describe(value) for name, holder in HOLDERS.items() for key, value in vars(holder).items()}
