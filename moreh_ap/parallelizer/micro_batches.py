@@ -155,7 +155,9 @@ class DeferredForward:
             if grad is None or kind == "share":
                 grads.append(grad)
             else:
-                grads.append(grad[start:stop] if kind == "rows" else grad / self._num_chunks)
+                entries = grad.shape[0] // self._rows if kind == "rows" else 0  # a row may have several in dim 0
+                own = grad[start * entries : stop * entries] if kind == "rows" else grad / self._num_chunks
+                grads.append(own)
         return grads
 
     @property

@@ -3,7 +3,7 @@
 Decides between "split" and "whole", and what each leaf of the result is. Must not know how the batch will be cut.
 
 [Note: method]
-Two or three rows of the real batch run together and then one by one, as if each row were on a worker of its own, with
+Two rows of the real batch run together and then one by one, as if each row were on a worker of its own, with
 the same denominators of mean losses. Dropout is off, so both runs compute the same function. If every leaf of the
 single runs adds up to the leaf of the common run in one of the ways below, and the gradients of some parameters do
 too, rows do not look at each other. Batch normalisation, contrastive losses, a time-first LSTM, or a penalty on the
@@ -113,8 +113,10 @@ class _Probe:
         self._rows = rows
         self._chosen = _choose_rows(self._leaves, rows)
         self._tolerance = _tolerance(call)
-        self._denominators: list[Tensor] = []
         self._common: ForwardPass | None = None
+        self._singles: list[ForwardPass] = []
+        self._weights: list[Tensor | None] = []
+        self._wanted: dict[str, Tensor | None] = {}
 
     def compare_outputs(self) -> None:
         """Runs the rows together and one by one, and finds the kinds.
@@ -123,58 +125,63 @@ class _Probe:
             _Refused: The results do not add up.
         """
         recorder = GlobalReduction(self._call.device, record=True)
-        common = self._run(self._call, self._chosen, recorder)
-        self._common, self._denominators = common, recorder.local_denominators
-        singles, counted = [], []
+        common = self._run(self._chosen, recorder)
+        denominators = recorder.local_denominators
+        if self._call.grad:  # at once: the activations of the common run need not live beside those of the single ones
+            self._weights = [_random_weight(leaf) for leaf in common.outputs]
+            common.accumulate(self._weights)
+            self._wanted = self._take_gradients()
+        counted = []
         for row in self._chosen:
-            reduction = GlobalReduction(self._call.device, denominators=self._denominators)
-            singles.append(self._run(replace(self._call, grad=False), [row], reduction))
+            reduction = GlobalReduction(self._call.device, denominators=denominators)
+            self._singles.append(self._run([row], reduction))
             counted.append(reduction.local_denominators)
-        _check_denominators(self._denominators, counted)
-        if any(single.treespec != common.treespec for single in singles):
+        _check_denominators(denominators, counted)
+        if any(single.treespec != common.treespec for single in self._singles):
             raise _Refused("the result of one row nests differently from that of several")
         self.kinds = tuple(
-            _kind(index, leaf, [single.outputs[index] for single in singles], self._tolerance)
+            _kind(index, leaf, [single.outputs[index] for single in self._singles], self._tolerance)
             for index, leaf in enumerate(common.outputs)
         )
 
     def compare_gradients(self) -> None:
-        """Runs backward of the common run and of single runs, and compares what some parameters got.
+        """Runs backward of the single runs, and compares what some parameters got with the common run.
 
         Raises:
             _Refused: The gradients do not add up.
         """
-        if self._common is None:
-            raise RuntimeError("compare_outputs runs first")
-        module = self._call.module
-        weights = [_random_weight(leaf) for leaf in self._common.outputs]
-        self._common.accumulate(weights)
-        settle(module)
-        compared = _some_parameters(module)
-        wanted = {name: _local_gradient(param) for name, param in compared.items()}
-        for param in module.parameters():
-            param.grad = None
-        for position, row in enumerate(self._chosen):
-            reduction = GlobalReduction(self._call.device, denominators=self._denominators)
+        number = len(self._singles)
+        for position, single in enumerate(self._singles):
             parts: list[Tensor | None] = []
-            for kind, weight in zip(self.kinds, weights, strict=True):
+            for kind, weight in zip(self.kinds, self._weights, strict=True):
                 if weight is None or kind == "share":
                     parts.append(weight)
+                elif kind == "rows":
+                    parts.append(weight.chunk(number)[position])
                 else:
-                    parts.append(weight[position : position + 1] if kind == "rows" else weight / len(self._chosen))
-            self._run(self._call, [row], reduction).accumulate(parts)
-        settle(module)
-        for name, param in compared.items():
-            got, want = _local_gradient(param), wanted[name]
+                    parts.append(weight / number)
+            single.accumulate(parts)
+        got_by_name = self._take_gradients()
+        for name, want in self._wanted.items():
+            got = got_by_name[name]
             if (got is None) != (want is None):
                 raise _Refused(f"whether {name} gets a gradient depends on the rows")
             if got is not None and want is not None and not _close(got, want, 10 * self._tolerance):
                 raise _Refused(f"the gradient of {name} is not the sum of what its rows give one by one")
 
-    def _run(self, call: Call, chosen: Sequence[int], reduction: GlobalReduction) -> ForwardPass:
+    def _take_gradients(self) -> dict[str, Tensor | None]:
+        """Returns this worker's part of the gradients of some parameters, and clears all."""
+        module = self._call.module
+        settle(module)
+        gradients = {name: _local_gradient(param) for name, param in _some_parameters(module).items()}
+        for param in module.parameters():
+            param.grad = None
+        return gradients
+
+    def _run(self, chosen: Sequence[int], reduction: GlobalReduction) -> ForwardPass:
         args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
         with NoDropout():
-            return ForwardPass(call, args, kwargs, reduction=reduction)
+            return ForwardPass(self._call, args, kwargs, reduction=reduction)
 
 
 def _check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> None:
@@ -193,10 +200,7 @@ def _kind(index: int, common: Any, singles: Sequence[Any], tolerance: float) -> 
         if isinstance(common, (str, bytes, int, float, complex, torch.dtype, torch.device)):
             raise _Refused(f"output {index} ({common!r}) differs from row to row")
         return "opaque"
-    follows = (len(singles), *common.shape[1:]) == common.shape and all(
-        s.shape == (1, *common.shape[1:]) for s in singles
-    )
-    if follows and _close(torch.cat(list(singles)), common, tolerance):
+    if _follows(common, singles) and _close(torch.cat(list(singles)), common, tolerance):
         return "rows"
     if all(s.shape == common.shape for s in singles):
         adds_up = common.dtype != torch.bool and _close(sum(singles[1:], start=singles[0]), common, tolerance)
@@ -208,6 +212,13 @@ def _kind(index: int, common: Any, singles: Sequence[Any], tolerance: float) -> 
     raise _Refused(
         f"output {index} of shape {tuple(common.shape)} is not what its rows give one by one: rows look at each other"
     )
+
+
+def _follows(common: Tensor, singles: Sequence[Any]) -> bool:
+    """Says whether the shapes are those of equal slices along dim 0; a row may have several entries there."""
+    if common.ndim == 0 or common.shape[0] % len(singles):
+        return False
+    return all(s.shape == (common.shape[0] // len(singles), *common.shape[1:]) for s in singles)
 
 
 def _equal(left: Any, right: Any) -> bool:
@@ -261,10 +272,10 @@ def _tolerance(call: Call) -> float:
 
 
 def _choose_rows(leaves: Sequence[Any], rows: int) -> list[int]:
-    """Returns two or three rows that differ most in how much of them counts (padding), in rising order."""
+    """Returns the two rows that differ most in how much of them counts (padding), in rising order."""
     counts = torch.zeros(rows)
     for leaf in leaves:
         if carries_rows(leaf, rows) and not leaf.is_floating_point() and leaf.ndim > 1:
             counts += (leaf > 0).flatten(1).sum(1).cpu()
     order = counts.argsort(stable=True).tolist()
-    return sorted({order[-1], order[0], order[rows // 2]})
+    return sorted({order[-1], order[0]})

@@ -266,7 +266,7 @@ class StepOptimizer:
 
 @dataclass(frozen=True)
 class DescribeOptimizer:
-    """Answer ``{parameter index: {key: (shape, dtype) or a plain value}}`` of an optimizer's state."""
+    """Answer ``{parameter index: {key: entry}}``: a meta tensor for what is shaped like the parameter, or a value."""
 
     owner: str
 

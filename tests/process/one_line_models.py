@@ -43,6 +43,18 @@ class Bag:
     loss: Tensor
 
 
+class Flattened(nn.Module):
+    """Gives logits of shape (batch x positions, vocabulary)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OwnTransformer()
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        logits_BTV, _ = self.inner(ids_BT)
+        return logits_BTV.flatten(0, 1)
+
+
 class InABag(nn.Module):
     """Gives its results in a dataclass of the user's own."""
 

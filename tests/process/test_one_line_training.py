@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from one_line_models import Bag, InABag, Normalised, OwnTransformer, ragged_batches, tiny_gpt2, tiny_llama
+from one_line_models import Bag, Flattened, InABag, Normalised, OwnTransformer, ragged_batches, tiny_gpt2, tiny_llama
 from torch import Tensor, nn
 
 PLANS = ["replicate=2", "shard=2"]
@@ -210,6 +210,18 @@ def test_results_nest_in_the_user_s_own_dataclass():
         return out.logits, out.loss, [p.grad for p in model.parameters()]
 
     assert_same(*on_both(script))
+
+
+def test_rows_may_have_several_entries(capsys):
+    def script(device):
+        model = Flattened().to(device)
+        ids, labels = batches(device)[0]
+        logits = model(ids)
+        nn.functional.cross_entropy(logits, labels.flatten()).backward()
+        return logits, [p.grad for p in model.parameters()]
+
+    assert_same(*on_both(script))
+    assert "Every device computes the whole batch" not in capsys.readouterr().out
 
 
 def test_rows_that_look_at_each_other_are_not_split(capsys):
