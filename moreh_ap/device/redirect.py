@@ -189,7 +189,15 @@ def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = {**dict(zip(names, args[1:])), **kwargs}
-    with retaining_graph(bool(given.get("retain_graph") or given.get("create_graph"))):
+    if given.get("create_graph") and isinstance(args[0], VirtualTensor):
+        from moreh_ap.errors import UnsupportedError
+
+        raise UnsupportedError(
+            "backward(create_graph=True): gradients of gradients are not computed on the accelerator in this version.",
+            allowed="backward() and backward(retain_graph=True).",
+            fix='model.to("cpu")  # a gradient penalty works on the CPU',
+        )
+    with retaining_graph(bool(given.get("retain_graph"))):
         return func(*args, **kwargs)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moreh_ap.device.tensor import CPU, VirtualTensor
 from moreh_ap.device.values import Cell, InFile
-from moreh_ap.integrations import transformers_cache
+from moreh_ap.integrations import transformers_worker
 from moreh_ap.integrations.import_hook import when_imported
 
 # Source: https://github.com/huggingface/safetensors, "Format", dtype names.
@@ -48,7 +48,7 @@ def install(replace: Callable[[Any, str, Any], Any], on_undo: Callable[[Callable
         replace(cls, "save_pretrained", _save_from_workers(cls.save_pretrained))
 
     on_undo(when_imported("transformers.modeling_utils", redirect_loading))
-    transformers_cache.install()
+    transformers_worker.install()
 
 
 class LazyCheckpoint:

@@ -132,6 +132,7 @@ class ForwardPass:
         if not call.grad:
             settle(call.module)
         self._results, self.treespec = flatten(result)
+        self._freed = False
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
         self.outputs: list[Any] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._results]
 
@@ -164,6 +165,12 @@ class ForwardPass:
 
     def accumulate(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
         """Like `backward`, and leaves sums over workers that GradientSync makes to the caller."""
+        if self._freed:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time (or directly access saved tensors after they have "
+                "already been freed). Specify retain_graph=True if you need to backward through the graph a second "
+                "time."
+            )
         roots, grads = [], []
         for index, (result, grad) in enumerate(zip(self._results, output_grads, strict=True)):
             if grad is not None and isinstance(result, Tensor) and result.requires_grad:
@@ -176,6 +183,7 @@ class ForwardPass:
                 recover(self._call.module)
                 raise
         if not retain_graph:
+            self._freed = True
             self._results = [None] * len(self._results)
         return [self._take_gradient(leaf) for leaf in self.inputs]
 

@@ -3,7 +3,7 @@
 Decides between "split" and "whole", and what each leaf of the result is. Must not know how the batch will be cut.
 
 [Note: method]
-Two rows of the real batch run together and then one by one, as if each row were on a worker of its own, with
+Two or three rows of the real batch run together and then one by one, as if each row were on a worker of its own, with
 the same denominators of mean losses. Dropout is off, so both runs compute the same function. If every leaf of the
 single runs adds up to the leaf of the common run in one of the ways below, and the gradients of some parameters do
 too, rows do not look at each other. Batch normalisation, contrastive losses, a time-first LSTM, or a penalty on the
@@ -29,7 +29,7 @@ from moreh_ap.parallelizer.apply import compute_dtype, recover, settle
 from moreh_ap.parallelizer.batch import carries_rows, select_rows
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.reduction import GlobalReduction
-from moreh_ap.parallelizer.rehearsal import NoDropout, untouched
+from moreh_ap.parallelizer.rehearsal import NoDropout, buffers_restored, untouched
 
 TOLERANCE_FP32 = 2e-5
 """Largest difference, relative to the largest entry of a tensor, that rounding explains in float32 (eps 1.2e-7)."""
@@ -113,7 +113,7 @@ class _Probe:
         self._rows = rows
         self._chosen = _choose_rows(self._leaves, rows)
         self._tolerance = _tolerance(call)
-        self._common: ForwardPass | None = None
+        self._buffers: dict[str, Tensor] = {}
         self._singles: list[ForwardPass] = []
         self._weights: list[Tensor | None] = []
         self._wanted: dict[str, Tensor | None] = {}
@@ -179,9 +179,21 @@ class _Probe:
         return gradients
 
     def _run(self, chosen: Sequence[int], reduction: GlobalReduction) -> ForwardPass:
+        """Runs the chosen rows, from the same buffers every time.
+
+        Raises:
+            _Refused: A buffer becomes something else than in the first run: it gathers what it saw of the rows.
+        """
         args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
-        with NoDropout():
-            return ForwardPass(self._call, args, kwargs, reduction=reduction)
+        with buffers_restored(self._call.module) as buffers:
+            with NoDropout():
+                done = ForwardPass(self._call, args, kwargs, reduction=reduction)
+            after = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        self._buffers = self._buffers or after
+        for name, value in after.items():
+            if not _close(value, self._buffers[name], self._tolerance):
+                raise _Refused(f"buffer {name} gathers what it sees of the rows")
+        return done
 
 
 def _check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> None:
@@ -272,10 +284,10 @@ def _tolerance(call: Call) -> float:
 
 
 def _choose_rows(leaves: Sequence[Any], rows: int) -> list[int]:
-    """Returns the two rows that differ most in how much of them counts (padding), in rising order."""
+    """Returns two or three rows that differ most in how much of them counts (padding), in rising order."""
     counts = torch.zeros(rows)
     for leaf in leaves:
         if carries_rows(leaf, rows) and not leaf.is_floating_point() and leaf.ndim > 1:
             counts += (leaf > 0).flatten(1).sum(1).cpu()
     order = counts.argsort(stable=True).tolist()
-    return sorted({order[-1], order[0]})
+    return sorted({order[-1], order[0], order[rows // 2]})

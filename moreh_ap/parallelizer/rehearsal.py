@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moreh_ap.parallelizer.apply import settle
@@ -48,23 +48,32 @@ class NoDropout(TorchFunctionMode):
 
 
 @contextlib.contextmanager
+def buffers_restored(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Gives the buffers by name, and puts their values back after the block."""
+    buffers = dict(module.named_buffers())
+    values = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    try:
+        yield buffers
+    finally:
+        for name, buffer in buffers.items():
+            if not torch.equal(buffer, values[name]):
+                buffer.data.copy_(values[name])  # `.data`: a graph that has kept the buffer is not told of the change
+
+
+@contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
     """Puts gradients, buffers and random numbers back after the block, which prints nothing."""
     settle(module)
     params = list(module.parameters())
     grads = [param.grad for param in params]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     for param in params:
         param.grad = None
     device = next((p.device for p in params if p.device.type == "cuda"), None)
     silence = contextlib.redirect_stdout(io.StringIO())
-    with torch.random.fork_rng(devices=[] if device is None else [device]), silence:
+    with torch.random.fork_rng(devices=[] if device is None else [device]), silence, buffers_restored(module):
         try:
             yield
         finally:
             settle(module)
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)

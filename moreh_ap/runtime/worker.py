@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moreh_ap.integrations import transformers_cache
+from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.loading import full_tensor, local_part, write_tensor
 from moreh_ap.runtime import messages
 from moreh_ap.runtime.messages import StateRef, TensorData
 from moreh_ap.runtime.worker_device import WorkerDevice
 from moreh_ap.runtime.worker_model import WorkerCall, WorkerModel
 from moreh_ap.runtime.worker_optimizer import WorkerOptimizer
-
 
 _TOUCHES_PARAMETERS = (messages.ReadState, messages.WriteState, messages.RunOperation, messages.StepOptimizer)
 
@@ -36,7 +35,7 @@ class WorkerExecutor:
     """
 
     def __init__(self, rank: int, world_size: int, device_type: str) -> None:
-        transformers_cache.install()
+        transformers_worker.install()
         self._rank = rank
         self._device = WorkerDevice(rank, world_size, device_type)
         self._models: dict[str, WorkerModel] = {}

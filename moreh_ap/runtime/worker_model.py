@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import apply_plan, set_requires_grad, settle
 from moreh_ap.parallelizer.batch import carries_rows, num_rows, row_range, slice_rows
 from moreh_ap.parallelizer.forward import Call, ForwardPass
@@ -50,6 +51,7 @@ class WorkerModel:
         self.meta_module = (
             unpickle_skeleton(command.skeleton, device.torch_device) if self.plan.micro_batches > 1 else None
         )
+        transformers_worker.complete_unpickled(self.module)
         self._modules = list(self.module.modules())
         apply_plan(self.module, self.plan, build_mesh(self.plan, device.torch_device.type))
         fill(
@@ -59,11 +61,13 @@ class WorkerModel:
         self.settle()
         self._parameters = dict(self.module.named_parameters())
         self._proofs: dict[Any, SplitProof] = {}
+        self._num_changes = 0  # a changed attribute may couple the rows
 
     # -- settings and state ----------------------------------------------------------------------------------------
 
     def change(self, changes: tuple[tuple[str, str, bytes], ...]) -> None:
         """Set attributes of submodules; ``config.name`` reaches into a transformers config."""
+        self._num_changes += 1
         for path, name, pickled in changes:
             holder: Any = self.module.get_submodule(path)
             *through, last = name.split(".")
@@ -78,6 +82,7 @@ class WorkerModel:
 
     def set_requires_grad(self, flags: dict[str, bool]) -> None:
         """Freeze or unfreeze parameters."""
+        self._num_changes += 1
         set_requires_grad(self.module, flags)
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -164,7 +169,8 @@ class WorkerModel:
             return SplitProof(False, (), "the batch has fewer rows than there are devices" if world_size > 1 else "")
         kinds_of_input = tuple((tensor.dim(), tensor.dtype, rowed) for tensor, rowed in zip(tensors, carried))
         training = bytes(module.training for module in self._modules)
-        key = (signature.path, signature.pickled_treespec, kinds_of_input, training, call.grad)
+        settings = (signature.path, signature.pickled_treespec, signature.pickled_constants, self._num_changes)
+        key = (settings, kinds_of_input, training, call.grad, call.autocast)
         if key not in self._proofs:
             args, kwargs = nesting.fill(tensors)
             self._proofs[key] = prove_split(call, args, kwargs, rows)

@@ -44,7 +44,7 @@ class RemoteModel:
         self.session, self.root = session, root
         self.owner = f"model{session.outbox.new_id()}"
         self.stale = False
-        self.freezing = 0  # counts changes of what is frozen
+        self.num_changes = 0  # of attributes and of what is frozen: what is known of calls may be out of date
         self.plan: Plan = choose_plan_for(session, root, rows)
         self.modules = list(root.modules())
         # Tied tensors appear once, under their first name.
@@ -115,13 +115,14 @@ class RemoteModel:
         if self._changes:
             changes = tuple((path, name, cloudpickle.dumps(value)) for path, name, value in self._changes)
             self._changes = []
+            self.num_changes += 1
             self.session.outbox.post(ChangeModule(self.owner, changes))
         requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         if requires_grad != self._requires_grad:
             pairs = zip(self.parameters, requires_grad, self._requires_grad)
             self.session.outbox.post(SetRequiresGrad(self.owner, {name: new for name, new, old in pairs if new != old}))
             self._requires_grad = requires_grad
-            self.freezing += 1
+            self.num_changes += 1
         training = self._training_flags()
         if training == self._training:
             return None

@@ -36,6 +36,10 @@ class LeafTemplate:
     differentiable: bool
     constant: Any = None
 
+    def promised(self) -> tuple[Any, ...]:
+        """What a script sees of the leaf at once."""
+        return (self.kind == "const", self.shape, self.dtype, self.differentiable, self.constant)
+
     def meta(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
@@ -65,6 +69,12 @@ class Structure:
         return Structure(
             unpickle_treespec(replies[0].pickled_treespec), tuple(leaves), replies[0].mode, replies[0].note
         )
+
+    def promises_the_same(self, other: Structure) -> bool:
+        """True if a script could not tell results of the two apart before reading a value."""
+        return self.treespec == other.treespec and [leaf.promised() for leaf in self.leaves] == [
+            leaf.promised() for leaf in other.leaves
+        ]
 
     def predictable(self) -> bool:
         """True if another call of the same signature must give the same structure: no leaf is a computed number."""

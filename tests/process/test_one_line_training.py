@@ -10,6 +10,8 @@ import torch
 from one_line_models import Bag, Flattened, InABag, Normalised, OwnTransformer, ragged_batches, tiny_gpt2, tiny_llama
 from torch import Tensor, nn
 
+from moreh_ap.errors import UnsupportedError
+
 PLANS = ["replicate=2", "shard=2"]
 
 
@@ -357,6 +359,57 @@ def test_settings_changed_after_the_first_call_are_followed():
     assert_same(*on_both(script))
 
 
+class Centred(nn.Module):
+    """Rows look at each other when asked to, by an argument or by an attribute; a buffer may watch them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.always, self.watch = nn.Linear(4, 4), False, False
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x, center=False):
+        if self.watch:
+            self.seen.add_(x.detach().max(0).values)
+        hidden = self.linear(x)
+        return hidden - hidden.max(0).values if center or self.always else hidden
+
+
+def test_each_way_of_calling_is_proven_by_itself():
+    def script(device):
+        torch.manual_seed(0)
+        model, x = Centred().to(device), torch.randn(6, 4).to(device)
+        results = [model(x), model(x, center=True), model(x)]
+        model.always = True
+        results.append(model(x))
+        model.always, model.watch = False, True
+        results += [model(x), model(2 * x)]
+        return results, model.seen
+
+    assert_same(*on_both(script))
+
+
+def test_a_second_backward_needs_its_graph():
+    model = OwnTransformer().cuda()
+    ids, labels = batches("cuda")[0]
+    loss = model(ids, labels)[1]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+        torch.cuda.synchronize()
+    with pytest.raises(UnsupportedError, match="gradients of gradients"):
+        model(ids, labels)[1].backward(create_graph=True)
+
+
+def test_transformers_record_hidden_states():
+    def script(device):
+        model = tiny_llama().to(device)
+        out = model(ragged_batches(1, 5)[0]["input_ids"].to(device), output_hidden_states=True)
+        return list(out.hidden_states)
+
+    assert_same(*on_both(script), atol=1e-5)
+
+
 def test_an_error_in_forward_is_raised_at_its_line_with_its_type():
     class Picky(nn.Module):
         def __init__(self):
@@ -364,13 +417,13 @@ def test_an_error_in_forward_is_raised_at_its_line_with_its_type():
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x):
-            if x.shape[0] == 3:
-                raise KeyError("no batch of three")
+            if x.shape[1] == 3:
+                raise KeyError("no rows of three")
             return self.linear(x)
 
     model = Picky().cuda()
-    with pytest.raises(KeyError, match="no batch of three") as failure:
-        model(torch.ones(3, 4).cuda())
+    with pytest.raises(KeyError, match="no rows of three") as failure:
+        model(torch.ones(4, 3).cuda())
     assert "raise KeyError" in str(failure.value.__cause__)
     assert model(torch.ones(4, 4).cuda()).shape == (4, 4), "the workers are as good as before"
     with pytest.raises(RuntimeError, match="mat1 and mat2"):

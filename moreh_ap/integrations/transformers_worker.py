@@ -1,15 +1,16 @@
-"""Key-value caches of Hugging Face transformers nest in calls as their tensors do.
+"""Hugging Face transformers on both sides of a call: caches that nest, models that know what they can record.
 
-With this `generate` leaves a cache on the workers, each its rows, and passes it back by name. Installed in controller
-and in every worker; it must not import transformers before somebody else does.
+With the first, `generate` leaves a key-value cache on the workers, each its rows, and passes it back by name. Installed
+in controller and workers; it must not import transformers before somebody else does.
 """
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moreh_ap.integrations.import_hook import when_imported
@@ -25,6 +26,16 @@ def _register(module: ModuleType) -> None:
         layer = issubclass(cls, module.CacheLayerMixin)
         if (layer or issubclass(cls, module.Cache)) and cls not in pytree.SUPPORTED_NODES:
             pytree.register_pytree_node(cls, _flatten, _unflatten(cls))
+
+
+def complete_unpickled(module: nn.Module) -> None:
+    """Do for a model that was unpickled what its constructor does beside setting attributes."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return
+    for part in module.modules():
+        if isinstance(part, modeling.PreTrainedModel):
+            modeling._CAN_RECORD_REGISTRY[part] = part._can_record_outputs  # else output_hidden_states gives None
 
 
 def _flatten(obj: Any) -> Any:
