@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from moreh_ap.device.values import MAX_DEFERRED_ELEMENTS, Cell, Here, InFile, Later, Value, View
+from moreh_ap.errors import UnsupportedError
 
 ACCELERATOR = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -123,6 +124,22 @@ class VirtualTensor(torch.Tensor):
         value = self._cell.value
         stays = value.owner is not None or isinstance(value, (View, InFile))
         return value.read() if stays else self._cell.read_here().tensor
+
+    def register_hook(self, hook: Any) -> Any:
+        self._refuse_hook_on_parameter("register_hook")
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        self._refuse_hook_on_parameter("register_post_accumulate_grad_hook")
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _refuse_hook_on_parameter(self, name: str) -> None:
+        if getattr(self, "_is_param", False):
+            raise UnsupportedError(
+                f"Parameter.{name}: gradients of parameters stay on the workers, where the hook would not run.",
+                allowed="Reading and changing parameter.grad after backward(); hooks on other tensors.",
+                fix="parameter.grad.mul_(2)  # after loss.backward()",
+            )
 
     def to_host(self) -> Tensor:
         """The value as an ordinary CPU tensor, detached and independent of this one; waits if it must."""

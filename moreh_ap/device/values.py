@@ -71,30 +71,53 @@ class InFile(Value):
 
 
 class Later(Value):
-    """A small operation on values of which some are still promised; computed when somebody reads it."""
+    """A small operation on values of which some are still promised; computed when somebody reads it.
 
-    __slots__ = ("_operation", "_result")
+    A script that never reads (``total += loss``, step after step) chains them: links are computed as soon as they can
+    be, so that a chain is no longer than workers lag behind, and none is reached by recursion, for which Python's
+    stack would be too short.
+    """
+
+    __slots__ = ("_inputs", "_operation", "_result")
 
     def __init__(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._operation: tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]] | None = (func, args, kwargs)
+        self._inputs: list[Value] = []
+        tree_map_only(Value, self._inputs.append, (args, kwargs))
         self._result: Tensor | None = None
 
     def ready(self) -> bool:
-        operation = self._operation
-        if operation is None:
-            return True
-        inputs: list[Value] = []
-        tree_map_only(Value, inputs.append, operation[1:])
-        return all(value.ready() for value in inputs)
+        return self._compute_chain(wait=False)
 
     def read(self) -> Tensor:
+        self._compute_chain(wait=True)
+        assert self._result is not None
+        return self._result
+
+    def _compute_chain(self, wait: bool) -> bool:
+        """Computes this and what it needs, oldest first; without `wait` only as far as that can be done at once.
+
+        Returns:
+            Whether this one is computed.
+        """
+        chain: list[Later] = [self]
+        while chain:
+            inputs = chain[-1]._inputs
+            needed = [value for value in inputs if isinstance(value, Later) and value._operation is not None]
+            if needed:
+                chain += needed
+            elif wait or all(value.ready() for value in inputs):
+                chain.pop()._compute()
+            else:
+                return False
+        return True
+
+    def _compute(self) -> None:
         operation = self._operation
         if operation is not None:
             func, args, kwargs = tree_map_only(Value, lambda value: value.read(), operation)
             self._result = func(*args, **kwargs)
-            self._operation = None
-        assert self._result is not None
-        return self._result
+            self._operation, self._inputs = None, []
 
 
 class View(Value):

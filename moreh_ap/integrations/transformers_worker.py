@@ -6,7 +6,6 @@ in controller and workers; it must not import transformers before somebody else 
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -30,12 +29,12 @@ def _register(module: ModuleType) -> None:
 
 def complete_unpickled(module: nn.Module) -> None:
     """Do for a model that was unpickled what its constructor does beside setting attributes."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        return
     for part in module.modules():
-        if isinstance(part, modeling.PreTrainedModel):
-            modeling._CAN_RECORD_REGISTRY[part] = part._can_record_outputs  # else output_hidden_states gives None
+        if any(cls.__module__ == "transformers.modeling_utils" for cls in type(part).__mro__):
+            from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+            # Without it output_hidden_states=True gives None. Keyed by the class's name in every version since 5.17.
+            dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(part)), part._can_record_outputs)
 
 
 def _flatten(obj: Any) -> Any:

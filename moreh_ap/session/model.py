@@ -55,6 +55,7 @@ class RemoteModel:
         self.signatures = Signatures(self)
         # Autograd enters a remote call through this leaf: parameters themselves never join the controller's graph.
         self.anchor = torch.zeros((), requires_grad=True)
+        self._hooks = self._hook_counts()
         self._training = self._training_flags()
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         self._config = self._config_snapshot()
@@ -144,6 +145,16 @@ class RemoteModel:
     def note_structure(self) -> None:
         """A submodule or parameter was added or replaced: the next call lays the model out anew."""
         self.stale = True
+
+    def is_out_of_date(self) -> bool:
+        """True if the module tree, or the hooks on it, are no longer those that workers have."""
+        return self.stale or self._hook_counts() != self._hooks
+
+    def _hook_counts(self) -> list[int]:
+        return [
+            len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+            for module in self.modules
+        ]
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 

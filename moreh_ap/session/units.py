@@ -54,7 +54,7 @@ class Units:
         value = parameter._cell.value
         if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState):
             model = value.owner.live_model()
-            if not model.stale and model.contains(module):
+            if not model.is_out_of_date() and model.contains(module):
                 return model, model.path_of(module)
             return self._build(module if not model.contains(module) else model.root, module, args, kwargs)
         return self._build(self._moved_root(module), module, args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -53,3 +54,132 @@ def test_a_fine_tuning_script_gives_the_losses_of_one_device(folder, script, num
     exact = AutoModelForCausalLM.from_pretrained(folder / "reference")
     for name, tensor in tuned.state_dict().items():
         torch.testing.assert_close(tensor, exact.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_every_way_to_make_a_model_gives_the_numbers_of_the_cpu(tmp_path):
+    with UserScript("model_ways.py", cwd=tmp_path, **TWO) as script:
+        out = script.succeed()
+    assert "devices 1 MoAI Accelerator" in out
+    assert out.count("as on the CPU") == 9
+
+
+SHORT = """
+import torch
+class Doubling(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+torch.manual_seed(0)
+model = Doubling(4, 4)
+x = torch.ones(6, 4)
+expected = model(x)
+torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
+model.cuda()
+print("equal", torch.allclose(model(x.cuda()).cpu(), expected))
+"""
+
+
+def test_scripts_without_a_file(tmp_path):
+    """`python -c` and `python < script`: classes of a `__main__` that has no file; two scripts at once."""
+    with (
+        UserScript("-c", SHORT, cwd=tmp_path, **TWO) as command,
+        UserScript("-", cwd=tmp_path, text=SHORT, **TWO) as stdin,
+    ):
+        assert "equal True" in command.succeed()
+        assert "equal True" in stdin.succeed()
+
+
+def test_processes_and_threads_of_the_script_go_on_working(tmp_path):
+    with UserScript("loaders_and_threads.py", cwd=tmp_path, **TWO) as script:
+        out = script.succeed()
+    assert "loader processes see the accelerator: False" in out
+    assert f"map: {[2 * n for n in range(10)]}" in out
+    assert "fork pool: [0, 1, 4, 9]" in out
+    assert "thread: [('cuda', torch.Size([3, 2]), True)]" in out
+    assert "three threads at once: 60 1" in out
+    assert "no accelerator is found" not in script.err, "DataLoader(pin_memory=True) found none"
+
+
+# -- on and off --------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_line_pytorch_is_what_it_is_without_us(tmp_path):
+    def fingerprint(**variables: str) -> dict[str, object]:
+        with UserScript("fingerprint.py", cwd=tmp_path, **variables) as script:
+            return json.loads(script.succeed())
+
+    bare = fingerprint(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    with_us = fingerprint(MOREH_ENABLE_ADVANCED_PARALLELIZATION="0")
+    assert with_us.pop("torch.moreh") == ["module"]
+    assert len(bare) > 1000
+    assert with_us == bare
+
+
+def test_disabling_restores_every_patched_place(tmp_path):
+    with UserScript("disable.py", cwd=tmp_path) as script:
+        out = script.succeed()
+    assert out.count("changed after disable: []") == 2
+    assert "in a thread: Tensor" in out
+
+
+def test_the_environment_does_what_the_line_does(tmp_path):
+    code = "import torch; print(torch.cuda.get_device_name(), len(torch.ones(2).cuda()), torch.cuda.mem_get_info()[0] > 0)"
+    with UserScript("-c", code, cwd=tmp_path, MOREH_ENABLE_ADVANCED_PARALLELIZATION="1", **TWO) as script:
+        out = script.succeed()
+    assert "MoAI Accelerator 2 True" in out
+    assert out.count("Connecting to resources") == 2
+
+
+# -- what the user sees ------------------------------------------------------------------------------------------------
+
+
+def test_errors_and_output_of_a_forward(tmp_path):
+    with UserScript("talkative.py", cwd=tmp_path, **TWO) as script:
+        code = script.wait()
+        script.leaves_nothing()
+    lines = [line for line in script.out.splitlines() if not line.startswith("[info]")]
+    assert lines[0] == "forward says hello"
+    assert lines[1] == "after the forward"
+    assert lines.count("forward says hello") == 1, "printed once, though two workers ran it"
+    assert lines[2].startswith("read ")
+    assert lines[3] == "caught IndexError: index out of range in self"
+    assert lines[4] == "caught Odd: five is odd"
+    assert lines[5] == lines[2], "the workers are as good as before"
+    assert code == 1
+    assert script.err.endswith("Odd: five is odd\n")
+    assert script.err.count("in worker 0:") == 1 and "in worker 1:" not in script.err
+    assert script.err.count('raise Odd("five is odd")') == 1
+    user_line = (SCRIPTS / "talkative.py").read_text().splitlines()[-1]
+    assert user_line.strip() in script.err
+
+
+LOG = r"""\[info\] Requesting resources for MoAI Accelerator...
+\[info\] Initializing the worker daemon for MoAI Accelerator
+\[info\] \[1/2\] Connecting to resources on the server \(localhost:\d+\)...
+\[info\] \[2/2\] Connecting to resources on the server \(localhost:\d+\)...
+\[info\] Establishing links to the resources...
+\[info\] MoAI Accelerator is ready to use.
+\[info\] Moreh Version: [\d.]+
+\[info\] Moreh Job ID: \d+
+\[info\] The number of candidates is \d+.
+\[info\] Parallel Graph Compile start...
+\[info\] Elapsed Time to compile all candidates = \d+ \[ms\]
+\[info\] Parallel Graph Compile finished.
+\[info\] The number of possible candidates is \d+.
+\[info\] SelectBestGraphFromCandidates start...
+\[info\] Elapsed Time to compute cost for survived candidates = \d+ \[ms\]
+\[info\] SelectBestGraphFromCandidates finished.
+\[info\] Configuration for parallelism is selected.
+\[info\] (num_stages : 1, num_micro_batches : 1, batch_per_device : 3, .*)
+\[info\] plan="(.*)" .*
+"""
+
+
+def test_the_log_has_the_platform_s_lines_in_their_order(tmp_path):
+    with UserScript("-c", SHORT, cwd=tmp_path, **TWO) as script:
+        out = script.succeed()
+    assert script.err == ""
+    log = "".join(line + "\n" for line in out.splitlines() if line.startswith("[info]"))
+    found = re.fullmatch(LOG, log)
+    assert found, log
+    dump = (tmp_path / "advanced_parallelization_selected_config.dump").read_text()
+    assert dump == f"{found[1]}\nplan : {found[2]}\n"

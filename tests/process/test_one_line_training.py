@@ -401,6 +401,24 @@ def test_a_second_backward_needs_its_graph():
         model(ids, labels)[1].backward(create_graph=True)
 
 
+def test_hooks_on_modules_come_and_go_with_the_script():
+    def script(device):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device), torch.ones(4, 4, device=device)
+        results = [model(x)]
+        handle = model[0].register_forward_hook(lambda module, args, output: output + 1)
+        results.append(model(x))
+        handle.remove()
+        return [*results, model(x)]
+
+    assert_same(*on_both(script))
+
+
+def test_hooks_on_parameters_are_refused():
+    parameter = nn.Linear(2, 2).cuda().weight
+    with pytest.raises(UnsupportedError, match="gradients of parameters stay on the workers"):
+        parameter.register_hook(lambda gradient: None)
+
+
 def test_transformers_record_hidden_states():
     def script(device):
         model = tiny_llama().to(device)

@@ -34,7 +34,8 @@ class UserScript:
         self.id = uuid.uuid4().hex
         self.folder = cwd / f"run-{self.id[:8]}"
         self.folder.mkdir()
-        names = [str(SCRIPTS / str(a)) if (SCRIPTS / str(a)).is_file() else str(a) for a in arguments]
+        known = {path.name for path in SCRIPTS.iterdir()}
+        words = [str(SCRIPTS / word) if word in known else word for word in map(str, arguments)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MOREH_")}
         given = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **variables}
         environment |= {_RUN_VARIABLE: self.id} | {name: value for name, value in given.items() if value is not None}
@@ -45,7 +46,7 @@ class UserScript:
             open(self.folder / "stderr", "w") as stderr,
         ):
             self.process = subprocess.Popen(
-                [sys.executable, *names],
+                [sys.executable, *words],
                 cwd=cwd,
                 env=environment,
                 stdin=stdin,

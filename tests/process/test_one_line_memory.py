@@ -1,0 +1,60 @@
+"""The controller's memory does not grow with the checkpoint: only workers read weights, each its own part."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from user_script import UserScript
+
+MB = 10**6
+LAYER = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
+LAYER_BYTES = 4 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024)  # float32: attention, feed-forward, two norms
+VOCABULARY = 1024
+
+
+def write_checkpoint(folder: Path, num_layers: int) -> int:
+    """Writes a Llama with random weights, a file a layer as large models have it; returns its size in bytes.
+
+    Layer by layer, so that the test itself never holds the model.
+    """
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=num_layers, tie_word_embeddings=False, **LAYER)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    file_of = {name: (re.findall(r"layers\.(\d+)\.", name) or ["rest"])[0] + ".safetensors" for name in shapes}
+    for file in sorted(set(file_of.values())):
+        names = [name for name in shapes if file_of[name] == file]
+        weights = {name: torch.empty(shapes[name]).uniform_(-0.02, 0.02) for name in names}
+        save_file(weights, folder / file, metadata={"format": "pt"})
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    index = {"metadata": {"total_size": total}, "weight_map": file_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def peak_bytes(folder: Path, checkpoint: Path) -> int:
+    with UserScript("load_and_step.py", checkpoint, cwd=folder) as script:
+        out = script.succeed(timeout_s=200)
+    return int(re.search(r"peak (\d+)", out)[1]) * 1024
+
+
+def test_the_controller_s_peak_does_not_grow_with_the_checkpoint(tmp_path):
+    peaks = []
+    for name, size_bytes in (("small", 100 * MB), ("large", 1500 * MB)):
+        folder = tmp_path / name
+        try:
+            written = write_checkpoint(folder, num_layers=round(size_bytes / LAYER_BYTES))
+            assert 0.9 * size_bytes < written < 1.2 * size_bytes
+            peaks.append(peak_bytes(tmp_path, folder))
+        finally:
+            shutil.rmtree(folder)
+    print("peak of the controller, MB:", [round(peak / MB) for peak in peaks])
+    assert peaks[1] < peaks[0] + 200 * MB
