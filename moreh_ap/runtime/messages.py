@@ -60,6 +60,13 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class ImportModules:
+    """Import modules that a model will need: a hint, while the controller is busy with something else."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class BuildModel:
     """Unpickle a skeleton on meta, apply the plan, and fill this worker's shards from files.
 

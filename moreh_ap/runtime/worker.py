@@ -6,8 +6,10 @@ same order. It must not know the engine that delivers commands, nor the controll
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import importlib
 from typing import Any
 
 import torch
@@ -65,6 +67,12 @@ class WorkerExecutor:
         return [self.execute(part) for part in command.commands]
 
     # -- models and calls ------------------------------------------------------------------------------------------
+
+    @_execute.register
+    def _(self, command: messages.ImportModules) -> None:
+        for name in command.names:
+            with contextlib.suppress(ImportError):  # a hint: building the model will say what is missing
+                importlib.import_module(name)
 
     @_execute.register
     def _(self, command: messages.BuildModel) -> None:

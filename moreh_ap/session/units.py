@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here
+from moreh_ap.runtime.messages import ImportModules
 from moreh_ap.session.model import RemoteModel
 from moreh_ap.session.session import Session
 from moreh_ap.session.state import ModelState, OnWorkers
@@ -21,6 +22,7 @@ class Units:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._models: list[RemoteModel] = []
+        self._announced: set[str] = set()
         # A module that was moved as a whole (``model.cuda()``) stays one unit even if a part of it is called first.
         self._root_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
@@ -29,9 +31,18 @@ class Units:
         if _is_on_accelerator(root):
             for module in root.modules():
                 self._root_of[module] = weakref.ref(root)
+            self._announce(root)
         for model in [model for model in self._models if model.has_left()]:
             self._models.remove(model)
             model.release()
+
+    def _announce(self, root: nn.Module) -> None:
+        """Have the workers import what the model needs while the script prepares its data."""
+        names = {type(module).__module__ for module in root.modules()} - {"__main__"}
+        news = tuple(sorted(name for name in names - self._announced if not name.startswith("torch.")))
+        if news:
+            self._announced.update(news)
+            self._session.outbox.submit(ImportModules(news))
 
     def any(self) -> bool:
         """True if a model lives on the workers."""

@@ -88,8 +88,8 @@ def gone(pids: list[int], timeout_s: float = 10.0) -> bool:
 def test_cells_run_fail_are_interrupted_and_run_again(notebook):
     out, error = notebook.run(SET_UP)
     assert not error, out
-    out, error = notebook.run("print(f'{train(5):.3f}', loss is None if 'loss' in globals() else 'fine')")
-    assert not error and "fine" in out, out
+    out, error = notebook.run("print(f'the loss is {train(5):.3f}')")
+    assert not error and "the loss is" in out, out
     assert "event loop" not in out and "Warning" not in out, out
 
     out, error = notebook.run("model(torch.randn(8, 5).cuda())")
