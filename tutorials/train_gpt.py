@@ -127,9 +127,9 @@ def main() -> None:
         raise SystemExit(f"{len(dataset['train'])} rows do not fill one batch of {args.batch_size}")
 
     model.cuda()
+    loss_before = evaluate(model, held_out_dataloader)
     sample_before = sample(model, tokenizer, args.sample_tokens) if args.sample_tokens else None
     model.train()
-    loss_before = evaluate(model, held_out_dataloader)
     print(f"held-out loss before: {loss_before:.4f}")
     print(f"training: {num_steps} steps of {args.batch_size} x {args.block_size} tokens")
 

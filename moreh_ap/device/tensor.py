@@ -2,8 +2,7 @@
 
 A `VirtualTensor` has a shape, a dtype and a `Cell`; its Python-level device is ``cuda:0`` while its C++ device is
 ``cpu`` (a wrapper whose C++ device is cuda aborts the process on builds of PyTorch without CUDA). Autograd works on it
-as on any tensor. Below autograd, `__torch_dispatch__` follows the *rule of completeness*: an operation that nobody made
-fast reads what it needs, computes on the controller's CPU and writes back what it changed.
+as on any tensor; what happens below autograd is in `operations`.
 
 This module must not know about workers, models or messages: values that live on workers answer through `Value.owner`.
 """
@@ -14,40 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten
 
-from moreh_ap.device.values import MAX_DEFERRED_ELEMENTS, Cell, Here, InFile, Later, Value, View
+from moreh_ap.device.values import Cell, Here, InFile, View
 from moreh_ap.errors import UnsupportedError
 
 ACCELERATOR = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-aten = torch.ops.aten
-
-_ALIASES = {aten.detach.default, aten.alias.default}
-# Their result depends on the shape and dtype of the first argument alone: `loss.backward()` calls ones_like(loss).
-_NEEDS_ONLY_METADATA = {
-    aten.ones_like.default,
-    aten.zeros_like.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.randint_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
-# PyTorch accepts a CPU tensor beside a CUDA tensor in these operations.
-_TAKES_BOTH_DEVICES = {
-    aten.copy_.default,
-    aten._to_copy.default,
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-}
 
 
 class VirtualTensor(torch.Tensor):
@@ -215,35 +187,9 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        if func in _ALIASES:
-            return VirtualTensor(args[0]._cell, args[0])
-        leaves = tree_leaves((args, kwargs))
-        virtual = [leaf for leaf in leaves if isinstance(leaf, VirtualTensor)]
-        device = _common_device(func, virtual, leaves)
+        from moreh_ap.device.operations import run
 
-        values = [tensor._cell.settle() for tensor in virtual]
-        owner = next((value.owner for value in values if value.owner is not None), None)
-        if owner is not None:
-            result = owner.run_operation(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        if func in _NEEDS_ONLY_METADATA:
-            stand_in = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype)
-            return _wrap(func(stand_in, *args[1:], **kwargs), device)
-        if func.is_view and not isinstance(values[0], (Here, InFile)) and isinstance(args[0], VirtualTensor):
-            view = _view_of_absent(func, args, kwargs, device)
-            if view is not None:
-                return view
-        elif _may_defer(func, values, leaves):
-            deferred = _defer(func, args, kwargs, device)
-            if deferred is not None:
-                return deferred
-        elif _may_defer_in_place(func, args, values, leaves):
-            replaced = _replace_later(func, args, kwargs, device)
-            if replaced is not None:
-                return replaced
-        return _compute_here(func, args, kwargs, device)
+        return run(func, args, kwargs or {})
 
 
 def to_accelerator(tensor: Tensor) -> VirtualTensor:
@@ -281,137 +227,6 @@ class _ToHost(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return place(grad.detach().clone())
-
-
-def _common_device(func: Any, virtual: list[VirtualTensor], leaves: list[Any]) -> torch.device:
-    """The device of the operation's result; PyTorch's usual error where devices are mixed."""
-    device = ACCELERATOR if any(tensor.is_cuda for tensor in virtual) else CPU
-    if device == ACCELERATOR and func not in _TAKES_BOTH_DEVICES:
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device.type == "cpu":
-                raise RuntimeError(
-                    "Expected all tensors to be on the same device, but found at least two devices, "
-                    f"cuda:0 and cpu! (when checking arguments of {func.name()})"
-                )
-    return device
-
-
-def _wrap(result: Any, device: torch.device) -> Any:
-    if device == CPU:
-        return result
-    return tree_map(lambda leaf: place(leaf) if type(leaf) is Tensor else leaf, result)
-
-
-def _compute_here(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-    """Read every input, compute on the CPU, write back what the operation changed."""
-    written = _written_arguments(func, args, kwargs)
-    written_ids = {id(tensor) for tensor in written}
-    host_of: dict[int, Tensor] = {}
-
-    def read(tensor: VirtualTensor) -> Tensor:
-        if id(tensor) not in host_of:
-            becomes_here = isinstance(tensor._cell.value, InFile) and id(tensor) in written_ids
-            host_of[id(tensor)] = tensor._cell.read_here().tensor if becomes_here else tensor.host_value()
-        return host_of[id(tensor)]
-
-    host_args, host_kwargs = tree_map_only(VirtualTensor, read, (args, kwargs))
-    result = func(*host_args, **host_kwargs)
-    for tensor in written:
-        value = tensor._cell.value
-        if not isinstance(value, Here):
-            value.write(host_of[id(tensor)])
-    if torch.Tag.inplace_view in func.tags:
-        with torch.utils._mode_utils.no_dispatch():
-            func(*args, **kwargs)
-    virtual_of = {id(host_of[id(tensor)]): tensor for tensor in written}
-    result = tree_map_only(
-        Tensor, lambda leaf: virtual_of[id(leaf)] if id(leaf) in virtual_of else _wrap(leaf, device), result
-    )
-    if func.is_view:
-        for tensor in tree_leaves((args, result)):
-            if isinstance(tensor, VirtualTensor):
-                tensor._cell.has_views = True
-    return result
-
-
-def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[VirtualTensor]:
-    written: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name))
-    return [tensor for tensor in written if isinstance(tensor, VirtualTensor)]
-
-
-def meta_of(tree: Any) -> Any:
-    """`tree` with every tensor replaced by a meta tensor of its shape, strides and dtype."""
-    return tree_map_only(
-        Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), tree
-    )
-
-
-def _view_of_absent(func: Any, args: Any, kwargs: Any, device: torch.device) -> VirtualTensor | None:
-    base = args[0]
-    if base._cell.value.owner is None and not isinstance(base._cell.value, View):
-        return None  # a promised value: read it and take an ordinary view
-    meta = func(*meta_of(args), **kwargs)
-    if not isinstance(meta, Tensor):
-        return None
-    rest = args[1:]
-    return VirtualTensor(Cell(View(base._cell, lambda whole: func(whole, *rest, **kwargs)), device), meta)
-
-
-def _may_defer(func: Any, values: list[Value], leaves: list[Any]) -> bool:
-    """True for a small, pure operation of which an input is still promised: a step that reads nothing never waits."""
-    return not func.is_view and not func._schema.is_mutable and _inputs_may_be_deferred(func, values, leaves)
-
-
-def _may_defer_in_place(func: Any, args: Any, values: list[Value], leaves: list[Any]) -> bool:
-    """True for ``total += loss`` while `loss` is promised, if nothing else looks at the memory of `total`."""
-    return (
-        torch.Tag.pointwise in func.tags
-        and func._schema.name.endswith("_")
-        and isinstance(args[0], VirtualTensor)
-        and not args[0]._cell.has_views
-        and _inputs_may_be_deferred(func, values, leaves)
-    )
-
-
-def _inputs_may_be_deferred(func: Any, values: list[Value], leaves: list[Any]) -> bool:
-    return (
-        not all(value.ready() for value in values)
-        and all(value.owner is None and not isinstance(value, View) for value in values)
-        and torch.Tag.nondeterministic_seeded not in func.tags
-        and torch.Tag.data_dependent_output not in func.tags
-        and torch.Tag.dynamic_output_shape not in func.tags
-        and all(leaf.numel() <= MAX_DEFERRED_ELEMENTS for leaf in leaves if isinstance(leaf, Tensor))
-    )
-
-
-def _defer(func: Any, args: Any, kwargs: Any, device: torch.device) -> VirtualTensor | None:
-    meta = func(*meta_of(args), **{**meta_of(kwargs), **({"device": "meta"} if kwargs.get("device") else {})})
-    if not isinstance(meta, Tensor) or meta.numel() > MAX_DEFERRED_ELEMENTS:
-        return None
-
-    def snapshot(tensor: Tensor) -> Value:
-        if not isinstance(tensor, VirtualTensor):
-            return Here(tensor.clone())
-        value = tensor._cell.value
-        return Here(value.tensor.clone()) if isinstance(value, Here) else value
-
-    later_args, later_kwargs = tree_map_only(Tensor, snapshot, (args, kwargs))
-    return VirtualTensor(Cell(Later(func, later_args, later_kwargs), device), meta)
-
-
-def _replace_later(func: Any, args: Any, kwargs: Any, device: torch.device) -> VirtualTensor | None:
-    """Put off an in-place operation: the tensor's value becomes that of the operation's functional form."""
-    target: VirtualTensor = args[0]
-    packet = getattr(aten, func._opname[:-1], None)
-    functional = getattr(packet, func._overloadname, None)
-    deferred = None if functional is None else _defer(functional, args, kwargs, device)
-    if deferred is None or deferred.shape != target.shape or deferred.dtype != target.dtype:
-        return None
-    target._cell.value = deferred._cell.value
-    return target
 
 
 def has_accelerator_tensor(tree: Any) -> bool:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, meta_of
+from moreh_ap.device.operations import meta_of
+from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Here, Value
 from moreh_ap.runtime.messages import RunOperation, StateRef, TensorData
 
