@@ -57,10 +57,13 @@ def install(session: Session, units: Units) -> Patches:
     patches = Patches()
     _redirect_devices(patches)
     facade = Facade(session)
-    for name, function in facade.replacements().items():
-        patches.replace(torch.cuda, name, function)
-    for name, function in facade.accelerator_replacements().items():
-        patches.replace(torch.accelerator, name, function)
+    for holder, functions in (
+        (torch.cuda, facade.replacements()),
+        (torch.accelerator, facade.accelerator_replacements()),
+    ):
+        for name, function in functions.items():
+            if hasattr(holder, name):  # later versions of PyTorch have more of them
+                patches.replace(holder, name, function)
     patches.replace(torch.cuda, "_lazy_init", lambda: None)
     _redirect_modules(patches, units)
     _redirect_optimizers(patches, session)
