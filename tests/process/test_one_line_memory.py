@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from user_script import UserScript
 
@@ -46,6 +47,7 @@ def peak_bytes(folder: Path, checkpoint: Path) -> int:
     return int(re.search(r"peak (\d+)", out)[1]) * 1024
 
 
+@pytest.mark.slow
 def test_the_controller_s_peak_does_not_grow_with_the_checkpoint(tmp_path):
     peaks = []
     for num_layers, at_least_bytes in ((2, 100 * MB), (23, 1500 * MB)):

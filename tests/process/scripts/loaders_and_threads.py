@@ -33,8 +33,8 @@ model = nn.Linear(4, 2).cuda()
 model(torch.ones(4, 4).cuda()).sum().item()
 
 loader = DataLoader(Squares(), batch_size=4, num_workers=2, pin_memory=True, persistent_workers=True)
-for epoch in range(2):
-    seen = [batch for batch in loader]
+for _ in range(2):
+    seen = list(loader)
     rows = torch.cat([batch["x"][:, 0] for batch in seen])
     assert rows.tolist() == list(range(12)), rows
     model(seen[0]["x"].cuda(non_blocking=True)).sum().backward()
