@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from user_script import ENVIRONMENT
 
 jupyter = pytest.importorskip("jupyter_client", reason="needs jupyter_client and ipykernel")
 pytest.importorskip("ipykernel", reason="needs jupyter_client and ipykernel")
@@ -40,7 +41,7 @@ class Notebook:
     def __init__(self, folder) -> None:
         self.manager = jupyter.KernelManager(kernel_name="python3")
         self.manager.kernel_cmd = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        self.manager.start_kernel(cwd=str(folder), env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.manager.start_kernel(cwd=str(folder), env={**os.environ, **ENVIRONMENT})
         self.client = self.manager.blocking_client()
         self.connect()
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 GONE_WITHIN_S = 10.0
+# No device is visible, so that workers are on the CPU wherever the tests run.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 _RUN_VARIABLE = "MOREH_AP_TEST_RUN"
 _WORKER_VARIABLE = "MOREH_AP_WORKER"
 
@@ -37,7 +39,7 @@ class UserScript:
         known = {path.name for path in SCRIPTS.iterdir()}
         words = [str(SCRIPTS / word) if word in known else word for word in map(str, arguments)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MOREH_")}
-        given = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **variables}
+        given = {**ENVIRONMENT, **variables}
         environment |= {_RUN_VARIABLE: self.id} | {name: value for name, value in given.items() if value is not None}
         (self.folder / "stdin").write_text(text)
         with (
