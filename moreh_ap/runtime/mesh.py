@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Reply", "WorkerMesh"]
 
 MAX_OUTSTANDING = 256
+_JOIN_S = 5.0  # how long closing waits for the background thread; the workers are told to go before
 _IDLE_LOOK_S = 0.5  # how often the workers are looked after while there is nothing to receive
 
 
@@ -186,7 +187,8 @@ class WorkerMesh:
         atexit.unregister(self.close)
         self._stop(WorkerLostError("The workers have been closed."), tell=False)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            # With a limit: an interrupted import may have left its lock with this thread, and the other waits for it.
+            self._thread.join(_JOIN_S)
 
     # -- for replies -----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Must not know what is done about it, nor what commands mean.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -52,12 +53,12 @@ class Receiver:
         started_s = time.monotonic()
         failed: tuple[float, Answer] | None = None
         while True:
-            try:
-                return pending.wait(POLL_S)
-            except TimeoutError:
-                self.look_around()
-            except EngineError as error:
-                raise self._lost(error) from error
+            with contextlib.suppress(TimeoutError):
+                try:
+                    return pending.wait(POLL_S)
+                except EngineError as error:
+                    raise self._lost(error) from error
+            self.look_around()
             now_s = time.monotonic()
             if failed is not None:
                 if now_s - failed[0] > GRACE_S:
