@@ -6,6 +6,7 @@ commands; it only lets the workers join each other.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -115,12 +116,14 @@ class Crew:
         for pid in self.pids:
             try:
                 # Workers lead process groups of their own. If this one should not, its group may be the script's.
-                if os.getpgid(pid) == pid:
+                leads = os.getpgid(pid) == pid
+            except ProcessLookupError:
+                leads = True  # gone already; what it started may still be there, in the group that it led
+            with contextlib.suppress(ProcessLookupError):
+                if leads:
                     os.killpg(pid, signal.SIGKILL)
                 else:
                     os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # gone already, which is what we want
 
     def end(self) -> None:
         """Ends everything that was started and shows the output that is left."""

@@ -349,7 +349,7 @@ def test_log_records_of_workers_and_script_carry_no_prefix_of_the_engine(mesh, c
 
 def test_killed_worker_is_an_error_within_ten_seconds_and_stops_the_mesh():
     with_child = start_mesh(2)
-    child = with_child.submit(("start_child",)).result(60)[0]
+    children = with_child.submit(("start_child",)).result(60)
     pids = with_child.pids
     reply = with_child.submit(("sleep", 60))
     started_s = time.monotonic()
@@ -360,7 +360,7 @@ def test_killed_worker_is_an_error_within_ten_seconds_and_stops_the_mesh():
     with pytest.raises(WorkerLostError, match="mesh is stopped: WorkerLostError: Worker 1 of 2"):
         with_child.submit(("rank",))
     with_child.close()
-    assert wait_until(lambda: not any(map(alive, [*pids, child])), 5)
+    assert wait_until(lambda: not any(map(alive, [*pids, *children])), 5)
 
 
 def test_worker_that_dies_while_idle_is_noticed_without_a_call():
