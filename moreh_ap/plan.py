@@ -2,19 +2,39 @@
 
 Decides which plans exist and how they are written. Planner, session, parallelizer, logs and documentation all speak
 of plans through this module. Must not know models, devices, memory, processes or torch.
+
+[Note: numbers of micro-batches]
+1F1B keeps as many micro-batches under way as there are stages, so it needs at least that many. Interleaved 1F1B and the
+zero-bubble schedule work in rounds: with P devices in the pipeline and M micro-batches there are max(1, M // P) rounds,
+and M must be a multiple of their number. GPipe takes any number. A batch at run time may have fewer rows than that.
+Source: torch/distributed/pipelining/schedules.py, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
 from moreh_ap.errors import PlanError
 
 PRECISIONS = ("fp32", "bf16")
 """`fp32`: everything in float32. `bf16`: compute in bfloat16; weights, gradient sums and optimizer in float32."""
 
-_LATER_AXES = ("tensor", "pipeline", "context", "expert")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+"""`gpipe`: all forwards, then all backwards. `1f1b`: one forward, one backward. `interleaved`: 1F1B with several stages on
+every device. `zero_bubble`: the gradients of weights fill the waiting times of 1F1B."""
+
+RECOMPUTE_KINDS = ("none", "selective", "full")
+"""`selective` keeps matrix products and attention results, `full` keeps nothing but the input of each block."""
+
+OFFLOADS = ("none", "optimizer")
+"""`optimizer`: the state of the optimizer lies in host memory between steps."""
+
+_SIZES = ("replicate", "shard", "tensor", "pipeline", "micro_batches", "stages_per_device")
+_WORDS = {"schedule": SCHEDULES, "precision": PRECISIONS, "offload": OFFLOADS}
+_LATER_AXES = ("context", "expert")
 _EXAMPLE = 'plan="replicate=2,shard=2,micro_batches=4,precision=bf16"'
+_UNSET = cast(int, None)
 
 
 @dataclass(frozen=True)
@@ -25,11 +45,22 @@ class Plan:
         replicate: Number of groups that hold the whole model and share the global batch (data parallel).
         shard: Number of devices in a group that split parameters, gradients and optimizer state (FSDP2). They share
             the batch too. With `replicate` and `shard` both above 1 the plan is hybrid.
+        tensor: Number of devices that split every matrix product, heads, hidden units and vocabulary among them.
+        sequence_parallel: Whether those devices split the positions of a sequence between the products.
+        pipeline: Number of devices that hold one part of the blocks each, one after another.
         micro_batches: Number of pieces in which a device works through its slice of the batch, one after another.
+            Left out it is 1 without a pipeline and `num_stages` with one.
+        schedule: The order of a pipeline's forwards and backwards, one of `SCHEDULES`.
+        stages_per_device: Number of stages that a device of the pipeline holds. Left out it is 2 for the interleaved
+            schedule and 1 otherwise.
+        layers: Number of blocks of every stage, in order of stages; empty means as even as can be.
+        recompute: What of the activations is computed again in the backward: one of `RECOMPUTE_KINDS`, or the number
+            of blocks of each stage that are computed again in full.
         precision: One of `PRECISIONS`.
+        offload: One of `OFFLOADS`.
 
     Raises:
-        PlanError: A size is not an integer of at least 1, or the precision is unknown.
+        PlanError: A value is impossible, or two values contradict each other.
 
     Example:
         >>> plan = Plan(replicate=2, shard=2, precision="bf16")
@@ -37,35 +68,67 @@ class Plan:
         ('replicate=2,shard=2,precision=bf16', 4)
         >>> Plan.parse(str(plan)) == plan
         True
+        >>> str(Plan(tensor=2, pipeline=2, layers=(3, 5)))
+        'tensor=2,pipeline=2,micro_batches=2,layers=3+5'
     """
 
     replicate: int = 1
     shard: int = 1
-    micro_batches: int = 1
-    precision: str = "fp32"
+    tensor: int = field(default=1, kw_only=True)
+    sequence_parallel: bool = field(default=False, kw_only=True)
+    pipeline: int = field(default=1, kw_only=True)
+    micro_batches: int = field(default=_UNSET, kw_only=True)
+    schedule: str = field(default="1f1b", kw_only=True)
+    stages_per_device: int = field(default=_UNSET, kw_only=True)
+    layers: tuple[int, ...] = field(default=(), kw_only=True)
+    recompute: str | int = field(default="none", kw_only=True)
+    precision: str = field(default="fp32", kw_only=True)
+    offload: str = field(default="none", kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("replicate", "shard", "micro_batches"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise PlanError(f"plan: {name}={size!r} is no size", "an integer of at least 1", f'plan="{name}=2"')
-        if self.precision not in PRECISIONS:
-            raise PlanError(
-                f"plan: precision={self.precision!r} is unknown", " or ".join(PRECISIONS), 'plan="precision=bf16"'
-            )
+        for name, allowed in _WORDS.items():
+            word = getattr(self, name)
+            if word not in allowed:
+                raise PlanError(f"plan: {name}={word!r} is unknown", " or ".join(allowed), f'plan="{name}={allowed[0]}"')
+        _check_size("pipeline", self.pipeline)
+        if self.stages_per_device is None:
+            object.__setattr__(self, "stages_per_device", 2 if self.schedule == "interleaved" else 1)
+        _check_size("stages_per_device", self.stages_per_device)
+        if self.micro_batches is None:
+            object.__setattr__(self, "micro_batches", self.num_stages if self.pipeline > 1 else 1)
+        for name in _SIZES:
+            _check_size(name, getattr(self, name))
+        _check_recompute(self.recompute)
+        _check_sequence_parallel(self)
+        object.__setattr__(self, "layers", _check_layers(self))
+        _check_schedule(self)
 
     @property
     def num_devices(self) -> int:
         """Number of devices that the plan occupies."""
+        return self.data_parallel * self.tensor * self.pipeline
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of slices into which the global batch is cut."""
         return self.replicate * self.shard
 
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the pipeline, 1 without one."""
+        return self.pipeline * self.stages_per_device
+
     def __str__(self) -> str:
-        parts = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return ",".join(parts) or "replicate=1"
+        shown = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value != _default_of(one.name, self):
+                shown.append(f"{one.name}={_spell(value)}")
+        return ",".join(shown) or "replicate=1"
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Returns the plan that `text` spells, such as `replicate=2,shard=2,micro_batches=4,precision=bf16`.
+        """Returns the plan that `text` spells, such as `shard=2,tensor=2,pipeline=2,micro_batches=4,layers=3+5`.
 
         Spaces around names and values do not matter; whatever is left out has its default.
 
@@ -75,8 +138,8 @@ class Plan:
         """
         if not isinstance(text, str):
             raise PlanError(f"plan: {text!r} is a {type(text).__name__}", "a text or a Plan", _EXAMPLE)
-        names = [f.name for f in fields(cls)]
-        values: dict[str, int | str] = {}
+        names = [one.name for one in fields(cls)]
+        values: dict[str, Any] = {}
         for part in text.split(","):
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if name in _LATER_AXES:
@@ -91,30 +154,219 @@ class Plan:
                 )
             if name in values:
                 raise PlanError(f"plan: {name} comes twice in {text!r}", "each name once", _EXAMPLE)
-            values[name] = value if name == "precision" else _parse_size(name, value)
-        return cls(**values)  # type: ignore[arg-type]
+            values[name] = _parse_value(name, value)
+        return cls(**values)
 
     def rows_per_micro_batch(self, batch: int) -> int:
         """Returns how many rows of a global batch of `batch` rows the fullest device computes at a time."""
-        return -(-batch // (self.num_devices * self.micro_batches))
+        return -(-batch // (self.data_parallel * self.micro_batches))
+
+    def stage_ranges(self, num_blocks: int) -> list[range]:
+        """Returns which of a model's `num_blocks` blocks each stage holds, in order of stages.
+
+        Without `layers` every stage has the same number of blocks. What is left over goes, one block each, first to
+        the stages in the middle, then to the first, which has the embedding, and never to the last, which has the head.
+
+        Raises:
+            PlanError: There are fewer blocks than stages, or `layers` has another number of blocks.
+
+        Example:
+            >>> Plan(pipeline=3).stage_ranges(8)
+            [range(0, 3), range(3, 6), range(6, 8)]
+        """
+        if num_blocks < self.num_stages:
+            raise PlanError(
+                f"plan={str(self)!r}: the model has {num_blocks} blocks, too few for {self.num_stages} stages",
+                f"pipeline x stages_per_device of at most {num_blocks}",
+                f'plan="pipeline={num_blocks}"' if num_blocks > 1 else 'plan="replicate=2"',
+            )
+        if self.layers and sum(self.layers) != num_blocks:
+            even = "+".join(str(count) for count in _even(num_blocks, self.num_stages))
+            raise PlanError(
+                f"plan={str(self)!r}: layers has {sum(self.layers)} blocks, the model {num_blocks}",
+                f"{self.num_stages} numbers whose sum is {num_blocks}",
+                f'plan="pipeline={self.pipeline},layers={even}"',
+            )
+        ranges, start = [], 0
+        for count in self.layers or _even(num_blocks, self.num_stages):
+            ranges.append(range(start, start + count))
+            start += count
+        return ranges
 
     def platform_line(self, batch: int) -> str:
         """Returns the plan in the words of the platform's log, for a global batch of `batch` rows.
+
+        `recomputation` is 0 for none, 1 for selective, and 2 where blocks are computed again in full.
 
         Example:
             >>> Plan(shard=4, micro_batches=2).platform_line(16)[:66]
             'num_stages : 1, num_micro_batches : 2, batch_per_device : 2, No TP'
         """
+        recomputation = {"none": 0, "selective": 1}.get(str(self.recompute), 2)
         return (
-            f"num_stages : 1, num_micro_batches : {self.micro_batches}, "
-            f"batch_per_device : {self.rows_per_micro_batch(batch)}, No TP, recomputation : 0, "
+            f"num_stages : {self.num_stages}, num_micro_batches : {self.micro_batches}, "
+            f"batch_per_device : {self.rows_per_micro_batch(batch)}, "
+            f"{'No TP' if self.tensor == 1 else f'TP : {self.tensor}'}, recomputation : {recomputation}, "
             f"distribute_param : {str(self.shard > 1).lower()}, distribute_low_prec_param : false"
         )
 
 
-def _parse_size(name: str, value: str) -> int:
-    """Returns `value` as an integer; whether its size is possible is the plan's to say."""
+def _check_size(name: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise PlanError(f"plan: {name}={size!r} is no size", "an integer of at least 1", _size_example(name))
+
+
+def _check_recompute(recompute: object) -> None:
+    if isinstance(recompute, bool) or not (
+        recompute in RECOMPUTE_KINDS or (isinstance(recompute, int) and recompute >= 1)
+    ):
+        raise PlanError(
+            f"plan: recompute={recompute!r} is unknown",
+            f"{', '.join(RECOMPUTE_KINDS)} or a number of blocks of at least 1",
+            'plan="recompute=full"',
+        )
+
+
+def _check_sequence_parallel(plan: Plan) -> None:
+    if not isinstance(plan.sequence_parallel, bool):
+        raise PlanError(
+            f"plan: sequence_parallel={plan.sequence_parallel!r} is unknown",
+            "true or false",
+            'plan="tensor=2,sequence_parallel=true"',
+        )
+    if plan.sequence_parallel and plan.tensor == 1:
+        raise PlanError(
+            "plan: sequence_parallel=true with tensor=1: there is nobody to split the sequence with",
+            "sequence_parallel=false, or tensor of at least 2",
+            'plan="tensor=2,sequence_parallel=true"',
+        )
+
+
+def _check_layers(plan: Plan) -> tuple[int, ...]:
+    """Returns `plan.layers` as a tuple; its length belongs to the stages, its sum to the model."""
+    layers = plan.layers
+    if not isinstance(layers, (tuple, list)):
+        raise PlanError(f"plan: layers={layers!r} is no list", "a tuple of integers", 'plan="pipeline=2,layers=3+5"')
+    for count in layers:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise PlanError(
+                f"plan: layers={_spell(tuple(layers))}: {count!r} is no number of blocks",
+                "integers of at least 1, one for each stage",
+                'plan="pipeline=2,layers=3+5"',
+            )
+    if layers and plan.pipeline > 1 and len(layers) != plan.num_stages:
+        raise PlanError(
+            f"plan: layers={_spell(tuple(layers))} is {len(layers)} stages, the plan has {plan.pipeline} x "
+            f"{plan.stages_per_device} = {plan.num_stages}",
+            f"{plan.num_stages} numbers, one for each stage",
+            f'plan="pipeline={plan.num_stages},layers={_spell((4,) * plan.num_stages)}"',
+        )
+    return tuple(layers)
+
+
+def _check_schedule(plan: Plan) -> None:
+    """Raises PlanError where the values of a pipeline contradict each other. See [Note: numbers of micro-batches]."""
+    if plan.pipeline == 1:
+        for name in ("schedule", "stages_per_device", "layers"):
+            value = getattr(plan, name)
+            if value != _default_of(name, plan, without_schedule=True):
+                raise PlanError(
+                    f"plan: {name}={_spell(value)} with pipeline=1: there is no pipeline",
+                    f"{name} left out, or pipeline of at least 2",
+                    f'plan="pipeline=2,{_PIPELINE_EXAMPLES[name]}"',
+                )
+        return
+    if plan.schedule == "interleaved" and plan.stages_per_device == 1:
+        raise PlanError(
+            "plan: schedule=interleaved with stages_per_device=1: there is nothing to interleave",
+            "stages_per_device of at least 2, or schedule=1f1b",
+            f'plan="pipeline={plan.pipeline},schedule=interleaved,stages_per_device=2"',
+        )
+    if plan.schedule in ("gpipe", "1f1b") and plan.stages_per_device > 1:
+        raise PlanError(
+            f"plan: stages_per_device={plan.stages_per_device} with schedule={plan.schedule}, which has one",
+            "stages_per_device=1, or schedule=interleaved or zero_bubble",
+            f'plan="pipeline={plan.pipeline},schedule=interleaved,stages_per_device={plan.stages_per_device}"',
+        )
+    least, step = _round_of_micro_batches(plan)
+    if plan.micro_batches < least:
+        allowed = f"micro_batches={least} or more, or schedule=gpipe"
+    elif plan.micro_batches % step:
+        below = plan.micro_batches // step * step
+        allowed = f"micro_batches={below} or {below + step}, or schedule=gpipe"
+    else:
+        return
+    works = max(least, plan.micro_batches // step * step)
+    raise PlanError(
+        f"plan: schedule={plan.schedule} cannot run micro_batches={plan.micro_batches} with pipeline={plan.pipeline}",
+        allowed,
+        f'plan="pipeline={plan.pipeline},micro_batches={works},schedule={plan.schedule}"',
+    )
+
+
+def _round_of_micro_batches(plan: Plan) -> tuple[int, int]:
+    """Returns the least number of micro-batches of the plan's schedule, and the number it must be a multiple of."""
+    if plan.schedule == "gpipe":
+        return 1, 1
+    if plan.schedule == "1f1b":
+        return plan.num_stages, 1
+    return 1, max(1, plan.micro_batches // plan.pipeline)
+
+
+_PIPELINE_EXAMPLES = {
+    "schedule": "schedule=gpipe",
+    "stages_per_device": "schedule=interleaved,stages_per_device=2",
+    "layers": "layers=3+5",
+}
+
+
+def _size_example(name: str) -> str:
+    if name == "stages_per_device":
+        return 'plan="pipeline=2,schedule=interleaved,stages_per_device=2"'
+    return f'plan="{name}=2"'
+
+
+def _default_of(name: str, plan: Plan, without_schedule: bool = False) -> object:
+    """Returns the value of `name` that need not be written, None where every value is: the default depends there."""
+    if name == "micro_batches":
+        return 1 if plan.pipeline == 1 else None
+    if name == "stages_per_device":
+        return None if plan.schedule == "interleaved" and not without_schedule else 1
+    return next(one.default for one in fields(Plan) if one.name == name)
+
+
+def _spell(value: object) -> str:
+    """Returns `value` as a plan's text has it."""
+    if isinstance(value, tuple):
+        return "+".join(str(count) for count in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _parse_value(name: str, value: str) -> object:
+    """Returns `value` with the type of the field; whether it is possible is the plan's to say."""
+    if name in _WORDS:
+        return value
+    if name == "sequence_parallel":
+        return {"true": True, "false": False}.get(value.lower(), value)
+    if name == "layers":
+        return tuple(_parse_count(count) for count in value.split("+"))
+    if name == "recompute":
+        return value if value in RECOMPUTE_KINDS else _parse_count(value)
+    count = _parse_count(value)
+    _check_size(name, count)
+    return count
+
+
+def _parse_count(text: str) -> int | str:
     try:
-        return int(value)
+        return int(text)
     except ValueError:
-        raise PlanError(f"plan: {name}={value!r} is no size", "an integer of at least 1", f'plan="{name}=2"') from None
+        return text
+
+
+def _even(num_blocks: int, num_stages: int) -> list[int]:
+    """Returns the number of blocks of every stage, as even as can be."""
+    counts = [num_blocks // num_stages] * num_stages
+    for stage in [*range(1, num_stages - 1), 0][: num_blocks % num_stages]:
+        counts[stage] += 1
+    return counts

@@ -1,163 +1,137 @@
-"""Applies a plan to a module: what is sharded, what is replicated, in which precision it computes.
+"""Applies a plan to a module: what is split, sharded, replicated or recomputed, and in which precision.
 
-Decides how a plan becomes torch-native machinery (FSDP2 for sharding and bf16, bucketed sums for replication).
-Must not know batches, losses, checkpoints, the controller or the engine.
+Decides in which order a plan becomes torch-native machinery. Must not know batches, losses, checkpoints, the controller
+or the engine.
 
 [Note: gradients are sums]
-A worker's loss is its share of the global loss (see `reduction.py`), so gradients are summed over the workers and
-divided by nothing. FSDP2 averages by default; both its factor and its operation are set here, because only the plain
-SUM exists on every back end.
+A worker's loss is its share of the global loss (see `reduction.py`), so gradients are summed over the workers that
+share the batch and divided by nothing. FSDP2 averages by default; both its factor and its operation are set
+(`sharding.py`), because only the plain SUM exists on every back end.
 
 [Note: which machinery]
-shard > 1 or bf16: FSDP2 on the two-axis mesh (it keeps float32 shards and computes on bf16 copies, also with a
-shard axis of one). fp32 replication: the parameters stay ordinary tensors and `GradientSync` sums their gradients.
-Measured beside DistributedDataParallel on two CPU workers (Llama, 6 layers, hidden 512): GradientSync took 1.01 times
-its CPU time a step, FSDP2 with a shard axis of one and `replicate` on FSDP2's machinery 1.16 and 1.17 times its
-wall time, because they copy every parameter. One device in fp32: nothing at all.
+shard > 1 or bf16: FSDP2 (it keeps float32 shards and computes on bf16 copies, also with a shard axis of one). fp32
+replication: the parameters stay ordinary tensors and `GradientSync` sums their gradients. Measured beside
+DistributedDataParallel on two CPU workers (Llama, 6 layers, hidden 512): GradientSync took 1.01 times its CPU time a
+step, FSDP2 with a shard axis of one and `replicate` on FSDP2's machinery 1.16 and 1.17 times its wall time, because
+they copy every parameter. One device in fp32: nothing at all.
+
+[Note: order]
+1. Tensor parallelism first: whatever follows sees this worker's smaller parameters as if they were whole.
+2. The cut into stages: only what this worker holds is handled further.
+3. Recomputation of blocks, then FSDP2 around it, so that a block is gathered before it is recomputed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.utils._pytree import tree_map_only
 
-from moreh_ap.errors import PlanError
-from moreh_ap.parallelizer import gradient_sync
+from moreh_ap.parallelizer import gradient_sync, stages, streaming
+from moreh_ap.parallelizer.blocks import block_lists, repeated_blocks
+from moreh_ap.parallelizer.mesh import TENSOR_AXIS, Position
+from moreh_ap.parallelizer.sharding import shard, uses_fsdp
+from moreh_ap.parallelizer.stages import Stages
+from moreh_ap.parallelizer.streaming import Streaming
+from moreh_ap.parallelizer.trace import trace
 from moreh_ap.plan import Plan
 
+if TYPE_CHECKING:
+    from moreh_ap.parallelizer.layout import TensorLayout
+    from moreh_ap.parallelizer.tensor import TensorParallel
 
-def apply_plan(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Changes `module` in place so that its forward and backward follow `plan`.
+
+@dataclass(frozen=True)
+class Example:
+    """A call of the module as the script makes it: what a pipeline's cut is found with.
+
+    Attributes:
+        meta_module: A copy of the module on meta that no plan was applied to.
+        args: Positional arguments, with values.
+        kwargs: Keyword arguments, likewise.
+    """
+
+    meta_module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AppliedPlan:
+    """What a plan made of a module on this worker.
+
+    Attributes:
+        plan: The plan.
+        position: Where this worker stands.
+        tensor: What tensor parallelism did; None without it.
+        stages: This worker's stages; None without a pipeline.
+    """
+
+    plan: Plan
+    position: Position
+    tensor: TensorParallel | None = None
+    stages: Stages | None = None
+    layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Names of the parameters that this worker does not hold."""
+        return frozenset() if self.stages is None else self.stages.absent
+
+
+def apply_plan(
+    module: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device | None = None, example: Example | None = None
+) -> AppliedPlan:
+    """Changes `module` in place so that its forward and backward follow `plan`. See [Note: order].
 
     Args:
         module: The whole model on meta, or with its values on this worker's device.
         plan: The plan, the same on every worker.
         mesh: What `build_mesh` made of the plan.
-    """
-    uses_fsdp = plan.shard > 1 or plan.precision != "fp32"
-    scalars = {p for p in module.parameters() if p.ndim == 0}  # FSDP2 cannot shard them
-    if uses_fsdp:
-        _shard(module, plan, mesh, scalars)
-    if plan.num_devices > 1 and (not uses_fsdp or scalars):
-        gradient_sync.attach(module, group=None)
-
-
-def _shard(module: nn.Module, plan: Plan, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
-    compute_dtype = None if plan.precision == "fp32" else torch.bfloat16
-    inner = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
-    outer = MixedPrecisionPolicy(
-        param_dtype=inner.param_dtype,
-        reduce_dtype=inner.reduce_dtype,
-        output_dtype=torch.float32 if compute_dtype else None,
-    )
-    fsdp_mesh = mesh if plan.replicate > 1 or plan.shard == 1 else mesh["shard"]
-    free_after_forward = plan.shard > 1  # a copy on every device frees no memory worth a second cast
-    for block in repeated_blocks(module):
-        block.register_forward_hook(_own_outputs)
-        fully_shard(
-            block,
-            mesh=fsdp_mesh,
-            mp_policy=inner,
-            reshard_after_forward=free_after_forward,
-            ignored_params=ignored,
-        )
-    fully_shard(
-        module, mesh=fsdp_mesh, mp_policy=outer, reshard_after_forward=free_after_forward, ignored_params=ignored
-    )
-    for part in fsdp_modules(module):
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
-
-
-def _own_outputs(block: nn.Module, args: object, output: Any) -> Any:
-    """Gives a block's outputs memory of their own: an in-place operation on a view would drop FSDP2's backward hook."""
-    return tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if leaf._is_view() else leaf, output)
-
-
-def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Returns the blocks that repeat: the members of the outermost ModuleLists whose members are of one class.
-
-    A member without submodules (one Linear) is too small to travel alone, and a member that shares a parameter
-    with the rest of the model (tied weights) has to travel with it: neither is returned.
-    """
-    blocks: list[nn.Module] = []
-    _collect_blocks(module, blocks)
-    uses = Counter(id(p) for sub in module.modules() for p in sub._parameters.values() if p is not None)
-    return [block for block in blocks if _owns_its_parameters(block, uses)]
-
-
-def _collect_blocks(module: nn.Module, found: list[nn.Module]) -> None:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList) and _is_repetition(child):
-            found.extend(block for block in child if block not in found)
-        else:
-            _collect_blocks(child, found)
-
-
-def _is_repetition(blocks: nn.ModuleList) -> bool:
-    return len({type(b) for b in blocks}) == 1 and all(
-        next(b.children(), None) is not None and next(b.parameters(), None) is not None for b in blocks
-    )
-
-
-def _owns_its_parameters(block: nn.Module, uses: Counter[int]) -> bool:
-    inside = Counter(id(p) for sub in block.modules() for p in sub._parameters.values() if p is not None)
-    return all(uses[key] == count for key, count in inside.items())
-
-
-def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
-    """Returns the parts of `module` that FSDP2 manages, the outermost first."""
-    return [m for m in module.modules() if isinstance(m, FSDPModule)]
-
-
-def compute_dtype(module: nn.Module) -> torch.dtype | None:
-    """Returns the dtype that FSDP2 computes in, None where it computes in that of the parameters."""
-    parts = fsdp_modules(module)
-    return parts[0]._get_fsdp_state()._mp_policy.param_dtype if parts else None
-
-
-def settle(module: nn.Module) -> None:
-    """Puts the shards back in place as the module's parameters, wherever forward left whole ones.
-
-    Call it before parameters are read, written or listed outside forward and backward. It talks to no other worker.
-    """
-    for part in fsdp_modules(module):
-        part.reshard()
-
-
-def set_requires_grad(module: nn.Module, flags: Mapping[str, bool]) -> None:
-    """Freezes or frees parameters after a plan was applied.
-
-    Args:
-        module: The module `apply_plan` changed.
-        flags: Full parameter name -> whether it gets gradients. Names that are missing keep what they had.
+        device: This worker's device; needed for a pipeline.
+        example: A call of the module; needed for a pipeline.
 
     Raises:
-        PlanError: A name is no parameter of the module.
+        PlanError: The model cannot be split so; the text says why and what can be done instead.
     """
-    settle(module)
-    params = dict(module.named_parameters(remove_duplicate=False))
-    for name, flag in flags.items():
-        if name not in params:
-            raise PlanError(f"no parameter is called {name!r}", "one of the module's parameter names")
-        params[name].requires_grad_(flag)
+    position = Position.of(mesh)
+    tensor = None
+    if plan.tensor > 1:
+        from moreh_ap.parallelizer.tensor import apply_tensor_parallel
+
+        tensor = apply_tensor_parallel(module, mesh[TENSOR_AXIS], sequence_parallel=plan.sequence_parallel)
+    here = None
+    if plan.pipeline > 1:
+        assert example is not None and device is not None
+        found = trace(example.meta_module, example.args, example.kwargs, device)
+        here = Stages(module, example.meta_module, plan, position.pipeline, found, device)
+        stages.attach(module, here)
+    local = [list(stage.blocks) for stage in here.local.values()] if here else list(block_lists(module).values())
+    for blocks in local if plan.recompute != "none" else []:
+        from moreh_ap.parallelizer.recompute import apply_recompute
+
+        apply_recompute(blocks, plan.recompute)
+    _spread_over_data(module, plan, mesh, position, here)
+    if here is not None:
+        streaming.attach(module, Streaming(module, here))
+    return AppliedPlan(plan, position, tensor, here, tensor.layouts if tensor else {})
 
 
-def recover(module: nn.Module) -> None:
-    """Brings FSDP2 back to rest after a forward or backward that raised, so that the next call can run."""
-    for part in fsdp_modules(module):
-        state = part._get_fsdp_state()
-        state._training_state = TrainingState.IDLE
-        state._state_ctx.iter_forward_root = None
-        group = state._fsdp_param_group
-        if group is not None:
-            group._training_state = TrainingState.IDLE
-    settle(module)
+def _spread_over_data(
+    module: nn.Module, plan: Plan, mesh: DeviceMesh, position: Position, here: Stages | None
+) -> None:
+    """Shards or replicates what this worker holds over the workers that share the batch. See [Note: which machinery]."""
+    plain = {p for p in module.parameters() if p.ndim == 0}  # FSDP2 cannot shard them
+    if here is not None:
+        inside = {id(p) for stage in here.local.values() for p in stage.parameters()}
+        plain |= {p for p in module.parameters() if id(p) not in inside}
+    if uses_fsdp(plan):
+        roots = [module] if here is None else list(here.local.values())
+        blocks = [block for root in roots for block in repeated_blocks(root)]
+        shard(module, roots, blocks, plan, mesh, plain)
+    if position.data.size > 1 and (not uses_fsdp(plan) or plain):
+        gradient_sync.attach(module, group=position.data.group)

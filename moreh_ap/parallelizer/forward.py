@@ -23,13 +23,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moreh_ap.parallelizer.apply import fsdp_modules, recover, settle
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.placement import OwnDevice
 from moreh_ap.parallelizer.reduction import GlobalReduction
+from moreh_ap.parallelizer.sharding import fsdp_roots, recover, settle
+from moreh_ap.parallelizer.streaming import streaming_of
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,30 @@ class Call:
         """Number of workers that share the batch."""
         return dist.get_world_size(self.group) if dist.is_initialized() else 1
 
+    @property
+    def rank(self) -> int:
+        """This worker's place among those that share the batch."""
+        return dist.get_rank(self.group) if self.num_workers > 1 else 0
+
+    def autocasting(self) -> AbstractContextManager[Any]:
+        """Returns `torch.autocast` as the script had it around the call."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
+
     def reduction(self) -> AbstractContextManager[Any]:
         """Returns what has to be active during a forward of this call."""
         if self.mode == "split" and self.num_workers > 1:
             return GlobalReduction(self.device, group=self.group)
         return OwnDevice(self.device) if self.device.type == "cpu" else nullcontext()
 
-    def seed_generators(self, chunk: int = 0) -> None:
-        """Starts the random numbers: own ones for each worker and chunk of a split call, equal ones otherwise."""
+    def seed_generators(self, chunk: int = 0, stage: int = 0) -> None:
+        """Starts the random numbers: own ones for each worker and chunk of a split call, equal ones otherwise.
+
+        Each stage of a pipeline has own ones too; workers that split layers among them have equal ones.
+        """
         if self.seed is None:
             return
-        rank = dist.get_rank(self.group) if self.mode == "split" and self.num_workers > 1 else 0
-        seed = (self.seed + 0x9E3779B9 * rank + 0x85EBCA6B * chunk) % 2**63
+        rank = self.rank if self.mode == "split" else 0
+        seed = (self.seed + 0x9E3779B9 * rank + 0x85EBCA6B * chunk + 0xC2B2AE35 * stage) % 2**63
         # Not `torch.manual_seed`: it also asks every back end that is not there, which takes longer than a small step.
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
@@ -85,6 +99,13 @@ class Call:
         counts_once = self.mode == "whole" or (self.kinds is not None and self.kinds[leaf] == "same")
         return 1.0 / self.num_workers if counts_once else 1.0
 
+    def output_gradient(self, leaf: int, result: Tensor, grad: Tensor) -> Tensor:
+        """Returns the gradient of a leaf of the result as backward wants it: scaled, and split like the leaf."""
+        grad = grad.to(result.dtype) * self.gradient_scale(leaf)
+        if isinstance(result, DTensor) and not isinstance(grad, DTensor):
+            return distribute_tensor(grad, result.device_mesh, result.placements, src_data_rank=None)
+        return grad
+
     def gradient_sync(self) -> AbstractContextManager[None]:
         """Returns what has to be active during backward so that gradients are summed over the workers."""
         sync = gradient_sync_of(self.module)
@@ -92,7 +113,7 @@ class Call:
 
 
 class ForwardPass:
-    """A forward that has run, and its backward.
+    """A forward that has run on this worker alone, and its backward.
 
     Args:
         call: What to run and how.
@@ -124,7 +145,7 @@ class ForwardPass:
         args, kwargs = tree_unflatten(leaves, spec)
         call.seed_generators(chunk)
         try:
-            with torch.set_grad_enabled(call.grad), reduction or call.reduction(), _autocast(call):
+            with torch.set_grad_enabled(call.grad), reduction or call.reduction(), call.autocasting():
                 result = _invoke(call, args, kwargs)
         except BaseException:
             recover(call.module)
@@ -135,6 +156,9 @@ class ForwardPass:
         self._freed = False
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
         self.outputs: list[Any] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._results]
+
+    has_result = True
+    """Whether this worker has the outputs; in a pipeline some have none."""
 
     @property
     def shapes(self) -> list[Any]:
@@ -175,7 +199,7 @@ class ForwardPass:
         for index, (result, grad) in enumerate(zip(self._results, output_grads, strict=True)):
             if grad is not None and isinstance(result, Tensor) and result.requires_grad:
                 roots.append(result)
-                grads.append(grad.to(result.dtype) * self._call.gradient_scale(index))
+                grads.append(self._call.output_gradient(index, result, grad))
         if roots:
             try:
                 torch.autograd.backward(roots, grads, retain_graph=retain_graph)
@@ -201,14 +225,15 @@ def _own_leaf(leaf: Any, grad: bool) -> Any:
     return leaf.detach().requires_grad_(grad and leaf.requires_grad)
 
 
-def _autocast(call: Call) -> AbstractContextManager[Any]:
-    return nullcontext() if call.autocast is None else torch.autocast(call.device.type, dtype=call.autocast)
-
-
 def _invoke(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    streaming = streaming_of(call.module)
+    if streaming is not None:
+        args, kwargs = streaming.cast_inputs((args, dict(kwargs)))
+        with streaming.active():
+            return streaming.cast_result((call.target or call.module)(*args, **kwargs))
     if call.target is None:
         return call.module(*args, **kwargs)
-    if not fsdp_modules(call.module):
+    if not fsdp_roots(call.module):
         return call.target(*args, **kwargs)
     with _forward_replaced(call.module, call.target):
         return call.module(*args, **kwargs)

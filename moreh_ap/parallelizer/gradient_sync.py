@@ -94,7 +94,7 @@ class GradientSync:
 
     def _refresh(self) -> None:
         """Lays out buckets anew where the trainable parameters are not those of the last call."""
-        params = [p for p in self._module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        params = [p for p in self._module.parameters() if p.requires_grad and _is_plain(p)]
         if len(params) == len(self._params) and all(a is b for a, b in zip(params, self._params, strict=True)):
             return
         for hook in self._hooks:
@@ -120,6 +120,11 @@ class GradientSync:
             bucket.launch(self._group)
         for bucket in self._buckets:
             bucket.collect(self._group)
+
+
+def _is_plain(param: nn.Parameter) -> bool:
+    """Says whether the parameter is here as an ordinary tensor: neither sharded nor on another stage of a pipeline."""
+    return not isinstance(param, DTensor) and not param.is_meta
 
 
 class _Bucket:

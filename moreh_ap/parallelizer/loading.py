@@ -4,22 +4,35 @@ Decides which part of a tensor this worker reads or writes. Must not know where 
 tensors are called in the library that wrote them, or what the module computes.
 
 No worker ever holds more than its own shards and one tensor on its way.
+
+[Note: two kinds of parts]
+Tensor parallelism leaves a worker an ordinary tensor, smaller than the whole; its `TensorLayout` says which ranges of the
+whole it is made of. FSDP2 then shards dim 0 of that tensor as a DTensor. Either may be absent. `pieces` puts both
+together: which slices of the whole are which slices of what this worker holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moreh_ap.errors import LoadError
-from moreh_ap.parallelizer.apply import fsdp_modules
+from moreh_ap.parallelizer.sharding import fsdp_modules
+
+if TYPE_CHECKING:
+    from moreh_ap.parallelizer.layout import TensorLayout
+
+Piece = tuple[tuple[slice, ...], tuple[slice, ...]]
+"""Slices of a whole tensor, and the slices of this worker's part that hold them."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +52,17 @@ class TensorSource:
 class _Wanted:
     name: str
     tensor: torch.Tensor
+    layout: TensorLayout | None
     source: TensorSource
 
 
-def fill(module: nn.Module, sources: Mapping[str, TensorSource], device: torch.device | str) -> None:
+def fill(
+    module: nn.Module,
+    sources: Mapping[str, TensorSource],
+    device: torch.device | str,
+    layouts: Mapping[str, TensorLayout] | None = None,
+    absent: Collection[str] = (),
+) -> None:
     """Gives every parameter and buffer of `module` memory on `device` and this worker's part of its value.
 
     Tensors are read one by one, each worker only its own rows of them, and cast to the dtype the module has. What
@@ -53,11 +73,14 @@ def fill(module: nn.Module, sources: Mapping[str, TensorSource], device: torch.d
         sources: Full name of a parameter or buffer -> where its value lies. One name of tied ones is enough;
             non-persistent buffers need a source like all others.
         device: Where this worker computes.
+        layouts: What tensor parallelism left of the parameters it split, by full name.
+        absent: Full names of parameters that this worker does not hold: they stay on meta.
 
     Raises:
         LoadError: A tensor has no source, its file has no such tensor, or the shapes differ.
     """
-    names = _names_by_tensor(module)
+    layouts = layouts or {}
+    names = [same for same in _names_by_tensor(module) if not any(name in absent for name in same)]
     missing = [same[0] for same in names if not any(name in sources for name in same)]
     if missing:
         raise LoadError(
@@ -70,7 +93,8 @@ def fill(module: nn.Module, sources: Mapping[str, TensorSource], device: torch.d
     wanted = []
     for same in names:
         name = next(name for name in same if name in sources)
-        wanted.append(_Wanted(name, tensors[name], sources[name]))
+        layout = next((layouts[name] for name in same if name in layouts), None)
+        wanted.append(_Wanted(name, tensors[name], layout, sources[name]))
     wanted.sort(key=lambda w: w.source.file)
     for file, group in groupby(wanted, key=lambda w: w.source.file):
         with safe_open(file, framework="pt") as opened:
@@ -94,8 +118,11 @@ def _names_by_tensor(module: nn.Module) -> list[list[str]]:
 
 
 def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -> None:
-    """Moves the module to `device` without values, and ties again what `to_empty` took apart."""
-    module.to_empty(device=device)
+    """Gives the tensors of `names` memory on `device`, without values, and ties again what that took apart."""
+    tensors = _tensors_by_name(module)
+    held = {id(tensors[same[0]]) for same in names}
+    with torch.no_grad():
+        module._apply(lambda t: torch.empty_like(t, device=device) if id(t) in held else t)
     for first, *others in names:
         tensor = _tensors_by_name(module)[first] if others else None
         for name in others:
@@ -111,18 +138,19 @@ def _read_into(opened: safe_open, keys: set[str], item: _Wanted) -> None:
             f"{item.name}: {item.source.file} holds no tensor {item.source.key!r}", "a key that is in the file"
         )
     stored = opened.get_slice(item.source.key)
-    shape = tuple(stored.get_shape())
-    if shape != tuple(item.tensor.shape):
+    shape, wanted_shape = tuple(stored.get_shape()), whole_shape(item.tensor, item.layout)
+    if shape != wanted_shape:
         raise LoadError(
-            f"{item.name}: has shape {tuple(item.tensor.shape)}, {item.source.key!r} in {item.source.file} has {shape}",
+            f"{item.name}: has shape {wanted_shape}, {item.source.key!r} in {item.source.file} has {shape}",
             "equal shapes",
         )
     with torch.no_grad():
         local = local_part(item.tensor)
-        if local.numel() == 0:
-            return
-        part = _part(item.tensor)
-        local.copy_(stored[part] if part else opened.get_tensor(item.source.key))
+        for whole, own in pieces(item.tensor, item.layout):
+            if own:
+                local[own].copy_(stored[whole])
+            else:
+                local.copy_(opened.get_tensor(item.source.key))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,35 +158,65 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _part(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Returns which part of the whole tensor this worker holds; empty for a tensor without dims."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+def whole_shape(tensor: torch.Tensor, layout: TensorLayout | None = None) -> tuple[int, ...]:
+    """Returns the shape of the whole tensor of which workers hold parts."""
+    return tuple(tensor.shape) if layout is None else layout.shape
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the whole tensor on the CPU, as a copy. A collective: every worker has to call it."""
+def pieces(tensor: torch.Tensor, layout: TensorLayout | None = None) -> list[Piece]:
+    """Returns which slices of the whole this worker holds, and where. See [Note: two kinds of parts].
+
+    One piece with empty slices stands for a tensor without dims. Nothing is returned for an empty part.
+    """
+    if tensor.ndim == 0:
+        return [((), ())]
+    sizes, starts = tuple(tensor.shape), (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if 0 in sizes:
+        return []
+    if layout is not None:
+        return layout.pieces(range(starts[0], starts[0] + sizes[0]))
+    whole = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return [(whole, tuple(slice(0, size) for size in sizes))]
+
+
+def full_tensor(
+    tensor: torch.Tensor, layout: TensorLayout | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Returns the whole tensor on the CPU, as a copy. A collective: every worker that holds a part has to call it.
+
+    Args:
+        tensor: A parameter, buffer, gradient, optimizer state or output.
+        layout: What tensor parallelism left here of the whole.
+        group: The workers that hold the other parts; needed with `layout`.
+    """
     whole = tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    if layout is not None:
+        own, whole = whole, torch.zeros(layout.shape, dtype=whole.dtype, device=whole.device)
+        if layout.writes:
+            for there, here in layout.pieces():
+                whole[there] = own[here]
+        dist.all_reduce(whole, group=group)
     return whole.cpu().clone() if whole.device.type == "cpu" else whole.cpu()
 
 
-def write_tensor(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+def write_tensor(tensor: torch.Tensor, whole: torch.Tensor, layout: TensorLayout | None = None) -> None:
     """Writes this worker's part of `whole` into `tensor`. No collective.
 
     Args:
         tensor: A parameter, buffer, gradient or optimizer state, sharded or not.
-        whole: The whole value, of the same shape, on any device and of any dtype.
+        whole: The whole value, of the whole's shape, on any device and of any dtype.
+        layout: What tensor parallelism left here of the whole.
 
     Raises:
         LoadError: The shapes differ.
     """
-    if tuple(tensor.shape) != tuple(whole.shape):
+    if whole_shape(tensor, layout) != tuple(whole.shape):
         raise LoadError(
-            f"a value of shape {tuple(whole.shape)} for a tensor of shape {tuple(tensor.shape)}", "equal shapes"
+            f"a value of shape {tuple(whole.shape)} for a tensor of shape {whole_shape(tensor, layout)}", "equal shapes"
         )
     with torch.no_grad():
         local = local_part(tensor)
-        if local.numel() > 0:
-            local.copy_(whole[_part(tensor)])
+        for there, here in pieces(tensor, layout):
+            local[here].copy_(whole[there])

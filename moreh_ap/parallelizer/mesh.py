@@ -5,20 +5,26 @@ Decides the axis names and the order of ranks. Must not know models, batches or 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 
+PIPELINE_AXIS = "pipeline"
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
+TENSOR_AXIS = "tensor"
+_AXES = (PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS)
 
 
 def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """Returns the mesh of `plan`: axes ("replicate", "shard"), the shard axis varying fastest.
+    """Returns the mesh of `plan`: axes ("pipeline", "replicate", "shard", "tensor"), the last varying fastest.
 
-    Neighbouring ranks share parameters, because neighbours usually have the fastest links and sharding talks most.
+    Neighbouring ranks usually have the fastest links. Tensor parallelism talks most, inside every layer; sharding talks
+    once a layer; stages of a pipeline only at their borders.
 
     Args:
         plan: The plan; `plan.num_devices` must be the size of the default process group.
@@ -31,7 +37,63 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     if plan.num_devices != world:
         raise PlanError(
             f"the plan {plan} needs {plan.num_devices} devices, the accelerator has {world}",
-            f"replicate x shard = {world}",
+            f"replicate x shard x tensor x pipeline = {world}",
             f'plan="replicate={world}"',
         )
-    return init_device_mesh(device_type, (plan.replicate, plan.shard), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
+    shape = (plan.pipeline, plan.replicate, plan.shard, plan.tensor)
+    return init_device_mesh(device_type, shape, mesh_dim_names=_AXES)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh, or several taken together, seen from one worker.
+
+    Attributes:
+        rank: This worker's place on it.
+        size: Number of workers along it.
+        group: The workers that differ from this one only along it.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where this worker stands in the mesh of a plan.
+
+    Attributes:
+        data: The workers that share the batch during training: replicate and shard axes together.
+        rows: The workers that share the batch of a forward without gradients: stages of a pipeline take part, each
+            with rows of its own.
+        tensor: The workers that split every layer.
+        pipeline: The workers that hold the other stages.
+        holds_first_replica: Whether the worker's parameters are those of the first replica.
+    """
+
+    data: Axis
+    rows: Axis
+    tensor: Axis
+    pipeline: Axis
+    holds_first_replica: bool
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Position:
+        """Returns this worker's position. A collective the first time: process groups are made."""
+        return cls(
+            data=_flat(mesh, REPLICATE_AXIS, SHARD_AXIS),
+            rows=_flat(mesh, PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS),
+            tensor=_axis(mesh[TENSOR_AXIS]),
+            pipeline=_axis(mesh[PIPELINE_AXIS]),
+            holds_first_replica=mesh.get_local_rank(REPLICATE_AXIS) == 0,
+        )
+
+
+def _flat(mesh: DeviceMesh, *names: str) -> Axis:
+    part = mesh[names]
+    return _axis(part._flatten("_".join(names)) if len(names) > 1 else part)
+
+
+def _axis(mesh: DeviceMesh) -> Axis:
+    return Axis(mesh.get_local_rank(), mesh.size(), mesh.get_group())

@@ -13,7 +13,7 @@ without gradients computes it, with the random numbers that the run in backward 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moreh_ap.parallelizer.apply import fsdp_modules
 from moreh_ap.parallelizer.batch import row_range, slice_rows
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.reduction import GlobalReduction, MetaReduction
+from moreh_ap.parallelizer.sharding import fsdp_roots
 
 
 class DeferredForward:
@@ -60,12 +60,17 @@ class DeferredForward:
         self._call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self._num_chunks = num_chunks
-        start, stop = row_range(dist.get_rank(call.group) if call.num_workers > 1 else 0, call.num_workers, rows)
-        self._rows = stop - start
+        self._rows = rows
+        if call.mode == "split":
+            start, stop = row_range(call.rank, call.num_workers, rows)
+            self._rows = stop - start
         self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._outputs: list[Any] | None = None
         self.shapes, self.treespec, self._denominators = self._dry_run(meta_module)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in self.shapes]
+
+    has_result = True
+    """Whether this worker has the outputs; in a pipeline some have none."""
 
     @property
     def computed(self) -> bool:
@@ -104,9 +109,7 @@ class DeferredForward:
         ]
 
     def _dry_run(self, meta_module: nn.Module | None) -> tuple[list[Any], Any, list[Tensor]]:
-        found = (
-            None if meta_module is None or self._call.autocast or self._call.target else self._run_on_meta(meta_module)
-        )
+        found = None if meta_module is None or self._call.target else self._run_on_meta(meta_module)
         if not self._everywhere(found is not None):
             found = self._run_without_gradients()
         leaves, spec, local = found  # type: ignore[misc]  # None was replaced on every worker
@@ -122,11 +125,19 @@ class DeferredForward:
             meta.training = real.training
         args, kwargs = tree_unflatten(self._leaves, self._spec)
         try:
-            with torch.no_grad(), MetaReduction(self._call.device) as reduction:
+            with (
+                torch.no_grad(),
+                MetaReduction(self._call.device) as reduction,
+                self._observed(meta_module, reduction),
+            ):
                 result = meta_module(*args, **kwargs)
         except Exception:  # whatever a model does with a value that meta tensors do not have
             return None
         return *flatten(result), reduction.local_denominators
+
+    def _observed(self, meta_module: nn.Module, reduction: MetaReduction) -> AbstractContextManager[None]:
+        """Returns what has to be active while the module runs on meta."""
+        return nullcontext()
 
     def _run_without_gradients(self) -> tuple[list[Any], Any, list[Tensor]]:
         args, kwargs = tree_unflatten(self._leaves, self._spec)
@@ -143,13 +154,23 @@ class DeferredForward:
         return bool(flag.item())
 
     def _run_chunk(self, call: Call, chunk: int) -> ForwardPass:
-        start, stop = row_range(chunk, self._num_chunks, self._rows)
-        args, kwargs = tree_unflatten(slice_rows(self._leaves, self._rows, start, stop), self._spec)
+        args, kwargs = self._chunk_arguments(chunk)
         reduction = GlobalReduction(call.device, denominators=self._denominators)
         return ForwardPass(call, args, kwargs, reduction=reduction, chunk=chunk)
 
+    def _chunk_range(self, chunk: int) -> tuple[int, int]:
+        """Returns the first of this worker's rows in a piece, and the one after its last."""
+        return row_range(chunk, self._num_chunks, self._rows)
+
+    def _chunk_arguments(self, chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns positional and keyword arguments of one piece."""
+        if self._num_chunks == 1:
+            return tree_unflatten(self._leaves, self._spec)
+        start, stop = self._chunk_range(chunk)
+        return tree_unflatten(slice_rows(self._leaves, self._rows, start, stop), self._spec)
+
     def _chunk_grads(self, output_grads: Sequence[Tensor | None], chunk: int) -> list[Tensor | None]:
-        start, stop = row_range(chunk, self._num_chunks, self._rows)
+        start, stop = self._chunk_range(chunk)
         grads: list[Tensor | None] = []
         for kind, grad in zip(self._kinds, output_grads, strict=True):
             if grad is None or kind == "share":
@@ -162,7 +183,7 @@ class DeferredForward:
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        return self._call.kinds or ()
+        return self._call.kinds or ("same",) * len(self.shapes)
 
     def _join(self, chunks: list[list[Any]]) -> list[Any]:
         """Returns the leaves of the whole slice from those of its pieces."""
@@ -179,7 +200,7 @@ class DeferredForward:
 def _gradients_stay_here(module: nn.Module) -> Iterator[None]:
     """Inside the block backward leaves gradients on this worker; the next one outside it sums them all."""
     sync = gradient_sync_of(module)
-    outermost = fsdp_modules(module)[:1]
+    outermost = fsdp_roots(module)
     for part in outermost:
         part.set_requires_gradient_sync(False)
     try:

@@ -25,11 +25,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moreh_ap.parallelizer.apply import compute_dtype, recover, settle
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.batch import carries_rows, select_rows
 from moreh_ap.parallelizer.forward import Call, ForwardPass
+from moreh_ap.parallelizer.pipeline import PipelinedPass
 from moreh_ap.parallelizer.reduction import GlobalReduction
 from moreh_ap.parallelizer.rehearsal import NoDropout, buffers_restored, untouched
+from moreh_ap.parallelizer.sharding import compute_dtype, recover, settle
+from moreh_ap.parallelizer.stages import stages_of
 
 TOLERANCE_FP32 = 2e-5
 """Largest difference, relative to the largest entry of a tensor, that rounding explains in float32 (eps 1.2e-7)."""
@@ -79,7 +82,14 @@ def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
             reason = _attempt(step, call.module)
             if not _everywhere(reason == "", call):
                 return SplitProof(False, (), reason or "another worker found that rows look at each other")
-    return SplitProof(True, probe.kinds, "")
+        if not _everywhere(not probe.has_unknown, call):
+            raise UnsupportedError(
+                "a result of a training call is on an earlier stage of the pipeline (hidden states of every layer?)",
+                "results that the last stage computes, calls under torch.no_grad(), or plans with pipeline=1",
+                'plan="shard=2"',
+            )
+        kinds = _of_last_stage(probe.kinds, call)
+    return SplitProof(True, kinds, "")
 
 
 def _attempt(step: Callable[[], None], module: nn.Module) -> str:
@@ -96,11 +106,21 @@ def _attempt(step: Callable[[], None], module: nn.Module) -> str:
 
 def _everywhere(ok: bool, call: Call) -> bool:
     """Says whether `ok` holds on every worker, so that all of them take the same way."""
-    if call.num_workers == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return ok
     flag = torch.tensor(int(ok), device=call.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=call.group)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item())
+
+
+def _of_last_stage(kinds: tuple[str, ...], call: Call) -> tuple[str, ...]:
+    """Returns what the workers found that have the result."""
+    stages = stages_of(call.module)
+    if stages is None or not call.grad:
+        return kinds
+    found = [kinds]
+    dist.broadcast_object_list(found, group=stages.axis.group, group_src=stages.last_worker)
+    return found[0]
 
 
 class _Probe:
@@ -108,13 +128,14 @@ class _Probe:
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
         self.kinds: tuple[str, ...] = ()
+        self.has_unknown = False
         self._call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self._rows = rows
         self._chosen = _choose_rows(self._leaves, rows)
         self._tolerance = _tolerance(call)
         self._buffers: dict[str, Tensor] = {}
-        self._singles: list[ForwardPass] = []
+        self._singles: list[ForwardPass | PipelinedPass] = []
         self._weights: list[Tensor | None] = []
         self._wanted: dict[str, Tensor | None] = {}
 
@@ -137,6 +158,7 @@ class _Probe:
             self._singles.append(self._run([row], reduction))
             counted.append(reduction.local_denominators)
         _check_denominators(denominators, counted)
+        self.has_unknown = isinstance(common, PipelinedPass) and any(map(_is_unknown, common.outputs))
         if any(single.treespec != common.treespec for single in self._singles):
             raise _Refused("the result of one row nests differently from that of several")
         self.kinds = tuple(
@@ -178,7 +200,7 @@ class _Probe:
             param.grad = None
         return gradients
 
-    def _run(self, chosen: Sequence[int], reduction: GlobalReduction) -> ForwardPass:
+    def _run(self, chosen: Sequence[int], reduction: GlobalReduction) -> ForwardPass | PipelinedPass:
         """Runs the chosen rows, from the same buffers every time.
 
         Raises:
@@ -187,7 +209,9 @@ class _Probe:
         args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
         with buffers_restored(self._call.module) as buffers:
             with NoDropout():
-                done = ForwardPass(self._call, args, kwargs, reduction=reduction)
+                runs_in_stages = self._call.grad and stages_of(self._call.module) is not None
+                run = PipelinedPass if runs_in_stages else ForwardPass
+                done = run(self._call, args, kwargs, reduction=reduction)
             after = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         self._buffers = self._buffers or after
         for name, value in after.items():
@@ -240,7 +264,18 @@ def _equal(left: Any, right: Any) -> bool:
         return False
 
 
+def _is_unknown(leaf: Any) -> bool:
+    """Says whether a result holds what a stage puts in place of values that it does not have."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(_own_part(leaf).isnan().any())
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _close(got: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    if isinstance(got, DTensor) or isinstance(wanted, DTensor):
+        got, wanted = _own_part(got), _own_part(wanted)
     if got.shape != wanted.shape:
         return False
     if not wanted.is_floating_point():
@@ -265,12 +300,15 @@ def _random_weight(leaf: Any) -> Tensor | None:
         return None
     if leaf.ndim == 0:
         return torch.ones_like(leaf)
+    if isinstance(leaf, DTensor):
+        local = _random_weight(leaf.to_local())
+        return DTensor.from_local(local, leaf.device_mesh, leaf.placements, shape=leaf.shape, stride=leaf.stride())
     entries = torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float32)
     return (torch.sin(entries) / max(1, leaf.numel()) ** 0.5).reshape(leaf.shape).to(leaf.dtype)
 
 
 def _some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    trainable = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad and not p.is_meta}
     names = list(trainable)
     step = max(1, -(-len(names) // _MAX_COMPARED_PARAMETERS))
     return {name: trainable[name] for name in [*names[::step], *names[-1:]]}
@@ -279,8 +317,7 @@ def _some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def _local_gradient(param: nn.Parameter) -> Tensor | None:
     if param.grad is None:
         return None
-    grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-    return grad.detach().clone()
+    return _own_part(param.grad).detach().clone()
 
 
 def _tolerance(call: Call) -> float:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moreh_ap.parallelizer.apply import settle
+from moreh_ap.parallelizer.sharding import settle
 
 _DROPOUTS = {
     F.dropout,

@@ -70,13 +70,24 @@ class ImportModules:
 class BuildModel:
     """Unpickle a skeleton on meta, apply the plan, and fill this worker's shards from files.
 
-    `sources` maps names of parameters and buffers to ``(safetensors file, key)``.
+    `sources` maps names of parameters and buffers to ``(safetensors file, key)``. `example` is the call that a pipeline's
+    cut is found with. Answers where the worker's parameters belong: parameters with one answer are laid out alike.
     """
 
     owner: str
     skeleton: bytes
     plan: str
     sources: dict[str, tuple[str, str]]
+    example: ExampleCall | None = None
+
+
+@dataclass(frozen=True)
+class ExampleCall:
+    """A call of a model as a script makes it; constants and nesting as in `DefineSignature`."""
+
+    pickled_treespec: bytes
+    pickled_constants: bytes
+    tensors: tuple[TensorData, ...]
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,10 @@ class LeafReply:
 
 @dataclass(frozen=True)
 class ForwardReply:
-    """How a forward's result nests, its leaves, and whether workers shared the batch (mode "split" or "whole")."""
+    """How a forward's result nests, its leaves, and how workers shared the batch; None from a worker without a result.
+
+    mode: "split" (each has its rows of the outputs), "whole" (each has all), "stages" (the last stage has them).
+    """
 
     pickled_treespec: bytes
     leaves: tuple[LeafReply, ...]
@@ -159,7 +173,10 @@ class ForwardReply:
 
 @dataclass(frozen=True)
 class ReadOutputs:
-    """Answer outputs of a call: each worker its rows or share, rank 0 alone what is the same everywhere."""
+    """Answer outputs of a call: each worker its rows or share, the first alone what is the same everywhere.
+
+    A worker without a result answers None.
+    """
 
     call_id: int
     indices: tuple[int, ...]
@@ -205,7 +222,7 @@ class ReleaseModel:
 
 @dataclass(frozen=True)
 class ReadState:
-    """Answer whole tensors; rank 0 alone sends bytes."""
+    """Answer whole tensors: one worker sends each, the others None in its place."""
 
     refs: tuple[StateRef, ...]
 

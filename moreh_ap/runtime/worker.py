@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.integrations import transformers_worker
-from moreh_ap.parallelizer.loading import full_tensor, local_part, write_tensor
+from moreh_ap.parallelizer.held import Held
+from moreh_ap.parallelizer.norms import total_norm
 from moreh_ap.runtime import messages
 from moreh_ap.runtime.messages import StateRef, TensorData
 from moreh_ap.runtime.worker_device import WorkerDevice
@@ -43,7 +44,7 @@ class WorkerExecutor:
         self._models: dict[str, WorkerModel] = {}
         self._calls: dict[int, WorkerCall] = {}
         self._optimizers: dict[str, WorkerOptimizer] = {}
-        self._temporaries: dict[StateRef, Tensor] = {}
+        self._temporaries: dict[StateRef, Held | None] = {}
         self._signatures: dict[int, messages.DefineSignature] = {}
         self._lists: dict[int, tuple[StateRef, ...]] = {}
 
@@ -75,8 +76,9 @@ class WorkerExecutor:
                 importlib.import_module(name)
 
     @_execute.register
-    def _(self, command: messages.BuildModel) -> None:
-        self._models[command.owner] = WorkerModel(command, self._device)
+    def _(self, command: messages.BuildModel) -> dict[str, str]:
+        self._models[command.owner] = model = WorkerModel(command, self._device)
+        return model.placements()
 
     @_execute.register
     def _(self, command: messages.ReleaseModel) -> None:
@@ -96,7 +98,7 @@ class WorkerExecutor:
         self._signatures[command.signature] = command
 
     @_execute.register
-    def _(self, command: messages.Forward) -> messages.ForwardReply:
+    def _(self, command: messages.Forward) -> messages.ForwardReply | None:
         signature = self._signatures[command.signature]
         tensors = [self._argument(data) for data in command.tensors]
         local = [isinstance(data, messages.OutputRef) for data in command.tensors]
@@ -108,13 +110,15 @@ class WorkerExecutor:
         if isinstance(data, messages.OutputRef):
             return self._calls[data.call_id].output(data.index).detach()
         if isinstance(data, StateRef):
-            return self._state(data)
+            held = self._state(data)
+            assert held is not None  # the controller names only tensors that every worker holds
+            return held.whole().to(self._device.torch_device)
         return self._device.place(data)
 
     @_execute.register
-    def _(self, command: messages.ReadOutputs) -> list[messages.LeafReply]:
+    def _(self, command: messages.ReadOutputs) -> list[messages.LeafReply | None]:
         call = self._calls[command.call_id]
-        return [call.leaf(index, with_data=True) for index in command.indices]
+        return [call.leaf(index) for index in command.indices]
 
     @_execute.register
     def _(self, command: messages.Backward) -> bytes:
@@ -123,7 +127,7 @@ class WorkerExecutor:
         return call.model.gradient_flags()
 
     @_execute.register
-    def _(self, command: messages.ReadInputGradients) -> messages.LeafReply:
+    def _(self, command: messages.ReadInputGradients) -> messages.LeafReply | None:
         return self._calls[command.call_id].input_gradient(command.index)
 
     @_execute.register
@@ -133,7 +137,8 @@ class WorkerExecutor:
 
     # -- state tensors ---------------------------------------------------------------------------------------------
 
-    def _state(self, ref: StateRef) -> Tensor:
+    def _state(self, ref: StateRef) -> Held | None:
+        """This worker's part of a tensor; None if other workers alone hold it."""
         if ref in self._temporaries:
             return self._temporaries[ref]
         if ref.owner in self._models:
@@ -144,8 +149,9 @@ class WorkerExecutor:
     def _(self, command: messages.ReadState) -> list[TensorData | None]:
         wholes = []
         for ref in command.refs:
-            whole = full_tensor(self._state(ref))
-            wholes.append(TensorData.of(whole) if self._rank == 0 else None)
+            held = self._state(ref)
+            whole = None if held is None else held.whole()
+            wholes.append(TensorData.of(whole) if whole is not None and held is not None and held.sends else None)
         return wholes
 
     @_execute.register
@@ -153,8 +159,10 @@ class WorkerExecutor:
         for ref, data in command.values.items():
             if ref.kind == "grad":
                 self._models[ref.owner].set_gradient(ref.name, data.tensor())
-            else:
-                write_tensor(self._state(ref), data.tensor())
+                continue
+            held = self._state(ref)
+            if held is not None:
+                held.write(data.tensor())
 
     @_execute.register
     def _(self, command: messages.ReleaseState) -> None:
@@ -172,25 +180,33 @@ class WorkerExecutor:
     @_execute.register
     def _(self, command: messages.ClearGradients) -> None:
         for ref in self._lists[command.gradients]:
-            self._models[ref.owner].parameter(ref.name).grad = None
+            self._models[ref.owner].clear_gradient(ref.name)
 
     @_execute.register
     def _(self, command: messages.RunOperation) -> None:
         packet, overload = command.func.rsplit(".", 1)
         func = getattr(getattr(torch.ops.aten, packet.split("::")[-1]), overload)
+        refs = [leaf for leaf in tree_leaves((command.arguments, command.keyword_arguments), is_leaf=_is_ref)]
+        operands = [self._state(ref) for ref in refs if _is_ref(ref)]
+        if any(held is None for held in operands):
+            self._temporaries.update(dict.fromkeys(command.outputs))
+            return
         arguments = tree_map_only(
-            (StateRef, TensorData),
-            self._operand,
-            (command.arguments, command.keyword_arguments),
-            is_leaf=lambda node: isinstance(node, StateRef),
+            (StateRef, TensorData), self._operand, (command.arguments, command.keyword_arguments), is_leaf=_is_ref
         )
         with torch.no_grad():
             result = func(*arguments[0], **arguments[1])
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._temporaries.update(zip(command.outputs, outputs))
+        source = next((held for held in operands if held is not None), None)
+        assert source is not None
+        self._temporaries.update((ref, source.like(tensor)) for ref, tensor in zip(command.outputs, outputs))
 
     def _operand(self, data: StateRef | TensorData) -> Tensor:
-        return self._state(data) if isinstance(data, StateRef) else self._device.place(data)
+        if isinstance(data, TensorData):
+            return self._device.place(data)
+        held = self._state(data)
+        assert held is not None
+        return held.tensor
 
     # -- optimizers ------------------------------------------------------------------------------------------------
 
@@ -213,16 +229,19 @@ class WorkerExecutor:
 
     @_execute.register
     def _(self, command: messages.GradientNorm) -> None:
-        tensors = [self._state(ref) for ref in self._lists[command.tensors]]
-        norm = torch.nn.utils.get_total_norm(tensors, command.norm_type)
-        self._temporaries[command.output] = full_tensor(norm).to(self._device.torch_device)
+        parts = [held for held in map(self._state, self._lists[command.tensors]) if held is not None]
+        norm = total_norm([part.local for part in parts if part.counts], command.norm_type, self._device.torch_device)
+        self._temporaries[command.output] = Held(norm, parts[0].position)
 
     @_execute.register
     def _(self, command: messages.ClipGradients) -> None:
         # As torch.nn.utils.clip_grad_norm_ does it, with 1e-6 against a division by zero.
-        scale = (command.max_norm / (self._state(command.total_norm) + 1e-6)).clamp(max=1.0)
-        for ref in self._lists[command.tensors]:
-            local_part(self._state(ref)).mul_(scale)
+        norm = self._state(command.total_norm)
+        assert norm is not None
+        scale = (command.max_norm / (norm.tensor + 1e-6)).clamp(max=1.0)
+        for held in map(self._state, self._lists[command.tensors]):
+            if held is not None:
+                held.local.mul_(scale)
 
     # -- the device ------------------------------------------------------------------------------------------------
 
@@ -237,3 +256,7 @@ class WorkerExecutor:
     @_execute.register
     def _(self, command: messages.Synchronize) -> None:
         self._device.synchronize()
+
+
+def _is_ref(node: Any) -> bool:
+    return isinstance(node, StateRef)

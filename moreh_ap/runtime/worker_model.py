@@ -5,6 +5,7 @@ The mathematics is the parallelizer's; this module translates between messages a
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,18 +17,22 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations import transformers_worker
-from moreh_ap.parallelizer.apply import apply_plan, set_requires_grad, settle
+from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.batch import carries_rows, num_rows, row_range, slice_rows
 from moreh_ap.parallelizer.forward import Call, ForwardPass
-from moreh_ap.parallelizer.loading import TensorSource, fill, full_tensor, write_tensor
-from moreh_ap.parallelizer.mesh import build_mesh
+from moreh_ap.parallelizer.held import Held
+from moreh_ap.parallelizer.loading import TensorSource, fill, full_tensor
+from moreh_ap.parallelizer.mesh import Axis, build_mesh
 from moreh_ap.parallelizer.micro_batches import DeferredForward
+from moreh_ap.parallelizer.pipeline import PipelinedForward
 from moreh_ap.parallelizer.proof import SplitProof, prove_split
 from moreh_ap.parallelizer.run import run_forward
+from moreh_ap.parallelizer.sharding import prepare, set_requires_grad, settle
 from moreh_ap.plan import Plan
 from moreh_ap.runtime.messages import (
     BuildModel,
     DefineSignature,
+    ExampleCall,
     Forward,
     ForwardReply,
     LeafReply,
@@ -39,29 +44,41 @@ from moreh_ap.runtime.nesting import pickle_treespec, unpickle_treespec
 from moreh_ap.runtime.skeleton import unpickle_skeleton
 from moreh_ap.runtime.worker_device import WorkerDevice
 
+_COMPUTED_WHOLE = "Every device computes the whole batch"
+_NOT_CUT = "The batch is not cut into micro-batches"
 _MAX_INLINE_BYTES = 16 * 1024  # a loss travels with the answer; logits stay until somebody reads them
 
 
 class WorkerModel:
-    """One model under its plan, this worker's shards filled."""
+    """One model under its plan, this worker's part filled."""
 
     def __init__(self, command: BuildModel, device: WorkerDevice) -> None:
         self.device, self.plan = device, Plan.parse(command.plan)
-        self.module = unpickle_skeleton(command.skeleton, device.torch_device)
-        self.meta_module = (
-            unpickle_skeleton(command.skeleton, device.torch_device) if self.plan.micro_batches > 1 else None
-        )
-        transformers_worker.complete_unpickled(self.module)
+        self.module = self._unpickle(command)
+        self._meta_module = self._unpickle(command) if self.plan.micro_batches > 1 or self.plan.pipeline > 1 else None
         self._modules = list(self.module.modules())
-        apply_plan(self.module, self.plan, build_mesh(self.plan, device.torch_device.type))
-        fill(
-            self.module, {name: TensorSource(*source) for name, source in command.sources.items()}, device.torch_device
-        )
+        mesh = build_mesh(self.plan, device.torch_device.type)
+        self.applied = apply_plan(self.module, self.plan, mesh, device.torch_device, self._example(command.example))
+        sources = {name: TensorSource(*source) for name, source in command.sources.items()}
+        fill(self.module, sources, device.torch_device, self.applied.layouts, self.applied.absent)
+        prepare(self.module)
         # The objects stay the same from here on: FSDP2 puts others in their place only during a call.
         self.settle()
         self._parameters = dict(self.module.named_parameters())
         self._proofs: dict[Any, SplitProof] = {}
         self._num_changes = 0  # a changed attribute may couple the rows
+
+    def _unpickle(self, command: BuildModel) -> nn.Module:
+        module = unpickle_skeleton(command.skeleton, self.device.torch_device)
+        transformers_worker.complete_unpickled(module)
+        return module
+
+    def _example(self, call: ExampleCall | None) -> Example | None:
+        if call is None or self._meta_module is None:
+            return None
+        nesting = _Nesting(call.pickled_treespec, call.pickled_constants)
+        args, kwargs = nesting.fill([self.device.place(data) for data in call.tensors])
+        return Example(self._meta_module, args, without_cache(self.module, kwargs))
 
     # -- settings and state ----------------------------------------------------------------------------------------
 
@@ -85,38 +102,62 @@ class WorkerModel:
         self._num_changes += 1
         set_requires_grad(self.module, flags)
 
-    def parameter(self, name: str) -> nn.Parameter:
-        """This worker's part of a parameter, as the optimizer sees it."""
-        return self._parameters[name]
-
     def settle(self) -> None:
         """Have the parts of parameters in place before they are read or written outside a call."""
         settle(self.module)
 
-    def state(self, ref: StateRef) -> Tensor:
-        """A parameter, a gradient or a buffer by its name.
+    def placements(self) -> dict[str, str]:
+        """For each parameter that is split or not everywhere, what tells where its parts are."""
+        found = {}
+        for name in self._parameters:
+            held = self.parameter(name)
+            if held is not None and (self.applied.layouts or self.applied.stages):
+                stage = self.applied.stages.first_holder_of(name) if self.applied.stages else 0
+                found[name] = f"stage {stage}, {held.layout or 'whole'}"
+        return found
+
+    def parameter(self, name: str) -> Held | None:
+        """This worker's part of a parameter, as the optimizer sees it; None if it is on other stages only."""
+        if name in self.applied.absent:
+            return None
+        return self._held(self._parameters[name], name)
+
+    def _held(self, tensor: Tensor, name: str) -> Held:
+        stages, position = self.applied.stages, self.applied.position
+        is_first = stages is None or stages.first_holder_of(name) == position.pipeline.rank
+        return Held(tensor, position, self.applied.layouts.get(name), is_first)
+
+    def state(self, ref: StateRef) -> Held | None:
+        """A parameter, a gradient or a buffer by its name; None if it is on other stages only.
 
         Raises:
             RuntimeError: If a gradient is read that is not there.
         """
         if ref.kind == "buffer":
-            return self.module.get_buffer(ref.name)
-        parameter = self._parameters[ref.name]
-        if ref.kind == "param":
-            return parameter
-        if parameter.grad is None:
+            position = self.applied.position
+            return Held(self.module.get_buffer(ref.name), position, is_first=position.pipeline.rank == 0)
+        held = self.parameter(ref.name)
+        if held is None or ref.kind == "param":
+            return held
+        if held.tensor.grad is None:
             raise RuntimeError(f"the gradient of {ref.name} was read, but it is None: it was cleared in the meantime")
-        return parameter.grad
+        return self._held(held.tensor.grad, ref.name)
 
     def set_gradient(self, name: str, whole: Tensor) -> None:
         """Replace a gradient by this worker's part of `whole`."""
-        parameter = self.parameter(name)
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        write_tensor(parameter.grad, whole)
+        held = self.parameter(name)
+        if held is None:
+            return
+        if held.tensor.grad is None:
+            held.tensor.grad = torch.zeros_like(held.tensor)
+        self._held(held.tensor.grad, name).write(whole)
+
+    def clear_gradient(self, name: str) -> None:
+        """Set a gradient to None."""
+        self._parameters[name].grad = None
 
     def gradient_flags(self) -> bytes:
-        """A byte for each parameter: whether it has a gradient."""
+        """A byte for each parameter: whether it has a gradient here."""
         return bytes(parameter.grad is not None for parameter in self._parameters.values())
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -128,31 +169,39 @@ class WorkerModel:
         if command.training is not None:
             self.set_training(command.training)
         module = self.module.get_submodule(signature.path)
-        nesting = _Nesting(signature)
+        nesting = _Nesting(signature.pickled_treespec, signature.pickled_constants)
         rows = num_rows([tensor for tensor, is_local in zip(tensors, local) if not is_local])
         carried = [is_local or (rows is not None and carries_rows(t, rows)) for t, is_local in zip(tensors, local)]
+        axis = self.applied.position.data if command.grad else self.applied.position.rows
         call = Call(
             self.module,
             "whole",
             self.device.torch_device,
             grad=command.grad,
             seed=command.seed,
+            group=axis.group,
             autocast=command.autocast_dtype,
             target=None if module is self.module else module,
         )
         proof = self._proof(call, signature, nesting, tensors, carried, rows)
         if proof.split and rows is not None:
             call = replace(call, mode="split", kinds=proof.kinds)
-            start, stop = row_range(self.device.rank, self.device.world_size, rows)
+            start, stop = row_range(axis.rank, axis.size, rows)
             parts = slice_rows(tensors, rows, start, stop)
             tensors = [whole if is_local else part for whole, part, is_local in zip(tensors, parts, local)]
         tensors = [
             tensor.detach().requires_grad_() if wants else tensor for tensor, wants in zip(tensors, command.wants_grad)
         ]
+        args, kwargs = self._arguments(call, nesting, tensors)
+        meta = None if self._meta_module is None else self._meta_module.get_submodule(signature.path)
+        run = run_forward(call, args, kwargs, plan=self.plan, rows=rows, meta_module=meta)
+        return WorkerCall(self, run, proof, _InputRoles(axis, rows, carried, command.wants_grad))
+
+    def _arguments(
+        self, call: Call, nesting: _Nesting, tensors: list[Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = nesting.fill(tensors)
-        meta = None if self.meta_module is None else self.meta_module.get_submodule(signature.path)
-        run = run_forward(call, args, kwargs, micro_batches=self.plan.micro_batches, rows=rows, meta_module=meta)
-        return WorkerCall(self, run, proof, rows, _InputRoles(carried, command.wants_grad))
+        return args, without_cache(self.module, kwargs) if call.grad and self.applied.stages else kwargs
 
     def _proof(
         self,
@@ -164,25 +213,36 @@ class WorkerModel:
         rows: int | None,
     ) -> SplitProof:
         """Whether calls like this one may be split; found out once for each kind of call."""
-        world_size = self.device.world_size
-        if world_size == 1 or rows is None or rows < world_size:
-            return SplitProof(False, (), "the batch has fewer rows than there are devices" if world_size > 1 else "")
+        workers, pieces = call.num_workers, self.plan.micro_batches if call.grad else 1
+        if workers * pieces == 1 or rows is None or rows < workers:
+            reason = f"{_COMPUTED_WHOLE}: the batch has fewer rows than there are devices" if workers > 1 else ""
+            return SplitProof(False, (), reason)
         kinds_of_input = tuple((tensor.dim(), tensor.dtype, rowed) for tensor, rowed in zip(tensors, carried))
         training = bytes(module.training for module in self._modules)
         settings = (signature.path, signature.pickled_treespec, signature.pickled_constants, self._num_changes)
         key = (settings, kinds_of_input, training, call.grad, call.autocast)
         if key not in self._proofs:
-            args, kwargs = nesting.fill(tensors)
-            self._proofs[key] = prove_split(call, args, kwargs, rows)
+            args, kwargs = self._arguments(call, nesting, tensors)
+            proof = prove_split(call, args, kwargs, rows)
+            if not proof.split:
+                what = _COMPUTED_WHOLE if workers > 1 else _NOT_CUT
+                proof = replace(proof, reason=f"{what}: {proof.reason}")
+            self._proofs[key] = proof
         return self._proofs[key]
+
+
+def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that keep a transformers model from filling a cache: a pipeline in training has no use for it."""
+    takes_it = "use_cache" in inspect.signature(module.forward).parameters
+    return {**kwargs, "use_cache": False} if takes_it else kwargs
 
 
 class _Nesting:
     """How the leaves of a call nest, with its constants in place."""
 
-    def __init__(self, signature: DefineSignature) -> None:
-        self._constants: list[Any] = pickle.loads(signature.pickled_constants)
-        self._treespec: TreeSpec = unpickle_treespec(signature.pickled_treespec)
+    def __init__(self, pickled_treespec: bytes, pickled_constants: bytes) -> None:
+        self._constants: list[Any] = pickle.loads(pickled_constants)
+        self._treespec: TreeSpec = unpickle_treespec(pickled_treespec)
 
     def fill(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments with `tensors` as the tensor leaves."""
@@ -193,8 +253,10 @@ class _Nesting:
 
 
 class _InputRoles(NamedTuple):
-    """For each tensor input: whether it was cut into rows, and whether its gradient is wanted."""
+    """Who shares the batch, its rows, and for each tensor input whether it was cut and whether its gradient is wanted."""
 
+    axis: Axis
+    rows: int | None
     carried: list[bool]
     wants_grad: tuple[bool, ...]
 
@@ -203,30 +265,31 @@ class WorkerCall:
     """One forward pass of this worker, kept until the controller no longer needs it."""
 
     def __init__(
-        self,
-        model: WorkerModel,
-        run: ForwardPass | DeferredForward,
-        proof: SplitProof,
-        rows: int | None,
-        inputs: _InputRoles,
+        self, model: WorkerModel, run: ForwardPass | DeferredForward, proof: SplitProof, inputs: _InputRoles
     ) -> None:
-        self.model, self._run, self._proof = model, run, proof
-        self._rows, self._inputs = rows, inputs
+        self.model, self._run, self._proof, self._inputs = model, run, proof, inputs
+        self._answers = run.has_result and model.applied.position.tensor.rank == 0
         self._input_gradients: dict[int, Tensor | None] = {}
 
-    def reply(self) -> ForwardReply:
+    def reply(self) -> ForwardReply | None:
         """What the controller is told at once: the nesting, every shape, and small values that are there."""
-        leaves = tuple(self.leaf(index, with_data=False) for index in range(len(self._run.shapes)))
-        note = "" if self._proof.split else self._proof.reason
-        mode = "split" if self._proof.split else "whole"
-        return ForwardReply(pickle_treespec(self._run.treespec), leaves, mode, note)
+        leaves = tuple(self._leaf(index, with_data=False) for index in range(len(self._run.shapes)))
+        mode = "whole" if not self._proof.split else "stages" if isinstance(self._run, PipelinedForward) else "split"
+        reply = ForwardReply(pickle_treespec(self._run.treespec), leaves, mode, self._proof.reason)
+        return reply if self._answers else None
 
     def output(self, index: int) -> Tensor:
         """This worker's part of an output."""
         value: Tensor = self._run.outputs[index]
         return value
 
-    def leaf(self, index: int, *, with_data: bool) -> LeafReply:
+    def leaf(self, index: int) -> LeafReply | None:
+        """One output with its bytes; None if this worker has no result. Every worker has to call it."""
+        has_result = len(self._run.outputs) > 0
+        leaf = self._leaf(index, with_data=True) if has_result else None
+        return leaf if self._answers else None
+
+    def _leaf(self, index: int, *, with_data: bool) -> LeafReply:
         """One output; its bytes if asked for, or if they are few and there without computing."""
         shape = self._run.shapes[index]
         if not isinstance(shape, Tensor):
@@ -235,7 +298,7 @@ class WorkerCall:
         few = self._run.computed and shape.numel() * shape.element_size() <= _MAX_INLINE_BYTES
         data = None
         if with_data or few:
-            sends = kind != "same" or self.model.device.rank == 0
+            sends = kind != "same" or self._inputs.axis.rank == 0
             data = TensorData.of(full_tensor(self._run.outputs[index])).data if sends else b""
         return LeafReply(kind, tuple(shape.shape), shape.dtype, self._run.differentiable[index], data)
 
@@ -255,12 +318,13 @@ class WorkerCall:
 
     def _own_rows(self, gradient: Tensor) -> Tensor:
         # An output may have several entries a row, one after the other: (batch x positions, ...).
-        assert self._rows is not None
-        device, entries = self.model.device, gradient.shape[0] // self._rows
-        start, stop = row_range(device.rank, device.world_size, self._rows)
+        axis, rows = self._inputs.axis, self._inputs.rows
+        assert rows is not None
+        entries = gradient.shape[0] // rows
+        start, stop = row_range(axis.rank, axis.size, rows)
         return gradient[start * entries : stop * entries]
 
-    def input_gradient(self, index: int) -> LeafReply:
+    def input_gradient(self, index: int) -> LeafReply | None:
         """The gradient of tensor input `index`: rows where it was cut, else this worker's share of the sum.
 
         Raises:
@@ -274,7 +338,8 @@ class WorkerCall:
         kind = "same"
         if self._proof.split:
             kind = "rows" if self._inputs.carried[index] else "share"
-        return LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, TensorData.of(gradient.cpu()).data)
+        reply = LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, TensorData.of(gradient.cpu()).data)
+        return reply if self._answers else None
 
 
 def _pickle_constant(value: Any) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.parallelizer.loading import write_tensor
+from moreh_ap.parallelizer.held import Held
 from moreh_ap.runtime.messages import BuildOptimizer, TensorData
 from moreh_ap.runtime.worker_device import WorkerDevice
 
@@ -19,13 +19,14 @@ class WorkerOptimizer:
 
     Args:
         command: The class and its defaults.
-        groups: Parameters of each group, as this worker holds them.
+        groups: Parameters of each group, as this worker holds them; None for one that it does not hold.
     """
 
-    def __init__(self, command: BuildOptimizer, groups: Sequence[Sequence[Tensor]], device: WorkerDevice) -> None:
+    def __init__(self, command: BuildOptimizer, groups: Sequence[Sequence[Held | None]], device: WorkerDevice) -> None:
         cls = pickle.loads(command.pickled_class)
-        self._optimizer = cls([{"params": group} for group in groups], **command.defaults)
-        self._parameters = [parameter for group in groups for parameter in group]
+        here = [[held.tensor for held in group if held is not None] for group in groups]
+        self._optimizer = cls([{"params": group} for group in here], **command.defaults)
+        self._parameters = [held for group in groups for held in group]
         self._device = device
 
     def step(self, changes: dict[int, dict[str, Any]]) -> None:
@@ -34,41 +35,43 @@ class WorkerOptimizer:
             self._optimizer.param_groups[index].update(values)
         self._optimizer.step()
 
-    def state(self, index: int, key: str) -> Tensor:
-        """One tensor of the state of parameter `index`."""
-        tensor: Tensor = self._optimizer.state[self._parameters[index]][key]
-        return tensor
+    def state(self, index: int, key: str) -> Held | None:
+        """One tensor of the state of parameter `index`; None if the parameter is not here."""
+        held = self._parameters[index]
+        return None if held is None else held.like(self._optimizer.state[held.tensor][key])
 
     def describe(self) -> dict[int, dict[str, Any]]:
         """The state by parameter index: a meta tensor for what is shaped like the parameter, else the value."""
         described: dict[int, dict[str, Any]] = {}
-        for index, parameter in enumerate(self._parameters):
-            entries = self._optimizer.state.get(parameter)
-            if entries:
-                described[index] = {key: _describe(value, parameter) for key, value in entries.items()}
+        for index, held in enumerate(self._parameters):
+            entries = None if held is None else self._optimizer.state.get(held.tensor)
+            if held is not None and entries:
+                described[index] = {key: _describe(value, held) for key, value in entries.items()}
         return described
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Replace the state; tensors shaped like their parameter are laid out like it."""
         self._optimizer.state.clear()
         for index, entries in state.items():
-            parameter = self._parameters[index]
-            self._optimizer.state[parameter] = {key: self._decode(value, parameter) for key, value in entries.items()}
+            held = self._parameters[index]
+            if held is not None:
+                decoded = {key: self._decode(value, held) for key, value in entries.items()}
+                self._optimizer.state[held.tensor] = decoded
 
-    def _decode(self, value: Any, parameter: Tensor) -> Any:
+    def _decode(self, value: Any, held: Held) -> Any:
         if not isinstance(value, TensorData):
             return value
         tensor = value.tensor()
-        if tensor.shape != parameter.shape:
+        if tuple(tensor.shape) != held.shape:
             return tensor.to(self._device.torch_device) if value.on_device else tensor
-        laid_out = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
-        write_tensor(laid_out, tensor)
+        laid_out = torch.zeros_like(held.tensor, dtype=tensor.dtype, requires_grad=False)
+        held.like(laid_out).write(tensor)
         return laid_out
 
 
-def _describe(value: Any, parameter: Tensor) -> Any:
+def _describe(value: Any, held: Held) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value.shape == parameter.shape and value.dim() > 0:
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if value.shape == held.tensor.shape and value.dim() > 0:
+        return torch.empty(held.shape, dtype=value.dtype, device="meta")
     return value.detach().cpu()

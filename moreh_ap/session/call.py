@@ -104,9 +104,10 @@ class Call:
     def read_output(self, index: int) -> Tensor:
         """The whole value of output `index`; waits."""
         assert self.reply is not None
-        parts: list[LeafReply] = [reply.leaves[index] for reply in self.reply.result()]
+        parts: list[LeafReply] = [reply.leaves[index] for reply in _answered(self.reply.result())]
         if parts[0].data is None:
-            parts = [reply[0] for reply in self.model.session.outbox.submit(ReadOutputs(self.id, (index,))).result()]
+            replies = self.model.session.outbox.submit(ReadOutputs(self.id, (index,))).result()
+            parts = _answered([reply[0] for reply in replies])
         return _join(parts)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
@@ -155,7 +156,7 @@ class OutputValue(Value):
         return reply is not None and reply.done() and (reply.failed() or self._is_inline(reply))
 
     def _is_inline(self, reply: Posted) -> bool:
-        return reply.result()[0].leaves[self.index].data is not None
+        return _answered(reply.result())[0].leaves[self.index].data is not None
 
     def read(self) -> Tensor:
         return self.call.read_output(self.index)
@@ -173,7 +174,8 @@ class InputGradient(Value):
         return False
 
     def read(self) -> Tensor:
-        return _join(self.call.model.session.outbox.submit(ReadInputGradients(self.call.id, self.index)).result())
+        replies = self.call.model.session.outbox.submit(ReadInputGradients(self.call.id, self.index)).result()
+        return _join(_answered(replies))
 
 
 class _RemoteCall(torch.autograd.Function):
@@ -216,7 +218,7 @@ def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> Ten
     if not isinstance(tensor, VirtualTensor):
         return TensorData.of(tensor, on_device=False)
     value = tensor._cell.settle()
-    if isinstance(value, OnWorkers):
+    if isinstance(value, OnWorkers) and value.placement() is None:
         return value.ref
     if isinstance(value, OutputValue) and expected is not None and not tensor.requires_grad:
         source = value.call.structure
@@ -230,8 +232,13 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.host_value() if isinstance(tensor, VirtualTensor) else tensor
 
 
+def _answered(replies: list[Any]) -> list[Any]:
+    """The answers of the workers that have a result, in rank order."""
+    return [reply for reply in replies if reply is not None]
+
+
 def _join(parts: list[LeafReply]) -> Tensor:
-    if parts[0].kind == "same":  # rank 0 alone sends it
+    if parts[0].kind == "same":  # the first alone sends it
         return parts[0].tensor()
     tensors = [part.tensor() for part in parts]
     return torch.cat(tensors) if parts[0].kind == "rows" else torch.stack(tensors).sum(0)

@@ -101,5 +101,5 @@ class Gradients:
         self._unknown.clear()
 
     def _decode(self, reply: Any) -> frozenset[str]:
-        flags: bytes = reply.result()[0]
-        return frozenset(name for name, flag in zip(self._model.parameters, flags) if flag)
+        flags = zip(*reply.result())  # of a parameter, a worker each: some hold it and others do not
+        return frozenset(name for name, having in zip(self._model.parameters, flags) if any(having))

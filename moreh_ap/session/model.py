@@ -11,19 +11,31 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Cell, Value
-from moreh_ap.errors import UnsupportedError
+from moreh_ap.errors import PlanError, UnsupportedError
+from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.plan import Plan
-from moreh_ap.runtime.messages import BuildModel, ChangeModule, ReleaseModel, SetRequiresGrad, StateRef
+from moreh_ap.runtime.messages import (
+    BuildModel,
+    ChangeModule,
+    ExampleCall,
+    ReleaseModel,
+    SetRequiresGrad,
+    StateRef,
+    TensorData,
+    TensorSlot,
+)
+from moreh_ap.runtime.nesting import pickle_treespec
 from moreh_ap.runtime.skeleton import pickle_skeleton
 from moreh_ap.session.gradients import Gradients
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.planning import choose_plan_for
 from moreh_ap.session.session import Session
-from moreh_ap.session.signatures import Signatures
+from moreh_ap.session.signatures import Signatures, pickle_constants
 from moreh_ap.session.state import ModelState, OnWorkers
 from moreh_ap.session.value_files import ValueFiles
 
@@ -34,18 +46,19 @@ class RemoteModel:
     Args:
         session: Where the workers are.
         root: A module whose parameters and buffers are virtual tensors.
-        rows: The global batch of the first call, which the choice of a plan depends on.
+        call: Module, positional and keyword arguments of the first call. The choice of a plan depends on their rows,
+            and the cut of a pipeline on what the call uses.
 
     Raises:
         UnsupportedError: If the module cannot be sent (an attribute that cannot be pickled).
     """
 
-    def __init__(self, session: Session, root: nn.Module, rows: int | None) -> None:
+    def __init__(self, session: Session, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> None:
         self.session, self.root = session, root
         self.owner = f"model{session.outbox.new_id()}"
         self.stale = False
         self.num_changes = 0  # of attributes and of what is frozen: what is known of calls may be out of date
-        self.plan: Plan = choose_plan_for(session, root, rows)
+        self.plan: Plan = choose_plan_for(session, root, _rows(call))
         self.modules = list(root.modules())
         # Tied tensors appear once, under their first name.
         self.parameters: dict[str, VirtualTensor] = dict(root.named_parameters())  # type: ignore[arg-type]
@@ -61,9 +74,11 @@ class RemoteModel:
         self._config = self._config_snapshot()
         self._changes: list[tuple[str, str, Any]] = []
         self._path_of = {id(module): path for path, module in root.named_modules()}
-        self._build()
+        self._built: Posted
+        self._placements: dict[str, str] | None = None
+        self._build(_example(root, call) if self.plan.pipeline > 1 else None)
 
-    def _build(self) -> None:
+    def _build(self, example: ExampleCall | None) -> None:
         files = ValueFiles()
         try:
             skeleton = pickle_skeleton(self.root)
@@ -88,7 +103,17 @@ class RemoteModel:
             before.clear()
             files.remove()
 
-        self.session.outbox.submit(BuildModel(self.owner, skeleton, str(self.plan), sources)).add_done_callback(built)
+        self._built = self.session.outbox.submit(BuildModel(self.owner, skeleton, str(self.plan), sources, example))
+        self._built.add_done_callback(built)
+
+    def placement_of(self, name: str) -> str | None:
+        """How the parts of a parameter lie on workers, see `OnWorkers.placement`; waits for the workers the first time."""
+        if self.plan.tensor == self.plan.pipeline == 1:
+            return None
+        if self._placements is None:
+            answers: list[dict[str, str]] = self._built.result()
+            self._placements = {name: place for answer in reversed(answers) for name, place in answer.items()}
+        return self._placements.get(name)
 
     def path_of(self, module: nn.Module) -> str:
         """The path of a submodule below the root."""
@@ -168,3 +193,27 @@ class RemoteModel:
     def release(self) -> None:
         """Tell the workers to forget the model."""
         self.session.outbox.release(ReleaseModel(self.owner))
+
+
+def _rows(call: tuple[nn.Module, Any, Any]) -> int | None:
+    leaves = tree_leaves(call[1:])
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
+
+
+def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:
+    """The first call as workers need it to find where a model can be cut.
+
+    Raises:
+        PlanError: If a part of the model was called.
+    """
+    module, args, kwargs = call
+    if module is not root:
+        raise PlanError(
+            f"a pipeline is cut at the first call of the model, and a part of it ({type(module).__name__}) came first",
+            "a first call of the model itself",
+            f"model(...)  # model: the {type(root).__name__}",
+        )
+    leaves, treespec = flatten((args, kwargs))
+    constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    tensors = (TensorData.of(leaf.host_value() if isinstance(leaf, VirtualTensor) else leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    return ExampleCall(pickle_treespec(treespec), pickle_constants(constants), tuple(tensors))

@@ -115,9 +115,11 @@ class RemoteState(defaultdict[Tensor, Any]):
             return
         self._known = True
         session = self._remote.session
-        holder = StateHolder(session)
-        described: dict[int, dict[str, Any]] = session.outbox.submit(DescribeOptimizer(self._remote.owner)).result()[0]
-        for index, entries in described.items():
+        described: dict[int, dict[str, Any]] = {}
+        for part in session.outbox.submit(DescribeOptimizer(self._remote.owner)).result():
+            described.update(part)
+        for index, entries in sorted(described.items()):
+            holder = StateHolder(session, self._parameters[index]._cell.value.placement())  # type: ignore[attr-defined]
             state: dict[str, Any] = {}
             for key, entry in entries.items():
                 if not isinstance(entry, Tensor):

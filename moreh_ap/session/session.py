@@ -58,7 +58,8 @@ class Session:
 
     def read_state(self, refs: tuple[StateRef, ...]) -> list[Tensor]:
         """Whole values of state tensors, on the CPU. Waits."""
-        return [data.tensor() for data in self.outbox.submit(ReadState(refs)).result()[0]]
+        answers = zip(*self.outbox.submit(ReadState(refs)).result())  # one worker sends each tensor
+        return [next(data for data in answer if data is not None).tensor() for answer in answers]
 
     def write_state(self, values: dict[StateRef, Tensor]) -> None:
         """Set whole values of state tensors; does not wait."""

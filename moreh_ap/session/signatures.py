@@ -54,10 +54,11 @@ class Structure:
     note: str
 
     @staticmethod
-    def of(replies: list[ForwardReply]) -> Structure:
-        """Join the answers of all workers, in rank order."""
+    def of(replies: list[ForwardReply | None]) -> Structure:
+        """Join the answers of all workers that have a result, in rank order."""
+        answered = [reply for reply in replies if reply is not None]
         leaves = []
-        for parts in zip(*(reply.leaves for reply in replies)):
+        for parts in zip(*(reply.leaves for reply in answered)):
             first: LeafReply = parts[0]
             if first.kind == "const":
                 leaves.append(LeafTemplate("const", (), None, False, pickle.loads(first.data or b"")))
@@ -67,7 +68,7 @@ class Structure:
                 shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
             leaves.append(LeafTemplate(first.kind, shape, first.dtype, first.differentiable))
         return Structure(
-            unpickle_treespec(replies[0].pickled_treespec), tuple(leaves), replies[0].mode, replies[0].note
+            unpickle_treespec(answered[0].pickled_treespec), tuple(leaves), answered[0].mode, answered[0].note
         )
 
     def promises_the_same(self, other: Structure) -> bool:
@@ -91,7 +92,7 @@ class Signatures:
 
     def define(self, path: str, treespec: TreeSpec, constants: list[Any]) -> int:
         """The id of this path, nesting and constants; the workers are told the first time."""
-        owner, nesting, values = self._model.owner, pickle_treespec(treespec), _pickle_constants(constants)
+        owner, nesting, values = self._model.owner, pickle_treespec(treespec), pickle_constants(constants)
         return self._model.session.outbox.define(
             (owner, path, nesting, values), lambda number: DefineSignature(number, owner, path, nesting, values)
         )
@@ -104,7 +105,7 @@ class Signatures:
         """Remember the structure of the calls with `key`; say once in the log why a training batch is not shared."""
         if grad and structure.note and structure.note not in self._notes:
             self._notes.add(structure.note)
-            print(report.info(f"Every device computes the whole batch: {structure.note}"), flush=True)
+            print(report.info(structure.note), flush=True)
         if structure.predictable():
             if len(self._structures) >= _MAX_STRUCTURES:
                 self._structures.clear()
@@ -115,7 +116,8 @@ class Signatures:
         self._structures.pop(key, None)
 
 
-def _pickle_constants(constants: list[Any]) -> bytes:
+def pickle_constants(constants: list[Any]) -> bytes:
+    """The leaves of a call that are not tensors, as they travel."""
     try:
         return pickle.dumps(constants)
     except (pickle.PicklingError, TypeError, AttributeError):

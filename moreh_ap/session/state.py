@@ -39,7 +39,9 @@ _RUNS_ON_WORKERS = {
     aten.stack,
     aten._to_copy,
 }
+_KEEPS_SHAPE = _RUNS_ON_WORKERS - {aten.linalg_vector_norm, aten.sum, aten.mean, aten.stack}
 _FOREACH_PREFIX = "_foreach_"
+_REDUCTIONS = {"norm", "max", "powsum"}
 
 
 class OnWorkers(Value):
@@ -58,6 +60,10 @@ class OnWorkers(Value):
     def ready(self) -> bool:
         return False
 
+    def placement(self) -> str | None:
+        """Tells tensors apart whose parts lie on workers differently; None if every worker has its part alike."""
+        return self.owner.placement_of(self.ref)
+
     def read(self) -> Tensor:
         return self.owner.session.read_state((self.ref,))[0]
 
@@ -66,10 +72,20 @@ class OnWorkers(Value):
 
 
 class StateHolder:
-    """What a virtual tensor on workers asks: run an operation, give or take a gradient."""
+    """What a virtual tensor on workers asks: run an operation, give or take a gradient.
 
-    def __init__(self, session: Session) -> None:
+    Args:
+        session: Where the workers are.
+        placement: See `OnWorkers.placement`; that of all tensors of this holder.
+    """
+
+    def __init__(self, session: Session, placement: str | None = None) -> None:
         self.session = session
+        self._placement = placement
+
+    def placement_of(self, ref: StateRef) -> str | None:
+        """How the parts of a tensor lie on workers."""
+        return self._placement
 
     def keeps_gradient(self, value: Value) -> bool:
         """True if the gradient of the tensor lives on the workers."""
@@ -85,9 +101,9 @@ class StateHolder:
         """A virtual tensor on the state tensor `ref`, shaped like `like`."""
         return VirtualTensor(Cell(OnWorkers(self, ref), ACCELERATOR), like)
 
-    def promise(self, meta: Tensor) -> VirtualTensor:
+    def promise(self, meta: Tensor, placement: str | None = None) -> VirtualTensor:
         """A virtual tensor on a new temporary of the workers, forgotten there once it is forgotten here."""
-        value = OnWorkers(StateHolder(self.session), self.session.new_temporary())
+        value = OnWorkers(StateHolder(self.session, placement), self.session.new_temporary())
         weakref.finalize(value, self.session.release_temporary, value.ref)
         return VirtualTensor(Cell(value, ACCELERATOR), meta)
 
@@ -98,12 +114,16 @@ class StateHolder:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(_is_worker_argument(tensor) for tensor in tensors):
             return NotImplemented
+        placements = {tensor._cell.value.placement() for tensor in tensors if _is_on_workers(tensor)} - {None}
+        if placements and (len(placements) > 1 or not _keeps_shape(func)):
+            return NotImplemented
+        placement = next(iter(placements), None)
         if kwargs.get("device") is not None:
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
 
         aliases_input = func._schema.is_mutable
         metas = () if aliases_input else func(*meta_of(args), **meta_of(kwargs))
-        result = tree_map_only(Tensor, self.promise, metas)
+        result = tree_map_only(Tensor, lambda meta: self.promise(meta, placement), metas)
         refs: Any = tuple(_as_argument(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         sent_args, sent_kwargs = tree_map_only(Tensor, _as_argument, (args, kwargs))
         self.session.outbox.post(RunOperation(f"{func._opname}.{func._overloadname}", sent_args, sent_kwargs, refs))
@@ -129,6 +149,9 @@ class ModelState(StateHolder):
     def keeps_gradient(self, value: Any) -> bool:
         return bool(value.ref.kind == "param")
 
+    def placement_of(self, ref: StateRef) -> str | None:
+        return self.live_model().placement_of(ref.name) if ref.kind != "buffer" else None
+
     def gradient_of(self, value: Any) -> Tensor | None:
         return self.live_model().gradients.get(value.ref.name)
 
@@ -144,6 +167,19 @@ def _runs_on_workers(func: Any) -> bool:
         or func.overloadpacket in _RUNS_ON_WORKERS
         or func._opname.startswith(_FOREACH_PREFIX)
     )
+
+
+def _keeps_shape(func: Any) -> bool:
+    """True if the result's parts lie where the operand's do: neither a reduction nor a new arrangement."""
+    return (
+        torch.Tag.pointwise in func.tags
+        or func.overloadpacket in _KEEPS_SHAPE
+        or (func._opname.startswith(_FOREACH_PREFIX) and func._opname.removeprefix(_FOREACH_PREFIX) not in _REDUCTIONS)
+    )
+
+
+def _is_on_workers(tensor: Tensor) -> bool:
+    return isinstance(tensor, VirtualTensor) and isinstance(tensor._cell.value, OnWorkers)
 
 
 def _is_worker_argument(tensor: Tensor) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here
@@ -81,7 +80,7 @@ class Units:
         if not _is_on_accelerator(root):
             return None  # parameters on both sides: run it here, its parts that are on the accelerator run there
         self._bring_back(root)
-        model = RemoteModel(self._session, root, _rows(args, kwargs))
+        model = RemoteModel(self._session, root, (module, args, kwargs))
         self._models.append(model)
         return model, model.path_of(module)
 
@@ -103,7 +102,3 @@ def _is_on_accelerator(module: nn.Module) -> bool:
     tensors = _state_tensors(module)
     return bool(tensors) and all(isinstance(tensor, VirtualTensor) and tensor.is_cuda for tensor in tensors)
 
-
-def _rows(args: Any, kwargs: Any) -> int | None:
-    leaves = tree_leaves((args, kwargs))
-    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from moreh_ap.parallelizer.apply import apply_plan, set_requires_grad, settle
+from moreh_ap.parallelizer.apply import apply_plan
 from moreh_ap.parallelizer.batch import row_range, slice_rows
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
@@ -22,6 +22,7 @@ from moreh_ap.parallelizer.loading import TensorSource, fill, full_tensor, write
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.proof import SplitProof, prove_split
 from moreh_ap.parallelizer.run import run_forward
+from moreh_ap.parallelizer.sharding import set_requires_grad, settle
 from moreh_ap.plan import Plan
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ class Runner:
             call = Call(self.model, "split", CPU, grad=grad, seed=3, kinds=self.proof.kinds, **extra)
             batch = tree_unflatten(slice_rows(leaves, rows, *row_range(self.rank, self.world, rows)), spec)
         self.mode = call.mode
-        return run_forward(call, (), batch, micro_batches=self.plan.micro_batches, rows=rows, meta_module=self.meta)
+        return run_forward(call, (), batch, plan=self.plan, rows=rows, meta_module=self.meta)
 
     def value(self, forward: Any, leaf: int = 0) -> Tensor:
         """Returns what the leaf of the result is on one device."""

@@ -1,0 +1,55 @@
+"""The blocks of a model: the lists of equal modules that its body repeats.
+
+Decides what counts as a block. Must not know plans, devices or what is done with blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+
+def block_lists(module: nn.Module) -> dict[str, list[nn.Module]]:
+    """Returns the outermost lists (ModuleList, Sequential) of modules of one class, by path.
+
+    A list of modules without submodules (one Linear each) is none: its members are too small to be handled alone.
+    """
+    lists: dict[str, list[nn.Module]] = {}
+    _collect(module, "", lists)
+    return lists
+
+
+def _collect(module: nn.Module, prefix: str, lists: dict[str, list[nn.Module]]) -> None:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and _is_repetition(child):
+            lists[path] = list(child)
+        else:
+            _collect(child, f"{path}.", lists)
+
+
+def _is_repetition(blocks: nn.ModuleList | nn.Sequential) -> bool:
+    members = list(blocks)
+    if isinstance(blocks, nn.Sequential) and len(members) < 2:
+        return False
+    return len({type(b) for b in members}) == 1 and all(
+        next(b.children(), None) is not None and next(b.parameters(), None) is not None for b in members
+    )
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Returns the blocks of all lists that own their parameters.
+
+    A member that shares a parameter with the rest of the model (tied weights) has to be handled with it: it is left out.
+    """
+    blocks: list[nn.Module] = []
+    for members in block_lists(module).values():
+        blocks.extend(block for block in members if block not in blocks)
+    uses = Counter(id(p) for sub in module.modules() for p in sub._parameters.values() if p is not None)
+    return [block for block in blocks if _owns_its_parameters(block, uses)]
+
+
+def _owns_its_parameters(block: nn.Module, uses: Counter[int]) -> bool:
+    inside = Counter(id(p) for sub in block.modules() for p in sub._parameters.values() if p is not None)
+    return all(uses[key] == count for key, count in inside.items())

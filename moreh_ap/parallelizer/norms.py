@@ -1,0 +1,42 @@
+"""The norm over tensors of which workers hold parts.
+
+Decides that every element counts once, wherever copies of it are. Must not know what the tensors are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moreh_ap.errors import UnsupportedError
+
+
+def total_norm(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """Returns the norm of all elements that workers hold together, as a tensor without dims. A collective.
+
+    Args:
+        parts: This worker's parts, without those whose elements another worker counts.
+        order: The order of the norm, above 0, or infinity.
+        device: Where the result is wanted.
+
+    Raises:
+        UnsupportedError: The order is not above 0.
+    """
+    if not order > 0:
+        raise UnsupportedError(f"a norm of order {order} over all devices", "orders above 0, or inf", "norm_type=2.0")
+    dtype = torch.promote_types(parts[0].dtype, torch.float32) if parts else torch.float32
+    norms = torch.stack([torch.linalg.vector_norm(part.detach(), order, dtype=dtype) for part in parts if part.numel()]
+                        or [torch.zeros((), dtype=dtype, device=device)])
+    whole = torch.linalg.vector_norm(norms, order).to(device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return whole
+    if math.isinf(order):
+        dist.all_reduce(whole, op=dist.ReduceOp.MAX)
+        return whole
+    powered = whole.to(torch.float64) ** order
+    dist.all_reduce(powered)
+    return (powered ** (1.0 / order)).to(dtype)

@@ -1,0 +1,143 @@
+"""FSDP2 on a module: how it is wrapped, and how its state is kept in order between calls.
+
+Decides what FSDP2 manages and in which precision it computes. Must not know batches, losses, stages' contents or the
+controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils._pytree import tree_map_only
+
+from moreh_ap.errors import PlanError
+from moreh_ap.plan import Plan
+
+_ATTRIBUTE = "_moreh_fsdp_roots"
+
+
+def uses_fsdp(plan: Plan) -> bool:
+    """Says whether a plan is carried out by FSDP2: it shards, and it casts parameters."""
+    return plan.shard > 1 or plan.precision != "fp32"
+
+
+def shard(
+    module: nn.Module,
+    roots: Sequence[nn.Module],
+    blocks: Iterable[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh,
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Hands the parameters of `roots` to FSDP2, those of `blocks` inside them block by block.
+
+    Args:
+        module: The whole model; `fsdp_modules(module)` finds what was wrapped.
+        roots: What is called from outside: the module itself, or the stages of a pipeline that are here.
+        blocks: Blocks to gather one at a time.
+        plan: The plan.
+        mesh: The mesh of the plan, with axes "replicate" and "shard" among others.
+        ignored: Parameters that stay as they are.
+    """
+    compute = None if plan.precision == "fp32" else torch.bfloat16
+    inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
+    outer = MixedPrecisionPolicy(
+        param_dtype=inner.param_dtype,
+        reduce_dtype=inner.reduce_dtype,
+        output_dtype=torch.float32 if compute else None,
+    )
+    fsdp_mesh = mesh["replicate", "shard"] if plan.replicate > 1 or plan.shard == 1 else mesh["shard"]
+    # A copy on every device frees no memory worth a second cast; a pipeline would gather again for each micro-batch.
+    free_after_forward = plan.shard > 1 and plan.pipeline == 1
+    options: dict[str, Any] = {
+        "mesh": fsdp_mesh,
+        "reshard_after_forward": free_after_forward,
+        "ignored_params": set(ignored),
+    }
+    for block in blocks:
+        block.register_forward_hook(_own_outputs)
+        fully_shard(block, mp_policy=inner, **options)
+    for root in roots:
+        fully_shard(root, mp_policy=outer if getattr(root, "is_last", True) else inner, **options)
+    object.__setattr__(module, _ATTRIBUTE, list(roots))
+    for part in fsdp_modules(module):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+
+
+def _own_outputs(block: nn.Module, args: object, output: Any) -> Any:
+    """Gives a block's outputs memory of their own: an in-place operation on a view would drop FSDP2's backward hook."""
+    return tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if leaf._is_view() else leaf, output)
+
+
+def prepare(module: nn.Module) -> None:
+    """Has FSDP2 settle what is a root and what is inside it, before parts are called one by one."""
+    for root in fsdp_roots(module):
+        root._get_fsdp_state()._lazy_init()
+
+
+def fsdp_roots(module: nn.Module) -> list[FSDPModule]:
+    """Returns the outermost parts that FSDP2 manages: the module itself, or the stages of a pipeline that are here."""
+    return module.__dict__.get(_ATTRIBUTE, [])
+
+
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """Returns everything that FSDP2 manages of `module`, the outermost first."""
+    return [m for root in fsdp_roots(module) for m in root.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
+
+
+def compute_dtype(module: nn.Module) -> torch.dtype | None:
+    """Returns the dtype that FSDP2 computes in, None where it computes in that of the parameters."""
+    parts = fsdp_modules(module)
+    return parts[0]._get_fsdp_state()._mp_policy.param_dtype if parts else None
+
+
+def settle(module: nn.Module) -> None:
+    """Puts the shards back in place as the module's parameters, wherever forward left whole ones.
+
+    Call it before parameters are read, written or listed outside forward and backward. It talks to no other worker.
+    """
+    for part in fsdp_modules(module):
+        part.reshard()
+
+
+def set_requires_grad(module: nn.Module, flags: Mapping[str, bool]) -> None:
+    """Freezes or frees parameters after a plan was applied.
+
+    Args:
+        module: The module `apply_plan` changed.
+        flags: Full parameter name -> whether it gets gradients. Names that are missing keep what they had.
+
+    Raises:
+        PlanError: A name is no parameter of the module.
+    """
+    settle(module)
+    params = dict(module.named_parameters(remove_duplicate=False))
+    for name, flag in flags.items():
+        if name not in params:
+            raise PlanError(f"no parameter is called {name!r}", "one of the module's parameter names")
+        params[name].requires_grad_(flag)
+
+
+def recover(module: nn.Module) -> None:
+    """Brings FSDP2 back to rest after a forward or backward that raised, so that the next call can run."""
+    for part in fsdp_modules(module):
+        state = part._get_fsdp_state()
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        for group in _param_groups(state):
+            group._training_state = TrainingState.IDLE
+    settle(module)
+
+
+def _param_groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one group, or None, before
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
