@@ -15,7 +15,7 @@ DOCS_INSTALLED := $(VENV)/.installed-docs
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install tutorial test test-unit lint ruff types imports docs bench clean distclean
+.PHONY: help install tutorial test test-unit test-matrix lint ruff types imports docs bench clean distclean
 
 help:  ## show this text
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
@@ -41,6 +41,11 @@ test: $(INSTALLED)  ## run every test that this machine can run
 
 test-unit: $(INSTALLED)  ## run the tests that need no worker process
 	@$(PY) -m pytest -q tests/unit
+
+test-matrix: $(INSTALLED)  ## every family under every plan (up to an hour); its numbers go to docs/reference/exactness.json
+	@OMP_NUM_THREADS=1 MOREH_MATRIX=full MOREH_MATRIX_RESULTS=docs/reference/exactness.json \
+		$(PY) -m pytest -q tests/process/test_matrix.py; \
+		status=$$?; $(PY) scripts/exactness_page.py && exit $$status
 
 lint: ruff types imports  ## everything below that CI checks besides the tests
 

@@ -6,7 +6,22 @@ inside every `import torch` of every process, so it imports nothing heavy and mu
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moreh_ap.session.checkpoint import load as load
+    from moreh_ap.session.checkpoint import save as save
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Returns `save` or `load`, imported when first asked for."""
+    if name in ("save", "load"):
+        from moreh_ap.session import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _autoload() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from moreh_ap.errors import OptionError, UnsupportedError
+from moreh_ap.errors import OptionError
 from moreh_ap.plan import Plan
 
 ENABLE_VARIABLE = "MOREH_ENABLE_ADVANCED_PARALLELIZATION"
@@ -72,10 +72,12 @@ def enable_advanced_parallelization(
     It may stand before or after the model is made. A second call with equal settings does nothing.
 
     Args:
-        pipeline_parallel: Whether a pipeline may be used. A permission: this version has no pipeline plans.
-        num_stages: Largest number of pipeline stages, an upper limit that a plan without stages always keeps.
+        pipeline_parallel: Whether a pipeline may be used. A permission: the planner does not choose one by itself,
+            and False refuses a `plan` that has one.
+        num_stages: Largest number of pipeline stages: an upper limit, which a `plan` must keep too.
         num_micro_batches: Number of pieces in which a device works through its slice of a batch.
-        activation_recomputation: Whether activations are recomputed. This version cannot, so True is refused.
+        activation_recomputation: True recomputes the activations of every block in the backward, False never does,
+            "auto" does where nothing fits otherwise.
         distribute_parameter: True shards parameters and gradients over devices, False forbids it.
         mixed_precision: Whether to compute in bfloat16 where the device has it natively.
         devices: Number of devices to use; default: `MOREH_NUM_DEVICES`, else the plan's, else all.
@@ -84,7 +86,6 @@ def enable_advanced_parallelization(
     Raises:
         OptionError: An argument or environment variable has a wrong type or value, or two contradict each other.
         PlanError: The text of `plan` is no plan.
-        UnsupportedError: The setting is understood, but this version cannot honour it.
     """
     options = resolve_options(
         os.environ,
@@ -118,21 +119,12 @@ def resolve_options(
 
     Raises:
         OptionError: A variable has a wrong value, or the plan contradicts another argument.
-        UnsupportedError: Activation recomputation is asked for.
     """
-    if activation_recomputation is True:
-        raise UnsupportedError(
-            "activation_recomputation=True: this version cannot recompute activations",
-            "False or 'auto'; num_micro_batches lowers activation memory too",
-            f"{_CALL}(num_micro_batches=4)",
-            _LINK,
-        )
-    if plan is not None:
-        _check_plan(plan, devices, num_micro_batches, distribute_parameter, mixed_precision)
+    if plan is not None and devices is None:
         devices = plan.num_devices
     if devices is None:
         devices = _read_variable(environment, NUM_DEVICES_VARIABLE, 0, least=1) or None
-    return Options(
+    options = Options(
         pipeline_parallel=pipeline_parallel,
         num_stages=num_stages,
         num_micro_batches=num_micro_batches,
@@ -145,6 +137,9 @@ def resolve_options(
         detailed_log=_read_variable(environment, DETAILED_LOG_VARIABLE, 0, least=0, most=2),
         memory_usage_correction_ratio=_read_variable(environment, MEMORY_RATIO_VARIABLE, 80, least=1, most=100),
     )
+    if plan is not None:
+        _check_plan(plan, options)
+    return options
 
 
 def enabled_by_environment(environment: Mapping[str, str]) -> bool:
@@ -156,23 +151,27 @@ def enabled_by_environment(environment: Mapping[str, str]) -> bool:
     return bool(_read_variable(environment, ENABLE_VARIABLE, 0, least=0, most=1))
 
 
-def _check_plan(
-    plan: Plan,
-    devices: int | None,
-    num_micro_batches: int | Literal["auto"],
-    distribute_parameter: bool | Literal["auto"],
-    mixed_precision: bool,
-) -> None:
+def _check_plan(plan: Plan, options: Options) -> None:
     """Raises OptionError where an argument next to `plan` says something else than the plan does."""
-    if devices is not None and devices != plan.num_devices:
-        other = f"devices={devices}, but the plan has {plan.replicate} x {plan.shard} = {plan.num_devices} devices"
-    elif num_micro_batches not in ("auto", plan.micro_batches):
-        other = f"num_micro_batches={num_micro_batches}, but the plan has {plan.micro_batches}"
-    elif distribute_parameter is False and plan.shard > 1:
+    if options.devices != plan.num_devices:
+        sizes = {name: getattr(plan, name) for name in ("replicate", "shard", "tensor", "pipeline")}
+        factors = " x ".join(str(size) for name, size in sizes.items() if size > 1 or name in ("replicate", "shard"))
+        other = f"devices={options.devices}, but the plan has {factors} = {plan.num_devices} devices"
+    elif not options.pipeline_parallel and plan.pipeline > 1:
+        other = f"pipeline_parallel=False, but the plan has pipeline={plan.pipeline}"
+    elif options.num_stages != "auto" and options.num_stages < plan.num_stages:
+        other = f"num_stages={options.num_stages} at most, but the plan has {plan.num_stages}"
+    elif options.num_micro_batches not in ("auto", plan.micro_batches):
+        other = f"num_micro_batches={options.num_micro_batches}, but the plan has {plan.micro_batches}"
+    elif options.activation_recomputation is True and plan.recompute == "none":
+        other = "activation_recomputation=True, but the plan has recompute=none"
+    elif options.activation_recomputation is False and plan.recompute != "none":
+        other = f"activation_recomputation=False, but the plan has recompute={plan.recompute}"
+    elif options.distribute_parameter is False and plan.shard > 1:
         other = f"distribute_parameter=False, but the plan shards parameters over {plan.shard} devices"
-    elif distribute_parameter is True and plan.shard == 1 and plan.num_devices > 1:
-        other = "distribute_parameter=True, but the plan keeps a whole model on every device"
-    elif not mixed_precision and plan.precision == "bf16":
+    elif options.distribute_parameter is True and plan.shard == 1 and plan.replicate > 1:
+        other = f"distribute_parameter=True, but the plan has {plan.replicate} copies of every parameter and shard=1"
+    elif not options.mixed_precision and plan.precision == "bf16":
         other = "mixed_precision=False, but the plan computes in bfloat16"
     else:
         return

@@ -2,12 +2,6 @@
 
 Decides which plans exist and how they are written. Planner, session, parallelizer, logs and documentation all speak
 of plans through this module. Must not know models, devices, memory, processes or torch.
-
-[Note: numbers of micro-batches]
-1F1B keeps as many micro-batches under way as there are stages, so it needs at least that many. Interleaved 1F1B and the
-zero-bubble schedule work in rounds: with P devices in the pipeline and M micro-batches there are max(1, M // P) rounds,
-and M must be a multiple of their number. GPipe takes any number. A batch at run time may have fewer rows than that.
-Source: torch/distributed/pipelining/schedules.py, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble.
 """
 
 from __future__ import annotations
@@ -16,22 +10,24 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from moreh_ap.errors import PlanError
+from moreh_ap.plan_checks import (
+    OFFLOADS,
+    PRECISIONS,
+    RECOMPUTE_KINDS,
+    SCHEDULES,
+    WORDS,
+    check_layers,
+    check_pipeline,
+    check_recompute,
+    check_sequence_parallel,
+    check_size,
+    check_word,
+    spell,
+)
 
-PRECISIONS = ("fp32", "bf16")
-"""`fp32`: everything in float32. `bf16`: compute in bfloat16; weights, gradient sums and optimizer in float32."""
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-"""`gpipe`: all forwards, then all backwards. `1f1b`: one forward, one backward. `interleaved`: 1F1B with several stages on
-every device. `zero_bubble`: the gradients of weights fill the waiting times of 1F1B."""
-
-RECOMPUTE_KINDS = ("none", "selective", "full")
-"""`selective` keeps matrix products and attention results, `full` keeps nothing but the input of each block."""
-
-OFFLOADS = ("none", "optimizer")
-"""`optimizer`: the state of the optimizer lies in host memory between steps."""
+__all__ = ["OFFLOADS", "PRECISIONS", "RECOMPUTE_KINDS", "SCHEDULES", "Plan"]
 
 _SIZES = ("replicate", "shard", "tensor", "pipeline", "micro_batches", "stages_per_device")
-_WORDS = {"schedule": SCHEDULES, "precision": PRECISIONS, "offload": OFFLOADS}
 _LATER_AXES = ("context", "expert")
 _EXAMPLE = 'plan="replicate=2,shard=2,micro_batches=4,precision=bf16"'
 _UNSET = cast(int, None)
@@ -86,22 +82,20 @@ class Plan:
     offload: str = field(default="none", kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, allowed in _WORDS.items():
-            word = getattr(self, name)
-            if word not in allowed:
-                raise PlanError(f"plan: {name}={word!r} is unknown", " or ".join(allowed), f'plan="{name}={allowed[0]}"')
-        _check_size("pipeline", self.pipeline)
+        for name in WORDS:
+            check_word(name, getattr(self, name))
+        check_size("pipeline", self.pipeline)
         if self.stages_per_device is None:
             object.__setattr__(self, "stages_per_device", 2 if self.schedule == "interleaved" else 1)
-        _check_size("stages_per_device", self.stages_per_device)
+        check_size("stages_per_device", self.stages_per_device)
         if self.micro_batches is None:
             object.__setattr__(self, "micro_batches", self.num_stages if self.pipeline > 1 else 1)
         for name in _SIZES:
-            _check_size(name, getattr(self, name))
-        _check_recompute(self.recompute)
-        _check_sequence_parallel(self)
-        object.__setattr__(self, "layers", _check_layers(self))
-        _check_schedule(self)
+            check_size(name, getattr(self, name))
+        check_recompute(self.recompute)
+        check_sequence_parallel(self.sequence_parallel, self.tensor)
+        check_layers(self.layers)
+        check_pipeline(self)
 
     @property
     def num_devices(self) -> int:
@@ -122,9 +116,17 @@ class Plan:
         shown = []
         for one in fields(self):
             value = getattr(self, one.name)
-            if value != _default_of(one.name, self):
-                shown.append(f"{one.name}={_spell(value)}")
+            if value != self._default_of(one.name, one.default):
+                shown.append(f"{one.name}={spell(value)}")
         return ",".join(shown) or "replicate=1"
+
+    def _default_of(self, name: str, default: object) -> object:
+        """Returns the value that need not be written, None where every value is because the default depends."""
+        if name == "micro_batches":
+            return 1 if self.pipeline == 1 else None
+        if name == "stages_per_device":
+            return None if self.schedule == "interleaved" else 1
+        return default
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -181,11 +183,10 @@ class Plan:
                 f'plan="pipeline={num_blocks}"' if num_blocks > 1 else 'plan="replicate=2"',
             )
         if self.layers and sum(self.layers) != num_blocks:
-            even = "+".join(str(count) for count in _even(num_blocks, self.num_stages))
             raise PlanError(
                 f"plan={str(self)!r}: layers has {sum(self.layers)} blocks, the model {num_blocks}",
                 f"{self.num_stages} numbers whose sum is {num_blocks}",
-                f'plan="pipeline={self.pipeline},layers={even}"',
+                f'plan="pipeline={self.num_stages},layers={spell(tuple(_even(num_blocks, self.num_stages)))}"',
             )
         ranges, start = [], 0
         for count in self.layers or _even(num_blocks, self.num_stages):
@@ -211,140 +212,9 @@ class Plan:
         )
 
 
-def _check_size(name: str, size: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise PlanError(f"plan: {name}={size!r} is no size", "an integer of at least 1", _size_example(name))
-
-
-def _check_recompute(recompute: object) -> None:
-    if isinstance(recompute, bool) or not (
-        recompute in RECOMPUTE_KINDS or (isinstance(recompute, int) and recompute >= 1)
-    ):
-        raise PlanError(
-            f"plan: recompute={recompute!r} is unknown",
-            f"{', '.join(RECOMPUTE_KINDS)} or a number of blocks of at least 1",
-            'plan="recompute=full"',
-        )
-
-
-def _check_sequence_parallel(plan: Plan) -> None:
-    if not isinstance(plan.sequence_parallel, bool):
-        raise PlanError(
-            f"plan: sequence_parallel={plan.sequence_parallel!r} is unknown",
-            "true or false",
-            'plan="tensor=2,sequence_parallel=true"',
-        )
-    if plan.sequence_parallel and plan.tensor == 1:
-        raise PlanError(
-            "plan: sequence_parallel=true with tensor=1: there is nobody to split the sequence with",
-            "sequence_parallel=false, or tensor of at least 2",
-            'plan="tensor=2,sequence_parallel=true"',
-        )
-
-
-def _check_layers(plan: Plan) -> tuple[int, ...]:
-    """Returns `plan.layers` as a tuple; its length belongs to the stages, its sum to the model."""
-    layers = plan.layers
-    if not isinstance(layers, (tuple, list)):
-        raise PlanError(f"plan: layers={layers!r} is no list", "a tuple of integers", 'plan="pipeline=2,layers=3+5"')
-    for count in layers:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise PlanError(
-                f"plan: layers={_spell(tuple(layers))}: {count!r} is no number of blocks",
-                "integers of at least 1, one for each stage",
-                'plan="pipeline=2,layers=3+5"',
-            )
-    if layers and plan.pipeline > 1 and len(layers) != plan.num_stages:
-        raise PlanError(
-            f"plan: layers={_spell(tuple(layers))} is {len(layers)} stages, the plan has {plan.pipeline} x "
-            f"{plan.stages_per_device} = {plan.num_stages}",
-            f"{plan.num_stages} numbers, one for each stage",
-            f'plan="pipeline={plan.num_stages},layers={_spell((4,) * plan.num_stages)}"',
-        )
-    return tuple(layers)
-
-
-def _check_schedule(plan: Plan) -> None:
-    """Raises PlanError where the values of a pipeline contradict each other. See [Note: numbers of micro-batches]."""
-    if plan.pipeline == 1:
-        for name in ("schedule", "stages_per_device", "layers"):
-            value = getattr(plan, name)
-            if value != _default_of(name, plan, without_schedule=True):
-                raise PlanError(
-                    f"plan: {name}={_spell(value)} with pipeline=1: there is no pipeline",
-                    f"{name} left out, or pipeline of at least 2",
-                    f'plan="pipeline=2,{_PIPELINE_EXAMPLES[name]}"',
-                )
-        return
-    if plan.schedule == "interleaved" and plan.stages_per_device == 1:
-        raise PlanError(
-            "plan: schedule=interleaved with stages_per_device=1: there is nothing to interleave",
-            "stages_per_device of at least 2, or schedule=1f1b",
-            f'plan="pipeline={plan.pipeline},schedule=interleaved,stages_per_device=2"',
-        )
-    if plan.schedule in ("gpipe", "1f1b") and plan.stages_per_device > 1:
-        raise PlanError(
-            f"plan: stages_per_device={plan.stages_per_device} with schedule={plan.schedule}, which has one",
-            "stages_per_device=1, or schedule=interleaved or zero_bubble",
-            f'plan="pipeline={plan.pipeline},schedule=interleaved,stages_per_device={plan.stages_per_device}"',
-        )
-    least, step = _round_of_micro_batches(plan)
-    if plan.micro_batches < least:
-        allowed = f"micro_batches={least} or more, or schedule=gpipe"
-    elif plan.micro_batches % step:
-        below = plan.micro_batches // step * step
-        allowed = f"micro_batches={below} or {below + step}, or schedule=gpipe"
-    else:
-        return
-    works = max(least, plan.micro_batches // step * step)
-    raise PlanError(
-        f"plan: schedule={plan.schedule} cannot run micro_batches={plan.micro_batches} with pipeline={plan.pipeline}",
-        allowed,
-        f'plan="pipeline={plan.pipeline},micro_batches={works},schedule={plan.schedule}"',
-    )
-
-
-def _round_of_micro_batches(plan: Plan) -> tuple[int, int]:
-    """Returns the least number of micro-batches of the plan's schedule, and the number it must be a multiple of."""
-    if plan.schedule == "gpipe":
-        return 1, 1
-    if plan.schedule == "1f1b":
-        return plan.num_stages, 1
-    return 1, max(1, plan.micro_batches // plan.pipeline)
-
-
-_PIPELINE_EXAMPLES = {
-    "schedule": "schedule=gpipe",
-    "stages_per_device": "schedule=interleaved,stages_per_device=2",
-    "layers": "layers=3+5",
-}
-
-
-def _size_example(name: str) -> str:
-    if name == "stages_per_device":
-        return 'plan="pipeline=2,schedule=interleaved,stages_per_device=2"'
-    return f'plan="{name}=2"'
-
-
-def _default_of(name: str, plan: Plan, without_schedule: bool = False) -> object:
-    """Returns the value of `name` that need not be written, None where every value is: the default depends there."""
-    if name == "micro_batches":
-        return 1 if plan.pipeline == 1 else None
-    if name == "stages_per_device":
-        return None if plan.schedule == "interleaved" and not without_schedule else 1
-    return next(one.default for one in fields(Plan) if one.name == name)
-
-
-def _spell(value: object) -> str:
-    """Returns `value` as a plan's text has it."""
-    if isinstance(value, tuple):
-        return "+".join(str(count) for count in value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _parse_value(name: str, value: str) -> object:
     """Returns `value` with the type of the field; whether it is possible is the plan's to say."""
-    if name in _WORDS:
+    if name in WORDS:
         return value
     if name == "sequence_parallel":
         return {"true": True, "false": False}.get(value.lower(), value)
@@ -353,7 +223,7 @@ def _parse_value(name: str, value: str) -> object:
     if name == "recompute":
         return value if value in RECOMPUTE_KINDS else _parse_count(value)
     count = _parse_count(value)
-    _check_size(name, count)
+    check_size(name, count)
     return count
 
 

@@ -4,11 +4,13 @@
     python scripts/bench_overhead.py                  # step time, against DDP and FSDP2
     python scripts/bench_overhead.py --empty-model    # milliseconds that the controller adds to a step
     python scripts/bench_overhead.py --startup        # start of the process to the end of the first step
+    python scripts/bench_overhead.py --against tp     # tensor parallelism; pp and 3d likewise
+    python scripts/bench_overhead.py --against pp --plan pipeline=2,micro_batches=8,schedule=gpipe
 
-Decides how runs are paired and what is printed. The runs are those of `scripts/baselines`: same model, tokens, steps,
-workers and threads. The two runs of a pair follow each other at once, in turns one first and the other, so that a
-machine that becomes slower meanwhile is slower for both; the ratio is taken within each pair, and the median over the
-pairs is the result.
+Decides how runs are paired and what is printed. The runs are those of `tutorials/manual`: same model, tokens, steps,
+devices and threads; the flags of the torchrun script follow from the plan that the one line gets. The two runs of a
+pair follow each other at once, in turns one first and the other, so that a machine that becomes slower meanwhile is
+slower for both; the ratio is taken within each pair, and the median over the pairs is the result.
 """
 
 from __future__ import annotations
@@ -21,14 +23,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-SCRIPTS = Path(__file__).resolve().parent / "baselines"
-PLAN_AXIS = {"ddp": "replicate", "fsdp2": "shard"}
+from moreh_ap.plan import Plan
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "tutorials" / "manual"
+ONE_LINE = "one_line"
+PIPELINE_NAMES = ("pipeline", "micro_batches", "schedule", "stages_per_device", "layers")
+PLAN_NAMES = {  # baseline: what its script can do, in the words of a plan
+    "ddp": ("replicate", "micro_batches"),
+    "fsdp": ("replicate", "shard", "micro_batches"),
+    "tp": ("tensor", "sequence_parallel", "micro_batches"),
+    "pp": PIPELINE_NAMES,
+    "3d": ("replicate", "shard", "tensor", *PIPELINE_NAMES),
+}
 WARM_UP_STEPS = 2
 TERMINATION_S = 45.0  # torchrun gives its processes 30 s
 MODES = {  # mode: (unit, better known as, highest ratio or difference that we accept)
@@ -43,7 +55,7 @@ class Pair:
     """One pair of runs.
 
     Attributes:
-        baseline: `ddp` or `fsdp2`.
+        baseline: One of `PLAN_NAMES`.
         ours: The measured quantity of the run with the one line, in the unit of its mode.
         theirs: The same of the torchrun script.
         loss_difference: Largest relative difference between the losses of a step.
@@ -59,13 +71,62 @@ class RunFailed(RuntimeError):
     """A benchmark script failed or took too long; the message carries the end of its output."""
 
 
-def run(script: str, flags: list[str], workers: int, threads: int, timeout_s: float) -> dict:
-    """Runs one script of `baselines` in fresh processes and returns its report.
+def default_plan(baseline: str, devices: int | None) -> Plan:
+    """Returns the plan that a baseline is compared under when none is given.
 
     Args:
-        script: `one_line`, `ddp` or `fsdp2`.
-        flags: Flags that all of them take, and for `one_line` its own.
-        workers: Processes for torchrun, devices for the one line.
+        baseline: One of `PLAN_NAMES`.
+        devices: Number of devices; None means 2, and 8 for `3d`.
+    """
+    if baseline == "3d":
+        return Plan(shard=(devices or 8) // 4, tensor=2, pipeline=2)
+    axis = {"ddp": "replicate", "fsdp": "shard", "tp": "tensor", "pp": "pipeline"}[baseline]
+    return Plan(**{axis: devices or 2})
+
+
+def flags_of_plan(baseline: str, plan: Plan, num_layers: int) -> list[str]:
+    """Returns the flags with which a torchrun script carries out `plan`.
+
+    Args:
+        baseline: One of `PLAN_NAMES`.
+        plan: The plan of the one line.
+        num_layers: Layers of the model, from which the stages of a pipeline follow.
+
+    Raises:
+        ValueError: The plan asks for something that the script cannot do.
+    """
+    asked_for = [name for name, value in vars(plan).items() if value != _neutral(name)]
+    unknown = [name for name in asked_for if name not in PLAN_NAMES[baseline]]
+    if unknown:
+        raise ValueError(f"plan {str(plan)!r}: the script for {baseline} knows {', '.join(PLAN_NAMES[baseline])} only, "
+                         f"not {', '.join(unknown)}")  # fmt: skip
+    flags = ["--micro-batches", str(plan.micro_batches)]
+    if baseline in ("fsdp", "3d"):
+        flags += ["--replicate", str(plan.replicate)]
+    if baseline == "tp" and plan.sequence_parallel:
+        flags += ["--sequence-parallel"]
+    if baseline == "3d":
+        flags += ["--tensor", str(plan.tensor), "--pipeline", str(plan.pipeline)]
+    if baseline in ("pp", "3d"):
+        stages = "+".join(str(len(layers)) for layers in plan.stage_ranges(num_layers))
+        flags += ["--schedule", plan.schedule, "--split", stages]
+        if plan.schedule == "interleaved":
+            flags += ["--stages-per-device", str(plan.stages_per_device)]
+    return flags
+
+
+def _neutral(name: str) -> object:
+    """Returns the value of a field of plans that changes nothing."""
+    return getattr(Plan(), name)
+
+
+def run(script: str, flags: list[str], devices: int, threads: int, timeout_s: float) -> dict:
+    """Runs one script of `tutorials/manual` in fresh processes and returns its report.
+
+    Args:
+        script: `one_line` or one of `PLAN_NAMES`.
+        flags: Flags that all of them take, and those of this script.
+        devices: Processes for torchrun, devices for the one line.
         threads: `OMP_NUM_THREADS` of every process.
         timeout_s: The run is killed after so many seconds.
 
@@ -74,11 +135,12 @@ def run(script: str, flags: list[str], workers: int, threads: int, timeout_s: fl
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        if script == "one_line":
-            command = [sys.executable, str(SCRIPTS / "one_line.py"), "--devices", str(workers)]
+        path = str(SCRIPTS / f"train_{script}.py")
+        if script == ONE_LINE:
+            command = [sys.executable, path, "--devices", str(devices)]
         else:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers),
-                       str(SCRIPTS / f"{script}.py")]  # fmt: skip
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices),
+                       path]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "BENCH_STARTED_AT": repr(time.time())}
         status, output = _run_group(command + flags + ["--json", str(report)], environment, folder, timeout_s)
         if status is None:
@@ -118,14 +180,16 @@ def measured(report: dict, mode: str) -> float:
 
 def run_pair(args: argparse.Namespace, mode: str, baseline: str, ours_first: bool) -> Pair:
     """Returns the result of one run with the one line and one of `baseline`, one directly after the other."""
-    flags = ["--model", "empty" if mode == "empty" else "llama", "--layers", str(args.layers),
-             "--hidden", str(args.hidden), "--batch-size", str(args.batch_size), "--block-size", str(args.block_size),
-             "--steps", str(args.steps), *(["--bf16"] if args.bf16 else [])]  # fmt: skip
-    own = {"one_line": ["--plan", f"{PLAN_AXIS[baseline]}={args.workers}"], baseline: []}
+    plan = args.plan or default_plan(baseline, args.devices)
+    flags = ["--layers", str(args.layers), "--hidden", str(args.hidden), "--batch-size", str(args.batch_size),
+             "--block-size", str(args.block_size), "--steps", str(args.steps), *(["--bf16"] if args.bf16 else []),
+             *(["--model", "empty"] if mode == "empty" else [])]  # fmt: skip
+    own_plan = replace(plan, precision="bf16") if args.bf16 else plan
+    own = {ONE_LINE: ["--plan", str(own_plan)], baseline: flags_of_plan(baseline, plan, args.layers)}
     reports = {}
-    for script in ("one_line", baseline) if ours_first else (baseline, "one_line"):
-        reports[script] = run(script, [*flags, *own[script]], args.workers, args.threads, args.timeout)
-    ours, theirs = reports["one_line"], reports[baseline]
+    for script in (ONE_LINE, baseline) if ours_first else (baseline, ONE_LINE):
+        reports[script] = run(script, [*flags, *own[script]], plan.num_devices, args.threads, args.timeout)
+    ours, theirs = reports[ONE_LINE], reports[baseline]
     differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours["losses"], theirs["losses"], strict=True)]
     return Pair(baseline, measured(ours, mode), measured(theirs, mode), max(differences))
 
@@ -165,9 +229,10 @@ def parse_arguments() -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--empty-model", dest="mode", action="store_const", const="empty", help="latency of a step")
     what.add_argument("--startup", dest="mode", action="store_const", const="startup", help="time to the first step")
-    parser.add_argument("--against", nargs="+", choices=tuple(PLAN_AXIS), default=list(PLAN_AXIS))
+    parser.add_argument("--against", nargs="+", choices=tuple(PLAN_NAMES), default=["ddp", "fsdp"])
+    parser.add_argument("--plan", type=Plan.parse, help="plan of both runs of a pair (default: the script's own axis)")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of runs for each baseline")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--devices", type=int, help="devices of both runs (default: the plan's, else 2, and 8 for 3d)")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each process")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=512)
@@ -182,6 +247,16 @@ def parse_arguments() -> argparse.Namespace:
     args.steps = args.steps or {"steps": 12, "empty": 200, "startup": 1}[args.mode]
     if args.mode != "startup" and args.steps <= WARM_UP_STEPS:
         parser.error(f"--steps is {args.steps}; the first {WARM_UP_STEPS} are not counted, so more are needed")
+    if args.mode == "empty" and not set(args.against) <= {"ddp", "fsdp"}:
+        parser.error("--empty-model can be measured against ddp and fsdp: the other scripts split a Llama")
+    for baseline in args.against:
+        plan = args.plan or default_plan(baseline, args.devices)
+        if args.devices not in (None, plan.num_devices):
+            parser.error(f"--devices is {args.devices}, the plan {str(plan)!r} needs {plan.num_devices}")
+        try:
+            flags_of_plan(baseline, plan, args.layers)
+        except ValueError as error:  # a PlanError is one too
+            parser.error(str(error))
     return args
 
 
@@ -197,7 +272,8 @@ def main() -> int:
             console.print(f"pair {number + 1}/{args.pairs} {baseline}: {values}", style="dim", highlight=False)
     within = show(console, pairs, args.mode)
     if args.json is not None:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        settings = {name: value for name, value in vars(args).items() if name not in ("json", "plan")}
+        settings["plan"] = None if args.plan is None else str(args.plan)
         document = {"settings": settings, "pairs": [asdict(pair) for pair in pairs]}
         args.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0 if within else 1

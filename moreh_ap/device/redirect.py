@@ -141,7 +141,7 @@ def _cast_unread(tensor: VirtualTensor, dtype: torch.dtype) -> VirtualTensor:
     if dtype == tensor.dtype or not isinstance(value, InFile):
         return tensor
     meta = torch.empty(tensor.shape, dtype=dtype, device="meta")
-    return VirtualTensor(Cell(InFile(value.file, value.key, dtype), tensor._cell.device), meta)
+    return VirtualTensor(Cell(value.cast(dtype), tensor._cell.device), meta)
 
 
 def move(tensor: Tensor, device: Any) -> Tensor:

@@ -7,11 +7,14 @@ reached: values that live on workers are defined by `moreh_ap.session` as furthe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from moreh_ap.parallelizer.sources import TensorSource
 
 MAX_DEFERRED_ELEMENTS = 4096  # larger tensors are computed at once: putting them off would only keep memory alive
 
@@ -53,21 +56,35 @@ class Here(Value):
 
 
 class InFile(Value):
-    """A tensor of a safetensors file that nobody has read yet."""
+    """A tensor of safetensors files that nobody has read yet.
 
-    __slots__ = ("dtype", "file", "key")
+    Args:
+        sources: Where it lies: one file has all of it, or each of several a box of it.
+        shape: Its shape.
+        dtype: What whoever reads it casts it to.
+        keeper: An object that must live as long as somebody may read the files.
+    """
 
-    def __init__(self, file: str, key: str, dtype: torch.dtype) -> None:
-        self.file, self.key, self.dtype = file, key, dtype
+    __slots__ = ("_keeper", "_shape", "dtype", "sources")
+
+    def __init__(
+        self, sources: tuple[TensorSource, ...], shape: tuple[int, ...], dtype: torch.dtype, keeper: object = None
+    ) -> None:
+        self.sources, self._shape, self.dtype, self._keeper = sources, shape, dtype, keeper
+
+    def cast(self, dtype: torch.dtype) -> InFile:
+        """The same tensor in another dtype, not read either."""
+        return InFile(self.sources, self._shape, dtype, self._keeper)
 
     def ready(self) -> bool:
         return True
 
     def read(self) -> Tensor:
-        from safetensors import safe_open
+        from moreh_ap.parallelizer.loading import Wanted, read
 
-        with safe_open(self.file, framework="pt") as handle:
-            return handle.get_tensor(self.key).to(self.dtype)
+        whole = torch.empty(self._shape, dtype=self.dtype, device="cpu")
+        read(Wanted("a tensor", whole, source) for source in self.sources)
+        return whole
 
 
 class Later(Value):

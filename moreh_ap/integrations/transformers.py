@@ -16,6 +16,7 @@ from moreh_ap.device.tensor import CPU, VirtualTensor
 from moreh_ap.device.values import Cell, InFile
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.integrations.import_hook import when_imported
+from moreh_ap.parallelizer.sources import TensorSource
 
 # Source: https://github.com/huggingface/safetensors, "Format", dtype names.
 _DTYPES = {
@@ -95,8 +96,9 @@ class LazySlice:
         dtype = _DTYPES.get(self._stored.get_dtype())
         if index is not Ellipsis or dtype is None:
             return self._stored[index]  # type: ignore[no-any-return]
-        meta = torch.empty(self._stored.get_shape(), dtype=dtype, device="meta")
-        return VirtualTensor(Cell(InFile(self._file, self._key, dtype), CPU), meta)
+        shape = tuple(self._stored.get_shape())
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        return VirtualTensor(Cell(InFile((TensorSource(self._file, self._key),), shape, dtype), CPU), meta)
 
 
 def _save_from_workers(original: Callable[..., Any]) -> Callable[..., Any]:

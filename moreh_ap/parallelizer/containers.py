@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
+import warnings
 from typing import Any
 
 import cloudpickle
@@ -87,3 +88,19 @@ class _TensorSearch(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
             self.found = True
             return "tensor"
         return None
+
+
+def pickle_treespec(treespec: TreeSpec) -> bytes:
+    """`treespec` as bytes; container classes defined in ``__main__`` travel by value."""
+    data: bytes = cloudpickle.dumps(treespec)
+    return data
+
+
+def unpickle_treespec(data: bytes) -> TreeSpec:
+    """The inverse of `pickle_treespec`."""
+    with warnings.catch_warnings():
+        # PyTorch's own pickle of a leaf asks for a class that it calls deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        treespec: TreeSpec = pickle.loads(data)
+        register_containers(treespec)
+    return treespec

@@ -13,20 +13,21 @@ together: which slices of the whole are which slices of what this worker holds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moreh_ap.errors import LoadError
 from moreh_ap.parallelizer.sharding import fsdp_modules
+from moreh_ap.parallelizer.sources import TensorSource as TensorSource
 
 if TYPE_CHECKING:
     from moreh_ap.parallelizer.layout import TensorLayout
@@ -36,29 +37,25 @@ Piece = tuple[tuple[slice, ...], tuple[slice, ...]]
 
 
 @dataclass(frozen=True)
-class TensorSource:
-    """Where the value of one tensor lies.
+class Wanted:
+    """A part of a tensor that is to be read from a file.
 
     Attributes:
-        file: Path of a safetensors file that this worker can read.
-        key: Name of the tensor in it.
+        name: What errors call the tensor.
+        tensor: This worker's part.
+        source: Where the value, or a box of it, lies. Elements of the box that are not here are not read.
+        layout: What tensor parallelism left here of the whole.
     """
 
-    file: str
-    key: str
-
-
-@dataclass(frozen=True)
-class _Wanted:
     name: str
     tensor: torch.Tensor
-    layout: TensorLayout | None
     source: TensorSource
+    layout: TensorLayout | None = None
 
 
 def fill(
     module: nn.Module,
-    sources: Mapping[str, TensorSource],
+    sources: Mapping[str, TensorSource | tuple[TensorSource, ...]],
     device: torch.device | str,
     layouts: Mapping[str, TensorLayout] | None = None,
     absent: Collection[str] = (),
@@ -70,8 +67,8 @@ def fill(
 
     Args:
         module: A module after `apply_plan`, usually on meta. Whatever values it had are dropped.
-        sources: Full name of a parameter or buffer -> where its value lies. One name of tied ones is enough;
-            non-persistent buffers need a source like all others.
+        sources: Full name of a parameter or buffer -> where its value lies, or where the boxes lie that it is cut
+            into. One name of tied ones is enough; non-persistent buffers need a source like all others.
         device: Where this worker computes.
         layouts: What tensor parallelism left of the parameters it split, by full name.
         absent: Full names of parameters that this worker does not hold: they stay on meta.
@@ -94,10 +91,30 @@ def fill(
     for same in names:
         name = next(name for name in same if name in sources)
         layout = next((layouts[name] for name in same if name in layouts), None)
-        wanted.append(_Wanted(name, tensors[name], layout, sources[name]))
-    wanted.sort(key=lambda w: w.source.file)
-    for file, group in groupby(wanted, key=lambda w: w.source.file):
-        with safe_open(file, framework="pt") as opened:
+        source = sources[name]
+        boxes = source if isinstance(source, tuple) else (source,)
+        wanted += [Wanted(name, tensors[name], box, layout) for box in boxes]
+    read(wanted)
+
+
+def read(wanted: Iterable[Wanted]) -> None:
+    """Reads parts of tensors, only the elements that are here, and casts them to the dtype that they have here.
+
+    Raises:
+        LoadError: A file cannot be read, has no such tensor, or the shapes differ.
+    """
+    needed = [item for item in wanted if not item.source.start or _overlaps(item)]
+    needed.sort(key=lambda item: item.source.file)
+    for file, group in groupby(needed, key=lambda item: item.source.file):
+        try:
+            opened = safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise LoadError(
+                f"{file} cannot be read: {error}",
+                "files that stay as they are until their values have been read",
+                f"ls -l {file}",
+            ) from error
+        with opened:
             keys = set(opened.keys())
             for item in group:
                 _read_into(opened, keys, item)
@@ -132,13 +149,30 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
         part._apply(lambda t: t, recurse=False)  # FSDP2 looks its parameters up again
 
 
-def _read_into(opened: safe_open, keys: set[str], item: _Wanted) -> None:
+def _overlaps(item: Wanted) -> list[Piece]:
+    """Returns which slices of what is stored are which slices of this worker's part."""
+    found = pieces(item.tensor, item.layout)
+    if not item.source.start:
+        return found
+    overlaps = []
+    for whole, own in found:
+        stored, local = [], []
+        for there, here, start, size in zip(whole, own, item.source.start, item.source.size, strict=True):
+            first, last = max(there.start, start), min(there.stop, start + size)
+            stored.append(slice(first - start, last - start))
+            local.append(slice(here.start + first - there.start, here.start + last - there.start))
+        if all(there.start < there.stop for there in stored):
+            overlaps.append((tuple(stored), tuple(local)))
+    return overlaps
+
+
+def _read_into(opened: safe_open, keys: set[str], item: Wanted) -> None:
     if item.source.key not in keys:
         raise LoadError(
             f"{item.name}: {item.source.file} holds no tensor {item.source.key!r}", "a key that is in the file"
         )
     stored = opened.get_slice(item.source.key)
-    shape, wanted_shape = tuple(stored.get_shape()), whole_shape(item.tensor, item.layout)
+    shape, wanted_shape = tuple(stored.get_shape()), item.source.size or whole_shape(item.tensor, item.layout)
     if shape != wanted_shape:
         raise LoadError(
             f"{item.name}: has shape {wanted_shape}, {item.source.key!r} in {item.source.file} has {shape}",
@@ -146,9 +180,9 @@ def _read_into(opened: safe_open, keys: set[str], item: _Wanted) -> None:
         )
     with torch.no_grad():
         local = local_part(item.tensor)
-        for whole, own in pieces(item.tensor, item.layout):
+        for there, own in _overlaps(item):
             if own:
-                local[own].copy_(stored[whole])
+                local[own].copy_(stored[there])
             else:
                 local.copy_(opened.get_tensor(item.source.key))
 

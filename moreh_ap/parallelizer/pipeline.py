@@ -37,7 +37,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils._pytree import tree_flatten
 
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.parallelizer.containers import flatten
+from moreh_ap.parallelizer.containers import flatten, pickle_treespec, unpickle_treespec
 from moreh_ap.parallelizer.forward import Call
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.mesh import Axis
@@ -439,7 +439,9 @@ def _no_loss(output: Any, target: Any) -> Tensor:
 
 def _send(axis: Axis, place: int, tensors: list[Tensor], nesting: Nesting | None) -> None:
     specs = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-    dist.send_object_list([(specs, nesting)], group=axis.group, group_dst=place)
+    assert nesting is not None
+    leaves, treespec = nesting
+    dist.send_object_list([(specs, leaves, pickle_treespec(treespec))], group=axis.group, group_dst=place)
     for tensor in tensors:
         dist.send(tensor.detach().contiguous(), group=axis.group, group_dst=place)
 
@@ -447,13 +449,13 @@ def _send(axis: Axis, place: int, tensors: list[Tensor], nesting: Nesting | None
 def _receive(axis: Axis, place: int, device: torch.device) -> tuple[list[Tensor], Nesting]:
     header: list[Any] = [None]
     dist.recv_object_list(header, group=axis.group, group_src=place)
-    specs, nesting = header[0]
+    specs, leaves, pickled_treespec = header[0]
     received = []
     for shape, dtype, requires_grad in specs:
         tensor = torch.empty(shape, dtype=dtype, device=device)
         dist.recv(tensor, group=axis.group, group_src=place)
         received.append(tensor.requires_grad_(requires_grad and torch.is_grad_enabled()))
-    return received, nesting
+    return received, (leaves, unpickle_treespec(pickled_treespec))
 
 
 def _stages(module: nn.Module) -> Stages:

@@ -187,8 +187,14 @@ class MetaReduction(GlobalReduction):
     def place(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """As for any worker, except that a move leaves real what is real and on meta what is on meta."""
+        """As for any worker, with two exceptions.
+
+        A move leaves real what is real and on meta what is on meta. What is made on the device of a tensor that happens
+        to be on meta (positions, masks) is made real: control flow may ask for its values.
+        """
         func, args, kwargs = super().place(func, args, kwargs)
+        if func is not Tensor.to and _names_meta(kwargs.get("device")):
+            kwargs = {**kwargs, "device": self.device}
         if func is Tensor.to:
             here = args[0].device
             args = tuple(here if isinstance(arg, (torch.device, str)) else arg for arg in args)
@@ -204,6 +210,10 @@ class MetaReduction(GlobalReduction):
             raise ExactnessError("the denominator of a mean loss depends on parameters", "labels among the inputs")
         super()._share(total, count)
         return total
+
+
+def _names_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

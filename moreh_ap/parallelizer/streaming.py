@@ -39,15 +39,16 @@ class Streaming:
         self._module, self._stages = module, stages
         self._active = False
         self._dtype = compute_dtype(module)
-        self._managers: dict[int, FSDPModule] = {}
+        self._managers: dict[int, FSDPModule] = {}  # of modules that are not FSDP2's own roots: who gathers them
         for stage in stages.local.values():
             for part in stage.others:
                 if isinstance(stage, FSDPModule):
                     self._managers[id(part)] = stage
         for path, unit in self._units():
             names = [name for name, _ in unit.named_parameters(prefix=path)]
-            if names and not all(name in stages.everywhere for name in names):
-                owner = stages.first_holder_of(names[0])
+            if names:
+                travels = not all(name in stages.everywhere for name in names)
+                owner = stages.first_holder_of(names[0]) if travels else None
                 unit.register_forward_pre_hook(self._fetcher(unit, owner), with_kwargs=True)
                 unit.register_forward_hook(self._dropper(unit, owner), always_call=True)
 
@@ -76,17 +77,18 @@ class Streaming:
         """Returns what a model returned, in float32 as FSDP2 returns it."""
         return result if self._dtype is None else _cast(result, torch.float32)
 
-    def _fetcher(self, unit: nn.Module, owner: int) -> Any:
+    def _fetcher(self, unit: nn.Module, owner: int | None) -> Any:
         def fetch(part: nn.Module, args: Any, kwargs: Any) -> Any:
             if not self._active:
                 return None
-            mine = self._stages.axis.rank == owner
+            mine = owner is None or self._stages.axis.rank == owner
             if mine and id(unit) in self._managers:
                 self._managers[id(unit)].unshard()
-            for holder in unit.modules():
-                for name, param in holder._parameters.items():
-                    if param is not None:
-                        self._broadcast(holder, name, param, owner, mine)
+            if owner is not None:
+                for holder in unit.modules():
+                    for name, param in holder._parameters.items():
+                        if param is not None:
+                            self._broadcast(holder, name, param, owner, mine)
             return None if mine or self._dtype is None else (_cast(args, self._dtype), _cast(kwargs, self._dtype))
 
         return fetch
@@ -103,11 +105,11 @@ class Streaming:
             received._moreh_own = param  # type: ignore[attr-defined]
             holder._parameters[name] = received
 
-    def _dropper(self, unit: nn.Module, owner: int) -> Any:
+    def _dropper(self, unit: nn.Module, owner: int | None) -> Any:
         def drop(part: nn.Module, args: Any, result: Any) -> None:
             if not self._active:
                 return
-            if self._stages.axis.rank == owner:
+            if owner is None or self._stages.axis.rank == owner:
                 if id(unit) in self._managers:
                     self._managers[id(unit)].reshard()
                 return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moreh_ap.errors import PlanError
@@ -73,7 +73,8 @@ def choose_plan(
     """Returns the first candidate that fits, or the plan that the options force.
 
     Candidates are ordered by shard group, smallest first, and within it by micro-batches, fewest first: replicating
-    everything talks least, and splitting the batch in time costs less than splitting the model.
+    everything talks least, and splitting the batch in time costs less than splitting the model. Candidates that
+    recompute activations come last, and only where recomputation is left open and nothing fits without.
 
     Args:
         profile: The model.
@@ -99,10 +100,11 @@ def choose_plan(
     else:
         plans = [_check_devices(options.plan, num_devices)]
     estimated_s = time.perf_counter()
-    candidates = tuple(
-        Candidate(plan, memory, memory.total_bytes <= usable_bytes)
-        for plan, memory in ((plan, estimate_memory(profile, plan, global_batch)) for plan in plans)
-    )
+    candidates = tuple(_weigh(profile, plan, global_batch, usable_bytes) for plan in plans)
+    may_recompute = options.plan is None and options.activation_recomputation == "auto"
+    if may_recompute and not any(candidate.fits for candidate in candidates):
+        recomputing = (replace(plan, recompute="full") for plan in plans)
+        candidates += tuple(_weigh(profile, plan, global_batch, usable_bytes) for plan in recomputing)
     fitting = [candidate for candidate in candidates if candidate.fits]
     if options.plan is not None:
         chosen = candidates[0]
@@ -130,14 +132,25 @@ def choose_plan(
 
 
 def enumerate_plans(num_devices: int, global_batch: int, options: Options, precision: str) -> Iterator[Plan]:
-    """Yields every plan that the options allow on `num_devices` devices, preferred ones first."""
+    """Yields every plan that the options allow on `num_devices` devices, preferred ones first.
+
+    Activations are recomputed where the options demand it, and otherwise not.
+    """
+    recompute = "full" if options.activation_recomputation is True else "none"
     for shard in range(1, num_devices + 1):
         if num_devices % shard or (shard > 1 and options.distribute_parameter is False):
             continue
         if shard == 1 and num_devices > 1 and options.distribute_parameter is True:
             continue
         for micro_batches in _micro_batch_counts(num_devices, global_batch, options):
-            yield Plan(num_devices // shard, shard, micro_batches, precision)
+            yield Plan(
+                num_devices // shard, shard, micro_batches=micro_batches, recompute=recompute, precision=precision
+            )
+
+
+def _weigh(profile: ModelProfile, plan: Plan, global_batch: int, usable_bytes: float) -> Candidate:
+    memory = estimate_memory(profile, plan, global_batch)
+    return Candidate(plan, memory, memory.total_bytes <= usable_bytes)
 
 
 def _micro_batch_counts(num_devices: int, global_batch: int, options: Options) -> Iterator[int]:
@@ -155,13 +168,16 @@ def _check_devices(plan: Plan, num_devices: int) -> Plan:
     if plan.num_devices != num_devices:
         raise PlanError(
             f"plan={str(plan)!r} needs {plan.num_devices} devices, the accelerator has {num_devices}",
-            f"replicate x shard = {num_devices}",
+            f"replicate x shard x tensor x pipeline = {num_devices}",
             f'torch.moreh.option.enable_advanced_parallelization(plan="replicate={num_devices}")',
         )
     return plan
 
 
 def _name_shape(plan: Plan) -> str:
+    """Returns why a plan of the rule's own was chosen."""
+    if plan.recompute == "full":
+        return _name_shape(replace(plan, recompute="none")) + ", activations are recomputed"
     if plan.num_devices == 1:
         return "one device holds the model"
     if plan.shard == 1:
@@ -179,6 +195,8 @@ def _nothing_fits(
     remedies = []
     if options.distribute_parameter is False:
         remedies.append("distribute_parameter='auto' (it is False)")
+    if options.activation_recomputation is False and profile.recomputed_bytes_per_row:
+        remedies.append("activation_recomputation='auto' (it is False)")
     if options.num_micro_batches != "auto":
         remedies.append(f"num_micro_batches='auto' (it is {options.num_micro_batches})")
     rows = _largest_batch(profile, least.plan, usable_bytes, global_batch)
@@ -209,7 +227,9 @@ def _fewest_devices(profile: ModelProfile, plan: Plan, usable_bytes: float, glob
     """Returns the smallest number of devices, doubled from the present, that fits fully sharded; 0 if none."""
     devices = plan.num_devices * 2
     while devices <= _MOST_DEVICES_SUGGESTED:
-        candidate = Plan(1, devices, plan.micro_batches, plan.precision)
+        candidate = Plan(
+            1, devices, micro_batches=plan.micro_batches, recompute=plan.recompute, precision=plan.precision
+        )
         if estimate_memory(profile, candidate, global_batch).total_bytes <= usable_bytes:
             return devices
         devices *= 2

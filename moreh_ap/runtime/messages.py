@@ -8,10 +8,13 @@ replayed to a fresh worker. All workers receive the same commands in the same or
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from moreh_ap.parallelizer.sources import TensorSource
 
 
 class StateRef(NamedTuple):
@@ -45,6 +48,15 @@ class TensorData:
 
 
 @dataclass(frozen=True)
+class SavedTensor:
+    """A whole tensor that lies in files, in boxes; each worker reads what it holds of it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sources: tuple[TensorSource, ...]
+
+
+@dataclass(frozen=True)
 class OutputRef:
     """An output of an earlier call that was left on the workers, each holding its rows."""
 
@@ -70,14 +82,14 @@ class ImportModules:
 class BuildModel:
     """Unpickle a skeleton on meta, apply the plan, and fill this worker's shards from files.
 
-    `sources` maps names of parameters and buffers to ``(safetensors file, key)``. `example` is the call that a pipeline's
-    cut is found with. Answers where the worker's parameters belong: parameters with one answer are laid out alike.
+    `sources` maps names of parameters and buffers to the boxes that their values lie in. `example` is the call that a
+    pipeline's cut is found with. Answers where the worker's parameters belong: parameters with one answer are laid out alike.
     """
 
     owner: str
     skeleton: bytes
     plan: str
-    sources: dict[str, tuple[str, str]]
+    sources: dict[str, tuple[TensorSource, ...]]
     example: ExampleCall | None = None
 
 
@@ -235,6 +247,34 @@ class WriteState:
 
 
 @dataclass(frozen=True)
+class ReadCheckpoint:
+    """Set state tensors to values that lie in files; each worker reads its part."""
+
+    values: dict[StateRef, SavedTensor]
+
+
+@dataclass(frozen=True)
+class WriteCheckpoint:
+    """Write state tensors, by their names in the checkpoint, into a file for each worker.
+
+    Answers a `WrittenFile`, None if nothing of them counts on this worker. A file's path is ``{path}{rank}.safetensors``.
+    """
+
+    path: str
+    tensors: dict[str, StateRef]
+
+
+@dataclass(frozen=True)
+class CheckFiles:
+    """Compare files with their sizes in bytes and checksums, every worker some of them: ``(path, size, sha256)``.
+
+    Answers ``{path: what is wrong}``, of the files that this worker looked at.
+    """
+
+    files: tuple[tuple[str, int, str | None], ...]
+
+
+@dataclass(frozen=True)
 class KeepState:
     """Keep a state tensor under a temporary name too."""
 
@@ -297,7 +337,7 @@ class DescribeOptimizer:
 
 @dataclass(frozen=True)
 class LoadOptimizer:
-    """Replace an optimizer's state: ``{parameter index: {key: TensorData or a plain value}}``."""
+    """Replace an optimizer's state: ``{parameter index: {key: TensorData, SavedTensor or a plain value}}``."""
 
     owner: str
     state: dict[int, dict[str, Any]]

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.integrations import transformers_worker
+from moreh_ap.parallelizer.checkpoint import WrittenFile, boxes_of, problem_with, write_file
 from moreh_ap.parallelizer.held import Held
+from moreh_ap.parallelizer.loading import Wanted, read
 from moreh_ap.parallelizer.norms import total_norm
 from moreh_ap.runtime import messages
 from moreh_ap.runtime.messages import StateRef, TensorData
@@ -25,7 +27,14 @@ from moreh_ap.runtime.worker_device import WorkerDevice
 from moreh_ap.runtime.worker_model import WorkerCall, WorkerModel
 from moreh_ap.runtime.worker_optimizer import WorkerOptimizer
 
-_TOUCHES_PARAMETERS = (messages.ReadState, messages.WriteState, messages.RunOperation, messages.StepOptimizer)
+_TOUCHES_PARAMETERS = (
+    messages.ReadState,
+    messages.WriteState,
+    messages.ReadCheckpoint,
+    messages.WriteCheckpoint,
+    messages.RunOperation,
+    messages.StepOptimizer,
+)
 
 
 class WorkerExecutor:
@@ -39,7 +48,7 @@ class WorkerExecutor:
 
     def __init__(self, rank: int, world_size: int, device_type: str) -> None:
         transformers_worker.install()
-        self._rank = rank
+        self._rank, self._world_size = rank, world_size
         self._device = WorkerDevice(rank, world_size, device_type)
         self._models: dict[str, WorkerModel] = {}
         self._calls: dict[int, WorkerCall] = {}
@@ -207,6 +216,28 @@ class WorkerExecutor:
         held = self._state(data)
         assert held is not None
         return held.tensor
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @_execute.register
+    def _(self, command: messages.ReadCheckpoint) -> None:
+        wanted: list[Wanted] = []
+        for ref, saved in command.values.items():
+            held = self._state(ref)
+            if held is not None:
+                wanted += (Wanted(ref.name, held.tensor, source, held.layout) for source in saved.sources)
+        read(wanted)
+
+    @_execute.register
+    def _(self, command: messages.WriteCheckpoint) -> WrittenFile | None:
+        boxes = boxes_of({name: self._state(ref) for name, ref in command.tensors.items()})
+        return write_file(f"{command.path}{self._rank}.safetensors", boxes)
+
+    @_execute.register
+    def _(self, command: messages.CheckFiles) -> dict[str, str]:
+        own = command.files[self._rank :: self._world_size]
+        found = {path: problem_with(path, num_bytes, sha256) for path, num_bytes, sha256 in own}
+        return {path: problem for path, problem in found.items() if problem}
 
     # -- optimizers ------------------------------------------------------------------------------------------------
 

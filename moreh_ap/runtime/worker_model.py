@@ -19,9 +19,10 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.batch import carries_rows, num_rows, row_range, slice_rows
+from moreh_ap.parallelizer.containers import pickle_treespec, unpickle_treespec
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.held import Held
-from moreh_ap.parallelizer.loading import TensorSource, fill, full_tensor
+from moreh_ap.parallelizer.loading import fill, full_tensor
 from moreh_ap.parallelizer.mesh import Axis, build_mesh
 from moreh_ap.parallelizer.micro_batches import DeferredForward
 from moreh_ap.parallelizer.pipeline import PipelinedForward
@@ -40,7 +41,6 @@ from moreh_ap.runtime.messages import (
     TensorData,
     TensorSlot,
 )
-from moreh_ap.runtime.nesting import pickle_treespec, unpickle_treespec
 from moreh_ap.runtime.skeleton import unpickle_skeleton
 from moreh_ap.runtime.worker_device import WorkerDevice
 
@@ -59,8 +59,7 @@ class WorkerModel:
         self._modules = list(self.module.modules())
         mesh = build_mesh(self.plan, device.torch_device.type)
         self.applied = apply_plan(self.module, self.plan, mesh, device.torch_device, self._example(command.example))
-        sources = {name: TensorSource(*source) for name, source in command.sources.items()}
-        fill(self.module, sources, device.torch_device, self.applied.layouts, self.applied.absent)
+        fill(self.module, command.sources, device.torch_device, self.applied.layouts, self.applied.absent)
         prepare(self.module)
         # The objects stay the same from here on: FSDP2 puts others in their place only during a call.
         self.settle()

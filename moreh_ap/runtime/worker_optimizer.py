@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moreh_ap.parallelizer.held import Held
-from moreh_ap.runtime.messages import BuildOptimizer, TensorData
+from moreh_ap.parallelizer.loading import Wanted, read
+from moreh_ap.runtime.messages import BuildOptimizer, SavedTensor, TensorData
 from moreh_ap.runtime.worker_device import WorkerDevice
 
 
@@ -59,6 +60,8 @@ class WorkerOptimizer:
                 self._optimizer.state[held.tensor] = decoded
 
     def _decode(self, value: Any, held: Held) -> Any:
+        if isinstance(value, SavedTensor):
+            return self._read(value, held)
         if not isinstance(value, TensorData):
             return value
         tensor = value.tensor()
@@ -67,6 +70,16 @@ class WorkerOptimizer:
         laid_out = torch.zeros_like(held.tensor, dtype=tensor.dtype, requires_grad=False)
         held.like(laid_out).write(tensor)
         return laid_out
+
+    def _read(self, saved: SavedTensor, held: Held) -> Tensor:
+        if saved.shape == held.shape:
+            part = torch.zeros_like(held.tensor, dtype=saved.dtype, requires_grad=False)
+            layout = held.layout
+        else:
+            part = torch.zeros(saved.shape, dtype=saved.dtype, device=self._device.torch_device)
+            layout = None
+        read(Wanted("optimizer state", part, source, layout) for source in saved.sources)
+        return part
 
 
 def _describe(value: Any, held: Held) -> Any:

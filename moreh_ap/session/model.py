@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Cell, Value
 from moreh_ap.errors import PlanError, UnsupportedError
-from moreh_ap.parallelizer.containers import flatten
+from moreh_ap.parallelizer.containers import flatten, pickle_treespec
 from moreh_ap.plan import Plan
 from moreh_ap.runtime.messages import (
     BuildModel,
@@ -29,11 +29,10 @@ from moreh_ap.runtime.messages import (
     TensorData,
     TensorSlot,
 )
-from moreh_ap.runtime.nesting import pickle_treespec
 from moreh_ap.runtime.skeleton import pickle_skeleton
+from moreh_ap.session.first_use import plan_first_call
 from moreh_ap.session.gradients import Gradients
 from moreh_ap.session.outbox import Posted
-from moreh_ap.session.planning import choose_plan_for
 from moreh_ap.session.session import Session
 from moreh_ap.session.signatures import Signatures, pickle_constants
 from moreh_ap.session.state import ModelState, OnWorkers
@@ -58,7 +57,7 @@ class RemoteModel:
         self.owner = f"model{session.outbox.new_id()}"
         self.stale = False
         self.num_changes = 0  # of attributes and of what is frozen: what is known of calls may be out of date
-        self.plan: Plan = choose_plan_for(session, root, _rows(call))
+        self.plan: Plan = plan_first_call(session, root, call, _rows(call))
         self.modules = list(root.modules())
         # Tied tensors appear once, under their first name.
         self.parameters: dict[str, VirtualTensor] = dict(root.named_parameters())  # type: ignore[arg-type]

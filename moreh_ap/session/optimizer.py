@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import InFile
 from moreh_ap.runtime.messages import (
     BuildOptimizer,
     DescribeOptimizer,
     LoadOptimizer,
+    SavedTensor,
     StateRef,
     StepOptimizer,
     TensorData,
@@ -66,8 +68,7 @@ class RemoteOptimizer:
 
     def step(self, optimizer: Optimizer) -> None:
         """One step on the workers with the current hyper-parameters; does not wait."""
-        if not isinstance(optimizer.state, RemoteState):  # load_state_dict put a new state there
-            self._adopt_state(optimizer)
+        self.adopt_new_state(optimizer)
         current = [_hyper_parameters(group) for group in optimizer.param_groups]
         if self._unsent:
             changes = dict(enumerate(current))
@@ -81,6 +82,11 @@ class RemoteOptimizer:
         self.session.outbox.post_soon(StepOptimizer(self.owner, changes))
         optimizer.state.forget()  # type: ignore[attr-defined]
 
+    def adopt_new_state(self, optimizer: Optimizer) -> None:
+        """Have the workers go on from the state that `load_state_dict` or a checkpoint put into the optimizer, if any."""
+        if not isinstance(optimizer.state, RemoteState):
+            self._adopt_state(optimizer)
+
     def _adopt_state(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state = {
@@ -88,8 +94,7 @@ class RemoteOptimizer:
             for index, parameter in enumerate(parameters)
             if parameter in optimizer.state
         }
-        if state:
-            self.session.outbox.post(LoadOptimizer(self.owner, state))
+        self.session.outbox.post(LoadOptimizer(self.owner, state))
         optimizer.state = RemoteState(self, parameters)
 
 
@@ -190,12 +195,29 @@ def step_remotely(session: Session, optimizer: Optimizer, closure: Callable[[], 
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
+    _remote_of(session, optimizer, refs).step(optimizer)
+    return True, loss
+
+
+def send_state(session: Session, optimizer: Optimizer) -> bool:
+    """Have the workers take over a state that was put into the optimizer now rather than at its next step.
+
+    Returns:
+        False if its steps are not taken by the workers, or its parameters are not there yet.
+    """
+    refs = worker_refs(optimizer)
+    if refs is None or not isinstance(optimizer, tuple(elementwise_optimizers())):
+        return False
+    _remote_of(session, optimizer, refs).adopt_new_state(optimizer)
+    return True
+
+
+def _remote_of(session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRef, ...], ...]) -> RemoteOptimizer:
     remote: RemoteOptimizer | None = optimizer.__dict__.get("_moreh_remote")
     if remote is None or not remote.matches(refs):
         remote = RemoteOptimizer(session, optimizer, refs)
         optimizer.__dict__["_moreh_remote"] = remote
-    remote.step(optimizer)
-    return True, loss
+    return remote
 
 
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -208,5 +230,8 @@ def _plain(value: Any) -> Any:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, VirtualTensor):
+        unread = value._cell.value
+        if isinstance(unread, InFile):
+            return SavedTensor(unread.dtype, tuple(value.shape), unread.sources)
         return TensorData.of(value.host_value())
     return TensorData.of(value, on_device=False) if isinstance(value, Tensor) else value

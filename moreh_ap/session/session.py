@@ -103,6 +103,14 @@ class AcceleratorGenerator:
     def initial_seed(self) -> int:
         return self._seed
 
+    def state(self) -> dict[str, int]:
+        """Where the stream is, for `set_state`."""
+        return {"seed": self._seed, "offset": self._offset}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Go on where the stream was."""
+        self._seed, self._offset = state["seed"], state["offset"]
+
     def next_seed(self) -> int:
         """The seed of the next remote forward."""
         self._offset += 1

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
+from moreh_ap.parallelizer.containers import pickle_treespec, unpickle_treespec
 from moreh_ap.planner import report
 from moreh_ap.runtime.messages import DefineSignature, ForwardReply, LeafReply
-from moreh_ap.runtime.nesting import pickle_treespec, unpickle_treespec
 
 if TYPE_CHECKING:
     from moreh_ap.session.model import RemoteModel

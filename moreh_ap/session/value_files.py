@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import InFile
+from moreh_ap.parallelizer.sources import TensorSource
 
 _MAX_FILE_BYTES = 1 << 30
 
@@ -23,15 +24,15 @@ class ValueFiles:
     def __init__(self) -> None:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
-    def sources_of(self, tensors: dict[str, VirtualTensor]) -> dict[str, tuple[str, str]]:
-        """``{name: (file, key)}`` for each tensor; what is not in a file yet is written to one."""
-        sources: dict[str, tuple[str, str]] = {}
+    def sources_of(self, tensors: dict[str, VirtualTensor]) -> dict[str, tuple[TensorSource, ...]]:
+        """The files that each tensor lies in, by its name; what is not in a file yet is written to one."""
+        sources: dict[str, tuple[TensorSource, ...]] = {}
         pending: dict[str, Tensor] = {}
         pending_bytes = 0
         for name, tensor in tensors.items():
             value = tensor._cell.value
             if isinstance(value, InFile):
-                sources[name] = (value.file, value.key)
+                sources[name] = value.sources
                 continue
             host = value.read().detach()
             if pending_bytes + host.nbytes > _MAX_FILE_BYTES and pending:
@@ -43,7 +44,7 @@ class ValueFiles:
             sources.update(self._write(pending))
         return sources
 
-    def _write(self, tensors: dict[str, Tensor]) -> dict[str, tuple[str, str]]:
+    def _write(self, tensors: dict[str, Tensor]) -> dict[str, tuple[TensorSource, ...]]:
         from safetensors.torch import save_file
 
         if self._directory is None:
@@ -57,7 +58,7 @@ class ValueFiles:
             whole[name] = tensor.clone() if pointer in seen else tensor
             seen.add(pointer)
         save_file(whole, file)
-        return {name: (file, name) for name in tensors}
+        return {name: (TensorSource(file, name),) for name in tensors}
 
     def remove(self) -> None:
         """Delete the files; workers that have read them keep what they read."""

@@ -226,9 +226,7 @@ FAMILIES: dict[str, Family] = {
         _of("GPT2LMHeadModel", "GPT2Config", **_GPT2, activation_function="gelu", n_inner=4 * HIDDEN)
     ),
     "llama2": Family(_of("LlamaForCausalLM", "LlamaConfig", **_GATED)),
-    "llama3": Family(
-        _of("LlamaForCausalLM", "LlamaConfig", **_GROUPED, tie_word_embeddings=True), batch=_causal_left
-    ),
+    "llama3": Family(_of("LlamaForCausalLM", "LlamaConfig", **_GROUPED, tie_word_embeddings=True), batch=_causal_left),
     "mistral": Family(_of("MistralForCausalLM", "MistralConfig", **_GROUPED, sliding_window=4)),
     "qwen2": Family(_of("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED)),
     "qwen3": Family(_of("Qwen3ForCausalLM", "Qwen3Config", **_GROUPED, head_dim=16, tie_word_embeddings=True)),
@@ -245,9 +243,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "bert": Family(_of("BertForSequenceClassification", "BertConfig", **_BERT), batch=_classes),
     "t5": Family(_of("T5ForConditionalGeneration", "T5Config", **_T5), batch=_sequence_to_sequence),
-    "own_transformer": Family(
-        lambda: own.OwnTransformer(VOCABULARY), batch=_own_batch, run=_run_own, optimizer=_sgd
-    ),
+    "own_transformer": Family(lambda: own.OwnTransformer(VOCABULARY), batch=_own_batch, run=_run_own, optimizer=_sgd),
     "nanogpt": Family(
         lambda: own.GPT(VOCABULARY), batch=_nanogpt_batch, run=_run_nanogpt, optimizer=_nanogpt_optimizer
     ),

@@ -44,7 +44,6 @@ PLANS = {
 """Text of each plan by the name that tests and results use; by number of devices, so that each mesh starts once."""
 
 REFUSALS: dict[str, dict[str, str]] = {
-    "bert": {"pipeline": "pipeline"},
     "t5": {"tensor": "tensor", "pipeline": "pipeline"},
     "convnet": {"tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
     "convnet_batchnorm": {"tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},

@@ -8,7 +8,7 @@ import types
 import pytest
 
 import moreh_ap
-from moreh_ap.errors import OptionError, PlanError, UnsupportedError
+from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.option import Options, enable_advanced_parallelization, enabled_by_environment
 from moreh_ap.plan import Plan
 
@@ -121,7 +121,7 @@ def test_the_line_to_paste_is_accepted(enabled):
     assert len(enabled) == 1
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", 4, b"shard=2", "shard=0"])
+@pytest.mark.parametrize("plan", ["context=2", 4, b"shard=2", "shard=0", "pipeline=2,layers=1"])
 def test_wrong_plan(enabled, plan):
     with pytest.raises(PlanError):
         enable_advanced_parallelization(plan=plan)
@@ -136,6 +136,15 @@ def test_wrong_plan(enabled, plan):
         ("shard=2", {"distribute_parameter": False}),
         ("replicate=2", {"distribute_parameter": True}),
         ("precision=bf16", {"mixed_precision": False}),
+        ("tensor=2,pipeline=2", {"devices": 2}),
+        ("pipeline=2", {"pipeline_parallel": False}),
+        ("pipeline=4", {"num_stages": 2}),
+        ("pipeline=2,schedule=interleaved", {"num_stages": 2}),
+        ("pipeline=2", {"num_micro_batches": 1}),
+        ("replicate=2", {"activation_recomputation": True}),
+        ("recompute=selective", {"activation_recomputation": False}),
+        ("recompute=1", {"activation_recomputation": False}),
+        ("replicate=2,tensor=2", {"distribute_parameter": True}),
     ],
 )
 def test_plan_and_argument_that_contradict(enabled, plan, other):
@@ -159,10 +168,30 @@ def test_plan_and_argument_that_agree(enabled, argument):
     assert enabled[0].plan == Plan(shard=2, micro_batches=2)
 
 
-def test_recomputation_cannot_be_honoured(enabled):
-    with pytest.raises(UnsupportedError, match="num_micro_batches"):
-        enable_advanced_parallelization(activation_recomputation=True)
-    assert not enabled
+@pytest.mark.parametrize(
+    ("plan", "argument"),
+    [
+        ("pipeline=2", {"pipeline_parallel": True}),
+        ("pipeline=2", {"num_stages": 2}),
+        ("pipeline=2", {"num_micro_batches": 2}),
+        ("tensor=2", {"pipeline_parallel": False}),
+        ("tensor=2", {"num_stages": 1}),
+        ("tensor=2", {"distribute_parameter": True}),
+        ("pipeline=2", {"distribute_parameter": False}),
+        ("recompute=full", {"activation_recomputation": True}),
+        ("recompute=2", {"activation_recomputation": True}),
+        ("recompute=none", {"activation_recomputation": False}),
+    ],
+)
+def test_plan_of_any_kind_and_argument_that_agree(enabled, plan, argument):
+    enable_advanced_parallelization(plan=plan, **argument)
+    assert enabled[0].plan == Plan.parse(plan)
+
+
+@pytest.mark.parametrize("value", [True, False, "auto"])
+def test_recomputation(enabled, value):
+    enable_advanced_parallelization(activation_recomputation=value)
+    assert enabled[0].activation_recomputation == value
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", False), ("0", False), ("1", True), (" 1 ", True)])

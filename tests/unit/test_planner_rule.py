@@ -81,7 +81,7 @@ def test_precision(mixed, native, precision):
 
 
 def test_forced_plan_is_taken_as_it_is():
-    plan = Plan(1, 4, 2, "bf16")
+    plan = Plan(1, 4, micro_batches=2, precision="bf16")
     choice = choose(4, WHOLE_BYTES, plan=plan)
     assert (choice.plan, len(choice.candidates)) == (plan, 1)
     tight = choose(4, 1000, plan=plan)
@@ -89,6 +89,39 @@ def test_forced_plan_is_taken_as_it_is():
     assert "does not fit" in tight.reason
     with pytest.raises(PlanError, match="needs 4 devices, the accelerator has 2"):
         choose(2, WHOLE_BYTES, plan=plan)
+
+
+EVERY_KIND = [
+    "tensor=2,sequence_parallel=true,pipeline=2,schedule=zero_bubble",
+    "pipeline=4,micro_batches=8,schedule=gpipe,recompute=full",
+    "pipeline=2,schedule=interleaved,layers=1+2+3+2,replicate=2",
+    "shard=2,tensor=2,recompute=3,offload=optimizer",
+]
+
+
+@pytest.mark.parametrize("text", EVERY_KIND)
+def test_every_kind_of_plan_may_be_forced(text):
+    choice = choose(4, WHOLE_BYTES, plan=Plan.parse(text))
+    assert choice.plan == Plan.parse(text)
+    assert choice.candidates[0].fits
+    assert choice.lines[-1] == f"[info] {choice.plan.platform_line(16)}"
+
+
+def test_recomputation_asked_for():
+    assert choose(2, WHOLE_BYTES, activation_recomputation=True).plan == Plan(replicate=2, recompute="full")
+    assert {c.plan.recompute for c in choose(2, WHOLE_BYTES, activation_recomputation=True).candidates} == {"full"}
+
+
+def test_recomputation_only_where_nothing_fits_without():
+    profile = dataclasses.replace(PROFILE, activation_bytes_per_row=ELEMENTS, recomputed_bytes_per_row=ELEMENTS / 10)
+    settings = {"num_micro_batches": 1, "distribute_parameter": False, "profile": profile}
+    assert choose(2, WHOLE_BYTES + 8 * ELEMENTS, **settings).plan == Plan(replicate=2)
+    tight = WHOLE_BYTES + ELEMENTS
+    choice = choose(2, tight, **settings)
+    assert choice.plan == Plan(replicate=2, recompute="full")
+    assert "activations are recomputed" in choice.reason
+    with pytest.raises(PlanError, match="activation_recomputation='auto'"):
+        choose(2, tight, activation_recomputation=False, **settings)
 
 
 def test_nothing_fits_names_bytes_and_remedies():
@@ -127,12 +160,72 @@ def test_memory_parts():
     profile = ModelProfile(
         parameter_bytes=400, trainable_parameters=50, largest_block_parameters=10, activation_bytes_per_row=7
     )
-    memory = estimate_memory(profile, Plan(2, 2, 2, "bf16"), 20)
+    memory = estimate_memory(profile, Plan(2, 2, micro_batches=2, precision="bf16"), 20)
     assert (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes) == (200, 100, 200)
     assert (memory.gathered_bytes, memory.activation_bytes) == (60, 21)
     assert memory.total_bytes == 581
     assert estimate_memory(profile, Plan(4), 20).gathered_bytes == 0
     assert estimate_memory(profile, Plan(1, 4), 20).gathered_bytes == 120
+
+
+def test_memory_parts_of_tensor_and_pipeline():
+    profile = ModelProfile(
+        parameter_bytes=800, trainable_parameters=200, largest_block_parameters=10, activation_bytes_per_row=40
+    )
+    memory = estimate_memory(profile, Plan.parse("shard=2,tensor=2,pipeline=2,micro_batches=4"), 16)
+    assert (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes) == (100, 100, 200)
+    assert memory.gathered_bytes == 3 * 4 * 10 / 2
+    # 2 rows a micro-batch, 2 of them under way, half the blocks, half of each block
+    assert memory.activation_bytes == 40 * 2 * 2 / 2 / 2
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("pipeline=2,layers=3+1", 0.75),
+        ("pipeline=2,schedule=interleaved,layers=1+2+1+4", 0.75),
+        ("pipeline=4", 0.25),
+    ],
+)
+def test_fullest_stage_counts(text, parts):
+    assert estimate_memory(PROFILE, Plan.parse(text), 8).parameter_bytes == PROFILE.parameter_bytes * parts
+
+
+@pytest.mark.parametrize(
+    ("text", "micro_batches"),
+    [
+        ("pipeline=2,micro_batches=8,schedule=gpipe", 8),
+        ("pipeline=2,micro_batches=8", 2),
+        ("pipeline=2,micro_batches=8,schedule=zero_bubble", 2),
+        ("pipeline=2,micro_batches=8,schedule=interleaved", 2.5),
+        ("pipeline=2,micro_batches=2,schedule=interleaved", 2),
+        ("micro_batches=8", 1),
+    ],
+)
+def test_micro_batches_under_way(text, micro_batches):
+    profile = dataclasses.replace(PROFILE, activation_bytes_per_row=1000)
+    plan = Plan.parse(text)
+    rows = 16 / plan.micro_batches
+    assert estimate_memory(profile, plan, 16).activation_bytes == 1000 * rows * micro_batches / plan.pipeline
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kept"), [("none", 100), ("selective", 60), ("full", 20), (1, 80), (2, 60), (9, 20)]
+)
+def test_memory_of_recomputation(recompute, kept):
+    profile = dataclasses.replace(
+        PROFILE,
+        activation_bytes_per_row=100,
+        selective_bytes_per_row=60,
+        recomputed_bytes_per_row=20,
+        num_blocks=4,
+    )
+    assert estimate_memory(profile, Plan(recompute=recompute), 1).activation_bytes == kept
+
+
+def test_offloaded_state_is_not_on_the_device():
+    memory = estimate_memory(PROFILE, Plan(offload="optimizer"), 1)
+    assert (memory.optimizer_bytes, memory.parameter_bytes) == (0, PROFILE.parameter_bytes)
 
 
 def test_activation_formula():
@@ -141,6 +234,11 @@ def test_activation_formula():
     assert half == 3 * (8 * 4 * 34 + 5 * 2 * 64) + 2 * 4 * 8 * 10
     full = estimate_decoder_activation_bytes(**shape, mixed_precision=False, stores_scores=False)
     assert full == 2 * 3 * 8 * 4 * 34 + 2 * 4 * 8 * 10
+    kinds = [
+        estimate_decoder_activation_bytes(**shape, mixed_precision=True, stores_scores=True, recompute=kind)
+        for kind in ("none", "selective", "full")
+    ]
+    assert kinds[0] > kinds[1] > kinds[2] == 3 * 8 * 4 * 2 + (8 * 4 * 34 + 5 * 2 * 64) + 2 * 4 * 8 * 10
 
 
 def test_log_lines_are_the_platforms():
@@ -175,7 +273,7 @@ def test_start_up_lines():
 
 def test_selected_config_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plan = Plan(2, 2, 4, "bf16")
+    plan = Plan(2, 2, micro_batches=4, precision="bf16")
     path = report.write_selected_config(plan, 16)
     assert path.name == "advanced_parallelization_selected_config.dump"
     first, second = (tmp_path / path).read_text().splitlines()

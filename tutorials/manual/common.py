@@ -57,6 +57,7 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--micro-batches", type=int, default=1, help="pieces of a device's rows, one after another")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--epsilon", type=float, default=1e-8, help="of AdamW; a large one shows gradients' scale")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep and update weights in float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to write the losses and the seconds of each step")

@@ -3,8 +3,8 @@
 
     torchrun --standalone --nproc-per-node 8 tutorials/manual/train_3d.py --pipeline 2 --tensor 2 --json 3d.json
 
-The devices form one mesh with the axes pipeline, replicate, shard and tensor. Neighbours on the tensor axis talk most, so
-it varies fastest: they are on one machine. What is not asked for by a flag becomes the shard axis. How a Llama is cut
+The devices form one mesh with the axes pipeline, replicate, shard and tensor. Neighbours on the tensor axis talk most;
+it varies fastest, so that they are on one machine. What no flag asks for becomes the shard axis. How a Llama is cut
 into stages is explained in `train_pp.py`, how its products are split in `train_tp.py`.
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from train_pp import SCHEDULES, Stage, add_pipeline_flags, layers_of_stages, next_token_loss
 from train_tp import apply_tensor_parallel, check_divisible, parameter_groups
@@ -28,12 +28,10 @@ from train_tp import apply_tensor_parallel, check_divisible, parameter_groups
 AXES = ("pipeline", "replicate", "shard", "tensor")
 
 
-class SplitStage(Stage):
-    """A stage whose logits leave it as an ordinary tensor: this device's part of the vocabulary."""
-
-    def forward(self, ids_or_hidden: torch.Tensor) -> torch.Tensor:
-        output = super().forward(ids_or_hidden)
-        return output.to_local() if isinstance(output, DTensor) else output
+def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Returns the mean loss as an ordinary tensor, also from logits that are split by vocabulary."""
+    loss = next_token_loss(logits, labels)
+    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def apply_parallelism(stage: Stage, mesh: DeviceMesh, bf16: bool) -> None:
@@ -75,28 +73,23 @@ def main() -> None:
     position = {axis: mesh.get_local_rank(axis) for axis in AXES}
 
     own_numbers = range(position["pipeline"], len(layers), args.pipeline)
-    modules = [SplitStage(args, layers[number]).to(device) for number in own_numbers]
+    modules = [Stage(args, layers[number]).to(device) for number in own_numbers]
     report = Report("train_3d", modules[0].num_whole_parameters)
     for module in modules:
         apply_parallelism(module, mesh, args.bf16)
 
     # Each pipeline is a group of its own: the devices with the same place on all other axes.
     group = mesh.get_group("pipeline")
-    stages = [PipelineStage(module, number, len(layers), device, group) for module, number in zip(modules, own_numbers)]
-
-    def loss_of_part(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the loss from this device's part of the logits; the others of its tensor axis get the same."""
-        if args.tensor == 1:
-            return next_token_loss(logits, labels)
-        whole = DTensor.from_local(logits, mesh["tensor"], [Shard(-1)], run_check=False)
-        return next_token_loss(whole, labels).to_local()
+    stages = [
+        PipelineStage(module, number, len(layers), device, group=group) for module, number in zip(modules, own_numbers)
+    ]
 
     # The schedule divides gradients by the number of micro-batches, FSDP by the number of slices of the batch. The
     # tensor axis divides by nothing: its devices work on the same rows.
     schedule = SCHEDULES[args.schedule](
-        stages if args.schedule == "interleaved" else stages[0], args.micro_batches, loss_fn=loss_of_part
+        stages if args.schedule == "interleaved" else stages[0], args.micro_batches, loss_fn=loss_of_logits
     )
-    optim = torch.optim.AdamW(parameter_groups(nn.ModuleList(modules)), lr=args.lr, fused=True)
+    optim = torch.optim.AdamW(parameter_groups(nn.ModuleList(modules)), lr=args.lr, eps=args.epsilon, fused=True)
 
     clock = Clock(report, prints=rank == 0)
     for batch in make_batches(args):

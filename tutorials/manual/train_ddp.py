@@ -49,7 +49,7 @@ def main() -> None:
         gradient_as_bucket_view=True,  # no copy of the gradients beside the buckets they are summed in
         static_graph=args.model == LLAMA and args.micro_batches == 1,  # the same parameters take part in every step
     )
-    optim = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    optim = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=args.epsilon, fused=True)
 
     clock = Clock(report, prints=rank == 0)
     for batch in make_batches(args):

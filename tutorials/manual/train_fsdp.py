@@ -57,7 +57,8 @@ def main() -> None:
         for layer in model.get_submodule("model.layers").children():
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # last: it takes what no layer has taken, embedding and head
-    optim = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)  # after the split: it steps on the parts
+    # Only now, after the split: the optimizer steps on the parts.
+    optim = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=args.epsilon, fused=True)
 
     clock = Clock(report, prints=rank == 0)
     for batch in make_batches(args):

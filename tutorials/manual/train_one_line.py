@@ -9,7 +9,16 @@
 from __future__ import annotations
 
 import torch
-from common import Clock, Report, add_model_flag, argument_parser, build_model, count_parameters, make_batches, parse_arguments
+from common import (
+    Clock,
+    Report,
+    add_model_flag,
+    argument_parser,
+    build_model,
+    count_parameters,
+    make_batches,
+    parse_arguments,
+)
 
 
 def main() -> None:
@@ -28,7 +37,7 @@ def main() -> None:
     model = build_model(args)
     report = Report("train_one_line", count_parameters(model))
     model.cuda()
-    optim = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    optim = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=args.epsilon, fused=True)
 
     clock = Clock(report, prints=True)
     for batch in make_batches(args):

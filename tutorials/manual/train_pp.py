@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Pipeline parallelism: every device holds some of the layers, and micro-batches flow through them.
 
-    torchrun --standalone --nproc-per-node 2 tutorials/manual/train_pp.py --micro-batches 4 --schedule 1f1b --json pp.json
+    torchrun --standalone --nproc-per-node 2 tutorials/manual/train_pp.py --micro-batches 4 --json pp.json
 
 The model is cut as PyTorch's documentation shows it: each process builds the whole and deletes the layers that it does
 not hold. `torch.distributed.pipelining` sends hidden states forward and gradients back, in the order of the schedule.
@@ -89,7 +89,7 @@ def main() -> None:
     schedule = SCHEDULES[args.schedule](
         stages if args.schedule == "interleaved" else stages[0], args.micro_batches, loss_fn=next_token_loss
     )
-    optim = torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=args.lr, fused=True)
+    optim = torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=args.lr, eps=args.epsilon, fused=True)
 
     clock = Clock(report, prints=rank == 0)
     for batch in make_batches(args):

@@ -125,7 +125,7 @@ def main() -> None:
     model = build_model(args).to(device)
     report = Report("train_tp", count_parameters(model))
     apply_tensor_parallel(model, mesh, args.sequence_parallel, args.loss_parallel)
-    optim = torch.optim.AdamW(parameter_groups(model), lr=args.lr, fused=True)
+    optim = torch.optim.AdamW(parameter_groups(model), lr=args.lr, eps=args.epsilon, fused=True)
 
     clock = Clock(report, prints=rank == 0)
     for batch in make_batches(args):

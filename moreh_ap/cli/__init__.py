@@ -1,0 +1,1 @@
+"""Programs for the shell. Each file reads its arguments and calls the package; nothing else may import them."""

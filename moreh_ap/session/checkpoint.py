@@ -1,0 +1,358 @@
+"""Training checkpoints: models and optimizers saved under one plan and loaded under any other, or without a plan.
+
+Decides what of models and optimizers is saved and how it comes back. Must not know the format of the folder
+(`checkpoint_folder`), how files are written (`parallelizer.checkpoint`), or what a plan is.
+
+[Note: nothing passes through the controller]
+What workers hold they write, each the elements that count there, and they read what they hold. A model that has not been
+called is in no worker yet: loading gives its tensors values that lie in the checkpoint (`InFile`), and the workers read
+them at the first call. What the controller holds itself, it writes tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moreh_ap import device
+from moreh_ap.device.tensor import VirtualTensor, place
+from moreh_ap.device.values import Cell, InFile, View
+from moreh_ap.errors import LoadError, UnsupportedError
+from moreh_ap.parallelizer.checkpoint import Box, WrittenFile, write_file
+from moreh_ap.parallelizer.loading import Wanted, read
+from moreh_ap.runtime.messages import CheckFiles, ReadCheckpoint, SavedTensor, StateRef, WriteCheckpoint
+from moreh_ap.session.checkpoint_folder import Checkpoint, NewCheckpoint, problems_of
+from moreh_ap.session.checkpoint_values import Encoder, decode
+from moreh_ap.session.optimizer import send_state
+from moreh_ap.session.session import Session
+from moreh_ap.session.state import OnWorkers
+
+_NOT_SETTINGS = ("params", "param_names")
+
+
+def save(
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Saves models, optimizers and whatever else belongs to the state of a training run into `folder`.
+
+    If this is interrupted, however that happens, the folder holds what it held before.
+
+    Args:
+        folder: Made if it is not there; a checkpoint in it is replaced.
+        model: The model, or models by names of your choice.
+        optimizer: The optimizer, or optimizers by names. Their parameters must be the models'.
+        extra: Numbers, strings, tensors, and lists, tuples and dicts of them, such as ``scheduler.state_dict()``.
+
+    Raises:
+        UnsupportedError: `extra` or an optimizer holds a value that a checkpoint has no form for.
+        OSError: A file could not be written.
+    """
+    models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
+    encoder = Encoder()
+    names = _parameter_names(models)
+    content: dict[str, Any] = {
+        "models": {name: _tensor_names(part, name, encoder) for name, part in models.items()},
+        "optimizers": {name: _describe_optimizer(part, name, names, encoder) for name, part in optimizers.items()},
+        "extra": encoder.encode(dict(extra or {}), "extra"),
+        "generator": None,
+    }
+    accelerator = device.current()
+    if accelerator is not None:
+        content["generator"] = accelerator.session.generator.state()
+    new = NewCheckpoint(folder)
+    new.write(lambda: _write_files(new, encoder.tensors), encoder.tensors, content)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module | Mapping[str, nn.Module] | None = None,
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Loads models and optimizers from a checkpoint, under whatever plan they are or will be, or none.
+
+    Nothing is changed unless everything that was asked for is there.
+
+    Args:
+        folder: Where `save` put it. It must stay until the first call of a model that has not been called yet.
+        model: What is to be loaded, under the same names as it was saved.
+        optimizer: Likewise; an optimizer's parameters are found by their names in `model`, which it needs.
+        verify: Whether to compare the files with their checksums. Their sizes are always compared.
+
+    Returns:
+        What was saved as `extra`, with tensors on the CPU.
+
+    Raises:
+        LoadError: There is no checkpoint, a file is damaged, or a tensor is missing or has another shape.
+    """
+    checkpoint = Checkpoint.open(folder, verify=verify)
+    checkpoint.check(_problems(checkpoint, verify))
+    models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
+    names = _parameter_names(models)
+    values: dict[str, Tensor] = {}
+    for name, part in models.items():
+        values |= _matching(checkpoint, part, name)
+    groups = {name: _matching_groups(checkpoint, part, name, names) for name, part in optimizers.items()}
+    extra: dict[str, Any] = decode(checkpoint.content["extra"], lambda name: _read_whole(checkpoint, name))
+
+    _set_values(checkpoint, values)
+    for name, part in optimizers.items():
+        _load_optimizer(checkpoint, part, groups[name], checkpoint.content["optimizers"][name]["state"], names)
+    accelerator = device.current()
+    if accelerator is not None:
+        if optimizers and checkpoint.content["generator"]:
+            accelerator.session.generator.set_state(checkpoint.content["generator"])
+        if accelerator.in_use():
+            accelerator.session.synchronize()
+    return extra
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def _by_name(given: Any, name: str) -> dict[str, Any]:
+    if given is None:
+        return {}
+    return {f"{name}.{key}": part for key, part in given.items()} if isinstance(given, Mapping) else {name: given}
+
+
+def _state_of(model: nn.Module, name: str) -> dict[str, Tensor]:
+    """The tensors of a model by their names in a checkpoint; what is tied has one name."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    found = {f"{name}/{key}": tensor for key, tensor in model.named_parameters()}
+    for path, module in model.named_modules():
+        for key, buffer in module.named_buffers(path, recurse=False):
+            if key.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                found[f"{name}/{key}"] = buffer
+    return found
+
+
+def _parameter_names(models: dict[str, nn.Module]) -> dict[int, str]:
+    return {id(tensor): key for name, model in models.items() for key, tensor in _state_of(model, name).items()}
+
+
+def _name_of(parameter: Tensor, names: dict[int, str]) -> str:
+    if id(parameter) not in names:
+        raise UnsupportedError(
+            f"an optimizer has a parameter of shape {tuple(parameter.shape)} that is in no model that was given",
+            "optimizers over parameters of the models that are saved or loaded with them",
+            "moreh_ap.save(folder, model=model, optimizer=optimizer)",
+        )
+    return names[id(parameter)]
+
+
+# -- saving --------------------------------------------------------------------------------------------------------
+
+
+def _tensor_names(model: nn.Module, name: str, encoder: Encoder) -> list[str]:
+    state = _state_of(model, name)
+    encoder.tensors.update(state)
+    return list(state)
+
+
+def _describe_optimizer(optimizer: Optimizer, name: str, names: dict[int, str], encoder: Encoder) -> dict[str, Any]:
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+        groups.append(
+            {
+                "params": [_name_of(parameter, names) for parameter in group["params"]],
+                "settings": encoder.encode(settings, f"{name}/group{index}"),
+            }
+        )
+    state = {}
+    for parameter, entries in optimizer.state.items():
+        if not isinstance(parameter, Tensor):
+            raise UnsupportedError(f"{name}.state has the key {parameter!r}", "parameters as keys of optimizer.state")
+        key = _name_of(parameter, names)
+        state[key] = {entry: encoder.encode(value, f"{name}/{entry}/{key}") for entry, value in entries.items()}
+    return {"class": type(optimizer).__qualname__, "groups": groups, "state": state}
+
+
+def _write_files(new: NewCheckpoint, tensors: dict[str, Tensor]) -> list[WrittenFile]:
+    on_workers: dict[Session, dict[str, StateRef]] = defaultdict(dict)
+    boxes = []
+    for name, tensor in tensors.items():
+        value = tensor._cell.value if isinstance(tensor, VirtualTensor) else None
+        if isinstance(value, OnWorkers):
+            on_workers[value.owner.session][name] = value.ref
+        else:
+            boxes.append(Box.whole(name, tensor, _reader(tensor)))
+    writing = [
+        session.outbox.submit(WriteCheckpoint(new.path("worker"), refs)) for session, refs in on_workers.items()
+    ]
+    files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
+    for posted in writing:
+        files += posted.result()
+    return [file for file in files if file is not None]
+
+
+def _reader(tensor: Tensor) -> Callable[[], Tensor]:
+    return tensor.host_value if isinstance(tensor, VirtualTensor) else tensor.detach
+
+
+# -- loading: what is asked for is there ---------------------------------------------------------------------------
+
+
+def _problems(checkpoint: Checkpoint, verify: bool) -> dict[str, str]:
+    """What is wrong with the files of a checkpoint; workers share the reading where there are any."""
+    files = checkpoint.files(verify=verify)
+    accelerator = device.current()
+    if not verify or accelerator is None:
+        return problems_of(files)
+    found: dict[str, str] = {}
+    for part in accelerator.session.outbox.submit(CheckFiles(files)).result():
+        found |= part
+    return found
+
+
+def _matching(checkpoint: Checkpoint, model: nn.Module, name: str) -> dict[str, Tensor]:
+    """The tensors of a model by their names, all of which the checkpoint has in the same shapes."""
+    saved = checkpoint.content["models"].get(name)
+    if saved is None:
+        raise LoadError(_unknown(checkpoint, "models", name), ", ".join(checkpoint.content["models"]))
+    state = _state_of(model, name)
+    missing, unexpected = sorted(state.keys() - set(saved)), sorted(set(saved) - state.keys())
+    if missing or unexpected:
+        facts = [f"{checkpoint.folder} lacks {_some(missing)}"] if missing else []
+        facts += [f"the model lacks {_some(unexpected)}"] if unexpected else []
+        raise LoadError("; ".join(facts), "a model with the same parameters and buffers as the one that was saved")
+    for key, tensor in state.items():
+        shape = checkpoint.tensors[key].shape
+        if tuple(tensor.shape) != shape:
+            raise LoadError(
+                f"{key} has shape {tuple(tensor.shape)} in the model and {shape} in {checkpoint.folder}", "equal shapes"
+            )
+        if tensor.is_meta:
+            raise LoadError(f"{key} is on meta: it has no memory to load into", "a model on the CPU or on a device",
+                            'model.to_empty(device="cpu")')
+    return state
+
+
+def _matching_groups(
+    checkpoint: Checkpoint, optimizer: Optimizer, name: str, names: dict[int, str]
+) -> list[dict[str, Any]]:
+    """The saved groups of an optimizer that has the same parameters in them."""
+    saved = checkpoint.content["optimizers"].get(name)
+    if saved is None:
+        raise LoadError(_unknown(checkpoint, "optimizers", name), ", ".join(checkpoint.content["optimizers"]))
+    groups: list[dict[str, Any]] = saved["groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise LoadError(
+            f"{name} has {len(optimizer.param_groups)} parameter groups, in {checkpoint.folder} it has {len(groups)}",
+            "the same groups",
+        )
+    for index, (there, group) in enumerate(zip(groups, optimizer.param_groups)):
+        here = {_name_of(parameter, names) for parameter in group["params"]}
+        if here != set(there["params"]):
+            differing = sorted(here ^ set(there["params"]))
+            raise LoadError(
+                f"group {index} of {name} has other parameters than in {checkpoint.folder}: {_some(differing)}",
+                "the same parameters in every group",
+            )
+    return groups
+
+
+def _unknown(checkpoint: Checkpoint, kind: str, name: str) -> str:
+    return f"{checkpoint.folder} holds no {name!r} among its {kind}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+# -- loading: values -------------------------------------------------------------------------------------------------
+
+
+def _set_values(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    """Gives tensors their saved values, wherever they are. See [Note: nothing passes through the controller]."""
+    on_workers: dict[Session, dict[StateRef, SavedTensor]] = defaultdict(dict)
+    wanted: list[Wanted] = []
+    for name, tensor in tensors.items():
+        saved = checkpoint.tensors[name]
+        if not isinstance(tensor, VirtualTensor):
+            wanted += (Wanted(name, tensor.detach(), source) for source in saved.sources)
+            continue
+        cell = tensor._cell
+        if isinstance(cell.value, OnWorkers):
+            on_workers[cell.value.owner.session][cell.value.ref] = saved
+        elif cell.has_views or isinstance(cell.value, View):  # others look at the same memory
+            with torch.no_grad():
+                tensor.detach().copy_(_read_whole(checkpoint, name).to(tensor.device))
+        else:
+            cell.value = InFile(saved.sources, saved.shape, tensor.dtype, checkpoint)
+    posted = [session.outbox.submit(ReadCheckpoint(values)) for session, values in on_workers.items()]
+    read(wanted)
+    for reply in posted:
+        reply.result()
+
+
+def _read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
+    saved = checkpoint.tensors[name]
+    return InFile(saved.sources, saved.shape, saved.dtype).read()
+
+
+def _load_optimizer(
+    checkpoint: Checkpoint,
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    saved_state: dict[str, Any],
+    names: dict[int, str],
+) -> None:
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    for group, saved in zip(optimizer.param_groups, groups):
+        group.update(decode(saved["settings"], lambda name: _read_whole(checkpoint, name)))
+        for parameter in group["params"]:
+            entries = saved_state.get(names[id(parameter)])
+            if entries is not None:
+                state[parameter] = {
+                    key: _state_value(checkpoint, parameter, entry, on_host=_stays_on_host(key, group))
+                    for key, entry in entries.items()
+                }
+    optimizer.state = state
+    session = _session_of(optimizer)
+    if session is not None:
+        send_state(session, optimizer)
+
+
+def _stays_on_host(key: str, group: dict[str, Any]) -> bool:
+    """Where PyTorch's optimizers keep a number that is no tensor of the parameter's shape.
+
+    Source: torch/optim/optimizer.py, `_process_value_according_to_param_policy`.
+    """
+    return key == "step" and not group.get("capturable") and not group.get("fused")
+
+
+def _state_value(checkpoint: Checkpoint, parameter: Tensor, entry: Any, *, on_host: bool) -> Any:
+    def on_device(name: str) -> Tensor:
+        saved = checkpoint.tensors[name]
+        if not isinstance(parameter, VirtualTensor):
+            return _read_whole(checkpoint, name).to(parameter.device)
+        meta = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
+        value = InFile(saved.sources, saved.shape, saved.dtype, checkpoint)
+        return VirtualTensor(Cell(value, parameter.device), meta)
+
+    value = decode(entry, on_device)
+    if isinstance(value, Tensor) and value.dim() == 0 and not on_host:
+        return place(value) if isinstance(parameter, VirtualTensor) and parameter.is_cuda else value.to(parameter.device)
+    return value
+
+
+def _session_of(optimizer: Optimizer) -> Session | None:
+    """The session whose workers hold the optimizer's parameters; None if they are elsewhere."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            value = parameter._cell.value if isinstance(parameter, VirtualTensor) else None
+            return value.owner.session if isinstance(value, OnWorkers) else None
+    return None

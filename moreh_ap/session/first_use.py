@@ -1,0 +1,146 @@
+"""The plan of a model at its first call: asked for, and proven where nobody has proven it for the family yet.
+
+Decides when a small copy of the model is trained first, under the plan and in this process, and what happens if the
+numbers differ. Must not know how a plan is chosen or carried out. Nothing of the script's is touched: its random
+streams, its gradients and the log of its plan are as if nothing had been verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moreh_ap.errors import PlanError
+from moreh_ap.parallelizer.containers import flatten
+from moreh_ap.plan import Plan
+from moreh_ap.planner import proven, report
+from moreh_ap.session import equivalence, reduced, verified
+from moreh_ap.session.equivalence import Equivalence
+from moreh_ap.session.planning import choose_plan_for
+from moreh_ap.session.session import AcceleratorGenerator, Session
+
+Watcher = Callable[[nn.Module, "reduced.Call"], None]
+
+_on_trial: ContextVar[Plan | None] = ContextVar("on_trial", default=None)
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextlib.contextmanager
+def on_trial(plan: Plan) -> Iterator[None]:
+    """Models that are called for the first time inside use `plan`, unproven and without a word in the log."""
+    token = _on_trial.set(plan)
+    try:
+        yield
+    finally:
+        _on_trial.reset(token)
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """`watcher(root, call)` is told of every first call of a model inside, before a plan is chosen for it."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def plan_first_call(session: Session, root: nn.Module, call: reduced.Call, rows: int | None) -> Plan:
+    """Returns the plan for a model whose first call is `call`.
+
+    Raises:
+        PlanError: There is no plan, or it does not give the numbers of one process.
+    """
+    plan = _on_trial.get()
+    if plan is not None:
+        return plan
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(root, call)
+    plan = choose_plan_for(session, root, rows)
+    if proven.kinds_to_prove(plan) and not proven.is_proven(family_of(root), plan):
+        _require_proof(session, root, call, plan)
+    return plan
+
+
+def family_of(root: nn.Module) -> str:
+    """Returns the name of the family in the list of proven ones; empty where parts of the model are somebody's own."""
+    if not reduced.is_of_libraries(root):
+        return ""
+    model_type = getattr(getattr(root, "config", None), "model_type", "")
+    return f"{type(root).__module__}.{type(root).__qualname__} {model_type}"
+
+
+def plan_for_trial(plan: Plan) -> Plan:
+    """Returns the plan as a small copy can be tried under it: in float32, its stages as even as can be."""
+    recompute = 1 if isinstance(plan.recompute, int) else plan.recompute
+    return replace(plan, layers=(), precision="fp32", recompute=recompute)
+
+
+def _require_proof(session: Session, root: nn.Module, call: reduced.Call, plan: Plan) -> None:
+    trial, name = plan_for_trial(plan), type(root).__name__
+    path = next(path for path, part in root.named_modules() if part is call[0])
+    key = verified.key_of(root, path, _describe(call), trial)
+    found = verified.look_up(key)
+    if found is None:
+        _say(f'plan="{trial}" is not proven for {name} yet: a small copy is trained under it and in one process...')
+        started_s = time.monotonic()
+        found = _verify(session, root, call, trial)
+        _say(f"{found} ({time.monotonic() - started_s:.0f} s)")
+        try:
+            verified.keep(key, name, found)
+        except OSError as error:
+            _say(f"this cannot be remembered: {error}")
+    if not found.proven:
+        raise _not_proven(name, plan, found.reason)
+
+
+def _verify(session: Session, root: nn.Module, call: reduced.Call, trial: Plan) -> Equivalence:
+    """Trains the small copy on both sides.
+
+    Raises:
+        PlanError: There is no small copy, or the plan is refused for it.
+    """
+    before, session.generator = session.generator, AcceleratorGenerator()
+    try:
+        with torch.inference_mode(False), on_trial(trial):
+            subject, expected = reduced.reduce_call(root, call, reduced.rows_for(trial), reduced.depth_for(trial))
+            found = equivalence.measure(subject, expected, trial)
+        session.memory(reset_peak=True)  # what the copy needed is not what the script's model needs
+        return found
+    except PlanError as error:
+        raise PlanError(error.fact, error.allowed, error.fix or _instead(trial)) from error
+    finally:
+        session.generator = before
+
+
+def _not_proven(name: str, plan: Plan, reason: str) -> PlanError:
+    return PlanError(
+        f"plan={str(plan)!r} does not give {name} the numbers of one process: {reason}",
+        "replicate and shard, which are exact for every model",
+        _instead(plan),
+    )
+
+
+def _instead(plan: Plan) -> str:
+    return f'torch.moreh.option.enable_advanced_parallelization(plan="shard={plan.num_devices}")'
+
+
+def _describe(call: reduced.Call) -> str:
+    """What a call is given: how it nests, and dims and dtype of each tensor."""
+    leaves, treespec = flatten(call[1:])
+    kinds: list[Any] = [
+        f"{leaf.dim()} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves
+    ]
+    return f"{treespec} {kinds}"
+
+
+def _say(text: str) -> None:
+    print(report.info(text), flush=True)

@@ -1,0 +1,121 @@
+"""What was verified on this machine, in a file that people can read, so that a model is verified once.
+
+Decides what makes two models and plans the same, and what is kept. Must not know how anything is verified. The file may
+be deleted at any time; one that is broken is written anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import sys
+from dataclasses import asdict
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import moreh_ap
+from moreh_ap.plan import Plan
+from moreh_ap.session.equivalence import Equivalence
+
+FOLDER_VARIABLE = "MOREH_AP_CACHE"
+_FILE = "verified.json"
+_NUMBERS = ("loss", "norm", "gradient", "weight")
+
+
+def file() -> Path:
+    """Returns where results are kept: below `MOREH_AP_CACHE`, or else `~/.cache/moreh_ap`."""
+    folder = os.environ.get(FOLDER_VARIABLE, "").strip()
+    return (Path(folder) if folder else Path.home() / ".cache" / "moreh_ap") / _FILE
+
+
+def look_up(key: str) -> Equivalence | None:
+    """Returns what was found for this key, None if nothing was."""
+    entry = _read().get(key)
+    if not isinstance(entry, dict):
+        return None
+    known = {name: value for name, value in entry.items() if name in Equivalence.__dataclass_fields__}
+    return Equivalence(**known) if {"plan", "verdict"} <= known.keys() else None
+
+
+def keep(key: str, model: str, found: Equivalence) -> None:
+    """Writes a result, all at once: a reader never sees half a file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path = file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = _read()
+    numbers = {name: float(f"{getattr(found, name):.2e}") for name in _NUMBERS}
+    entries[key] = {
+        "model": model,
+        **asdict(found),
+        **numbers,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        **_versions(),
+    }
+    partial = path.with_name(f"{_FILE}.{os.getpid()}")
+    partial.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _read() -> dict[str, Any]:
+    try:
+        entries = json.loads(file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # there is none yet, or it is broken: it is written anew
+    return entries if isinstance(entries, dict) else {}
+
+
+def key_of(root: nn.Module, path: str, arguments: str, plan: Plan) -> str:
+    """Returns the key of a model, a kind of call and a plan.
+
+    It changes with the code of a module's class, the shape of a parameter, the plan, the versions of PyTorch and
+    transformers, and the code of this package.
+
+    Args:
+        path: The submodule that is called.
+        arguments: What the call is given, in words: names, numbers of dims, dtypes.
+    """
+    parts = [path, arguments, str(plan), json.dumps(_versions()), _own_code()]
+    for cls in sorted({type(part) for part in root.modules()}, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"):
+        parts += [cls.__module__, cls.__qualname__, _source(cls)]
+    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+        parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _source(cls: type) -> str:
+    """The class as it is written, or its functions' code where that cannot be had (a notebook, a shell)."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        functions = [value for value in vars(cls).values() if inspect.isfunction(value)]
+        return "".join(f"{f.__name__} {f.__code__.co_code.hex()} {f.__code__.co_names}" for f in functions)
+
+
+def _versions() -> dict[str, str]:
+    transformers = sys.modules.get("transformers")
+    return {
+        "moreh_ap": moreh_ap.__version__,
+        "torch": torch.__version__,
+        "transformers": getattr(transformers, "__version__", ""),
+    }
+
+
+@cache
+def _own_code() -> str:
+    """A digest of what carries out plans: after a change of it nothing is proven any more."""
+    folder = Path(moreh_ap.__file__).parent
+    digest = hashlib.sha256()
+    for room in ("parallelizer", "runtime", "session"):
+        for source in sorted((folder / room).glob("*.py")):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()
