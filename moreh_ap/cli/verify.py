@@ -11,8 +11,8 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moreh_ap.session.equivalence import Equivalence, Subject, Training
 
 DEFAULT_DEVICES, DEFAULT_LENGTH = 2, 12
-COLUMNS = ("plan", "verdict", "loss", "gradient norm", "gradient", "where", "weights", "where")
+COLUMNS = ("plan", "verdict", "loss", "norm", "gradient", "weight")
 _WHOLE = "Every device computes the whole batch"
 
 Prepared = tuple["Subject", "Training"]
@@ -134,31 +134,30 @@ def _verify_plan(plan: Plan, prepare: Callable[[int], Prepared]) -> Equivalence:
             if current is not None:
                 current.session.synchronize()
     if _WHOLE in said.getvalue() and found.proven and plan.data_parallel * plan.micro_batches > 1:
-        return _with_reason(found, "every device computes the whole batch")
+        return replace(found, reason="every device computes the whole batch")
     return found
 
 
-def _with_reason(found: Equivalence, reason: str) -> Equivalence:
-    from dataclasses import replace
-
-    return replace(found, reason=reason)
-
-
 def print_table(model: str, found: list[Equivalence]) -> None:
-    """Prints a row for each plan, and below the table why a plan is not proven."""
+    """Prints a row for each plan; below the table where its numbers were worst, or why it is not proven."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{model}: each plan against one process", title_justify="left")
+    table = Table(title=f"{model}: largest relative difference from one process", title_justify="left")
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("plan", "verdict", "where") else "right", overflow="fold")
+        table.add_column(column, justify="left" if column in COLUMNS[:2] else "right", no_wrap=True)
+    notes = []
     for one in found:
-        table.add_row(*one.row())
+        plan, verdict, loss, norm, gradient, gradient_name, weight, weight_name = one.row()
+        table.add_row(plan, verdict, loss, norm, gradient, weight)
+        if gradient_name:
+            notes.append(f"{plan}: the worst gradient is {gradient_name}, the worst weight {weight_name}")
+        if one.reason:
+            notes.append(f"{plan}: {verdict}: {one.reason}")
     console = Console()
     console.print(table)
-    for one in found:
-        if one.reason:
-            console.print(f"{one.plan}: {one.verdict}: {one.reason}", markup=False, highlight=False)
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def _plain(found: Equivalence) -> dict[str, Any]:
@@ -188,8 +187,15 @@ def _from_model(arguments: argparse.Namespace, plans: list[Plan]) -> Callable[[i
 
     def prepare(depth: int) -> Prepared:
         if depth not in prepared:
-            subject = transformers_families.subject(arguments.model, rows, arguments.seq_len, depth)
-            prepared[depth] = (subject, equivalence.reference(subject))
+            try:
+                subject = transformers_families.subject(arguments.model, rows, arguments.seq_len, depth)
+                prepared[depth] = (subject, equivalence.reference(subject))
+            except Exception as error:  # of any kind: transformers' own model did not take what it was given
+                raise OptionError(
+                    f"a small {arguments.model} does not train in one process: {type(error).__name__}: {error}",
+                    "a model whose forward takes input_ids, attention_mask and labels; for others, a script",
+                    "moreh-ap verify train.py",
+                ) from error
         return prepared[depth]
 
     try:

@@ -82,7 +82,8 @@ def subject(model: str, rows: int, length: int, depth: int) -> Subject:
 
     config, class_name = configuration_of(model)
     small = reduce_config(config, depth, length)
-    small._attn_implementation = "sdpa"
+    if getattr(config, "is_encoder_decoder", False) and getattr(small, "decoder_start_token_id", None) is None:
+        small.decoder_start_token_id = 0  # transformers leaves it to checkpoints
     with torch.random.fork_rng(devices=[]):
         if class_name.startswith("Auto"):
             module = getattr(transformers, class_name).from_config(small)
@@ -109,4 +110,3 @@ def batch(step: int, rows: int, length: int, vocabulary: int, num_labels: int = 
     else:
         labels = ids_BT.masked_fill(mask_BT == 0, -100)
     return {"input_ids": ids_BT * mask_BT, "attention_mask": mask_BT, "labels": labels}
-

@@ -6,6 +6,7 @@ in controller and workers; it must not import transformers before somebody else 
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moreh_ap.integrations.import_hook import when_imported
+
+_CACHES: set[type] = set()
 
 
 def install() -> None:
@@ -24,6 +27,7 @@ def _register(module: ModuleType) -> None:
     for cls in [value for value in vars(module).values() if isinstance(value, type)]:
         layer = issubclass(cls, module.CacheLayerMixin)
         if (layer or issubclass(cls, module.Cache)) and cls not in pytree.SUPPORTED_NODES:
+            _CACHES.add(cls)
             pytree.register_pytree_node(cls, _flatten, _unflatten(cls))
 
 
@@ -37,11 +41,25 @@ def complete_unpickled(module: nn.Module) -> None:
             dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(part)), part._can_record_outputs)
 
 
+def cache_leaves(treespec: pytree.TreeSpec) -> frozenset[int]:
+    """Which leaves of a nesting are keys and values in a cache: (batch, heads, positions, width) each."""
+    if "transformers.cache_utils" not in sys.modules:
+        return frozenset()
+    cache_class = sys.modules["transformers.cache_utils"].Cache
+    numbered = pytree.tree_unflatten(range(treespec.num_leaves), treespec)
+    parts = pytree.tree_leaves(numbered, is_leaf=lambda node: isinstance(node, cache_class))
+    return frozenset(leaf for part in parts if isinstance(part, cache_class) for leaf in pytree.tree_leaves(part))
+
+
 def _flatten(obj: Any) -> Any:
-    """Children are the tensors of an object and its list of layers; every other attribute is context."""
-    children = {name: value for name, value in vars(obj).items() if isinstance(value, Tensor) or name == "layers"}
+    """Children are the tensors of an object, its list of layers, and caches in it; other attributes are context."""
+    children = {name: value for name, value in vars(obj).items() if _is_child(name, value)}
     rest = {name: value for name, value in vars(obj).items() if name not in children}
     return list(children.values()), (tuple(children), tuple(rest.items()))
+
+
+def _is_child(name: str, value: Any) -> bool:
+    return isinstance(value, Tensor) or name == "layers" or type(value) in _CACHES
 
 
 def _unflatten(cls: Any) -> Any:

@@ -25,24 +25,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer import gradient_sync, stages, streaming
 from moreh_ap.parallelizer.blocks import block_lists, repeated_blocks
+from moreh_ap.parallelizer.layout import TensorLayout
 from moreh_ap.parallelizer.mesh import TENSOR_AXIS, Position
+from moreh_ap.parallelizer.recompute import apply_recompute
 from moreh_ap.parallelizer.sharding import shard, uses_fsdp
 from moreh_ap.parallelizer.stages import Stages
 from moreh_ap.parallelizer.streaming import Streaming
+from moreh_ap.parallelizer.tensor import TensorParallel, apply_tensor_parallel
 from moreh_ap.parallelizer.trace import trace
 from moreh_ap.plan import Plan
-
-if TYPE_CHECKING:
-    from moreh_ap.parallelizer.layout import TensorLayout
-    from moreh_ap.parallelizer.tensor import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,6 @@ def apply_plan(
     position = Position.of(mesh)
     tensor = None
     if plan.tensor > 1:
-        from moreh_ap.parallelizer.tensor import apply_tensor_parallel
-
         tensor = apply_tensor_parallel(module, mesh[TENSOR_AXIS], sequence_parallel=plan.sequence_parallel)
     here = None
     if plan.pipeline > 1:
@@ -111,10 +109,14 @@ def apply_plan(
         here = Stages(module, example.meta_module, plan, position.pipeline, found, device)
         stages.attach(module, here)
     local = [list(stage.blocks) for stage in here.local.values()] if here else list(block_lists(module).values())
-    for blocks in local if plan.recompute != "none" else []:
-        from moreh_ap.parallelizer.recompute import apply_recompute
-
-        apply_recompute(blocks, plan.recompute)
+    if plan.recompute != "none" and not local:
+        raise PlanError(
+            f"recompute={plan.recompute} needs repeated blocks, and {type(module).__name__} has none",
+            "recompute=none, or a model with a list of equal blocks",
+            'plan="recompute=none"',
+        )
+    for blocks in local:
+        apply_recompute(blocks, plan.recompute, stop_early=plan.tensor == 1)
     _spread_over_data(module, plan, mesh, position, here)
     if here is not None:
         streaming.attach(module, Streaming(module, here))

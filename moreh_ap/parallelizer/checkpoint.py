@@ -1,11 +1,11 @@
 """A worker's share of a training checkpoint: the safetensors file with the elements that count here.
 
-Decides which elements this worker writes, and how a file is written and checked. Must not know what the tensors are, how
-files are described to a reader, or where they stand in a folder; reading is `loading`'s.
+Decides which elements this worker writes, and how a file is written and checked. Must not know what the tensors are,
+how files are described to a reader, or where they stand in a folder; reading is `loading`'s.
 
 A tensor is cut into boxes, one for every piece that a worker holds. Of copies that several workers hold one counts, so
-every element is written once. A file is written box by box: no worker holds more than a few megabytes beside what it has
-anyway.
+every element is written once. A file is written box by box: no worker holds more than a few megabytes beside what it
+has anyway.
 """
 
 from __future__ import annotations

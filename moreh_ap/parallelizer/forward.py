@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.parallelizer.containers import flatten
@@ -100,11 +99,8 @@ class Call:
         return 1.0 / self.num_workers if counts_once else 1.0
 
     def output_gradient(self, leaf: int, result: Tensor, grad: Tensor) -> Tensor:
-        """Returns the gradient of a leaf of the result as backward wants it: scaled, and split like the leaf."""
-        grad = grad.to(result.dtype) * self.gradient_scale(leaf)
-        if isinstance(result, DTensor) and not isinstance(grad, DTensor):
-            return distribute_tensor(grad, result.device_mesh, result.placements, src_data_rank=None)
-        return grad
+        """Returns the gradient of a leaf of the result as backward wants it."""
+        return grad.to(result.dtype) * self.gradient_scale(leaf)
 
     def gradient_sync(self) -> AbstractContextManager[None]:
         """Returns what has to be active during backward so that gradients are summed over the workers."""

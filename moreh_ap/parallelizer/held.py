@@ -6,16 +6,13 @@ Decides which worker's copy counts and who sends a whole tensor. Must not know n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moreh_ap.parallelizer.layout import TensorLayout
 from moreh_ap.parallelizer.loading import full_tensor, local_part, whole_shape, write_tensor
 from moreh_ap.parallelizer.mesh import Position
-
-if TYPE_CHECKING:
-    from moreh_ap.parallelizer.layout import TensorLayout
 
 
 @dataclass(frozen=True)

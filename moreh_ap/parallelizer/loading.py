@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,11 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moreh_ap.errors import LoadError
+from moreh_ap.parallelizer.layout import TensorLayout
 from moreh_ap.parallelizer.sharding import fsdp_modules
 from moreh_ap.parallelizer.sources import TensorSource as TensorSource
-
-if TYPE_CHECKING:
-    from moreh_ap.parallelizer.layout import TensorLayout
+from moreh_ap.parallelizer.tensor_split import SplitTensor
 
 Piece = tuple[tuple[slice, ...], tuple[slice, ...]]
 """Slices of a whole tensor, and the slices of this worker's part that hold them."""
@@ -189,7 +187,7 @@ def _read_into(opened: safe_open, keys: set[str], item: Wanted) -> None:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this worker's part of a tensor; an ordinary tensor is its own part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, (DTensor, SplitTensor)) else tensor
 
 
 def whole_shape(tensor: torch.Tensor, layout: TensorLayout | None = None) -> tuple[int, ...]:
@@ -225,7 +223,7 @@ def full_tensor(
         layout: What tensor parallelism left here of the whole.
         group: The workers that hold the other parts; needed with `layout`.
     """
-    whole = tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    whole = tensor.full_tensor().detach() if isinstance(tensor, (DTensor, SplitTensor)) else tensor.detach()
     if layout is not None:
         own, whole = whole, torch.zeros(layout.shape, dtype=whole.dtype, device=whole.device)
         if layout.writes:

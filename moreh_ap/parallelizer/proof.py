@@ -22,17 +22,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.batch import carries_rows, select_rows
 from moreh_ap.parallelizer.forward import Call, ForwardPass
+from moreh_ap.parallelizer.loading import local_part
 from moreh_ap.parallelizer.pipeline import PipelinedPass
 from moreh_ap.parallelizer.reduction import GlobalReduction
 from moreh_ap.parallelizer.rehearsal import NoDropout, buffers_restored, untouched
 from moreh_ap.parallelizer.sharding import compute_dtype, recover, settle
 from moreh_ap.parallelizer.stages import stages_of
+from moreh_ap.parallelizer.tensor_split import SplitTensor
 
 TOLERANCE_FP32 = 2e-5
 """Largest difference, relative to the largest entry of a tensor, that rounding explains in float32 (eps 1.2e-7)."""
@@ -185,7 +186,8 @@ class _Probe:
                 if weight is None or kind == "share":
                     parts.append(weight)
                 elif kind == "rows":
-                    parts.append(weight.chunk(number)[position])
+                    entries = weight.shape[0] // number
+                    parts.append(weight.narrow(0, position * entries, entries))
                 else:
                     parts.append(weight / number)
             single.accumulate(parts)
@@ -274,17 +276,12 @@ def _equal(left: Any, right: Any) -> bool:
 
 def _is_unknown(leaf: Any) -> bool:
     """Says whether a result holds what a stage puts in place of values that it does not have."""
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(_own_part(leaf).isnan().any())
-
-
-def _own_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(local_part(leaf).isnan().any())
 
 
 def _close(got: Tensor, wanted: Tensor, tolerance: float, noise: float = 0.0) -> bool:
     """Says whether all differences are within `tolerance` of the largest entry wanted, or within `noise`."""
-    if isinstance(got, DTensor) or isinstance(wanted, DTensor):
-        got, wanted = _own_part(got), _own_part(wanted)
+    got, wanted = local_part(got), local_part(wanted)
     if got.shape != wanted.shape:
         return False
     if not wanted.is_floating_point():
@@ -310,9 +307,10 @@ def _random_weight(leaf: Any) -> Tensor | None:
         return None
     if leaf.ndim == 0:
         return torch.ones_like(leaf)
-    if isinstance(leaf, DTensor):
-        local = _random_weight(leaf.to_local())
-        return DTensor.from_local(local, leaf.device_mesh, leaf.placements, shape=leaf.shape, stride=leaf.stride())
+    if isinstance(leaf, SplitTensor):
+        part = _random_weight(leaf.part)
+        assert part is not None
+        return SplitTensor(part, leaf.shape[leaf.split_dim], leaf.split_dim, leaf.crossing)
     entries = torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float32)
     return (torch.sin(entries) / max(1, leaf.numel()) ** 0.5).reshape(leaf.shape).to(leaf.dtype)
 
@@ -327,7 +325,7 @@ def _some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def _local_gradient(param: nn.Parameter) -> Tensor | None:
     if param.grad is None:
         return None
-    return _own_part(param.grad).detach().clone()
+    return local_part(param.grad).detach().clone()
 
 
 def _tolerance(call: Call) -> float:

@@ -48,6 +48,8 @@ _ELEMENT_LOSSES = {
 }
 _WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their weighted mean divides by the sum of weights, others by the count
 _MEANS = {torch.mean, Tensor.mean}
+_GROUPED_PRODUCTS = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
+"""Products of a mixture of experts. On meta PyTorch takes nothing but bfloat16, on devices every dtype."""
 
 
 class GlobalReduction(OwnDevice):
@@ -63,6 +65,7 @@ class GlobalReduction(OwnDevice):
 
     Attributes:
         local_denominators: What this worker contributed, one float64 number a site.
+        global_denominators: What was divided by, one float64 number a site.
 
     Raises:
         ExactnessError: The forward has more sites than `denominators` (on exit: fewer).
@@ -78,9 +81,14 @@ class GlobalReduction(OwnDevice):
     ) -> None:
         super().__init__(device)
         self.local_denominators: list[Tensor] = []
+        self.global_denominators: list[Tensor] = []
         self._group = group
         self._known = denominators
         self._record = record
+
+    def replay(self, sites: slice) -> GlobalReduction:
+        """Returns what has to be active while the part of the forward that has these sites is computed again."""
+        return GlobalReduction(self.device, denominators=self.global_denominators[sites])
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -159,6 +167,7 @@ class GlobalReduction(OwnDevice):
         else:
             everywhere = local.clone()
             dist.all_reduce(everywhere, group=self._group)
+        self.global_denominators.append(everywhere)
         return (total / everywhere.to(total.device)).to(total.dtype)
 
 
@@ -182,6 +191,8 @@ class MetaReduction(GlobalReduction):
         tree_map_only(Tensor, tensors.append, (args, kwargs))
         if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
             args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
+        if func in _GROUPED_PRODUCTS and len(args) > 1 and args[0].is_meta and (args[0].ndim, args[1].ndim) == (2, 3):
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1], dtype=kwargs.get("out_dtype"))
         return super().__torch_function__(func, types, args, kwargs)
 
     def place(

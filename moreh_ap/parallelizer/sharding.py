@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import PlanError
@@ -60,6 +61,11 @@ def shard(
         "reshard_after_forward": free_after_forward,
         "ignored_params": set(ignored),
     }
+    if compute is not None:
+        whole_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
+        for part in [part for root in roots for part in root.modules() if isinstance(part, _BatchNorm)]:
+            if next(part.parameters(), None) is not None:  # its running statistics are in float32
+                fully_shard(part, mp_policy=whole_precision, **options)
     for block in blocks:
         block.register_forward_hook(_own_outputs)
         fully_shard(block, mp_policy=inner, **options)

@@ -33,6 +33,8 @@ class _Partial(BaseException):
 class _OneRank(Crossing):
     """The crossings of one rank of several that do not exist: the sum of all is given, or asked for."""
 
+    _place: tuple[int, int, Tensor | None]
+
     def __init__(self, rank: int, size: int, total: Tensor | None = None) -> None:
         super().__init__(mesh=None)  # type: ignore[arg-type]
         object.__setattr__(self, "_place", (rank, size, total))
@@ -129,7 +131,9 @@ def _arguments(container: nn.Module, generator: torch.Generator) -> list[dict[st
     parameters = list(inspect.signature(type(container).forward).parameters.values())[1:]
     names = [p.name for p in parameters]
     needed = [p.name for p in parameters[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    rest = {name: None for name in needed if name != "position_embeddings"}
+    rest: dict[str, Any] = {name: None for name in needed if name != "position_embeddings"}
+    if "position_ids" in names:
+        rest["position_ids"] = torch.arange(_LENGTH).expand(_ROWS, -1)
     if "position_embeddings" not in names:
         return [rest]
     config = getattr(container, "config", None)

@@ -144,21 +144,17 @@ def _times(heads: Range, width: int) -> Range:
 
 def _adjust_numbers(holder: nn.Module, found: Attention, heads: int, key_value_heads: int) -> None:
     """Numbers of heads, and widths that follow from them, become this rank's in the module and in its configuration."""
+    counts = dict.fromkeys(HEAD_COUNTS, (found.heads, heads))
+    counts |= dict.fromkeys(KEY_VALUE_COUNTS, (found.key_value_heads, key_value_heads))
+    numbers = counts | dict.fromkeys(WIDTHS, (found.heads * found.width, heads * found.width))
+    numbers |= dict.fromkeys(GROUP_COUNTS, (found.heads // found.key_value_heads, heads // key_value_heads))
+    for name, (everywhere, here) in numbers.items():
+        if holder.__dict__.get(name) == everywhere:
+            holder.__dict__[name] = here
     config = getattr(holder, "config", None)
-    for source, local in ((holder.__dict__, holder.__dict__), (config, {})):
-        names = source if isinstance(source, dict) else [n for n in (*HEAD_COUNTS, *KEY_VALUE_COUNTS) if hasattr(source, n)]
-        for name in list(names):
-            value = source[name] if isinstance(source, dict) else getattr(source, name)
-            if name in HEAD_COUNTS and value == found.heads:
-                local[name] = heads
-            elif name in KEY_VALUE_COUNTS and value == found.key_value_heads:
-                local[name] = key_value_heads
-            elif name in GROUP_COUNTS and value == found.heads // found.key_value_heads:
-                local[name] = heads // key_value_heads
-            elif name in WIDTHS and value == found.heads * found.width:
-                local[name] = heads * found.width
-        if source is config and local:
-            holder.config = LocalConfig(config, local)  # type: ignore[assignment]
+    local = {name: here for name, (everywhere, here) in counts.items() if getattr(config, name, None) == everywhere}
+    if local:
+        holder.config = LocalConfig(config, local)  # type: ignore[assignment]
 
 
 class LocalConfig:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from moreh_ap.parallelizer.blocks import block_lists
 from moreh_ap.parallelizer.tensor_parts import Parts
 from moreh_ap.parallelizer.tensor_random import OwnStream, draws_random_numbers
 from moreh_ap.parallelizer.tensor_split import SplitTensor, whole
-from moreh_ap.parallelizer.tensor_styles import make_per_head, own_forward, set_forward
+from moreh_ap.parallelizer.tensor_styles import make_per_head, set_forward
 
 _WIDTH = 8
 """Features that a block without norms is tried with."""
@@ -50,7 +51,7 @@ def split_sequences(module: nn.Module, parts: Parts, natural: set[int], trusted:
     fix = _FIX.format(parts.crossing.size)
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         raise PlanError("sequence_parallel: the blocks of an encoder-decoder read two sequences", "decoders", fix)
-    lists = [blocks for blocks in block_lists(module).values() if any(id(s) in natural for b in blocks for s in b.modules())]
+    lists = [blocks for blocks in block_lists(module).values() if any(_has_split_layers(b, natural) for b in blocks)]
     if not lists:
         raise PlanError("sequence_parallel: no repeated block with split layers was found in this model", "", fix)
     for blocks in lists:
@@ -67,6 +68,10 @@ def split_sequences(module: nn.Module, parts: Parts, natural: set[int], trusted:
             )
         for block in blocks:
             _split_block(block, parts, natural, gathers=block is blocks[-1])
+
+
+def _has_split_layers(block: nn.Module, natural: set[int]) -> bool:
+    return any(id(sub) in natural for sub in block.modules())
 
 
 def _split_block(block: nn.Module, parts: Parts, natural: set[int], gathers: bool) -> None:
@@ -142,7 +147,7 @@ def _make_block(block: nn.Module, parts: Parts, gathers: bool) -> None:
             args, kwargs = whole((args, kwargs))
             return inner(*args, **kwargs)
         is_split = isinstance(hidden, SplitTensor) and hidden.split_dim == 1
-        own = hidden.to_local() if is_split else crossing.take(whole(hidden), 1)
+        own = hidden.to_local() if is_split else crossing.take(whole(hidden), 1)  # type: ignore[attr-defined]
         args, kwargs = replace(own)
         args, kwargs = whole((args, kwargs))
         stream = OwnStream(crossing.rank, own.device) if draws() else None
@@ -169,11 +174,19 @@ def _first_tensor(
     """Returns the first tensor among the arguments, and what puts another one in its place."""
     for index, value in enumerate(args):
         if isinstance(value, Tensor):
-            return value, lambda own: ((*args[:index], own, *args[index + 1 :]), kwargs)
+            return value, partial(_with_argument, args, kwargs, index)
     for key, value in kwargs.items():
         if isinstance(value, Tensor):
-            return value, lambda own: (args, {**kwargs, key: own})
+            return value, partial(_with_argument, args, kwargs, key)
     return torch.empty(0), lambda own: (args, kwargs)
+
+
+def _with_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(place, str):
+        return args, {**kwargs, place: value}
+    return (*args[:place], value, *args[place + 1 :]), kwargs
 
 
 def _treats_tokens_alone(block: nn.Module) -> bool | None:

@@ -6,9 +6,9 @@ vocabularies or sequences, except that the cross-entropy of split classes is in 
 [Note: never fail]
 Logits are split along the vocabulary, and with sequence parallelism hidden states along the sequence. Between the
 layers that know this stands code that does not: a model's loss, a softcap, recorded hidden states. DTensor refuses to
-mix with plain tensors, which such code does all the time. `SplitTensor` takes every plain tensor as what it is here, the
-same on all ranks, and gathers itself where an operation has no split form. It is part of autograd, forward and backward:
-the gradient of the whole arrives whole or split, and each rank keeps its part.
+mix with plain tensors, which such code does all the time. `SplitTensor` takes every plain tensor as what it is here,
+the same on all ranks, and gathers itself where an operation has no split form. It is part of autograd, forward and
+backward: the gradient of the whole arrives whole or split, and each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.parallelizer.tensor_crossing import Crossing
@@ -37,6 +38,9 @@ _FACTS = {
     "__hash__", "get_device", "type", "data_ptr", "is_signed", "is_inference", "is_shared", "is_same_size",
 }  # fmt: skip
 """What may be asked of the tensor without its values, and what belongs to autograd."""
+
+
+_PROPERTIES = {"__get__", "__set__", "__delete__"}
 
 
 class SplitTensor(Tensor):
@@ -65,11 +69,10 @@ class SplitTensor(Tensor):
         return _FromLocal.apply(part, length, dim % part.ndim, crossing)
 
     @classmethod
-    def split(cls, whole: Tensor, dim: int, crossing: Crossing) -> SplitTensor:
-        """Returns a whole tensor, which every rank has, as a split one: each keeps a view of its part. No autograd."""
-        dim %= whole.ndim
-        start, stop = crossing.part_of(whole.shape[dim])
-        return cls(whole.narrow(dim, start, stop - start), whole.shape[dim], dim, crossing)
+    def cut(cls, complete: Tensor, dim: int, crossing: Crossing) -> SplitTensor:
+        """Returns a tensor that every rank has as a split one: each keeps a view of its part. Unknown to autograd."""
+        dim %= complete.ndim
+        return cls(_part_along(complete, dim, crossing), complete.shape[dim], dim, crossing)
 
     def to_local(self) -> Tensor:
         """Returns this rank's part. Known to autograd."""
@@ -79,7 +82,7 @@ class SplitTensor(Tensor):
         """Returns the whole as an ordinary tensor, on every rank. Known to autograd. A collective."""
         return _ToWhole.apply(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SplitTensor({tuple(self.shape)}, split_dim={self.split_dim}, here={tuple(self.part.shape)})"
 
     @classmethod
@@ -92,13 +95,14 @@ class SplitTensor(Tensor):
             from moreh_ap.parallelizer.vocabulary import cross_entropy
 
             return cross_entropy(*args, **kwargs)
-        if name not in _KEPT_NAMES and name not in _FACTS and name not in ("__get__", "__set__", "__delete__"):
+        is_below_autograd = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        if not is_below_autograd and name not in _KEPT_NAMES | _FACTS | _PROPERTIES:
             args, kwargs = whole((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -115,6 +119,18 @@ class SplitTensor(Tensor):
 def whole(value: Any) -> Any:
     """Returns any nested value with every split tensor in it gathered. Known to autograd."""
     return tree_map_only(SplitTensor, SplitTensor.full_tensor, value)
+
+
+def as_dtensors(value: Any) -> Any:
+    """Returns any nested value with every split tensor in it as a DTensor. Known to autograd."""
+    return tree_map_only(SplitTensor, _as_dtensor, value)
+
+
+def _as_dtensor(split: SplitTensor) -> DTensor:
+    mesh, placement = split.crossing.mesh, Shard(split.split_dim)
+    return DTensor.from_local(
+        split.to_local(), mesh, [placement], run_check=False, shape=split.shape, stride=split.stride()
+    )
 
 
 class _FromLocal(torch.autograd.Function):
@@ -147,7 +163,7 @@ class _ToWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad if isinstance(grad, SplitTensor) else SplitTensor.split(grad, ctx.dim, ctx.crossing)
+        return grad if isinstance(grad, SplitTensor) else SplitTensor.cut(grad, ctx.dim, ctx.crossing)
 
 
 def _gathered(split: SplitTensor) -> Tensor:
@@ -199,9 +215,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _same_structure(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (split, *rest) = args
-    return SplitTensor(
-        func(split.part, *rest, **kwargs), split.shape[split.split_dim], split.split_dim, split.crossing
-    )
+    return SplitTensor(func(split.part, *rest, **kwargs), split.shape[split.split_dim], split.split_dim, split.crossing)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,14 +1,16 @@
-"""Finds in a module what can be split: attention by heads, feed-forwards by inner features, experts, the vocabulary.
+"""Finds in a module what can be split: attention by heads, feed-forwards and experts by inner features.
 
-Decides from names, shapes and numbers in attributes what a module may be. Must not know ranks, or how anything is split;
-whether a guess is right is for `tensor_check.py` and the equivalence check to show.
+Decides from names, shapes and numbers in attributes what a module may be. Must not know ranks, or how anything is
+split; whether a guess is right is for `tensor_check.py` and the equivalence check to show.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -16,7 +18,9 @@ from torch import nn
 _QUERY = ("q_proj", "query", "q", "q_lin", "to_q", "wq", "w_q", "W_q", "query_proj", "q_linear", "queries")
 _KEY = ("k_proj", "key", "k", "k_lin", "to_k", "wk", "w_k", "W_k", "key_proj", "k_linear", "keys")
 _VALUE = ("v_proj", "value", "v", "v_lin", "to_v", "wv", "w_v", "W_v", "value_proj", "v_linear", "values")
-_FUSED = ("c_attn", "qkv_proj", "qkv", "query_key_value", "Wqkv", "in_proj", "attn_qkv", "to_qkv", "W_pack", "qkv_linear")
+_FUSED = (
+    "c_attn", "qkv_proj", "qkv", "query_key_value", "Wqkv", "in_proj", "attn_qkv", "to_qkv", "W_pack", "qkv_linear",
+)  # fmt: skip
 HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "n_local_heads")
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_local_kv_heads")
 GROUP_COUNTS = ("num_key_value_groups", "num_groups", "n_rep")
@@ -25,14 +29,32 @@ WIDTHS = (
     "split_size", "embed_dim", "all_head_size", "inner_dim", "n_embd", "hidden_size", "d_model", "dim", "embed_size",
     "hidden_dim", "n_state", "width", "hidden",
 )  # fmt: skip
+_READS = re.compile(r"self\.(\w+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape|size|data)\b|\s*=[^=])")
+"""Source that reads a layer's weight or bias, and not only of which kind it is."""
+_TYPE_CHECK = re.compile(r"isinstance\([^()]*\)")
 _BY_HEADS_FROM_OUTSIDE = {"alibi", "rel_pos", "relative_position", "rel_pos_bias", "layer_head_bias"}
 """Arguments that bring something for every head, which would have to be split with them."""
 
 
+KNOWN_PAIRS = {
+    "down_proj": {"up_proj", "gate_proj", "gate_up_proj"},
+    "c_proj": {"c_fc"},
+    "fc2": {"fc1"},
+    "wo": {"wi", "wi_0", "wi_1"},
+    "w2": {"w1", "w3"},
+    "dense_4h_to_h": {"dense_h_to_4h"},
+    "lin2": {"lin1"},
+    "output.dense": {"intermediate.dense"},
+}
+"""What layers are called in libraries that take inner features, and those that give them."""
+
+
 def is_linear(module: Any) -> bool:
-    """Says whether a module is a linear layer with its class's own forward: `nn.Linear` or a `Conv1D`."""
-    return type(module) is nn.Linear or (
-        type(module).__name__ == "Conv1D" and hasattr(module, "nf") and module.weight.ndim == 2
+    """Says whether a module is a linear layer and nothing more: `nn.Linear`, `Conv1D`, or Falcon's own class."""
+    return (
+        type(module) is nn.Linear
+        or type(module).__name__ == "FalconLinear"
+        or (type(module).__name__ == "Conv1D" and hasattr(module, "nf") and module.weight.ndim == 2)
     )
 
 
@@ -112,7 +134,7 @@ def find_attention(module: nn.Module) -> list[Attention]:
         return []
     others = _others(holder, set(linears), counts[2], counts[0])
     arguments = inspect.signature(type(holder).forward).parameters
-    if others is None or _BY_HEADS_FROM_OUTSIDE & set(arguments) or ("position_bias" in arguments and not others[1]):
+    if others is None or _takes_something_by_heads(holder, set(arguments), others[1]):
         return []
     first = columns == ("query_key_value",)
     orders = (first, not first) if len(columns) == 1 and counts[0] == counts[1] else (False,)
@@ -121,6 +143,12 @@ def find_attention(module: nn.Module) -> list[Attention]:
         for narrowed in (False, True)
         for interleaved in orders
     ]
+
+
+def _takes_something_by_heads(holder: nn.Module, arguments: set[str], has_own_bias: bool) -> bool:
+    if getattr(getattr(holder, "config", None), "alibi", True) is False:
+        arguments = arguments - {"alibi"}
+    return bool(_BY_HEADS_FROM_OUTSIDE & arguments) or ("position_bias" in arguments and not has_own_bias)
 
 
 def _columns(linears: dict[str, nn.Module]) -> tuple[str, ...]:
@@ -163,9 +191,8 @@ def _number(sources: tuple[Any, ...], names: tuple[str, ...]) -> int | None:
 
 
 def _others(holder: nn.Module, linears: set[str], width: int, heads: int) -> tuple[tuple[str, ...], bool, str] | None:
-    """Returns what else has parameters: modules that all heads share, whether the class knows a bias by heads, its name.
-
-    None if there is something that heads do not share.
+    """Returns what else has parameters: modules that all heads share, whether the class knows a bias by heads, its
+    name. None if there is something that heads do not share.
     """
     has_bias_class = hasattr(holder, "has_relative_attention_bias")
     if any(param is not None for param in holder._parameters.values()):
@@ -200,12 +227,13 @@ def find_feed_forward(module: nn.Module, styles: dict[str, str]) -> FeedForward 
     if isinstance(module, nn.Sequential):
         return _pair_in_sequence(module)
     rows = [name for name in linears if styles.get(name, "").startswith("rowwise")]
-    if len(rows) == 1 and all(styles.get(name, "").startswith(("colwise", "packed")) for name in linears if name not in rows):
-        return _pair(module, tuple(name for name in linears if name not in rows), rows[0])
+    columns = tuple(name for name in linears if styles.get(name, "").startswith(("colwise", "packed")))
+    if len(rows) == 1 and len(columns) + 1 == len(linears):
+        return _pair(module, columns, rows[0])
     if not 2 <= len(linears) <= 3:
         return None
     candidates = [*linears[:0:-1], linears[0]]  # the last one is the likeliest
-    named = [name for name in candidates if name in ("down_proj", "c_proj", "fc2", "wo", "w2", "linear2", "dense_4h_to_h")]
+    named = [name for name in candidates if name in KNOWN_PAIRS]
     for row in [*named, *candidates]:
         found = _pair(module, tuple(name for name in linears if name != row), row)
         if found is not None:
@@ -244,7 +272,10 @@ def _is_elementwise(module: nn.Module) -> bool:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Says whether a module has all experts in two parameters: (experts, 2 x inner, hidden), (experts, hidden, inner)."""
+    """Says whether a module has all experts in two parameters.
+
+    Their shapes are (experts, 2 x inner, hidden) and (experts, hidden, inner).
+    """
     up, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
     if up is None or down is None or up.ndim != 3 or down.ndim != 3 or len(module._parameters) != 2:
         return False
@@ -253,42 +284,27 @@ def is_experts(module: nn.Module) -> bool:
     return fits and names == ["hidden_states", "top_k_index", "top_k_weights"]
 
 
-def find_vocabulary(module: nn.Module, blocks: list[nn.Module]) -> tuple[list[nn.Embedding], list[nn.Linear]]:
-    """Returns the embeddings and heads of the vocabulary: outside blocks, of one size, and both there or known to be so."""
-    inside = {id(sub) for block in blocks for sub in block.modules()}
-    outside = [sub for sub in module.modules() if id(sub) not in inside]
-    known = [_given(module, "get_input_embeddings")]
-    embeddings = [e for e in outside if isinstance(e, nn.Embedding) and (type(e) is nn.Embedding or e in known)]
-    linears = [layer for layer in outside if type(layer) is nn.Linear]
-    heads = [
-        head
-        for head in linears
-        if any(_matches(head, e) for e in embeddings if e in known or known == [None])
-        and (head is _given(module, "get_output_embeddings") or known == [None] or _is_tied(head, embeddings))
-    ]
-    found = [e for e in embeddings if e in known or (known == [None] and any(_matches(head, e) for head in heads))]
-    for embedding in embeddings:
-        if embedding not in found and any(embedding.weight is other.weight for other in (*found, *heads)):
-            found.append(embedding)
-    return [e for e in found if e.max_norm is None and not e.sparse], heads
+def used_directly(module: nn.Module) -> set[int]:
+    """Returns the identities of linear layers whose weights the class around them reads, not only their outputs.
+
+    Said by the source of the class; where it has none (a notebook), nothing is known.
+    """
+    found: set[int] = set()
+    for parent in module.modules():
+        layers = {name: child for name, child in parent.named_children() if is_linear(child)}
+        if layers:
+            names = _names_read(type(parent))
+            found.update(id(child) for name, child in layers.items() if name in names)
+    return found
 
 
-def _given(module: nn.Module, getter: str) -> Any:
-    """Returns what a transformers model says about itself, None where it says nothing."""
-    if not hasattr(module, getter):
-        return None
+@cache
+def _names_read(cls: type) -> frozenset[str]:
     try:
-        return getattr(module, getter)()
-    except (NotImplementedError, AttributeError):  # transformers' way of saying that there is none
-        return None
-
-
-def _matches(head: nn.Linear, embedding: nn.Embedding) -> bool:
-    return tuple(head.weight.shape) == tuple(embedding.weight.shape)
-
-
-def _is_tied(head: nn.Linear, embeddings: list[nn.Embedding]) -> bool:
-    return any(head.weight is embedding.weight for embedding in embeddings)
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return frozenset()
+    return frozenset(_READS.findall(_TYPE_CHECK.sub("", source)))
 
 
 def uses_of_parameters(module: nn.Module) -> Counter[int]:

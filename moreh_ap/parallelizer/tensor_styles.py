@@ -103,7 +103,8 @@ def make_row(layer: nn.Module, region: Region) -> None:
     """A layer with some of its input features: the ranks' outputs are summed, then the bias is added once."""
 
     def forward(self: nn.Module, hidden: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        weight: Any = self.weight
+        bias: Any = self.bias
         partial = F.linear(hidden, weight) if isinstance(self, nn.Linear) else hidden @ weight
         output = region.leave(partial)
         if bias is None:

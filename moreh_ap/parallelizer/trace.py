@@ -8,6 +8,11 @@ A forward with blocks 0 ... n-1 has n + 1 places. Place i is everything after bl
 comes before the first block belongs to place 0. Place n is everything after the last block. A parameter used in two
 places (a tied embedding: places 0 and n) is listed with both.
 
+[Note: what crosses a border]
+Between two stages only what a block returns travels. A value that depends on parameters and was made in place p may be
+used in place p, and in place p + 1 if block p returned it. Anything else (an embedding added in every block, the routers
+of all layers in one loss) would need more than a pipeline sends, and is refused.
+
 [Note: direct use]
 Code between modules, in the forward of a module that has submodules, runs on every stage that a pipeline makes, with
 placeholders where a value comes from another stage. A parameter that such code uses directly (`self.positions[:, :n]`)
@@ -32,9 +37,21 @@ from moreh_ap.parallelizer.blocks import block_lists
 from moreh_ap.parallelizer.reduction import MetaReduction
 
 
+_WITHOUT_PIPELINE = ("plans with pipeline=1 for this model, such as replicate, shard or tensor", 'plan="shard=2"')
+
+
+class _Crosses(Exception):
+    """A value is used farther on than a pipeline brings it; the text says which. See [Note: what crosses a border]."""
+
+
 @dataclass(frozen=True)
 class Trace:
-    """Where a model uses its parameters. See [Note: places], [Note: direct use].
+    """Where a model uses its parameters. See [Note: places], [Note: what crosses a border]
+Between two stages only what a block returns travels. A value that depends on parameters and was made in place p may be
+used in place p, and in place p + 1 if block p returned it. Anything else (an embedding added in every block, the routers
+of all layers in one loss) would need more than a pipeline sends, and is refused.
+
+[Note: direct use].
 
     Attributes:
         body: Path of the list of blocks.
@@ -63,8 +80,7 @@ def find_body(module: nn.Module) -> tuple[str, int]:
     found = f"{len(lists)} ({', '.join(lists)})" if lists else "none"
     raise PlanError(
         f"a pipeline needs one list of equal blocks, {type(module).__name__} has {found}",
-        "plans with pipeline=1 for this model, such as replicate, shard or tensor",
-        'plan="shard=2"',
+        *_WITHOUT_PIPELINE,
     )
 
 
@@ -87,12 +103,13 @@ def trace(
     try:
         with torch.no_grad(), recorder.hooks(), MetaReduction(device), recorder:
             meta_module(*args, **kwargs)
+    except _Crosses as crossing:
+        raise PlanError(f"a pipeline cannot cut {type(meta_module).__name__}: {crossing}", *_WITHOUT_PIPELINE) from None
     except Exception as error:
         raise PlanError(
             f"a pipeline needs a forward that can be followed without values, {type(meta_module).__name__}'s raised "
             f"{type(error).__name__}: {error}",
-            "plans with pipeline=1 for this model, such as replicate, shard or tensor",
-            'plan="shard=2"',
+            *_WITHOUT_PIPELINE,
         ) from error
     places = {name: frozenset(used) for name, used in recorder.places.items()}
     return Trace(body, num_blocks, places, frozenset(recorder.direct), frozenset(recorder.before))
@@ -112,21 +129,39 @@ class _Recorder(TorchFunctionMode):
         self._stack: list[nn.Module] = []
         self._place = 0
         self._inside = False
+        # Tensors that depend on parameters -> the place that made them; the tensors are kept, so that ids stay theirs.
+        self._made: dict[int, tuple[int, Tensor]] = {}
+        self._returned: dict[int, int] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tree_map_only(Tensor, self._note, (args, kwargs))
-        return func(*args, **kwargs)
+        tensors: list[Tensor] = []
+        tree_map_only(Tensor, tensors.append, (args, kwargs))
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) or isinstance(result, (tuple, list)):
+            depends = [self._note(tensor) for tensor in tensors]
+            if any(depends):
+                tree_map_only(Tensor, lambda made: self._made.setdefault(id(made), (self._place, made)), result)
+        return result
 
-    def _note(self, tensor: Tensor) -> None:
+    def _note(self, tensor: Tensor) -> bool:
+        """Notes the use of a tensor, and returns whether it depends on parameters."""
+        made = self._made.get(id(tensor))
+        if made is not None:
+            place = made[0]
+            if self._place != place and self._returned.get(id(tensor), -1) != self._place - 1:
+                where = "after the last block" if self._place == len(self._blocks) else f"in block {self._place}"
+                raise _Crosses(f"what was computed before the end of block {place} is used again {where}")
+            return True
         name = self._names.get(id(tensor))
         if name is None:
-            return
+            return False
         self.places.setdefault(name, set()).add(self._place)
         if not self._inside and (not self._stack or next(self._stack[-1].children(), None) is not None):
             self.direct.add(name)
+        return True
 
     def hooks(self) -> ExitStack:
         """Returns a context in which calls of modules move the recorder from place to place."""
@@ -162,5 +197,6 @@ class _Recorder(TorchFunctionMode):
     def _end_block(self, index: int) -> Callable[..., None]:
         def end(block: nn.Module, args: Any, output: Any) -> None:
             self._inside, self._place = False, index + 1
+            tree_map_only(Tensor, lambda leaf: self._returned.__setitem__(id(leaf), index), output)
 
         return end

@@ -83,7 +83,8 @@ class BuildModel:
     """Unpickle a skeleton on meta, apply the plan, and fill this worker's shards from files.
 
     `sources` maps names of parameters and buffers to the boxes that their values lie in. `example` is the call that a
-    pipeline's cut is found with. Answers where the worker's parameters belong: parameters with one answer are laid out alike.
+    pipeline's cut is found with. Answers where the worker's parameters belong: parameters with one answer are laid out
+    alike.
     """
 
     owner: str
@@ -257,7 +258,7 @@ class ReadCheckpoint:
 class WriteCheckpoint:
     """Write state tensors, by their names in the checkpoint, into a file for each worker.
 
-    Answers a `WrittenFile`, None if nothing of them counts on this worker. A file's path is ``{path}{rank}.safetensors``.
+    Its path is ``{path}{rank}.safetensors``. Answers a `WrittenFile`, None if nothing of them counts on this worker.
     """
 
     path: str

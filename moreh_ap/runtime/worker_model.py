@@ -22,7 +22,8 @@ from moreh_ap.parallelizer.batch import carries_rows, num_rows, row_range, slice
 from moreh_ap.parallelizer.containers import pickle_treespec, unpickle_treespec
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.held import Held
-from moreh_ap.parallelizer.loading import fill, full_tensor
+from moreh_ap.parallelizer.layout import TensorLayout
+from moreh_ap.parallelizer.loading import fill, full_tensor, whole_shape
 from moreh_ap.parallelizer.mesh import Axis, build_mesh
 from moreh_ap.parallelizer.micro_batches import DeferredForward
 from moreh_ap.parallelizer.pipeline import PipelinedForward
@@ -188,6 +189,7 @@ class WorkerModel:
             start, stop = row_range(axis.rank, axis.size, rows)
             parts = slice_rows(tensors, rows, start, stop)
             tensors = [whole if is_local else part for whole, part, is_local in zip(tensors, parts, local)]
+        tensors = self._own_heads(nesting, tensors, local)
         tensors = [
             tensor.detach().requires_grad_() if wants else tensor for tensor, wants in zip(tensors, command.wants_grad)
         ]
@@ -195,6 +197,25 @@ class WorkerModel:
         meta = None if self._meta_module is None else self._meta_module.get_submodule(signature.path)
         run = run_forward(call, args, kwargs, plan=self.plan, rows=rows, meta_module=meta)
         return WorkerCall(self, run, proof, _InputRoles(axis, rows, carried, command.wants_grad))
+
+    def _own_heads(self, nesting: _Nesting, tensors: list[Tensor], local: list[bool]) -> list[Tensor]:
+        """The tensors, those of a cache cut to the heads that this worker computes."""
+        tensor = self.applied.tensor
+        if tensor is None or tensor.cache_ranges is None:
+            return tensors
+        own = list(tensors)
+        for index in nesting.cache_tensors():
+            if not local[index]:
+                own[index] = torch.cat([tensors[index][:, start:stop] for start, stop in tensor.cache_ranges], dim=1)
+        return own
+
+    def cache_layout(self, part: Tensor) -> TensorLayout | None:
+        """What `part`, keys or values in a cache, is of those of all heads; None if it is all of them."""
+        tensor = self.applied.tensor
+        if tensor is None or tensor.cache_ranges is None or tensor.cache_heads is None or part.dim() != 4:
+            return None
+        shape = (part.shape[0], tensor.cache_heads, *part.shape[2:])
+        return TensorLayout(shape, 1, tensor.cache_ranges, tensor.cache_writes)
 
     def _arguments(
         self, call: Call, nesting: _Nesting, tensors: list[Tensor]
@@ -243,6 +264,12 @@ class _Nesting:
         self._constants: list[Any] = pickle.loads(pickled_constants)
         self._treespec: TreeSpec = unpickle_treespec(pickled_treespec)
 
+    def cache_tensors(self) -> list[int]:
+        """Which of the tensors that `fill` takes are keys and values in a cache."""
+        slots = [leaf for leaf, value in enumerate(self._constants) if isinstance(value, TensorSlot)]
+        in_cache = transformers_worker.cache_leaves(self._treespec)
+        return [index for index, leaf in enumerate(slots) if leaf in in_cache]
+
     def fill(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments with `tensors` as the tensor leaves."""
         values = iter(tensors)
@@ -268,6 +295,8 @@ class WorkerCall:
     ) -> None:
         self.model, self._run, self._proof, self._inputs = model, run, proof, inputs
         self._answers = run.has_result and model.applied.position.tensor.rank == 0
+        knows_nesting = model.applied.tensor is not None and run.treespec is not None
+        self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
         self._input_gradients: dict[int, Tensor | None] = {}
 
     def reply(self) -> ForwardReply | None:
@@ -294,12 +323,14 @@ class WorkerCall:
         if not isinstance(shape, Tensor):
             return LeafReply("const", (), None, False, _pickle_constant(shape))
         kind = self._proof.kinds[index] if self._proof.split else "same"
+        layout = self.model.cache_layout(shape) if index in self._in_cache else None
         few = self._run.computed and shape.numel() * shape.element_size() <= _MAX_INLINE_BYTES
         data = None
         if with_data or few:
-            sends = kind != "same" or self._inputs.axis.rank == 0
-            data = TensorData.of(full_tensor(self._run.outputs[index])).data if sends else b""
-        return LeafReply(kind, tuple(shape.shape), shape.dtype, self._run.differentiable[index], data)
+            sends = self._answers and (kind != "same" or self._inputs.axis.rank == 0)
+            whole = full_tensor(self._run.outputs[index], layout, self.model.applied.position.tensor.group)
+            data = TensorData.of(whole).data if sends else b""
+        return LeafReply(kind, whole_shape(shape, layout), shape.dtype, self._run.differentiable[index], data)
 
     def backward(self, gradients: list[Tensor | None], retain_graph: bool) -> None:
         """Backpropagate; `gradients` are whole, this worker takes its rows of them."""

@@ -4,9 +4,9 @@ Decides what of models and optimizers is saved and how it comes back. Must not k
 (`checkpoint_folder`), how files are written (`parallelizer.checkpoint`), or what a plan is.
 
 [Note: nothing passes through the controller]
-What workers hold they write, each the elements that count there, and they read what they hold. A model that has not been
-called is in no worker yet: loading gives its tensors values that lie in the checkpoint (`InFile`), and the workers read
-them at the first call. What the controller holds itself, it writes tensor by tensor.
+What workers hold they write, each the elements that count there, and they read what they hold. A model that has not
+been called is in no worker yet: loading gives its tensors values that lie in the checkpoint (`InFile`), and the workers
+read them at the first call. What the controller holds itself, it writes tensor by tensor.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moreh_ap import device
-from moreh_ap.device.tensor import VirtualTensor, place
-from moreh_ap.device.values import Cell, InFile, View
-from moreh_ap.errors import LoadError, UnsupportedError
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import View
+from moreh_ap.errors import LoadError
 from moreh_ap.parallelizer.checkpoint import Box, WrittenFile, write_file
 from moreh_ap.parallelizer.loading import Wanted, read
 from moreh_ap.runtime.messages import CheckFiles, ReadCheckpoint, SavedTensor, StateRef, WriteCheckpoint
-from moreh_ap.session.checkpoint_folder import Checkpoint, NewCheckpoint, problems_of
+from moreh_ap.session.checkpoint_folder import Checkpoint, NewCheckpoint, problems_of, some, unknown
+from moreh_ap.session.checkpoint_optimizer import check_groups, describe_optimizer, load_optimizer
 from moreh_ap.session.checkpoint_values import Encoder, decode
-from moreh_ap.session.optimizer import send_state
 from moreh_ap.session.session import Session
 from moreh_ap.session.state import OnWorkers
-
-_NOT_SETTINGS = ("params", "param_names")
 
 
 def save(
@@ -62,7 +60,7 @@ def save(
     names = _parameter_names(models)
     content: dict[str, Any] = {
         "models": {name: _tensor_names(part, name, encoder) for name, part in models.items()},
-        "optimizers": {name: _describe_optimizer(part, name, names, encoder) for name, part in optimizers.items()},
+        "optimizers": {name: describe_optimizer(part, name, names, encoder) for name, part in optimizers.items()},
         "extra": encoder.encode(dict(extra or {}), "extra"),
         "generator": None,
     }
@@ -103,12 +101,13 @@ def load(
     values: dict[str, Tensor] = {}
     for name, part in models.items():
         values |= _matching(checkpoint, part, name)
-    groups = {name: _matching_groups(checkpoint, part, name, names) for name, part in optimizers.items()}
-    extra: dict[str, Any] = decode(checkpoint.content["extra"], lambda name: _read_whole(checkpoint, name))
+    for name, part in optimizers.items():
+        check_groups(checkpoint, part, name, names)
+    extra: dict[str, Any] = decode(checkpoint.content["extra"], checkpoint.read)
 
     _set_values(checkpoint, values)
     for name, part in optimizers.items():
-        _load_optimizer(checkpoint, part, groups[name], checkpoint.content["optimizers"][name]["state"], names)
+        load_optimizer(checkpoint, part, name, names)
     accelerator = device.current()
     if accelerator is not None:
         if optimizers and checkpoint.content["generator"]:
@@ -142,16 +141,6 @@ def _parameter_names(models: dict[str, nn.Module]) -> dict[int, str]:
     return {id(tensor): key for name, model in models.items() for key, tensor in _state_of(model, name).items()}
 
 
-def _name_of(parameter: Tensor, names: dict[int, str]) -> str:
-    if id(parameter) not in names:
-        raise UnsupportedError(
-            f"an optimizer has a parameter of shape {tuple(parameter.shape)} that is in no model that was given",
-            "optimizers over parameters of the models that are saved or loaded with them",
-            "moreh_ap.save(folder, model=model, optimizer=optimizer)",
-        )
-    return names[id(parameter)]
-
-
 # -- saving --------------------------------------------------------------------------------------------------------
 
 
@@ -159,25 +148,6 @@ def _tensor_names(model: nn.Module, name: str, encoder: Encoder) -> list[str]:
     state = _state_of(model, name)
     encoder.tensors.update(state)
     return list(state)
-
-
-def _describe_optimizer(optimizer: Optimizer, name: str, names: dict[int, str], encoder: Encoder) -> dict[str, Any]:
-    groups = []
-    for index, group in enumerate(optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
-        groups.append(
-            {
-                "params": [_name_of(parameter, names) for parameter in group["params"]],
-                "settings": encoder.encode(settings, f"{name}/group{index}"),
-            }
-        )
-    state = {}
-    for parameter, entries in optimizer.state.items():
-        if not isinstance(parameter, Tensor):
-            raise UnsupportedError(f"{name}.state has the key {parameter!r}", "parameters as keys of optimizer.state")
-        key = _name_of(parameter, names)
-        state[key] = {entry: encoder.encode(value, f"{name}/{entry}/{key}") for entry, value in entries.items()}
-    return {"class": type(optimizer).__qualname__, "groups": groups, "state": state}
 
 
 def _write_files(new: NewCheckpoint, tensors: dict[str, Tensor]) -> list[WrittenFile]:
@@ -189,9 +159,7 @@ def _write_files(new: NewCheckpoint, tensors: dict[str, Tensor]) -> list[Written
             on_workers[value.owner.session][name] = value.ref
         else:
             boxes.append(Box.whole(name, tensor, _reader(tensor)))
-    writing = [
-        session.outbox.submit(WriteCheckpoint(new.path("worker"), refs)) for session, refs in on_workers.items()
-    ]
+    writing = [session.outbox.submit(WriteCheckpoint(new.path("worker"), refs)) for session, refs in on_workers.items()]
     files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
     for posted in writing:
         files += posted.result()
@@ -221,12 +189,12 @@ def _matching(checkpoint: Checkpoint, model: nn.Module, name: str) -> dict[str, 
     """The tensors of a model by their names, all of which the checkpoint has in the same shapes."""
     saved = checkpoint.content["models"].get(name)
     if saved is None:
-        raise LoadError(_unknown(checkpoint, "models", name), ", ".join(checkpoint.content["models"]))
+        raise LoadError(unknown(checkpoint, "models", name), ", ".join(checkpoint.content["models"]))
     state = _state_of(model, name)
     missing, unexpected = sorted(state.keys() - set(saved)), sorted(set(saved) - state.keys())
     if missing or unexpected:
-        facts = [f"{checkpoint.folder} lacks {_some(missing)}"] if missing else []
-        facts += [f"the model lacks {_some(unexpected)}"] if unexpected else []
+        facts = [f"{checkpoint.folder} lacks {some(missing)}"] if missing else []
+        facts += [f"the model lacks {some(unexpected)}"] if unexpected else []
         raise LoadError("; ".join(facts), "a model with the same parameters and buffers as the one that was saved")
     for key, tensor in state.items():
         shape = checkpoint.tensors[key].shape
@@ -235,41 +203,12 @@ def _matching(checkpoint: Checkpoint, model: nn.Module, name: str) -> dict[str, 
                 f"{key} has shape {tuple(tensor.shape)} in the model and {shape} in {checkpoint.folder}", "equal shapes"
             )
         if tensor.is_meta:
-            raise LoadError(f"{key} is on meta: it has no memory to load into", "a model on the CPU or on a device",
-                            'model.to_empty(device="cpu")')
-    return state
-
-
-def _matching_groups(
-    checkpoint: Checkpoint, optimizer: Optimizer, name: str, names: dict[int, str]
-) -> list[dict[str, Any]]:
-    """The saved groups of an optimizer that has the same parameters in them."""
-    saved = checkpoint.content["optimizers"].get(name)
-    if saved is None:
-        raise LoadError(_unknown(checkpoint, "optimizers", name), ", ".join(checkpoint.content["optimizers"]))
-    groups: list[dict[str, Any]] = saved["groups"]
-    if len(groups) != len(optimizer.param_groups):
-        raise LoadError(
-            f"{name} has {len(optimizer.param_groups)} parameter groups, in {checkpoint.folder} it has {len(groups)}",
-            "the same groups",
-        )
-    for index, (there, group) in enumerate(zip(groups, optimizer.param_groups)):
-        here = {_name_of(parameter, names) for parameter in group["params"]}
-        if here != set(there["params"]):
-            differing = sorted(here ^ set(there["params"]))
             raise LoadError(
-                f"group {index} of {name} has other parameters than in {checkpoint.folder}: {_some(differing)}",
-                "the same parameters in every group",
+                f"{key} is on meta: it has no memory to load into",
+                "a model on the CPU or on the accelerator",
+                'model.to_empty(device="cpu")',
             )
-    return groups
-
-
-def _unknown(checkpoint: Checkpoint, kind: str, name: str) -> str:
-    return f"{checkpoint.folder} holds no {name!r} among its {kind}"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return state
 
 
 # -- loading: values -------------------------------------------------------------------------------------------------
@@ -289,70 +228,10 @@ def _set_values(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
             on_workers[cell.value.owner.session][cell.value.ref] = saved
         elif cell.has_views or isinstance(cell.value, View):  # others look at the same memory
             with torch.no_grad():
-                tensor.detach().copy_(_read_whole(checkpoint, name).to(tensor.device))
+                tensor.detach().copy_(checkpoint.read(name).to(tensor.device))
         else:
-            cell.value = InFile(saved.sources, saved.shape, tensor.dtype, checkpoint)
+            cell.value = checkpoint.unread(name, tensor.dtype)
     posted = [session.outbox.submit(ReadCheckpoint(values)) for session, values in on_workers.items()]
     read(wanted)
     for reply in posted:
         reply.result()
-
-
-def _read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
-    saved = checkpoint.tensors[name]
-    return InFile(saved.sources, saved.shape, saved.dtype).read()
-
-
-def _load_optimizer(
-    checkpoint: Checkpoint,
-    optimizer: Optimizer,
-    groups: list[dict[str, Any]],
-    saved_state: dict[str, Any],
-    names: dict[int, str],
-) -> None:
-    state: defaultdict[Tensor, Any] = defaultdict(dict)
-    for group, saved in zip(optimizer.param_groups, groups):
-        group.update(decode(saved["settings"], lambda name: _read_whole(checkpoint, name)))
-        for parameter in group["params"]:
-            entries = saved_state.get(names[id(parameter)])
-            if entries is not None:
-                state[parameter] = {
-                    key: _state_value(checkpoint, parameter, entry, on_host=_stays_on_host(key, group))
-                    for key, entry in entries.items()
-                }
-    optimizer.state = state
-    session = _session_of(optimizer)
-    if session is not None:
-        send_state(session, optimizer)
-
-
-def _stays_on_host(key: str, group: dict[str, Any]) -> bool:
-    """Where PyTorch's optimizers keep a number that is no tensor of the parameter's shape.
-
-    Source: torch/optim/optimizer.py, `_process_value_according_to_param_policy`.
-    """
-    return key == "step" and not group.get("capturable") and not group.get("fused")
-
-
-def _state_value(checkpoint: Checkpoint, parameter: Tensor, entry: Any, *, on_host: bool) -> Any:
-    def on_device(name: str) -> Tensor:
-        saved = checkpoint.tensors[name]
-        if not isinstance(parameter, VirtualTensor):
-            return _read_whole(checkpoint, name).to(parameter.device)
-        meta = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
-        value = InFile(saved.sources, saved.shape, saved.dtype, checkpoint)
-        return VirtualTensor(Cell(value, parameter.device), meta)
-
-    value = decode(entry, on_device)
-    if isinstance(value, Tensor) and value.dim() == 0 and not on_host:
-        return place(value) if isinstance(parameter, VirtualTensor) and parameter.is_cuda else value.to(parameter.device)
-    return value
-
-
-def _session_of(optimizer: Optimizer) -> Session | None:
-    """The session whose workers hold the optimizer's parameters; None if they are elsewhere."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            value = parameter._cell.value if isinstance(parameter, VirtualTensor) else None
-            return value.owner.session if isinstance(value, OnWorkers) else None
-    return None

@@ -4,9 +4,9 @@ Decides the format. Must not know models, optimizers or workers: it is told name
 
 [Note: one step]
 Data files of a save have names of their own, so they never touch an earlier one. When all of them are on the disk,
-`checkpoint.json`, which names them, is replaced by renaming: before that the folder is the earlier checkpoint, after it the
-new one, whatever interrupts the save. Files that no `checkpoint.json` names are removed by the next save that succeeds,
-but for those that values of this process, not read yet, still lie in.
+`checkpoint.json`, which names them, is replaced by renaming: before that the folder is the earlier checkpoint, after it
+the new one, whatever interrupts the save. Files that no `checkpoint.json` names are removed by the next save that
+succeeds, but for those that values of this process, not read yet, still lie in.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 import moreh_ap
+from moreh_ap.device.values import InFile
 from moreh_ap.errors import ExactnessError, LoadError
 from moreh_ap.parallelizer.checkpoint import WrittenFile, problem_with
 from moreh_ap.parallelizer.sources import TensorSource
@@ -105,6 +106,15 @@ class Checkpoint:
         for path, problem in sorted(problems.items()):
             raise _damaged(path, problem)
 
+    def unread(self, name: str, dtype: torch.dtype) -> InFile:
+        """Returns the value of a tensor, cast to `dtype`, without reading it."""
+        saved = self.tensors[name]
+        return InFile(saved.sources, saved.shape, dtype, keeper=self)
+
+    def read(self, name: str) -> Tensor:
+        """Returns a whole tensor on the CPU."""
+        return self.unread(name, self.tensors[name].dtype).read()
+
     def _tensor(self, name: str, entry: dict[str, Any]) -> SavedTensor:
         shape = tuple(entry["shape"])
         sources = tuple(
@@ -154,7 +164,7 @@ class NewCheckpoint:
             for file in files:
                 if file.failure:
                     raise OSError(f"{file.path}: {file.failure}")
-            self._commit(content | self._describe(files, tensors))
+            self._commit(self._describe(files, tensors) | content)
         except BaseException:
             if not self._is_current():
                 self._remove(name for name in os.listdir(self._folder) if self._id in name)
@@ -182,9 +192,7 @@ class NewCheckpoint:
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
-            "files": {
-                os.path.basename(file.path): {"bytes": file.num_bytes, "sha256": file.sha256} for file in files
-            },
+            "files": {os.path.basename(file.path): {"bytes": file.num_bytes, "sha256": file.sha256} for file in files},
             "tensors": {
                 name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "pieces": pieces[name]}
                 for name, tensor in tensors.items()
@@ -228,6 +236,16 @@ def problems_of(files: FilesToCheck) -> dict[str, str]:
     return {path: problem for path, problem in found.items() if problem}
 
 
+def unknown(checkpoint: Checkpoint, kind: str, name: str) -> str:
+    """Says that a checkpoint has no model or optimizer of this name."""
+    return f"{checkpoint.folder} holds no {name!r} among its {kind}"
+
+
+def some(names: list[str]) -> str:
+    """Names the first of many."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
 def _sha256(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -245,5 +263,5 @@ def _damaged(path: str, problem: str) -> LoadError:
     return LoadError(
         f"{path} is damaged: {problem}",
         "the files as moreh_ap.save wrote them",
-        "moreh_ap.load(an earlier checkpoint), or copy this one again from where it came from",
+        'moreh_ap.load("an_earlier_one", model=model, optimizer=optimizer)  # or copy this one again',
     )

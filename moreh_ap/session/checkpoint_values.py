@@ -1,6 +1,7 @@
 """Values in JSON and back: what JSON has, and the kinds of value that schedulers, optimizers and random states add.
 
-Decides how such a value is written. Must not know what the values mean, or where tensors are kept: a tensor becomes a name.
+Decides how such a value is written. Must not know what the values mean, or where tensors are kept: a tensor becomes a
+name.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ for rounding. Relative to itself it is all noise, and AdamW walks along that noi
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.plan import Plan
@@ -118,6 +121,25 @@ class Equivalence:
         return f"{plan}: {verdict}: {numbers}" + (f": {self.reason}" if self.reason else "")
 
 
+@contextlib.contextmanager
+def as_a_fresh_process() -> Iterator[None]:
+    """Inside, PyTorch is as it starts, whatever the script has set around its call; the random stream is put back."""
+    dtype = torch.get_default_dtype()
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cuda", enabled=False),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
 def train(subject: Subject, device: str) -> Training:
     """Trains a copy of the subject's module as a script does: forward, backward, clip, step.
 
@@ -128,7 +150,7 @@ def train(subject: Subject, device: str) -> Training:
     try:
         return _train(module, module.get_submodule(subject.path), subject, device)
     except PlanError:
-        module.to("cpu")  # it was not built: nothing of it stays behind
+        _leave(module)  # it was not built
         raise
 
 
@@ -150,8 +172,16 @@ def _train(module: nn.Module, called: nn.Module, subject: Subject, device: str) 
         losses.append(loss.detach())
     losses_read, norms_read = [loss.item() for loss in losses], [norm.item() for norm in norms]
     weights = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
-    module.to("cpu")  # the workers forget it
+    _leave(module)
     return Training(losses_read, norms_read, gradients, weights)
+
+
+def _leave(module: nn.Module) -> None:
+    """Brings a module to the CPU, so that the workers forget it. A buffer is replaced by that: it is read before."""
+    for buffer in module.buffers():
+        if isinstance(buffer, VirtualTensor):
+            buffer._cell.read_here()
+    module.to("cpu")
 
 
 def loss_of(result: Any) -> Tensor:
@@ -183,7 +213,7 @@ def reference(subject: Subject) -> Training:
         PlanError: It draws random numbers even then, a loss is no number, or there is no gradient.
         Exception: Whatever the module raises.
     """
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+    with as_a_fresh_process():
         before = torch.get_rng_state()
         training = train(subject, "cpu")
         if not torch.equal(before, torch.get_rng_state()):
@@ -206,7 +236,7 @@ def measure(subject: Subject, expected: Training, plan: Plan) -> Equivalence:
         PlanError: The plan is refused for this model.
         Exception: Whatever a worker raised.
     """
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cuda", enabled=False):
+    with as_a_fresh_process():
         got = train(subject, "cuda")
     return compare(got, expected, plan)
 

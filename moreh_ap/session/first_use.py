@@ -14,10 +14,9 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from moreh_ap.errors import PlanError
+from moreh_ap.errors import PlanError, WorkerLostError
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.plan import Plan
 from moreh_ap.planner import proven, report
@@ -110,13 +109,17 @@ def _verify(session: Session, root: nn.Module, call: reduced.Call, trial: Plan) 
     """
     before, session.generator = session.generator, AcceleratorGenerator()
     try:
-        with torch.inference_mode(False), on_trial(trial):
+        with on_trial(trial):
             subject, expected = reduced.reduce_call(root, call, reduced.rows_for(trial), reduced.depth_for(trial))
             found = equivalence.measure(subject, expected, trial)
         session.memory(reset_peak=True)  # what the copy needed is not what the script's model needs
         return found
     except PlanError as error:
         raise PlanError(error.fact, error.allowed, error.fix or _instead(trial)) from error
+    except WorkerLostError:
+        raise
+    except Exception as error:  # of any kind: whatever the copy raised on a worker speaks against the plan
+        raise _not_proven(type(root).__name__, trial, f"a small copy raised {type(error).__name__}: {error}") from error
     finally:
         session.generator = before
 

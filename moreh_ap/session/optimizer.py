@@ -83,7 +83,7 @@ class RemoteOptimizer:
         optimizer.state.forget()  # type: ignore[attr-defined]
 
     def adopt_new_state(self, optimizer: Optimizer) -> None:
-        """Have the workers go on from the state that `load_state_dict` or a checkpoint put into the optimizer, if any."""
+        """Have the workers go on from the state that `load_state_dict` or a checkpoint put into `optimizer`, if any."""
         if not isinstance(optimizer.state, RemoteState):
             self._adopt_state(optimizer)
 

@@ -19,12 +19,12 @@ from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.blocks import block_lists
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.plan import Plan
-from moreh_ap.session.equivalence import Subject, Training, reference
+from moreh_ap.session.equivalence import Subject, Training, as_a_fresh_process, reference
 from moreh_ap.session.reduced_config import cut_config, depth_with_every_kind, reduce_config, without_dropout
 
 SEED = 2024
 SPREAD = 0.1
-"""Standard deviation of weights. With 0.02, as models start, attention is nearly uniform and a wrong mask shows little."""
+"""Standard deviation of weights. With 0.02, as models start, attention is nearly uniform: a wrong mask shows little."""
 LARGEST_COPY_BYTES = 1 << 30
 """Of parameters in float32; training needs about five times that in this process."""
 _LONGEST = 64
@@ -79,8 +79,8 @@ def _reduce(root: nn.Module, call: Call, rows: int, depth: int, narrow: bool) ->
         args, kwargs = _fit_into_vocabulary(*_shorten(args, kwargs), getattr(copied.config, "vocab_size", 0))
     else:
         copied = _cut(root, depth)
-    if "use_cache" in kwargs:
-        kwargs = {**kwargs, "use_cache": False}
+    if "use_cache" in kwargs:  # the first call may be one of `generate`
+        kwargs = {**kwargs, "use_cache": False, "past_key_values": None}
     return Subject(copied, (_with_rows(args, kwargs, rows),), path)
 
 
@@ -119,14 +119,9 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 def _from_configuration(root: nn.Module, depth: int, length: int) -> nn.Module:
     config = reduce_config(root.config, depth, length)  # type: ignore[attr-defined]
     if getattr(config, "_attn_implementation", None) not in ("eager", "sdpa"):
-        config._attn_implementation = "sdpa"  # what the CPU has
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            copied = type(root)(config)  # type: ignore[call-arg]
-    finally:
-        torch.set_default_dtype(before)
+        config._attn_implementation = "eager"  # which every device has
+    with as_a_fresh_process():
+        copied = type(root)(config)  # type: ignore[call-arg]
     fill(copied)
     _calm(copied)
     return copied.float().train()
@@ -139,7 +134,7 @@ def _cut(root: nn.Module, depth: int) -> nn.Module:
         id(tensor): nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor.requires_grad)
         for tensor in parameters.values()
     }
-    # deepcopy rather than a pickle: unpickling a class of `__main__` here would replace the methods of the script's own.
+    # No pickle: unpickling a class of `__main__` in its own process replaces the methods of the script's class.
     attributes = [leaf for part in root.modules() for leaf in tree_leaves(vars(part)) if isinstance(leaf, Tensor)]
     for tensor in [*buffers.values(), *attributes]:
         if id(tensor) not in memo:
@@ -218,7 +213,7 @@ def _calm(module: nn.Module) -> None:
             part.p = 0.0
         without_dropout(part)
         config = getattr(part, "config", None)
-        if hasattr(config, "model_type"):
+        if config is not None and hasattr(config, "model_type"):
             without_dropout(config)
             config.use_cache = False
 
@@ -251,7 +246,7 @@ def _length(args: Any, kwargs: Any) -> int:
 
 
 def _shorten(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Keeps the `_LONGEST` positions around the first targets of long sequences, where every tensor is (B, T) or (B,)."""
+    """Keeps `_LONGEST` positions around the first targets of long sequences, where every tensor is (B, T) or (B,)."""
     tensors, length = _tensors(args, kwargs), _length(args, kwargs)
     aligned = all(tensor.dim() <= 1 or tuple(tensor.shape[1:]) == (length,) for tensor in tensors)
     if length <= _LONGEST or not aligned:

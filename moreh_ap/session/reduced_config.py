@@ -57,7 +57,8 @@ def reduce_config(config: Any, depth: int, positions: int = POSITIONS) -> Any:
             value = getattr(config, name, None)
             if value is not None and (not isinstance(value, int) or value >= VOCABULARY):
                 setattr(small, name, word)
-    for name, most in {**_EXPERTS, "sliding_window": WINDOW, "max_position_embeddings": max(POSITIONS, positions)}.items():
+    limits = {**_EXPERTS, "sliding_window": WINDOW, "max_position_embeddings": max(POSITIONS, positions)}
+    for name, most in limits.items():
         value = getattr(config, name, None)
         if isinstance(value, int) and value > most:
             setattr(small, name, most)
