@@ -143,9 +143,12 @@ def print_table(model: str, found: list[Equivalence]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{model}: largest relative difference from one process", title_justify="left")
+    table = Table(title=f"{model}: largest relative difference from one process", title_justify="left", pad_edge=False)
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in COLUMNS[:2] else "right", no_wrap=True)
+        is_text = column in ("plan", "verdict")
+        table.add_column(
+            column, justify="left" if is_text else "right", no_wrap=column != "plan", min_width=7, overflow="fold"
+        )
     notes = []
     for one in found:
         plan, verdict, loss, norm, gradient, gradient_name, weight, weight_name = one.row()

@@ -41,6 +41,7 @@ from moreh_ap.parallelizer.sharding import shard, uses_fsdp
 from moreh_ap.parallelizer.stages import Stages
 from moreh_ap.parallelizer.streaming import Streaming
 from moreh_ap.parallelizer.tensor import TensorParallel, apply_tensor_parallel
+from moreh_ap.parallelizer.tensor_crossing import Crossing
 from moreh_ap.parallelizer.trace import trace
 from moreh_ap.plan import Plan
 
@@ -106,7 +107,8 @@ def apply_plan(
     if plan.pipeline > 1:
         assert example is not None and device is not None
         found = trace(example.meta_module, example.args, example.kwargs, device)
-        here = Stages(module, example.meta_module, plan, position.pipeline, found, device)
+        crossing = Crossing(mesh[TENSOR_AXIS]) if plan.sequence_parallel else None
+        here = Stages(module, example.meta_module, plan, position.pipeline, found, device, crossing)
         stages.attach(module, here)
     local = [list(stage.blocks) for stage in here.local.values()] if here else list(block_lists(module).values())
     if plan.recompute != "none" and not local:

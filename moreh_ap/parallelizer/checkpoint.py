@@ -127,12 +127,13 @@ def boxes_of(tensors: Mapping[str, Held | None]) -> list[Box]:
 def write_file(path: str, boxes: Iterable[Box]) -> WrittenFile | None:
     """Writes boxes into a new safetensors file that is on the disk when this returns; without boxes, no file.
 
-    Returns:
-        What was written, with the reason if the system refused (a full disk): one worker's trouble is no reason to end
-        a training run.
+    Args:
+        path: The file, which must not be there.
+        boxes: What to write; `check_dtype` has accepted the dtypes.
 
-    Raises:
-        UnsupportedError: safetensors files have no name for a dtype.
+    Returns:
+        What was written, or the reason if the system refused (a full disk): one worker's trouble is no reason to end
+        a training run.
     """
     boxes = list(boxes)
     if not boxes:
@@ -151,6 +152,19 @@ def write_file(path: str, boxes: Iterable[Box]) -> WrittenFile | None:
         return WrittenFile(path, 0, "", (), f"{type(error).__name__}: {error}")
     written = tuple(WrittenBox(box.name, box.key, box.start, box.size) for box in boxes)
     return WrittenFile(path, digest.num_bytes, digest.sha256, written)
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuses a dtype that safetensors files have no name for.
+
+    Raises:
+        UnsupportedError: They have none.
+    """
+    if dtype not in _DTYPE_NAMES:
+        raise UnsupportedError(
+            f"{name} has the dtype {dtype}, which a safetensors file cannot hold",
+            ", ".join(str(known) for known in _DTYPE_NAMES),
+        )
 
 
 def problem_with(path: str, num_bytes: int, sha256: str | None) -> str:
@@ -192,11 +206,6 @@ def _header(boxes: list[Box]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for box in boxes:
-        if box.dtype not in _DTYPE_NAMES:
-            raise UnsupportedError(
-                f"{box.name} has the dtype {box.dtype}, for which safetensors files have no name",
-                ", ".join(str(dtype) for dtype in _DTYPE_NAMES),
-            )
         end = offset + box.num_bytes
         entries[box.key] = {"dtype": _DTYPE_NAMES[box.dtype], "shape": box.size, "data_offsets": [offset, end]}
         offset = end

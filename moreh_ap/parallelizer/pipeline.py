@@ -248,7 +248,8 @@ class PipelinedForward(DeferredForward):
             if number in ends:
                 leaves, spec = tree_flatten(result)
                 specs = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
-                self._borders[ends[number]] = (nesting_of(leaves, spec), specs)
+                lengths = (stages.split_length(shape) for shape, _ in specs)
+                self._borders[ends[number]] = (nesting_of(leaves, spec, lengths), specs)
 
         with ExitStack() as hooks:
             for block in meta_module.get_submodule(stages.body).children():

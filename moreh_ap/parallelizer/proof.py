@@ -246,9 +246,10 @@ def _kind(index: int, common: Any, singles: Sequence[Any], tolerance: float) -> 
         if isinstance(common, (str, bytes, int, float, complex, torch.dtype, torch.device)):
             raise _Refused(f"output {index} ({common!r}) differs from row to row")
         return "opaque"
-    if _follows(common, singles) and _close(torch.cat(list(singles)), common, tolerance):
+    if _follows(common, singles) and _close(torch.cat(list(map(local_part, singles))), common, tolerance):
         return "rows"
     if all(s.shape == common.shape for s in singles):
+        common, singles = local_part(common), list(map(local_part, singles))
         adds_up = common.dtype != torch.bool and _close(sum(singles[1:], start=singles[0]), common, tolerance)
         same = all(_close(s, common, tolerance) for s in singles)
         if same and not (adds_up and common.ndim == 0):

@@ -18,8 +18,9 @@ that is read, counted in norms, and saved.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +30,27 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from moreh_ap.parallelizer.loading import local_part
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.tensor_crossing import Crossing
+from moreh_ap.parallelizer.tensor_sequence import splits
+from moreh_ap.parallelizer.tensor_split import SplitTensor
 from moreh_ap.parallelizer.trace import Trace
 from moreh_ap.plan import Plan
 
 Nesting = tuple[list[Any], TreeSpec]
-"""How a block's result nests: its leaves, with the class `Tensor` in place of each tensor, and the tree."""
+"""How a block's result nests: its leaves, with a `Travelling` in place of each tensor, and the tree."""
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """Stands for a tensor that travels between stages.
+
+    Attributes:
+        length: How long it is along the sequence (dim 1), where each rank of the tensor axis has and sends a part of
+            that; None where it travels whole.
+    """
+
+    length: int | None
+
 
 _ATTRIBUTE = "_moreh_stages"
 
@@ -61,6 +78,7 @@ class Stage(nn.Module):
 
     Attributes:
         nesting: How the result of the last block nested when the stage last ran.
+        crossing: The tensor axis along which sequences are split between blocks; None if they are not.
     """
 
     def __init__(
@@ -80,6 +98,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks[i] for i in own)
         self.others = nn.ModuleList(model.get_submodule(path) for path in others)
         self.nesting: Nesting | None = None
+        self.crossing: Crossing | None = None
         self._received: tuple[tuple[Tensor, ...], Nesting | None] = ((), None)
         placeholders: dict[tuple[str, str], nn.Module] = {}
         names = list(model.get_submodule(body)._modules)
@@ -112,8 +131,9 @@ class Stage(nn.Module):
                 return self._model(*args, **kwargs)
         except _StageEnd as end:
             leaves, spec = tree_flatten(end.result)
-            self.nesting = nesting_of(leaves, spec)
-            return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+            lengths = (leaf.shape[1] if isinstance(leaf, SplitTensor) else None for leaf in _tensors(leaves))
+            self.nesting = nesting_of(leaves, spec, lengths)
+            return tuple(local_part(leaf) for leaf in _tensors(leaves))
         finally:
             self._received = ((), None)
 
@@ -121,7 +141,14 @@ class Stage(nn.Module):
         """Returns what the last block of the stage before returned."""
         tensors, nesting = self._received
         assert nesting is not None
-        return _nest(nesting, iter(tensors))
+        marks = [leaf for leaf in nesting[0] if isinstance(leaf, Travelling)]
+        return _nest(nesting, map(self._joined, tensors, marks))
+
+    def _joined(self, part: Tensor, mark: Travelling) -> Tensor:
+        if mark.length is None:
+            return part
+        assert self.crossing is not None
+        return SplitTensor.from_local(part, mark.length, 1, self.crossing)
 
     def pass_on(self, hidden: Tensor) -> Any:
         """Returns `hidden` in the nesting that blocks use."""
@@ -201,14 +228,19 @@ def _unknown(like: Tensor, device: torch.device) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, device=device)
 
 
-def nesting_of(leaves: Sequence[Any], spec: TreeSpec) -> Nesting:
-    """Returns how a flattened result nests."""
-    return [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+def nesting_of(leaves: Sequence[Any], spec: TreeSpec, lengths: Iterable[int | None]) -> Nesting:
+    """Returns how a flattened result nests; `lengths` has the `Travelling.length` of each tensor."""
+    marks = map(Travelling, lengths)
+    return [next(marks) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+
+
+def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _nest(nesting: Nesting, tensors: Iterator[Tensor]) -> Any:
     leaves, spec = nesting
-    return tree_unflatten([next(tensors) if leaf is Tensor else leaf for leaf in leaves], spec)
+    return tree_unflatten([next(tensors) if isinstance(leaf, Travelling) else leaf for leaf in leaves], spec)
 
 
 class Stages:
@@ -224,11 +256,17 @@ class Stages:
         absent: Names of the parameters that this worker does not hold, tied names included.
         everywhere: Names of the parameters that every worker holds.
         schedules: Schedules made so far, by number of micro-batches.
-        local_shape: What of a tensor between blocks this worker has; all of it unless sequences are split.
     """
 
     def __init__(
-        self, module: nn.Module, meta_module: nn.Module, plan: Plan, axis: Axis, found: Trace, device: torch.device
+        self,
+        module: nn.Module,
+        meta_module: nn.Module,
+        plan: Plan,
+        axis: Axis,
+        found: Trace,
+        device: torch.device,
+        crossing: Crossing | None = None,
     ) -> None:
         self.num_stages = plan.num_stages
         self.axis = axis
@@ -236,7 +274,6 @@ class Stages:
         self.ranges = plan.stage_ranges(found.num_blocks)
         self.body = found.body
         self.schedules: dict[int, tuple[Any, list[Any]]] = {}
-        self.local_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
         self._found = found
         self._module = module
         holders = {name: self._holders_of(name) for name, _ in module.named_parameters()}
@@ -252,6 +289,21 @@ class Stages:
         self.local: dict[int, Stage] = {}
         for number in range(axis.rank, self.num_stages, axis.size):
             self.local[number] = self._build(number, meta_module, holders)
+            self.local[number].crossing = crossing
+        self._crossing = crossing
+
+    def split_length(self, shape: tuple[int, ...]) -> int | None:
+        """Returns how long a hidden state of this shape is along its sequence if ranks have parts of it, else None."""
+        if self._crossing is None or len(shape) != 3 or not splits(shape[1], self._crossing):
+            return None
+        return shape[1]
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns what this worker has of a hidden state between blocks."""
+        if self._crossing is None or self.split_length(shape) is None:
+            return shape
+        start, stop = self._crossing.part_of(shape[1])
+        return (shape[0], stop - start, *shape[2:])
 
     @property
     def last_worker(self) -> int:

@@ -12,22 +12,17 @@ through DTensor (`tensor_crossing.py`).
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from moreh_ap.errors import PlanError
-from moreh_ap.parallelizer import containers
 from moreh_ap.parallelizer.layout import Range, TensorLayout
 from moreh_ap.parallelizer.tensor_choice import Splitter
 from moreh_ap.parallelizer.tensor_crossing import Crossing
 from moreh_ap.parallelizer.tensor_sequence import split_sequences
-from moreh_ap.parallelizer.tensor_split import SplitTensor, as_dtensors
 
 
 @dataclass(frozen=True)
@@ -54,8 +49,8 @@ def apply_tensor_parallel(
 ) -> TensorParallel:
     """Splits `module` in place. Afterwards it is called as before, with the same arguments on every rank.
 
-    What is still split when the module returns, as logits are, is a DTensor in its result: `full_tensor()` gathers it.
-    Submodules return `SplitTensor`s, which `as_dtensors` of `tensor_split.py` makes the same.
+    What is still split when the module returns, as logits are, is a `SplitTensor` in its result: `full_tensor()`
+    gathers it, and so does any operation that has no split form.
 
     Args:
         module: The whole model, on meta or with values.
@@ -71,7 +66,6 @@ def apply_tensor_parallel(
     if sequence_parallel:
         split_sequences(module, splitter.parts, splitter.natural, splitter.trusted)
         splitter.decisions["hidden states: split along the sequence between the split layers of a block"] = 1
-    module.register_forward_hook(_with_dtensors)
     layouts = splitter.parts.layouts()
     if not layouts:
         raise PlanError(
@@ -81,18 +75,6 @@ def apply_tensor_parallel(
         )
     lines = [line if count == 1 else f"{line} ({count} times)" for line, count in splitter.decisions.items()]
     return TensorParallel(layouts, tuple(lines), *splitter.cache())
-
-
-def _with_dtensors(module: nn.Module, args: Any, result: Any) -> Any:
-    leaves, treespec = pytree.tree_flatten(result)
-    own = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
-    for cls in own:
-        containers.register(cls)
-    if own:
-        return _with_dtensors(module, args, result)
-    if not any(isinstance(leaf, SplitTensor) for leaf in leaves):
-        return result
-    return pytree.tree_unflatten([as_dtensors(leaf) for leaf in leaves], treespec)
 
 
 def _mesh_of(group: dist.ProcessGroup) -> DeviceMesh:

@@ -26,6 +26,7 @@ from moreh_ap.parallelizer.blocks import block_lists
 from moreh_ap.parallelizer.layout import Range
 from moreh_ap.parallelizer.tensor_check import survives
 from moreh_ap.parallelizer.tensor_crossing import Crossing
+from moreh_ap.parallelizer.tensor_declared import styles_of, used_directly, uses_of_parameters
 from moreh_ap.parallelizer.tensor_ends import find_vocabulary
 from moreh_ap.parallelizer.tensor_parts import (
     Parts,
@@ -46,9 +47,6 @@ from moreh_ap.parallelizer.tensor_structure import (
     is_experts,
     is_linear,
     out_features,
-    styles_of,
-    used_directly,
-    uses_of_parameters,
 )
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.blocks import block_lists
+from moreh_ap.parallelizer.tensor_crossing import Crossing
 from moreh_ap.parallelizer.tensor_parts import Parts
 from moreh_ap.parallelizer.tensor_random import OwnStream, draws_random_numbers
 from moreh_ap.parallelizer.tensor_split import SplitTensor, whole
@@ -143,7 +144,7 @@ def _make_block(block: nn.Module, parts: Parts, gathers: bool) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hidden, replace = _first_tensor(args, kwargs)
         length = hidden.shape[1] if hidden.ndim == 3 else 0
-        if (crossing.size - 1) * -(-length // crossing.size) >= length:
+        if not splits(length, crossing):
             args, kwargs = whole((args, kwargs))
             return inner(*args, **kwargs)
         is_split = isinstance(hidden, SplitTensor) and hidden.split_dim == 1
@@ -166,6 +167,11 @@ def _make_block(block: nn.Module, parts: Parts, gathers: bool) -> None:
         return (joined, *result[1:]) if isinstance(result, tuple) else joined
 
     set_forward(block, forward)
+
+
+def splits(length: int, crossing: Crossing) -> bool:
+    """Says whether a sequence of so many tokens is split: not if a rank would have none."""
+    return (crossing.size - 1) * -(-length // crossing.size) < length
 
 
 def _first_tensor(

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.parallelizer.tensor_crossing import Crossing
@@ -28,6 +27,7 @@ _aten = torch.ops.aten
 _KEPT_NAMES = {
     "float", "double", "half", "bfloat16", "to", "type", "view", "reshape", "flatten", "contiguous", "clone", "detach",
     "transpose", "select", "narrow", "unsqueeze", "add", "sub", "mul", "div", "true_divide", "tanh", "neg", "exp",
+    "cat", "concat",
     "__getitem__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__neg__",
     "add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__",
 }  # fmt: skip
@@ -119,18 +119,6 @@ class SplitTensor(Tensor):
 def whole(value: Any) -> Any:
     """Returns any nested value with every split tensor in it gathered. Known to autograd."""
     return tree_map_only(SplitTensor, SplitTensor.full_tensor, value)
-
-
-def as_dtensors(value: Any) -> Any:
-    """Returns any nested value with every split tensor in it as a DTensor. Known to autograd."""
-    return tree_map_only(SplitTensor, _as_dtensor, value)
-
-
-def _as_dtensor(split: SplitTensor) -> DTensor:
-    mesh, placement = split.crossing.mesh, Shard(split.split_dim)
-    return DTensor.from_local(
-        split.to_local(), mesh, [placement], run_check=False, shape=split.shape, stride=split.stride()
-    )
 
 
 class _FromLocal(torch.autograd.Function):
@@ -251,6 +239,19 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SplitTensor(func(split.part, dim, index), split.shape[split.split_dim], new_dim, split.crossing)
 
 
+def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One after the other in another dim than the split one."""
+    tensors, dim = args[0], (args[1] if len(args) > 1 else 0) % args[0][0].ndim
+    first = next(t for t in tensors if isinstance(t, SplitTensor))
+    split_dim, length = first.split_dim, first.shape[first.split_dim]
+    if dim == split_dim or any(t.ndim != first.ndim or t.shape[split_dim] != length for t in tensors):
+        return NotImplemented
+    if any(isinstance(t, SplitTensor) and t.split_dim != split_dim for t in tensors):
+        return NotImplemented
+    parts = [_part_along(t, split_dim, first.crossing) for t in tensors]
+    return SplitTensor(func(parts, dim), length, split_dim, first.crossing)
+
+
 def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     split, dim = args
     dim %= split.ndim + 1
@@ -286,6 +287,7 @@ _SPLIT_FORMS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] =
     _aten._unsafe_view.default: _view,
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,
+    _aten.cat.default: _cat,
     _aten.unsqueeze.default: _unsqueeze,
     _aten.transpose.int: _transpose,
     _aten.slice_backward.default: _select_or_slice_backward,

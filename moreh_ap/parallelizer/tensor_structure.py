@@ -7,10 +7,7 @@ split; whether a guess is right is for `tensor_check.py` and the equivalence che
 from __future__ import annotations
 
 import inspect
-import re
-from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -29,9 +26,6 @@ WIDTHS = (
     "split_size", "embed_dim", "all_head_size", "inner_dim", "n_embd", "hidden_size", "d_model", "dim", "embed_size",
     "hidden_dim", "n_state", "width", "hidden",
 )  # fmt: skip
-_READS = re.compile(r"self\.(\w+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape|size|data)\b|\s*=[^=])")
-"""Source that reads a layer's weight or bias, and not only of which kind it is."""
-_TYPE_CHECK = re.compile(r"isinstance\([^()]*\)")
 _BY_HEADS_FROM_OUTSIDE = {"alibi", "rel_pos", "relative_position", "rel_pos_bias", "layer_head_bias"}
 """Arguments that bring something for every head, which would have to be split with them."""
 
@@ -282,43 +276,3 @@ def is_experts(module: nn.Module) -> bool:
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     fits = up.shape[1] == 2 * down.shape[2] and up.shape[2] == down.shape[1]
     return fits and names == ["hidden_states", "top_k_index", "top_k_weights"]
-
-
-def used_directly(module: nn.Module) -> set[int]:
-    """Returns the identities of linear layers whose weights the class around them reads, not only their outputs.
-
-    Said by the source of the class; where it has none (a notebook), nothing is known.
-    """
-    found: set[int] = set()
-    for parent in module.modules():
-        layers = {name: child for name, child in parent.named_children() if is_linear(child)}
-        if layers:
-            names = _names_read(type(parent))
-            found.update(id(child) for name, child in layers.items() if name in names)
-    return found
-
-
-@cache
-def _names_read(cls: type) -> frozenset[str]:
-    try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):
-        return frozenset()
-    return frozenset(_READS.findall(_TYPE_CHECK.sub("", source)))
-
-
-def uses_of_parameters(module: nn.Module) -> Counter[int]:
-    """Returns how many modules have each parameter, by its identity."""
-    return Counter(id(p) for sub in module.modules() for p in sub._parameters.values() if p is not None)
-
-
-def styles_of(module: nn.Module) -> dict[str, str]:
-    """Returns the tensor-parallel styles that a model declares for its layers, by path with "*" for numbers.
-
-    Source: transformers, `PreTrainedModel._tp_plan` and `PretrainedConfig.base_model_tp_plan`.
-    """
-    declared = dict(getattr(module, "_tp_plan", None) or {})
-    base = dict(getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {})
-    prefix = getattr(module, "base_model_prefix", "")
-    inside = f"{prefix}." if prefix and hasattr(module, prefix) else ""
-    return {**{f"{inside}{path}": style for path, style in base.items()}, **declared}

@@ -244,7 +244,9 @@ class WorkerExecutor:
     @_execute.register
     def _(self, command: messages.BuildOptimizer) -> None:
         groups = [[self._models[ref.owner].parameter(ref.name) for ref in group] for group in command.groups]
-        self._optimizers[command.owner] = WorkerOptimizer(command, groups, self._device)
+        owners = {ref.owner for group in command.groups for ref in group}
+        offload = any(self._models[owner].plan.offload == "optimizer" for owner in owners)
+        self._optimizers[command.owner] = WorkerOptimizer(command, groups, self._device, offload=offload)
 
     @_execute.register
     def _(self, command: messages.StepOptimizer) -> None:

@@ -221,7 +221,8 @@ class WorkerModel:
         self, call: Call, nesting: _Nesting, tensors: list[Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = nesting.fill(tensors)
-        return args, without_cache(self.module, kwargs) if call.grad and self.applied.stages else kwargs
+        keeps_no_cache = call.grad and (self.applied.stages is not None or self.plan.recompute != "none")
+        return args, without_cache(self.module, kwargs) if keeps_no_cache else kwargs
 
     def _proof(
         self,
@@ -252,7 +253,11 @@ class WorkerModel:
 
 
 def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments that keep a transformers model from filling a cache: a pipeline in training has no use for it."""
+    """Keyword arguments that keep a transformers model from filling a cache.
+
+    In training nobody reads it. Stages of a pipeline would have different parts of it, and a block that is computed
+    again would fill it twice: transformers switches it off too when it recomputes.
+    """
     takes_it = "use_cache" in inspect.signature(module.forward).parameters
     return {**kwargs, "use_cache": False} if takes_it else kwargs
 

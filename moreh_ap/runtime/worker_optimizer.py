@@ -12,6 +12,7 @@ from torch import Tensor
 from moreh_ap.parallelizer.held import Held
 from moreh_ap.parallelizer.loading import Wanted, read
 from moreh_ap.runtime.messages import BuildOptimizer, SavedTensor, TensorData
+from moreh_ap.runtime.offload import OffloadedState
 from moreh_ap.runtime.worker_device import WorkerDevice
 
 
@@ -21,24 +22,39 @@ class WorkerOptimizer:
     Args:
         command: The class and its defaults.
         groups: Parameters of each group, as this worker holds them; None for one that it does not hold.
+        device: This worker's device.
+        offload: Whether the state lies in host memory between steps.
     """
 
-    def __init__(self, command: BuildOptimizer, groups: Sequence[Sequence[Held | None]], device: WorkerDevice) -> None:
+    def __init__(
+        self,
+        command: BuildOptimizer,
+        groups: Sequence[Sequence[Held | None]],
+        device: WorkerDevice,
+        *,
+        offload: bool = False,
+    ) -> None:
         cls = pickle.loads(command.pickled_class)
         here = [[held.tensor for held in group if held is not None] for group in groups]
         self._optimizer = cls([{"params": group} for group in here], **command.defaults)
         self._parameters = [held for group in groups for held in group]
         self._device = device
+        self._offloaded = OffloadedState(self._optimizer) if offload else None
 
     def step(self, changes: dict[int, dict[str, Any]]) -> None:
         """Take over changed hyper-parameters, then step."""
         for index, values in changes.items():
             self._optimizer.param_groups[index].update(values)
-        self._optimizer.step()
+        (self._offloaded or self._optimizer).step()
 
     def state(self, index: int, key: str) -> Held | None:
-        """One tensor of the state of parameter `index`; None if the parameter is not here."""
+        """One tensor of the state of parameter `index`; None if the parameter is not here.
+
+        State that lies in host memory comes to the device for it, and goes back after the next step.
+        """
         held = self._parameters[index]
+        if held is not None and self._offloaded is not None:
+            self._offloaded.fetch(held.tensor)
         return None if held is None else held.like(self._optimizer.state[held.tensor][key])
 
     def describe(self) -> dict[int, dict[str, Any]]:
@@ -58,6 +74,8 @@ class WorkerOptimizer:
             if held is not None:
                 decoded = {key: self._decode(value, held) for key, value in entries.items()}
                 self._optimizer.state[held.tensor] = decoded
+                if self._offloaded is not None:
+                    self._offloaded.put_away(held.tensor)
 
     def _decode(self, value: Any, held: Held) -> Any:
         if isinstance(value, SavedTensor):

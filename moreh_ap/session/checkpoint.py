@@ -24,7 +24,7 @@ from moreh_ap import device
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import View
 from moreh_ap.errors import LoadError
-from moreh_ap.parallelizer.checkpoint import Box, WrittenFile, write_file
+from moreh_ap.parallelizer.checkpoint import Box, WrittenFile, check_dtype, write_file
 from moreh_ap.parallelizer.loading import Wanted, read
 from moreh_ap.runtime.messages import CheckFiles, ReadCheckpoint, SavedTensor, StateRef, WriteCheckpoint
 from moreh_ap.session.checkpoint_folder import Checkpoint, NewCheckpoint, problems_of, some, unknown
@@ -154,6 +154,7 @@ def _write_files(new: NewCheckpoint, tensors: dict[str, Tensor]) -> list[Written
     on_workers: dict[Session, dict[str, StateRef]] = defaultdict(dict)
     boxes = []
     for name, tensor in tensors.items():
+        check_dtype(name, tensor.dtype)
         value = tensor._cell.value if isinstance(tensor, VirtualTensor) else None
         if isinstance(value, OnWorkers):
             on_workers[value.owner.session][name] = value.ref

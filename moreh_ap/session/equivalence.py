@@ -3,11 +3,12 @@
 Decides what is trained, what is compared and what counts as equal. Must not know where the model comes from, nor who
 asks: the command line, the first use of a model, or a test.
 
-[Note: what the comparison rests on]
+[Note: what a comparison rests on]
 AdamW does not notice a gradient that is scaled as a whole, so weights alone would prove little: the gradients of the
 first step, and the norm of every step, are compared too. The bias of an attention key has a gradient that is zero but
 for rounding. Relative to itself it is all noise, and AdamW walks along that noise where its eps is small: hence
-`SMALLEST_GRADIENT` and `EPSILON`.
+`SMALLEST_GRADIENT` and `EPSILON`. With a learning rate of 1e-3 rounding alone moved a weight by half the limit (Llama,
+64 positions, float32 against float64 in one process); with 3e-4 a step that is left out moves one by nine times it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,17 @@ from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.plan import Plan
 
 STEPS = 5
-LEARNING_RATE, EPSILON, MAX_NORM = 1e-3, 1e-6, 1.0
+LEARNING_RATE, EPSILON, MAX_NORM = 3e-4, 1e-6, 1.0
 LOSS_LIMIT, GRADIENT_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4, 1e-4
 BF16_LOSS_LIMIT = 0.02
 SMALLEST_GRADIENT = 1e-3
 """A tensor's gradient is compared relative to its own largest element, but at least to this part of the model's."""
+NORM_ROUNDING = 2e-10
+"""How far a norm may be off for each element of the largest tensor.
+
+PyTorch's own norm is not better on the CPU: of 1e7 random float32 numbers it was off by 3.5e-4, of 4e7 by 2.8e-3
+(torch 2.13, against float64). Parts of a tensor suffer less, so a plan differs from one process by as much.
+"""
 _SMALLEST_WEIGHT = 1e-12
 
 
@@ -262,7 +269,8 @@ def compare(got: Training, expected: Training, plan: Plan) -> Equivalence:
     wrong = []
     if not loss <= (BF16_LOSS_LIMIT if bf16 else LOSS_LIMIT):
         wrong.append(f"a loss differs by {loss:.1e}")
-    if not bf16 and not norm <= GRADIENT_LIMIT:
+    most_elements = max(tensor.numel() for tensor in expected.gradients.values())
+    if not bf16 and not norm <= max(GRADIENT_LIMIT, NORM_ROUNDING * most_elements):
         wrong.append(f"a gradient norm differs by {norm:.1e}")
     if not bf16 and not gradient <= GRADIENT_LIMIT:
         wrong.append(f"the gradient of {gradient_name} differs by {gradient:.1e}")

@@ -126,7 +126,7 @@ def _verify(session: Session, root: nn.Module, call: reduced.Call, trial: Plan) 
 
 def _not_proven(name: str, plan: Plan, reason: str) -> PlanError:
     return PlanError(
-        f"plan={str(plan)!r} does not give {name} the numbers of one process: {reason}",
+        f"plan={str(plan)!r} is not proven for {name}: {reason}",
         "replicate and shard, which are exact for every model",
         _instead(plan),
     )

@@ -27,7 +27,7 @@ SPREAD = 0.1
 """Standard deviation of weights. With 0.02, as models start, attention is nearly uniform: a wrong mask shows little."""
 LARGEST_COPY_BYTES = 1 << 30
 """Of parameters in float32; training needs about five times that in this process."""
-_LONGEST = 64
+_LONGEST = 32
 """Positions of a sequence that are kept where the call allows it."""
 _LIBRARIES = ("torch.", "transformers.")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -44,7 +44,8 @@ PLANS = {
 """Text of each plan by the name that tests and results use; by number of devices, so that each mesh starts once."""
 
 REFUSALS: dict[str, dict[str, str]] = {
-    "t5": {"tensor": "tensor", "pipeline": "pipeline"},
+    "mixtral_balanced": {"pipeline": "pipeline"},
+    "t5": {"pipeline": "pipeline"},
     "convnet": {"tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
     "convnet_batchnorm": {"tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
 }

@@ -202,3 +202,16 @@ def test_attention_that_drops_is_not_kept(operation: Any) -> None:
     values[names.index("dropout_p")] = 0.1
     assert not selective._is_kept(operation, values, {})
     assert not selective._is_kept(operation, values[:3], {"dropout_p": 0.1})
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_block_that_changes_its_input_is_refused(recompute: str) -> None:
+    class Changes(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input.add_(1.0)).exp()
+
+    block = Changes(2, 2)
+    apply_recompute([block], recompute)
+    result = block(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()

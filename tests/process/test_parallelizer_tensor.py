@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tensor_jobs as jobs
+import tensor_vocabulary_jobs as vocabulary_jobs
 import torch
 from families import VOCABULARY
 from parallelizer_team import Team
@@ -73,22 +74,27 @@ def test_attention_is_split_by_heads(team: Team, name: str) -> None:
 
 
 def test_whole_logits_never_exist(team: Team) -> None:
-    for operations, shapes in team.run(2, jobs.shapes_of_training, name="llama3", split=True):
+    for operations, shapes in team.run(2, vocabulary_jobs.shapes_of_training, name="llama3", split=True):
         assert operations > 100 and shapes == []
-    ((_, plain_shapes),) = team.run(1, jobs.shapes_of_training, name="llama3", split=False)
+    ((_, plain_shapes),) = team.run(1, vocabulary_jobs.shapes_of_training, name="llama3", split=False)
     assert any(shape[-1] == VOCABULARY for shape in plain_shapes), "the eye does not see"
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_form_of_the_cross_entropy(team: Team, world: int) -> None:
-    for found in team.run(world, jobs.cross_entropies):
+    for found in team.run(world, vocabulary_jobs.cross_entropies):
         assert {name: error for name, error in found.items() if not error <= 1e-5} == {}
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_split_logits_may_be_used_for_anything(team: Team, world: int) -> None:
-    for found in team.run(world, jobs.operations):
+    for found in team.run(world, vocabulary_jobs.operations):
         assert {name: error for name, error in found.items() if not error <= 1e-5} == {}
+
+
+def test_padding_rows_get_no_gradient(team: Team) -> None:
+    for found in team.run(2, vocabulary_jobs.padding_rows):
+        assert max(found) <= GRADIENT, found
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

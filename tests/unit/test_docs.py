@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -12,6 +13,7 @@ import pytest
 
 from moreh_ap import option
 from moreh_ap.plan import Plan
+from moreh_ap.plan_checks import WORDS, spell
 
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONS = (DOCS / "options.md").read_text(encoding="utf-8")
@@ -45,7 +47,9 @@ def test_every_variable_is_documented_with_its_default():
 
 def test_plan_table_and_example():
     rows = {row[0]: row[1] for row in table("Plans")}
-    assert rows == {name: str(getattr(Plan(), name)) for name in ("replicate", "shard", "micro_batches", "precision")}
+    assert rows == {one.name: spell(getattr(Plan(), one.name)) for one in dataclasses.fields(Plan)}
+    words = {row[0]: re.findall(r"\w+", row[2]) for row in table("Plans")}
+    assert {name: words[name] for name in WORDS} == {name: list(allowed) for name, allowed in WORDS.items()}
     (text,) = re.findall(r'plan="([^."]+)"', OPTIONS)
     assert str(Plan.parse(text)) == text
 

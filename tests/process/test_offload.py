@@ -1,0 +1,104 @@
+"""Optimizer state in host memory gives the numbers of state on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parallelizer_team import Team
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from moreh_ap.parallelizer.apply import apply_plan
+from moreh_ap.parallelizer.loading import full_tensor
+from moreh_ap.parallelizer.mesh import build_mesh
+from moreh_ap.plan import Plan
+from moreh_ap.runtime.offload import OffloadedState
+from moreh_ap.session.optimizer import elementwise_optimizers
+
+BUCKETS = [1, 100, 10**9]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3), nn.Linear(3, 4))
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    first, *rest = model.parameters()
+    return [{"params": [first, rest[0]]}, {"params": rest[1:], "lr": 3e-3}]
+
+
+def train(optimizer: Optimizer, model: nn.Module, step: Callable[[], object]) -> list[Tensor]:
+    for turn in range(4):
+        optimizer.zero_grad()
+        values = torch.randn(6, 5, generator=torch.Generator().manual_seed(turn))
+        frozen = turn == 2  # a parameter without a gradient now and then
+        model[3].requires_grad_(not frozen)
+        model(values).square().sum().backward()
+        optimizer.param_groups[0]["lr"] *= 0.9
+        step()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+@pytest.mark.parametrize("kind", elementwise_optimizers(), ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_every_optimizer_that_workers_run(kind: type[Optimizer], bucket_bytes: int) -> None:
+    model, other = make_model(), make_model()
+    plain = kind(groups_of(model), lr=1e-2)
+    wanted = train(plain, model, plain.step)
+    optimizer = kind(groups_of(other), lr=1e-2)
+    got = train(optimizer, other, OffloadedState(optimizer, bucket_bytes).step)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert plain.state[a].keys() == optimizer.state[b].keys()
+        for key, value in plain.state[a].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(optimizer.state[b][key]))
+
+
+def test_groups_are_whole_again_after_a_step_that_raised() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(groups_of(model), lr=1e-2)
+    optimizer.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("no step")))
+    with pytest.raises(ValueError, match="no step"):
+        OffloadedState(optimizer, 1).step()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]
+
+
+def test_one_bucket_at_a_time() -> None:
+    """Every parameter is stepped once, and the bytes of a bucket are what was asked for."""
+    model = make_model()
+    optimizer = torch.optim.SGD(groups_of(model), lr=1e-2)
+    seen: list[list[int]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append([param.numel() * 4 for group in optimizer.param_groups for param in group["params"]])
+    )
+    OffloadedState(optimizer, 100).step()
+    assert [size for bucket in seen for size in bucket] == [param.numel() * 4 for param in model.parameters()]
+    assert len(seen) > 1
+    assert all(sum(bucket[:-1]) < 100 for bucket in seen)
+
+
+def sharded(rank: int, world: int, bucket_bytes: int) -> tuple[bool, list[Tensor]]:
+    """Returns whether state is split like its parameter, and the weights after training on shards."""
+    model = make_model()
+    plan = Plan(shard=world)
+    apply_plan(model, plan, build_mesh(plan, "cpu"))
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    step = OffloadedState(optimizer, bucket_bytes).step if bucket_bytes else optimizer.step
+    train(optimizer, model, step)
+    split = all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
+    return split, [full_tensor(param).clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+def test_shards(team: Team, bucket_bytes: int) -> None:
+    wanted = team.run(2, sharded, bucket_bytes=0)
+    got = team.run(2, sharded, bucket_bytes=bucket_bytes)
+    for (split, weights), (_, others) in zip(got, wanted, strict=True):
+        assert split
+        assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
