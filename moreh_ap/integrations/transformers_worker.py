@@ -10,6 +10,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -46,9 +47,13 @@ def cache_leaves(treespec: pytree.TreeSpec) -> frozenset[int]:
     if "transformers.cache_utils" not in sys.modules:
         return frozenset()
     cache_class = sys.modules["transformers.cache_utils"].Cache
-    numbered = pytree.tree_unflatten(range(treespec.num_leaves), treespec)
-    parts = pytree.tree_leaves(numbered, is_leaf=lambda node: isinstance(node, cache_class))
-    return frozenset(leaf for part in parts if isinstance(part, cache_class) for leaf in pytree.tree_leaves(part))
+    leaves = [torch.empty(0) for _ in range(treespec.num_leaves)]  # tensors: others are no children of a cache
+    numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+    parts = pytree.tree_leaves(
+        pytree.tree_unflatten(leaves, treespec), is_leaf=lambda node: isinstance(node, cache_class)
+    )
+    inside = (leaf for part in parts if isinstance(part, cache_class) for leaf in pytree.tree_leaves(part))
+    return frozenset(numbers[id(leaf)] for leaf in inside)
 
 
 def _flatten(obj: Any) -> Any:

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from moreh_ap.parallelizer.sharding import compute_dtype
 from moreh_ap.parallelizer.stages import Stages
+from moreh_ap.parallelizer.tensor_split import is_no_plain_container
 
 _ATTRIBUTE = "_moreh_streaming"
 
@@ -122,7 +123,10 @@ class Streaming:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, values, is_leaf=is_no_plain_container)
 
 
 def attach(module: nn.Module, streaming: Streaming) -> None:

@@ -117,8 +117,16 @@ class SplitTensor(Tensor):
 
 
 def whole(value: Any) -> Any:
-    """Returns any nested value with every split tensor in it gathered. Known to autograd."""
-    return tree_map_only(SplitTensor, SplitTensor.full_tensor, value)
+    """Returns tuples, lists and dicts with every split tensor in them gathered. Known to autograd.
+
+    Other containers stay the objects that they are: a key-value cache is there to be filled.
+    """
+    return tree_map_only(SplitTensor, SplitTensor.full_tensor, value, is_leaf=is_no_plain_container)
+
+
+def is_no_plain_container(value: Any) -> bool:
+    """Says whether a value is neither a tuple, a list nor a dict: what is in it is its own business."""
+    return not isinstance(value, (tuple, list, dict))
 
 
 class _FromLocal(torch.autograd.Function):
