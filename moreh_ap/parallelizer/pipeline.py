@@ -152,6 +152,12 @@ class PipelinedForward(DeferredForward):
             )
         super().__init__(call, args, kwargs, num_chunks, rows, meta_module)
         self.has_result = self._stages.axis.rank == self._stages.last_worker
+        if call.kinds is not None and len(call.kinds) != len(self.shapes):
+            raise UnsupportedError(
+                "a training call asks for results that earlier stages of the pipeline compute (hidden states?)",
+                "results of the last stage, such calls under torch.no_grad(), or plans with pipeline=1",
+                'plan="shard=2"',
+            )
         if self.inputs:
             raise UnsupportedError(
                 "a pipeline gives no gradients of tensors passed to the model",

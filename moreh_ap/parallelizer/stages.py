@@ -314,6 +314,16 @@ class Stages:
         """Returns the place on the axis whose copy of a parameter counts. See [Note: held twice]."""
         return self._first_holder[name]
 
+    def holder_of_buffer(self, name: str) -> int:
+        """Returns the place on the axis whose copy of a buffer a forward may have changed."""
+        if not name.startswith(f"{self.body}."):
+            return 0
+        return self._stage_of(self._block_of(name)) % self.axis.size
+
+    def _block_of(self, name: str) -> int:
+        key = name.removeprefix(f"{self.body}.").split(".", 1)[0]
+        return list(self._module.get_submodule(self.body)._modules).index(key)
+
     @contextmanager
     def sums_shared_gradients(self) -> Iterator[None]:
         """What backward adds inside the block to gradients of shared parameters is summed over their holders."""
@@ -351,8 +361,7 @@ class Stages:
         if places is None:
             if not name.startswith(f"{found.body}."):
                 return [last]
-            key = name.removeprefix(f"{found.body}.").split(".", 1)[0]
-            return [self._stage_of(list(self._module.get_submodule(found.body)._modules).index(key))]
+            return [self._stage_of(self._block_of(name))]
         stages = {last if place == found.num_blocks else self._stage_of(place) for place in places}
         if name in found.direct:
             stages |= set(range(min(stages), self.num_stages))

@@ -146,13 +146,13 @@ class WorkerExecutor:
 
     # -- state tensors ---------------------------------------------------------------------------------------------
 
-    def _state(self, ref: StateRef) -> Held | None:
-        """This worker's part of a tensor; None if other workers alone hold it."""
+    def _state(self, ref: StateRef, *, fetch: bool = True) -> Held | None:
+        """This worker's part of a tensor, on the device if `fetch`; None if other workers alone hold it."""
         if ref in self._temporaries:
             return self._temporaries[ref]
         if ref.owner in self._models:
             return self._models[ref.owner].state(ref)
-        return self._optimizers[ref.owner].state(int(ref.kind), ref.name)
+        return self._optimizers[ref.owner].state(int(ref.kind), ref.name, fetch=fetch)
 
     @_execute.register
     def _(self, command: messages.ReadState) -> list[TensorData | None]:
@@ -230,7 +230,8 @@ class WorkerExecutor:
 
     @_execute.register
     def _(self, command: messages.WriteCheckpoint) -> WrittenFile | None:
-        boxes = boxes_of({name: self._state(ref) for name, ref in command.tensors.items()})
+        self._device.synchronize()  # copies to host memory may be on their way
+        boxes = boxes_of({name: self._state(ref, fetch=False) for name, ref in command.tensors.items()})
         return write_file(f"{command.path}{self._rank}.safetensors", boxes)
 
     @_execute.register

@@ -134,8 +134,9 @@ class WorkerModel:
             RuntimeError: If a gradient is read that is not there.
         """
         if ref.kind == "buffer":
-            position = self.applied.position
-            return Held(self.module.get_buffer(ref.name), position, is_first=position.pipeline.rank == 0)
+            stages, position = self.applied.stages, self.applied.position
+            is_first = stages is None or stages.holder_of_buffer(ref.name) == position.pipeline.rank
+            return Held(self.module.get_buffer(ref.name), position, is_first=is_first)
         held = self.parameter(ref.name)
         if held is None or ref.kind == "param":
             return held

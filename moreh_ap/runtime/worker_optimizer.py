@@ -47,13 +47,14 @@ class WorkerOptimizer:
             self._optimizer.param_groups[index].update(values)
         (self._offloaded or self._optimizer).step()
 
-    def state(self, index: int, key: str) -> Held | None:
+    def state(self, index: int, key: str, *, fetch: bool = True) -> Held | None:
         """One tensor of the state of parameter `index`; None if the parameter is not here.
 
-        State that lies in host memory comes to the device for it, and goes back after the next step.
+        State that lies in host memory comes to the device for it, and goes back after the next step; without `fetch` it
+        is left where it is.
         """
         held = self._parameters[index]
-        if held is not None and self._offloaded is not None:
+        if held is not None and self._offloaded is not None and fetch:
             self._offloaded.fetch(held.tensor)
         return None if held is None else held.like(self._optimizer.state[held.tensor][key])
 

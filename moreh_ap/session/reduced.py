@@ -34,6 +34,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
+_EXTRA_RESULTS = {"output_hidden_states", "output_attentions", "output_router_logits"}
+
 
 def depth_for(plan: Plan) -> int:
     """Returns how many blocks a copy needs for the plan: one a stage, at least two, or those that the plan names."""
@@ -81,6 +83,7 @@ def _reduce(root: nn.Module, call: Call, rows: int, depth: int, narrow: bool) ->
         copied = _cut(root, depth)
     if "use_cache" in kwargs:  # the first call may be one of `generate`
         kwargs = {**kwargs, "use_cache": False, "past_key_values": None}
+    kwargs = {name: value for name, value in kwargs.items() if name not in _EXTRA_RESULTS}  # or one of evaluation
     return Subject(copied, (_with_rows(args, kwargs, rows),), path)
 
 
