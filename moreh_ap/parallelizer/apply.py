@@ -125,10 +125,8 @@ def apply_plan(
     return AppliedPlan(plan, position, tensor, here, tensor.layouts if tensor else {})
 
 
-def _spread_over_data(
-    module: nn.Module, plan: Plan, mesh: DeviceMesh, position: Position, here: Stages | None
-) -> None:
-    """Shards or replicates what this worker holds over the workers that share the batch. See [Note: which machinery]."""
+def _spread_over_data(module: nn.Module, plan: Plan, mesh: DeviceMesh, position: Position, here: Stages | None) -> None:
+    """Shards or replicates what this worker holds. See [Note: which machinery]."""
     plain = {p for p in module.parameters() if p.ndim == 0 or p.numel() == 0}  # FSDP2 cannot shard them
     if here is not None:
         inside = {id(p) for stage in here.local.values() for p in stage.parameters()}

@@ -41,7 +41,7 @@ def _is_repetition(blocks: nn.ModuleList | nn.Sequential) -> bool:
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Returns the blocks of all lists that own their parameters.
 
-    A member that shares a parameter with the rest of the model (tied weights) has to be handled with it: it is left out.
+    A member that shares a parameter with the rest of the model (tied weights) has to go with it: it is left out.
     """
     blocks: list[nn.Module] = []
     for members in block_lists(module).values():

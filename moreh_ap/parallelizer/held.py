@@ -44,8 +44,9 @@ class Held:
     @property
     def counts(self) -> bool:
         """Whether the elements of the part count here; copies of them may be on other workers."""
-        in_data = self.position.holds_first_replica if isinstance(self.tensor, DTensor) else self.position.data.rank == 0
-        in_tensor = self.position.tensor.rank == 0 if self.layout is None else self.layout.writes
+        position = self.position
+        in_data = position.holds_first_replica if isinstance(self.tensor, DTensor) else position.data.rank == 0
+        in_tensor = position.tensor.rank == 0 if self.layout is None else self.layout.writes
         return self.is_first and in_data and in_tensor
 
     @property

@@ -6,8 +6,8 @@ tensors are called in the library that wrote them, or what the module computes.
 No worker ever holds more than its own shards and one tensor on its way.
 
 [Note: two kinds of parts]
-Tensor parallelism leaves a worker an ordinary tensor, smaller than the whole; its `TensorLayout` says which ranges of the
-whole it is made of. FSDP2 then shards dim 0 of that tensor as a DTensor. Either may be absent. `pieces` puts both
+Tensor parallelism leaves a worker an ordinary tensor, smaller than the whole; its `TensorLayout` says which ranges of
+the whole it is made of. FSDP2 then shards dim 0 of that tensor as a DTensor. Either may be absent. `pieces` puts both
 together: which slices of the whole are which slices of what this worker holds.
 """
 

@@ -10,10 +10,6 @@ and a loss that the script reads early. `PipelinedForward` waits for `backward` 
 
 [Note: who has the result]
 The workers with the last stage. On all others `outputs` is empty and `has_result` False.
-
-[Note: small batches]
-A worker whose rows are fewer than the plan's micro-batches runs fewer. Where a schedule cannot do with so few, GPipe takes
-its place for that call: it computes the same.
 """
 
 from __future__ import annotations
@@ -26,14 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-)
-from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils._pytree import tree_flatten
 
 from moreh_ap.errors import UnsupportedError
@@ -43,12 +31,11 @@ from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.micro_batches import DeferredForward
 from moreh_ap.parallelizer.reduction import GlobalReduction, MetaReduction
+from moreh_ap.parallelizer.schedules import Border, schedule_for
 from moreh_ap.parallelizer.sharding import compute_dtype, recover, settle
-from moreh_ap.parallelizer.stages import Nesting, Stage, Stages, nesting_of, stages_of
+from moreh_ap.parallelizer.stage import Nesting, Stage, nesting_of
+from moreh_ap.parallelizer.stages import Stages, stages_of
 from moreh_ap.plan import Plan
-
-_Spec = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor that travels between stages."""
 
 
 class PipelinedPass:
@@ -63,7 +50,7 @@ class PipelinedPass:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        reduction: GlobalReduction | None = None,
+        reduction: AbstractContextManager[Any] | None = None,
         chunk: int = 0,
     ) -> None:
         stages = _stages(call.module)
@@ -181,7 +168,7 @@ class PipelinedForward(DeferredForward):
         """Runs the schedule. A second call computes everything once more, so `retain_graph` needs nothing."""
         self._chunk_grads_given = [self._chunk_grads(output_grads, chunk) for chunk in range(self._num_chunks)]
         settle(self._call.module)
-        schedule, adapters = _schedule_for(self._stages, self._plan, self._num_chunks, self._call.device)
+        schedule, adapters = schedule_for(self._stages, self._plan, self._num_chunks, self._call.device)
         chunks: list[Any] = [[] for _ in range(self._num_chunks)]
         for adapter in adapters:
             adapter.begin(self, chunks)
@@ -214,7 +201,7 @@ class PipelinedForward(DeferredForward):
         specs = self.border(stage.index, chunk)
         return [leaf.to(dtype) for leaf, (_, dtype) in zip(result, specs, strict=True)]
 
-    def border(self, stage: int, chunk: int) -> list[_Spec]:
+    def border(self, stage: int, chunk: int) -> list[Border]:
         """Returns shapes and dtypes of what a stage returns for one micro-batch."""
         start, stop = self._chunk_range(chunk)
         computed = compute_dtype(self._call.module)
@@ -241,7 +228,7 @@ class PipelinedForward(DeferredForward):
     def _observed(self, meta_module: nn.Module, reduction: MetaReduction) -> Iterator[None]:
         """Notes what stages return, and which means are taken inside which block."""
         stages = self._stages
-        self._borders: dict[int, tuple[Nesting, list[_Spec]]] = {}
+        self._borders: dict[int, tuple[Nesting, list[Border]]] = {}
         self._block_sites: list[range] = []
         ends = {own.stop - 1: stage for stage, own in enumerate(stages.ranges)}
 
@@ -284,164 +271,6 @@ class PipelinedForward(DeferredForward):
             return self._call.reduction()
         own = [self._denominators[site] for stage in stages for site in self._sites_of(stage)]
         return GlobalReduction(self._call.device, group=self._call.group, denominators=own)
-
-
-class _ScheduledStage(_PipelineStageBase):
-    """A stage as PyTorch's schedules see it: what to receive, compute and send for each micro-batch."""
-
-    def __init__(self, stage: Stage, stages: Stages, device: torch.device) -> None:
-        super().__init__(stage, stage.index, stages.num_stages, device, stages.axis.group)
-        self._run: PipelinedForward | None = None
-        self._results: list[Any] = []
-        self._received: dict[int, tuple[Tensor, ...]] = {}
-        self._grads: dict[int, tuple[Tensor, ...]] = {}
-
-    @property
-    def run(self) -> PipelinedForward:
-        """The call under way."""
-        assert self._run is not None
-        return self._run
-
-    def begin(self, run: PipelinedForward, results: list[Any]) -> None:
-        """Prepares for one run of the schedule; results of the last stage go to `results`, by micro-batch."""
-        self._run, self._results = run, results
-        self.has_backward = True
-
-    def end(self) -> None:
-        """Forgets the run."""
-        self._run, self._results = None, []
-        for kept in (self._received, self._grads, self.fwd_cache, self.bwd_cache, self.backward_state, self.dw_runner):
-            kept.clear()
-
-    # What PyTorch would find out by a trial run is known (`PipelinedForward.border`).
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        self.args_recv_info = {0: ()}
-
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
-        self.chunks = num_microbatches
-
-    def _create_grad_recv_info(self, act_send_info: dict[Any, Any]) -> tuple[Any, ...]:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []
-
-    def clear_runtime_states(self) -> None:
-        """`end` does it."""
-
-    # Sending and receiving.
-
-    def _ops(self, operation: Any, tensors: Iterable[Tensor], stage: int) -> list[dist.P2POp]:
-        peer = self.stage_index_to_group_rank[stage]
-        return [dist.P2POp(operation, tensor, group=self.group, group_peer=peer) for tensor in tensors]
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_first:
-            return []
-        self._received[fwd_chunk_id] = self._empty(self.stage_index - 1, fwd_chunk_id)
-        return self._ops(dist.irecv, self._received[fwd_chunk_id], self.stage_index - 1)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_last:
-            return []
-        outputs, _ = self.fwd_cache[fwd_chunk_id]
-        return self._ops(dist.isend, [t.detach().contiguous() for t in outputs], self.stage_index + 1)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_last:
-            return []
-        self._grads[bwd_chunk_id] = _floating(self._empty(self.stage_index, bwd_chunk_id))
-        return self._ops(dist.irecv, self._grads[bwd_chunk_id], self.stage_index + 1)
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_first:
-            return []
-        grads = self.bwd_cache.pop(bwd_chunk_id)
-        wanted = _floating(self._empty(self.stage_index - 1, bwd_chunk_id))
-        sent = [like.zero_() if g is None else g.contiguous() for g, like in zip(grads, wanted, strict=True)]
-        return self._ops(dist.isend, sent, self.stage_index - 1)
-
-    def _empty(self, stage: int, chunk: int) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(s, dtype=dtype, device=self.device) for s, dtype in self.run.border(stage, chunk))
-
-    # Computing.
-
-    def forward_one_chunk(
-        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
-    ) -> Any:
-        received = self._received.pop(fwd_chunk_id, ())
-        for tensor in _floating(received):
-            tensor.requires_grad_()
-        outputs = self.run.run_stage(self.submod, fwd_chunk_id, received)
-        if self.is_last:
-            self._results[fwd_chunk_id] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
-            outputs, self._grads[fwd_chunk_id] = self.run.roots(outputs, fwd_chunk_id)
-        self.fwd_cache[fwd_chunk_id] = (outputs, list(_floating(received)))
-        return outputs
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        outputs, received = self.fwd_cache.pop(bwd_chunk_id)
-        roots = [t for t in outputs if t.is_floating_point()]
-        given = {"output_grads": self._grads.pop(bwd_chunk_id), "input_values": received}
-        grads: Any = ()
-        with nullcontext() if last_backward and full_backward else self.run.keeps_gradients_here():
-            if full_backward:
-                grads, _ = self.backward_maybe_with_nosync(
-                    "full", {"stage_output": tuple(roots), **given}, last_backward=last_backward
-                )
-            else:
-                # Detached in place by PyTorch, which views do not allow.
-                roots = [root.clone() if root._is_view() else root for root in roots]
-                param_groups = None
-                if not self.is_first:
-                    grads, param_groups = self.backward_maybe_with_nosync(
-                        "input", {"stage_output": tuple(roots), **given}, last_backward=last_backward
-                    )
-                self.backward_state[bwd_chunk_id] = (roots, param_groups, given)
-        self.bwd_cache[bwd_chunk_id] = grads
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        roots, param_groups, given = self.backward_state.pop(bwd_chunk_id)
-        kind, rest = ("full", given) if self.is_first else ("weight", {"param_groups": param_groups})
-        with self.run.keeps_gradients_here():
-            self.backward_maybe_with_nosync(kind, {"stage_output": tuple(roots), **rest}, last_backward=last_backward)
-
-
-def _floating(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(t for t in tensors if t.is_floating_point())
-
-
-def _schedule_for(
-    stages: Stages, plan: Plan, num_chunks: int, device: torch.device
-) -> tuple[Any, list[_ScheduledStage]]:
-    """Returns the plan's schedule for so many micro-batches, and its view of this worker's stages."""
-    if num_chunks not in stages.schedules:
-        adapters = [_ScheduledStage(stage, stages, device) for stage in stages.local.values()]
-        kind = _kind_for(plan, num_chunks)
-        single = kind in (ScheduleGPipe, Schedule1F1B)
-        schedule = kind(adapters[0] if single else adapters, num_chunks, loss_fn=_no_loss, scale_grads=False)
-        stages.schedules[num_chunks] = (schedule, adapters)
-    return stages.schedules[num_chunks]
-
-
-def _kind_for(plan: Plan, num_chunks: int) -> type:
-    """Returns the schedule's class. See [Note: small batches]."""
-    rounds = max(1, num_chunks // plan.pipeline)
-    if plan.schedule == "1f1b" and num_chunks >= plan.pipeline:
-        return Schedule1F1B
-    if plan.schedule == "interleaved" and num_chunks % rounds == 0:
-        return ScheduleInterleaved1F1B
-    if plan.schedule == "zero_bubble" and num_chunks % rounds == 0:
-        return ScheduleInterleavedZeroBubble
-    return ScheduleGPipe if plan.stages_per_device == 1 else ScheduleLoopedBFS
-
-
-def _no_loss(output: Any, target: Any) -> Tensor:
-    """Tells schedules that there is a backward; the gradients of the results are given, not derived from a loss."""
-    return torch.zeros(())
 
 
 def _send(axis: Axis, place: int, tensors: list[Tensor], nesting: Nesting | None) -> None:

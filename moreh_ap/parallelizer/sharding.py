@@ -63,9 +63,9 @@ def shard(
     }
     if compute is not None:
         whole_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
-        for part in [part for root in roots for part in root.modules() if isinstance(part, _BatchNorm)]:
-            if next(part.parameters(), None) is not None:  # its running statistics are in float32
-                fully_shard(part, mp_policy=whole_precision, **options)
+        for norm in [part for root in roots for part in root.modules() if isinstance(part, _BatchNorm)]:
+            if next(norm.parameters(), None) is not None:  # its running statistics are in float32
+                fully_shard(norm, mp_policy=whole_precision, **options)
     for block in blocks:
         block.register_forward_hook(_own_outputs)
         fully_shard(block, mp_policy=inner, **options)

@@ -5,8 +5,8 @@ Decides when a worker has another stage's parameters, and for how long. Must not
 [Note: why not the schedule]
 Evaluation and generation ask for things that are spread over stages: key-value caches, hidden states, attention maps,
 calls of single modules. So the parameters travel instead of the activations: before a block (or a module outside
-the blocks) runs, the worker that holds it sends its parameters to the other stages, which drop them afterwards. The stages
-share the batch like replicas meanwhile. One block at a time is in memory beside the worker's own.
+the blocks) runs, the worker that holds it sends its parameters to the other stages, which drop them afterwards. The
+stages share the batch like replicas meanwhile. One block at a time is in memory beside the worker's own.
 """
 
 from __future__ import annotations

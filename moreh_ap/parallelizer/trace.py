@@ -10,8 +10,8 @@ places (a tied embedding: places 0 and n) is listed with both.
 
 [Note: what crosses a border]
 Between two stages only what a block returns travels. A value that depends on parameters and was made in place p may be
-used in place p, and in place p + 1 if block p returned it. Anything else (an embedding added in every block, the routers
-of all layers in one loss) would need more than a pipeline sends, and is refused.
+used in place p, and in place p + 1 if block p returned it. Anything else (an embedding added in every block, the
+routers of all layers in one loss) would need more than a pipeline sends, and is refused.
 
 [Note: direct use]
 Code between modules, in the forward of a module that has submodules, runs on every stage that a pipeline makes, with
@@ -36,7 +36,6 @@ from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.blocks import block_lists
 from moreh_ap.parallelizer.reduction import MetaReduction
 
-
 _WITHOUT_PIPELINE = ("plans with pipeline=1 for this model, such as replicate, shard or tensor", 'plan="shard=2"')
 
 
@@ -46,12 +45,7 @@ class _Crosses(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """Where a model uses its parameters. See [Note: places], [Note: what crosses a border]
-Between two stages only what a block returns travels. A value that depends on parameters and was made in place p may be
-used in place p, and in place p + 1 if block p returned it. Anything else (an embedding added in every block, the routers
-of all layers in one loss) would need more than a pipeline sends, and is refused.
-
-[Note: direct use].
+    """Where a model uses its parameters. See [Note: places], [Note: direct use].
 
     Attributes:
         body: Path of the list of blocks.
@@ -140,7 +134,7 @@ class _Recorder(TorchFunctionMode):
         tensors: list[Tensor] = []
         tree_map_only(Tensor, tensors.append, (args, kwargs))
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) or isinstance(result, (tuple, list)):
+        if isinstance(result, (Tensor, tuple, list)):
             depends = [self._note(tensor) for tensor in tensors]
             if any(depends):
                 tree_map_only(Tensor, lambda made: self._made.setdefault(id(made), (self._place, made)), result)

@@ -23,8 +23,9 @@ from moreh_ap.parallelizer.loading import Wanted, read
 from moreh_ap.parallelizer.norms import total_norm
 from moreh_ap.runtime import messages
 from moreh_ap.runtime.messages import StateRef, TensorData
+from moreh_ap.runtime.worker_call import WorkerCall
 from moreh_ap.runtime.worker_device import WorkerDevice
-from moreh_ap.runtime.worker_model import WorkerCall, WorkerModel
+from moreh_ap.runtime.worker_model import WorkerModel
 from moreh_ap.runtime.worker_optimizer import WorkerOptimizer
 
 _TOUCHES_PARAMETERS = (
@@ -195,7 +196,7 @@ class WorkerExecutor:
     def _(self, command: messages.RunOperation) -> None:
         packet, overload = command.func.rsplit(".", 1)
         func = getattr(getattr(torch.ops.aten, packet.split("::")[-1]), overload)
-        refs = [leaf for leaf in tree_leaves((command.arguments, command.keyword_arguments), is_leaf=_is_ref)]
+        refs = tree_leaves((command.arguments, command.keyword_arguments), is_leaf=_is_ref)
         operands = [self._state(ref) for ref in refs if _is_ref(ref)]
         if any(held is None for held in operands):
             self._temporaries.update(dict.fromkeys(command.outputs))

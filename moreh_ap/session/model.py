@@ -106,7 +106,7 @@ class RemoteModel:
         self._built.add_done_callback(built)
 
     def placement_of(self, name: str) -> str | None:
-        """How the parts of a parameter lie on workers, see `OnWorkers.placement`; waits for the workers the first time."""
+        """How the parts of a parameter lie on workers, see `OnWorkers.placement`; waits the first time."""
         if self.plan.tensor == self.plan.pipeline == 1:
             return None
         if self._placements is None:
@@ -214,5 +214,9 @@ def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:
         )
     leaves, treespec = flatten((args, kwargs))
     constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    tensors = (TensorData.of(leaf.host_value() if isinstance(leaf, VirtualTensor) else leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    tensors = (TensorData.of(_on_host(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
     return ExampleCall(pickle_treespec(treespec), pickle_constants(constants), tuple(tensors))
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.host_value() if isinstance(tensor, VirtualTensor) else tensor

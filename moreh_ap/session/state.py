@@ -114,7 +114,8 @@ class StateHolder:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(_is_worker_argument(tensor) for tensor in tensors):
             return NotImplemented
-        placements = {tensor._cell.value.placement() for tensor in tensors if _is_on_workers(tensor)} - {None}
+        values = [tensor._cell.value for tensor in tensors if isinstance(tensor, VirtualTensor)]
+        placements = {value.placement() for value in values if isinstance(value, OnWorkers)} - {None}
         if placements and (len(placements) > 1 or not _keeps_shape(func)):
             return NotImplemented
         placement = next(iter(placements), None)
@@ -176,10 +177,6 @@ def _keeps_shape(func: Any) -> bool:
         or func.overloadpacket in _KEEPS_SHAPE
         or (func._opname.startswith(_FOREACH_PREFIX) and func._opname.removeprefix(_FOREACH_PREFIX) not in _REDUCTIONS)
     )
-
-
-def _is_on_workers(tensor: Tensor) -> bool:
-    return isinstance(tensor, VirtualTensor) and isinstance(tensor._cell.value, OnWorkers)
 
 
 def _is_worker_argument(tensor: Tensor) -> bool:

@@ -1,0 +1,130 @@
+"""One call of a model on one worker, and what it answers: shapes at once, values and gradients when asked.
+
+The mathematics is the parallelizer's; this module translates between messages and it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cloudpickle
+from torch import Tensor
+
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.integrations import transformers_worker
+from moreh_ap.parallelizer.batch import row_range
+from moreh_ap.parallelizer.containers import pickle_treespec
+from moreh_ap.parallelizer.forward import ForwardPass
+from moreh_ap.parallelizer.loading import full_tensor, whole_shape
+from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.micro_batches import DeferredForward
+from moreh_ap.parallelizer.pipeline import PipelinedForward
+from moreh_ap.parallelizer.proof import SplitProof
+from moreh_ap.runtime.messages import ForwardReply, LeafReply, TensorData
+
+if TYPE_CHECKING:
+    from moreh_ap.runtime.worker_model import WorkerModel
+
+_MAX_INLINE_BYTES = 16 * 1024  # a loss travels with the answer; logits stay until somebody reads them
+
+
+class InputRoles(NamedTuple):
+    """Who shares the batch, its rows, and for each tensor input whether it was cut and its gradient is wanted."""
+
+    axis: Axis
+    rows: int | None
+    carried: list[bool]
+    wants_grad: tuple[bool, ...]
+
+
+class WorkerCall:
+    """One forward pass of this worker, kept until the controller no longer needs it."""
+
+    def __init__(
+        self, model: WorkerModel, run: ForwardPass | DeferredForward, proof: SplitProof, inputs: InputRoles
+    ) -> None:
+        self.model, self._run, self._proof, self._inputs = model, run, proof, inputs
+        self._answers = run.has_result and model.applied.position.tensor.rank == 0
+        knows_nesting = model.applied.tensor is not None and run.treespec is not None
+        self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
+        self._input_gradients: dict[int, Tensor | None] = {}
+
+    def reply(self) -> ForwardReply | None:
+        """What the controller is told at once: the nesting, every shape, and small values that are there."""
+        leaves = tuple(self._leaf(index, with_data=False) for index in range(len(self._run.shapes)))
+        mode = "whole" if not self._proof.split else "stages" if isinstance(self._run, PipelinedForward) else "split"
+        reply = ForwardReply(pickle_treespec(self._run.treespec), leaves, mode, self._proof.reason)
+        return reply if self._answers else None
+
+    def output(self, index: int) -> Tensor:
+        """This worker's part of an output."""
+        value: Tensor = self._run.outputs[index]
+        return value
+
+    def leaf(self, index: int) -> LeafReply | None:
+        """One output with its bytes; None if this worker has no result. Every worker has to call it."""
+        has_result = len(self._run.outputs) > 0
+        leaf = self._leaf(index, with_data=True) if has_result else None
+        return leaf if self._answers else None
+
+    def _leaf(self, index: int, *, with_data: bool) -> LeafReply:
+        """One output; its bytes if asked for, or if they are few and there without computing."""
+        shape = self._run.shapes[index]
+        if not isinstance(shape, Tensor):
+            return LeafReply("const", (), None, False, _pickle_constant(shape))
+        kind = self._proof.kinds[index] if self._proof.split else "same"
+        layout = self.model.cache_layout(shape) if index in self._in_cache else None
+        few = self._run.computed and shape.numel() * shape.element_size() <= _MAX_INLINE_BYTES
+        data = None
+        if with_data or few:
+            sends = self._answers and (kind != "same" or self._inputs.axis.rank == 0)
+            whole = full_tensor(self._run.outputs[index], layout, self.model.applied.position.tensor.group)
+            data = TensorData.of(whole).data if sends else b""
+        return LeafReply(kind, whole_shape(shape, layout), shape.dtype, self._run.differentiable[index], data)
+
+    def backward(self, gradients: list[Tensor | None], retain_graph: bool) -> None:
+        """Backpropagate; `gradients` are whole, this worker takes its rows of them."""
+        local: list[Tensor | None] = []
+        whole = iter(gradients)
+        for index, shape in enumerate(self._run.shapes):
+            gradient = next(whole) if isinstance(shape, Tensor) else None
+            if gradient is not None and self._proof.split and self._proof.kinds[index] == "rows":
+                gradient = self._own_rows(gradient)
+            local.append(gradient)
+        answered = iter(self._run.backward(local, retain_graph=retain_graph))
+        self._input_gradients = {
+            index: next(answered) for index, wanted in enumerate(self._inputs.wants_grad) if wanted
+        }
+
+    def _own_rows(self, gradient: Tensor) -> Tensor:
+        # An output may have several entries a row, one after the other: (batch x positions, ...).
+        axis, rows = self._inputs.axis, self._inputs.rows
+        assert rows is not None
+        entries = gradient.shape[0] // rows
+        start, stop = row_range(axis.rank, axis.size, rows)
+        return gradient[start * entries : stop * entries]
+
+    def input_gradient(self, index: int) -> LeafReply | None:
+        """The gradient of tensor input `index`: rows where it was cut, else this worker's share of the sum.
+
+        Raises:
+            UnsupportedError: If no output depends on the input.
+        """
+        gradient = self._input_gradients[index]
+        if gradient is None:
+            raise UnsupportedError(
+                f"input tensor {index} of a call got no gradient", "inputs that the call's outputs depend on"
+            )
+        kind = "same"
+        if self._proof.split:
+            kind = "rows" if self._inputs.carried[index] else "share"
+        reply = LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, TensorData.of(gradient.cpu()).data)
+        return reply if self._answers else None
+
+
+def _pickle_constant(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return cloudpickle.dumps(value)
