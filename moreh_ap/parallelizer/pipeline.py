@@ -33,7 +33,7 @@ from moreh_ap.parallelizer.micro_batches import DeferredForward
 from moreh_ap.parallelizer.reduction import GlobalReduction, MetaReduction
 from moreh_ap.parallelizer.schedules import Border, schedule_for
 from moreh_ap.parallelizer.sharding import compute_dtype, recover, settle
-from moreh_ap.parallelizer.stage import Nesting, Stage, nesting_of
+from moreh_ap.parallelizer.stage import Nesting, Stage, Travelling, nesting_of
 from moreh_ap.parallelizer.stages import Stages, stages_of
 from moreh_ap.plan import Plan
 
@@ -235,19 +235,22 @@ class PipelinedForward(DeferredForward):
         def begin(block: nn.Module, args: Any) -> None:
             self._block_sites.append(range(len(reduction.local_denominators), 0))
 
-        def end(block: nn.Module, args: Any, result: Any) -> None:
+        def end(block: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             number = len(self._block_sites) - 1
             self._block_sites[number] = range(self._block_sites[number].start, len(reduction.local_denominators))
             if number in ends:
                 leaves, spec = tree_flatten(result)
-                specs = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+                given = tree_flatten((args, kwargs))[0]
+                travelling = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                travelling += [given[number] for number in stages.carried]
+                specs = [(tuple(leaf.shape), leaf.dtype) for leaf in travelling]
                 lengths = (stages.split_length(shape) for shape, _ in specs)
                 self._borders[ends[number]] = (nesting_of(leaves, spec, lengths), specs)
 
         with ExitStack() as hooks:
             for block in meta_module.get_submodule(stages.body).children():
                 hooks.callback(block.register_forward_pre_hook(begin).remove)
-                hooks.callback(block.register_forward_hook(end).remove)
+                hooks.callback(block.register_forward_hook(end, with_kwargs=True).remove)
             yield
 
     def _run_without_gradients(self) -> tuple[list[Any], Any, list[Tensor]]:
@@ -276,8 +279,9 @@ class PipelinedForward(DeferredForward):
 def _send(axis: Axis, place: int, tensors: list[Tensor], nesting: Nesting | None) -> None:
     specs = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
     assert nesting is not None
-    leaves, treespec = nesting
-    dist.send_object_list([(specs, leaves, pickle_treespec(treespec))], group=axis.group, group_dst=place)
+    packed = pickle_treespec(nesting.treespec)
+    header = (specs, nesting.leaves, nesting.is_tensor, packed, [mark.length for mark in nesting.marks])
+    dist.send_object_list([header], group=axis.group, group_dst=place)
     for tensor in tensors:
         dist.send(tensor.detach().contiguous(), group=axis.group, group_dst=place)
 
@@ -285,13 +289,14 @@ def _send(axis: Axis, place: int, tensors: list[Tensor], nesting: Nesting | None
 def _receive(axis: Axis, place: int, device: torch.device) -> tuple[list[Tensor], Nesting]:
     header: list[Any] = [None]
     dist.recv_object_list(header, group=axis.group, group_src=place)
-    specs, leaves, pickled_treespec = header[0]
+    specs, leaves, is_tensor, packed, lengths = header[0]
     received = []
     for shape, dtype, requires_grad in specs:
         tensor = torch.empty(shape, dtype=dtype, device=device)
         dist.recv(tensor, group=axis.group, group_src=place)
         received.append(tensor.requires_grad_(requires_grad and torch.is_grad_enabled()))
-    return received, (leaves, unpickle_treespec(pickled_treespec))
+    marks = tuple(map(Travelling, lengths))
+    return received, Nesting(leaves, is_tensor, unpickle_treespec(packed), marks)
 
 
 def _stages(module: nn.Module) -> Stages:

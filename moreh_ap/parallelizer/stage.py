@@ -24,10 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from moreh_ap.parallelizer.loading import local_part
 from moreh_ap.parallelizer.tensor_crossing import Crossing
-from moreh_ap.parallelizer.tensor_split import SplitTensor
-
-Nesting = tuple[list[Any], TreeSpec]
-"""How a block's result nests: its leaves, with a `Travelling` in place of each tensor, and the tree."""
+from moreh_ap.parallelizer.tensor_split import SplitTensor, whole
 
 
 @dataclass(frozen=True)
@@ -42,12 +39,39 @@ class Travelling:
     length: int | None
 
 
+@dataclass(frozen=True)
+class Nesting:
+    """How what travels makes up a block's result, and how much else travels with it.
+
+    Attributes:
+        leaves: The leaves of the result, with None in place of each tensor.
+        is_tensor: For each leaf whether it is a tensor.
+        treespec: How the leaves nest.
+        marks: One for each tensor that travels: those of the result first, then what the block was given.
+    """
+
+    leaves: tuple[Any, ...]
+    is_tensor: tuple[bool, ...]
+    treespec: TreeSpec
+    marks: tuple[Travelling, ...]
+
+    @property
+    def num_returned(self) -> int:
+        """Number of tensors in the result."""
+        return sum(self.is_tensor)
+
+    def nest(self, tensors: Iterator[Tensor]) -> Any:
+        """Returns the result with these tensors in it."""
+        filled = [next(tensors) if here else leaf for leaf, here in zip(self.leaves, self.is_tensor, strict=True)]
+        return tree_unflatten(filled, self.treespec)
+
+
 class _StageEnd(BaseException):
     """Leaves a forward after the stage's last block; carries what that block returned."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: Any, carried: list[Tensor]) -> None:
         super().__init__()
-        self.result = result
+        self.result, self.carried = result, carried
 
 
 class Stage(nn.Module):
@@ -62,6 +86,7 @@ class Stage(nn.Module):
         is_last: Whether it has the last block.
         others: Paths of the modules outside the blocks that it owns.
         replaced: Paths of the modules outside the blocks whose parameters are elsewhere.
+        carried: Which arguments of a block are used again after it, see `Trace`.
 
     Attributes:
         nesting: How the result of the last block nested when the stage last ran.
@@ -78,10 +103,11 @@ class Stage(nn.Module):
         is_last: bool,
         others: Sequence[str],
         replaced: Sequence[str],
+        carried: tuple[int, ...],
     ) -> None:
         super().__init__()
         blocks = list(model.get_submodule(body).children())
-        self.index, self.own, self.is_last = index, own, is_last
+        self.index, self.own, self.is_last, self.carried = index, own, is_last, carried
         self.blocks = nn.ModuleList(blocks[i] for i in own)
         self.others = nn.ModuleList(model.get_submodule(path) for path in others)
         self.nesting: Nesting | None = None
@@ -93,7 +119,7 @@ class Stage(nn.Module):
             kind = _Receiver if number == own.start - 1 else _PassOn
             placeholders[(body, names[number])] = kind(blocks[number], self)
         if not is_last:
-            placeholders[(body, names[own.stop - 1])] = _Border(blocks[own.stop - 1])
+            placeholders[(body, names[own.stop - 1])] = _Border(blocks[own.stop - 1], self)
         for path in replaced:
             parent, _, leaf = path.rpartition(".")
             placeholders[(parent, leaf)] = _Elsewhere(meta_module.get_submodule(path))
@@ -117,18 +143,20 @@ class Stage(nn.Module):
                 return self._whole[0](*args, **kwargs)
         except _StageEnd as end:
             leaves, spec = tree_flatten(end.result)
-            lengths = (leaf.shape[1] if isinstance(leaf, SplitTensor) else None for leaf in _tensors(leaves))
+            travelling = [*_tensors(leaves), *end.carried]
+            lengths = [leaf.shape[1] if isinstance(leaf, SplitTensor) else None for leaf in travelling]
             self.nesting = nesting_of(leaves, spec, lengths)
-            return tuple(local_part(leaf) for leaf in _tensors(leaves))
+            return tuple(map(local_part, travelling))
         finally:
             self._received = ((), None)
 
-    def received_result(self) -> Any:
-        """Returns what the last block of the stage before returned."""
+    def unpack(self) -> tuple[Any, list[Tensor]]:
+        """Returns what the last block of the stage before returned, and what it was given that is used again."""
         tensors, nesting = self._received
         assert nesting is not None
-        marks = [leaf for leaf in nesting[0] if isinstance(leaf, Travelling)]
-        return _nest(nesting, map(self._joined, tensors, marks))
+        joined = list(map(self._joined, tensors, nesting.marks))
+        result = nesting.nest(iter(joined))
+        return result, joined[nesting.num_returned :]
 
     def _joined(self, part: Tensor, mark: Travelling) -> Tensor:
         if mark.length is None:
@@ -140,7 +168,7 @@ class Stage(nn.Module):
         """Returns `hidden` in the nesting that blocks use."""
         _, nesting = self._received
         assert nesting is not None
-        return _nest(nesting, itertools.repeat(hidden))
+        return nesting.nest(itertools.repeat(hidden))
 
     @contextmanager
     def _placed(self) -> Iterator[None]:
@@ -185,17 +213,24 @@ class _PassOn(_Placeholder):
 
 
 class _Receiver(_PassOn):
-    """The last block of the stage before: returns what that block returned."""
+    """The last block of the stage before: returns what that block returned, and gives its arguments their values."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_stage"].received_result()
+        stage: Stage = self.__dict__["_stage"]
+        result, carried = stage.unpack()
+        leaves = tree_flatten((args, kwargs))[0]
+        for number, value in zip(stage.carried, carried, strict=True):
+            leaves[number].copy_(whole(value))  # the code after the block has this very tensor
+        return result
 
 
-class _Border(_Placeholder):
+class _Border(_PassOn):
     """The last block of a stage: runs, and leaves the model's forward with what it returned."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _StageEnd(self.__dict__["_original"](*args, **kwargs))
+        leaves = tree_flatten((args, kwargs))[0]
+        carried = [leaves[number] for number in self.__dict__["_stage"].carried]
+        raise _StageEnd(self.__dict__["_original"](*args, **kwargs), carried)
 
 
 class _Elsewhere(_Placeholder):
@@ -215,16 +250,12 @@ def _unknown(like: Tensor, device: torch.device) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, device=device)
 
 
-def nesting_of(leaves: Sequence[Any], spec: TreeSpec, lengths: Iterable[int | None]) -> Nesting:
-    """Returns how a flattened result nests; `lengths` has the `Travelling.length` of each tensor."""
-    marks = map(Travelling, lengths)
-    return [next(marks) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+def nesting_of(leaves: Sequence[Any], treespec: TreeSpec, lengths: Iterable[int | None]) -> Nesting:
+    """Returns how a flattened result nests; `lengths` has the `Travelling.length` of each tensor that travels."""
+    is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+    rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return Nesting(rest, is_tensor, treespec, tuple(map(Travelling, lengths)))
 
 
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _nest(nesting: Nesting, tensors: Iterator[Tensor]) -> Any:
-    leaves, spec = nesting
-    return tree_unflatten([next(tensors) if isinstance(leaf, Travelling) else leaf for leaf in leaves], spec)

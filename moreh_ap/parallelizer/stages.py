@@ -36,6 +36,7 @@ class Stages:
         num_stages: Stages of all workers together.
         ranges: The blocks of every stage.
         body: Path of the list of blocks.
+        carried: Which arguments of a block travel with what it returned, see `Trace`.
         local: This worker's stages, by number.
         axis: The workers that hold the other stages; stage `s` is on worker `s % axis.size` of it.
         device: This worker's device.
@@ -58,7 +59,7 @@ class Stages:
         self.axis = axis
         self.device = device
         self.ranges = plan.stage_ranges(found.num_blocks)
-        self.body = found.body
+        self.body, self.carried = found.body, found.carried
         self.schedules: dict[int, tuple[Any, list[Any]]] = {}
         self._found = found
         self._module = module
@@ -171,9 +172,8 @@ class Stages:
             else:
                 others.append(path)
         own = self.ranges[number]
-        return Stage(
-            self._module, meta_module, number, found.body, own, own.stop == found.num_blocks, others, replaced
-        )
+        is_last = own.stop == found.num_blocks
+        return Stage(self._module, meta_module, number, found.body, own, is_last, others, replaced, found.carried)
 
 
 def _with_tied_names(module: nn.Module, names: set[str]) -> frozenset[str]:

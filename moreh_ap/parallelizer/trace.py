@@ -9,9 +9,9 @@ comes before the first block belongs to place 0. Place n is everything after the
 places (a tied embedding: places 0 and n) is listed with both.
 
 [Note: what crosses a border]
-Between two stages only what a block returns travels. A value that depends on parameters and was made in place p may be
-used in place p, and in place p + 1 if block p returned it. Anything else (an embedding added in every block, the
-routers of all layers in one loss) would need more than a pipeline sends, and is refused.
+Between two stages what a block returned travels, and what it was given if that is used again (`x = x + block(x)`). A
+value that depends on parameters and was made in place p may be used in place p, and in place p + 1 if block p returned
+it or was given it. Anything else (an embedding added in every block, the routers of all layers in one loss) would need more than a pipeline sends, and is refused.
 
 [Note: direct use]
 Code between modules, in the forward of a module that has submodules, runs on every stage that a pipeline makes, with
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.blocks import block_lists
@@ -52,6 +52,7 @@ class Trace:
         num_blocks: Number of blocks in it.
         places: Name of each parameter that is used -> the places that use it. Tied parameters have one name.
         direct: Names of parameters that code between modules uses.
+        carried: Which of a block's arguments are used again after it, as numbers of the leaves of (args, kwargs).
         before: Paths of modules without submodules that are called outside the blocks, before the end of the last one.
     """
 
@@ -59,6 +60,7 @@ class Trace:
     num_blocks: int
     places: dict[str, frozenset[int]]
     direct: frozenset[str]
+    carried: tuple[int, ...]
     before: frozenset[str]
 
 
@@ -106,7 +108,8 @@ def trace(
             *_WITHOUT_PIPELINE,
         ) from error
     places = {name: frozenset(used) for name, used in recorder.places.items()}
-    return Trace(body, num_blocks, places, frozenset(recorder.direct), frozenset(recorder.before))
+    direct, before = frozenset(recorder.direct), frozenset(recorder.before)
+    return Trace(body, num_blocks, places, direct, tuple(sorted(recorder.carried)), before)
 
 
 class _Recorder(TorchFunctionMode):
@@ -116,6 +119,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.places: dict[str, set[int]] = {}
         self.direct: set[str] = set()
+        self.carried: set[int] = set()
         self.before: set[str] = set()
         self._module = module
         self._blocks: list[nn.Module] = list(module.get_submodule(body).children())
@@ -126,6 +130,7 @@ class _Recorder(TorchFunctionMode):
         # Tensors that depend on parameters -> the place that made them; the tensors are kept, so that ids stay theirs.
         self._made: dict[int, tuple[int, Tensor]] = {}
         self._returned: dict[int, int] = {}
+        self._given: dict[int, tuple[int, int]] = {}  # block, and which of its arguments
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -145,7 +150,12 @@ class _Recorder(TorchFunctionMode):
         made = self._made.get(id(tensor))
         if made is not None:
             place = made[0]
-            if self._place != place and self._returned.get(id(tensor), -1) != self._place - 1:
+            if self._place == place or self._returned.get(id(tensor), -1) == self._place - 1:
+                return True
+            block, argument = self._given.get(id(tensor), (-1, -1))
+            if block == self._place - 1:
+                self.carried.add(argument)
+            else:
                 where = "after the last block" if self._place == len(self._blocks) else f"in block {self._place}"
                 raise _Crosses(f"what was computed before the end of block {place} is used again {where}")
             return True
@@ -165,7 +175,7 @@ class _Recorder(TorchFunctionMode):
             stack.callback(part.register_forward_pre_hook(self._enter(paths[id(part)])).remove)
             stack.callback(part.register_forward_hook(self._leave, always_call=True).remove)
         for index, block in enumerate(self._blocks):
-            stack.callback(block.register_forward_pre_hook(self._begin_block(index)).remove)
+            stack.callback(block.register_forward_pre_hook(self._begin_block(index), with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(self._end_block(index)).remove)
         return stack
 
@@ -181,7 +191,9 @@ class _Recorder(TorchFunctionMode):
         self._stack.pop()
 
     def _begin_block(self, index: int) -> Callable[..., None]:
-        def begin(block: nn.Module, args: Any) -> None:
+        def begin(block: nn.Module, args: Any, kwargs: Any) -> None:
+            for number, leaf in enumerate(tree_leaves((args, kwargs))):
+                self._given[id(leaf)] = (index, number)
             if self._place != index:
                 raise RuntimeError(f"block {index} of the list was called out of order")
             self._inside = True
