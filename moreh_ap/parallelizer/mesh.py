@@ -5,6 +5,7 @@ Decides the axis names and the order of ranks. Must not know models, batches or 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -41,7 +42,19 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
             f'plan="replicate={world}"',
         )
     shape = (plan.pipeline, plan.replicate, plan.shard, plan.tensor)
+    return _mesh(shape, device_type, dist.distributed_c10d._get_default_group())
+
+
+@functools.cache
+def _mesh(shape: tuple[int, ...], device_type: str, world: dist.ProcessGroup) -> DeviceMesh:
+    """Returns the one mesh of this shape: every process group has threads and connections of its own."""
     return init_device_mesh(device_type, shape, mesh_dim_names=_AXES)
+
+
+@functools.cache
+def subgroup(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the one group of these ranks of `world`. A collective of all ranks of `world` the first time."""
+    return dist.new_group(list(ranks))
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,13 @@ class Position:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Position:
         """Returns this worker's position. A collective the first time: process groups are made."""
+        # On the mesh and not in a table: meshes of two worlds compare equal, and their groups are not the same.
+        if "_moreh_position" not in mesh.__dict__:
+            mesh.__dict__["_moreh_position"] = cls._look(mesh)
+        return mesh.__dict__["_moreh_position"]
+
+    @classmethod
+    def _look(cls, mesh: DeviceMesh) -> Position:
         return cls(
             data=_flat(mesh, REPLICATE_AXIS, SHARD_AXIS),
             rows=_flat(mesh, PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS),

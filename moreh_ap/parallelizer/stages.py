@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moreh_ap.parallelizer.loading import local_part
-from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.mesh import Axis, subgroup
 from moreh_ap.parallelizer.stage import Stage
 from moreh_ap.parallelizer.tensor_crossing import Crossing
 from moreh_ap.parallelizer.tensor_sequence import splits
@@ -196,7 +196,7 @@ def _make_groups(sets: Sequence[tuple[int, ...]], axis: Axis) -> dict[tuple[int,
             if members in made:
                 continue
             made.add(members)
-            group = dist.new_group(list(members))
+            group = subgroup(members, dist.distributed_c10d._get_default_group())
             if dist.get_rank() in members:
                 groups[tuple(held)] = group
     return groups

@@ -11,7 +11,8 @@ places (a tied embedding: places 0 and n) is listed with both.
 [Note: what crosses a border]
 Between two stages what a block returned travels, and what it was given if that is used again (`x = x + block(x)`). A
 value that depends on parameters and was made in place p may be used in place p, and in place p + 1 if block p returned
-it or was given it. Anything else (an embedding added in every block, the routers of all layers in one loss) would need more than a pipeline sends, and is refused.
+it or was given it. Anything else (an embedding added in every block, the routers of all layers in one loss) would need
+more than a pipeline sends, and is refused.
 
 [Note: direct use]
 Code between modules, in the forward of a module that has submodules, runs on every stage that a pipeline makes, with

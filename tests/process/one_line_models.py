@@ -94,7 +94,7 @@ def tiny_llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def tiny_gpt2() -> nn.Module:
+def tiny_gpt2(dropout: float = 0.0) -> nn.Module:
     """A GPT-2 with learned positions and Conv1D layers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -104,9 +104,9 @@ def tiny_gpt2() -> nn.Module:
         n_layer=2,
         n_head=4,
         n_positions=64,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         bos_token_id=0,
         eos_token_id=0,
     )

@@ -1,0 +1,50 @@
+"""Jobs for the team of processes: a pipeline without the controller, looked at from inside."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+from one_line_models import ragged_batches, tiny_gpt2
+from torch import Tensor, nn
+
+from moreh_ap.parallelizer.apply import Example, apply_plan
+from moreh_ap.parallelizer.forward import Call
+from moreh_ap.parallelizer.loading import local_part
+from moreh_ap.parallelizer.mesh import build_mesh
+from moreh_ap.parallelizer.run import run_forward
+from moreh_ap.parallelizer.sharding import settle
+from moreh_ap.plan import Plan
+
+CPU = torch.device("cpu")
+
+
+def train_tied(rank: int, world: int, plan: str, steps: int) -> dict[str, str]:
+    """Trains a GPT-2, whose embedding is its head, and returns fingerprints of this worker's copy before and after."""
+    torch.manual_seed(0)
+    model = tiny_gpt2()
+    meta = copy.deepcopy(model).to("meta")
+    batches = [{**batch, "use_cache": False} for batch in ragged_batches(5, 4)]
+    wanted = Plan.parse(plan)
+    applied = apply_plan(model, wanted, build_mesh(wanted, "cpu"), CPU, Example(meta, (), batches[0]))
+    held = [p for name, p in model.named_parameters() if name not in applied.absent]
+    start = _fingerprint(model)
+    optimizer = torch.optim.AdamW(held, lr=1e-2)
+    call = Call(model, "whole", CPU, group=applied.position.data.group)
+    for step in range(steps):
+        batch = batches[step % len(batches)]
+        run = run_forward(call, (), batch, plan=wanted, rows=4, meta_module=meta)
+        grads: list[Any] = [None] * len(run.shapes)
+        grads[0] = torch.ones(())
+        run.backward(grads)
+        settle(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"start": start, "tied": _fingerprint(model)}
+
+
+def _fingerprint(model: nn.Module) -> str:
+    weight: Tensor = local_part(model.get_parameter("transformer.wte.weight")).detach()
+    return hashlib.sha256(weight.numpy().tobytes()).hexdigest()

@@ -1,0 +1,193 @@
+"""What scripts do beside plain steps, under tensor, pipeline and combined plans: exact against the same code on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from one_line_models import OwnTransformer, ragged_batches, tiny_gpt2, tiny_llama
+from pipeline_jobs import train_tied
+from torch import nn
+
+from moreh_ap.errors import PlanError, UnsupportedError
+
+PLANS = [
+    "tensor=2",
+    "pipeline=2",
+    "shard=2,tensor=2",
+    "tensor=2,sequence_parallel=true,pipeline=2",
+    "shard=2,pipeline=2,schedule=zero_bubble,recompute=selective",
+]
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+"""A product summed in parts rounds differently; one that is wrong is off by far more."""
+
+
+@pytest.fixture(params=PLANS)
+def plan(request, accelerator):
+    accelerator(request.param)
+    return request.param
+
+
+def on_both(script):
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        results.append(script(device))
+    return results
+
+
+def assert_same(expected, got):
+    torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
+def batch(step, device, rows=6):
+    return {name: value.to(device) for name, value in ragged_batches(step + 1, rows)[step].items()}
+
+
+def on_host(model):
+    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def gradients(model):
+    return {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_loss_read_before_its_backward(plan):
+    def script(device):
+        model = tiny_llama().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        read = []
+        for step in range(3):
+            loss = model(**batch(step, device)).loss
+            read.append(loss.item())
+            (loss / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.tensor(read), on_host(model)
+
+    assert_same(*on_both(script))
+
+
+def test_a_loss_from_logits_and_a_batch_of_one_row(plan):
+    def script(device):
+        model = tiny_gpt2().to(device)
+        given = batch(0, device, rows=5)
+        labels = given.pop("labels")
+        logits = model(**given).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        single = model(**batch(1, device, rows=1)).loss
+        single.backward()
+        return loss.detach().cpu(), single.detach().cpu(), gradients(model)
+
+    assert_same(*on_both(script))
+
+
+def test_accumulation_clipping_and_frozen_parameters(plan):
+    def script(device):
+        model = tiny_gpt2().to(device)
+        for parameter in model.transformer.h[0].parameters():
+            parameter.requires_grad_(False)
+        model.transformer.wte.weight.requires_grad_(False)  # tied: on two stages of a pipeline
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        norms = []
+        for step in range(4):
+            (model(**batch(step, device, rows=5)).loss / 2).backward()
+            if step % 2:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).cpu())
+                optimizer.step()
+                optimizer.zero_grad()
+        return norms, on_host(model)
+
+    assert_same(*on_both(script))
+
+
+def test_weights_and_gradients_edited_in_place(plan):
+    def script(device):
+        model = tiny_gpt2().to(device)
+        model(**batch(0, device)).loss.backward()
+        first, last = model.transformer.h[0].attn.c_attn.weight, model.transformer.h[-1].attn.c_attn.weight
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+            first.add_(last)  # of two stages of a pipeline
+            last.copy_(torch.full(tuple(last.shape), 0.01).to(device))
+        total = sum(parameter.grad.norm() ** 2 for parameter in model.parameters())
+        loss = model(**batch(1, device)).loss
+        return total.cpu(), loss.detach().cpu(), {name: value.cpu() for name, value in model.state_dict().items()}
+
+    assert_same(*on_both(script))
+
+
+def test_evaluation_and_generation(plan):
+    def script(device):
+        model = tiny_llama().to(device).eval()
+        given = batch(0, device)
+        with torch.no_grad():
+            result = model(**given, output_hidden_states=True, use_cache=True)
+            embedded = model.model.embed_tokens(given["input_ids"])
+        prompt = given["input_ids"][:, :4]
+        greedy = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        beams = model.generate(prompt[:2], max_new_tokens=4, num_beams=3, do_sample=False, pad_token_id=0)
+        caches = [part.cpu() for layer in result.past_key_values.layers for part in (layer.keys, layer.values)]
+        hidden = [state.cpu() for state in result.hidden_states]
+        return result.loss.cpu(), hidden, caches, embedded.cpu(), greedy.cpu(), beams.cpu()
+
+    assert_same(*on_both(script))
+
+
+def test_a_model_of_one_s_own_whose_residuals_are_outside_of_its_blocks(plan):
+    if "sequence_parallel" in plan:
+        with pytest.raises(PlanError, match="sequence_parallel"):
+            OwnTransformer().to("cuda")(*(value.to("cuda") for value in (torch.zeros(4, 6, dtype=torch.long),) * 2))
+        return
+
+    def script(device):
+        model = OwnTransformer().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+        losses = []
+        for step in range(3):
+            given = batch(step, device)
+            loss = model(given["input_ids"], given["labels"])[1]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().cpu())
+        return losses, on_host(model)
+
+    assert_same(*on_both(script))
+
+
+def test_the_same_plan_and_seed_give_the_same_bits_and_another_seed_other_masks(plan):
+    def losses(seed):
+        torch.manual_seed(0)
+        model = tiny_gpt2(dropout=0.2).to("cuda")
+        torch.manual_seed(seed)
+        found = []
+        for step in range(2):
+            loss = model(**batch(step, "cuda")).loss
+            loss.backward()
+            found.append(loss.item())
+        return found
+
+    assert losses(5) == losses(5) != losses(6)
+
+
+@pytest.mark.parametrize(("world", "text"), [(2, "pipeline=2"), (4, "shard=2,pipeline=2")])
+def test_both_copies_of_tied_weights_are_bit_equal_after_100_steps(team, world, text):
+    found = team.run(world, train_tied, plan=text, steps=100)
+    shards = world // 2
+    for first, last in zip(found[:shards], found[shards:], strict=True):
+        assert first["tied"] == last["tied"] != first["start"]
+
+
+def test_what_a_pipeline_cannot_do_is_refused_with_a_reason(accelerator):
+    accelerator("pipeline=2")
+    with pytest.raises(PlanError, match="needs one list of equal blocks"):
+        nn.Linear(4, 4).to("cuda")(torch.zeros(4, 4, device="cuda"))
+    model = tiny_gpt2().to("cuda")
+    model(**batch(0, "cuda"))
+    with pytest.raises(UnsupportedError, match="trains the model as a whole"):
+        model.transformer(batch(0, "cuda")["input_ids"])
+    with pytest.raises(UnsupportedError, match="earlier stages"):
+        model(**batch(0, "cuda"), output_hidden_states=True)
+    assert model(**batch(0, "cuda")).loss.item() > 0  # and the accelerator goes on
