@@ -210,7 +210,7 @@ class PipelinedForward(DeferredForward):
             if shape and shape[0] == self._rows:
                 shape = (stop - start, *shape[1:])
             dtype = computed if computed is not None and dtype.is_floating_point else dtype
-            found.append((self._stages.local_shape(shape), dtype))
+            found.append((shape, dtype))
         return found
 
     def roots(self, results: list[Any], chunk: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -230,6 +230,7 @@ class PipelinedForward(DeferredForward):
         stages = self._stages
         self._borders: dict[int, tuple[Nesting, list[Border]]] = {}
         self._block_sites: list[range] = []
+        some_stage = next(iter(stages.local.values()))
         ends = {own.stop - 1: stage for stage, own in enumerate(stages.ranges)}
 
         def begin(block: nn.Module, args: Any) -> None:
@@ -243,8 +244,8 @@ class PipelinedForward(DeferredForward):
                 given = tree_flatten((args, kwargs))[0]
                 travelling = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
                 travelling += [given[number] for number in stages.carried]
-                specs = [(tuple(leaf.shape), leaf.dtype) for leaf in travelling]
-                lengths = (stages.split_length(shape) for shape, _ in specs)
+                specs = [(some_stage.local_shape(leaf), leaf.dtype) for leaf in travelling]
+                lengths = map(some_stage.split_length, travelling)
                 self._borders[ends[number]] = (nesting_of(leaves, spec, lengths), specs)
 
         with ExitStack() as hooks:

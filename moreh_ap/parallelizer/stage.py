@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from moreh_ap.parallelizer.loading import local_part
 from moreh_ap.parallelizer.tensor_crossing import Crossing
+from moreh_ap.parallelizer.tensor_sequence import splits
 from moreh_ap.parallelizer.tensor_split import SplitTensor, whole
 
 
@@ -144,9 +144,9 @@ class Stage(nn.Module):
         except _StageEnd as end:
             leaves, spec = tree_flatten(end.result)
             travelling = [*_tensors(leaves), *end.carried]
-            lengths = [leaf.shape[1] if isinstance(leaf, SplitTensor) else None for leaf in travelling]
+            lengths = [self.split_length(leaf) for leaf in travelling]
             self.nesting = nesting_of(leaves, spec, lengths)
-            return tuple(map(local_part, travelling))
+            return tuple(map(self._part, travelling, lengths))
         finally:
             self._received = ((), None)
 
@@ -157,6 +157,28 @@ class Stage(nn.Module):
         joined = list(map(self._joined, tensors, nesting.marks))
         result = nesting.nest(iter(joined))
         return result, joined[nesting.num_returned :]
+
+    def split_length(self, tensor: Tensor) -> int | None:
+        """Returns how long a tensor is along its sequence if ranks have parts of it between blocks, else None."""
+        is_hidden = tensor.ndim == 3 and tensor.is_floating_point()
+        if self.crossing is None or not is_hidden or not splits(tensor.shape[1], self.crossing):
+            return None
+        return tensor.shape[1]
+
+    def local_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Returns the shape of what travels of a tensor between blocks."""
+        if self.crossing is None or self.split_length(tensor) is None:
+            return tuple(tensor.shape)
+        start, stop = self.crossing.part_of(tensor.shape[1])
+        return (tensor.shape[0], stop - start, *tensor.shape[2:])
+
+    def _part(self, tensor: Tensor, length: int | None) -> Tensor:
+        """Returns what travels of a tensor: what every worker of the tensor axis can expect from its shape alone."""
+        if length is None or self.crossing is None:
+            return whole(tensor)
+        if isinstance(tensor, SplitTensor) and tensor.split_dim == 1:
+            return tensor.to_local()
+        return self.crossing.take(whole(tensor), 1)
 
     def _joined(self, part: Tensor, mark: Travelling) -> Tensor:
         if mark.length is None:

@@ -22,7 +22,6 @@ from moreh_ap.parallelizer.loading import local_part
 from moreh_ap.parallelizer.mesh import Axis, subgroup
 from moreh_ap.parallelizer.stage import Stage
 from moreh_ap.parallelizer.tensor_crossing import Crossing
-from moreh_ap.parallelizer.tensor_sequence import splits
 from moreh_ap.parallelizer.trace import Trace
 from moreh_ap.plan import Plan
 
@@ -77,20 +76,6 @@ class Stages:
         for number in range(axis.rank, self.num_stages, axis.size):
             self.local[number] = self._build(number, meta_module, holders)
             self.local[number].crossing = crossing
-        self._crossing = crossing
-
-    def split_length(self, shape: tuple[int, ...]) -> int | None:
-        """Returns how long a hidden state of this shape is along its sequence if ranks have parts of it, else None."""
-        if self._crossing is None or len(shape) != 3 or not splits(shape[1], self._crossing):
-            return None
-        return shape[1]
-
-    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns what this worker has of a hidden state between blocks."""
-        if self._crossing is None or self.split_length(shape) is None:
-            return shape
-        start, stop = self._crossing.part_of(shape[1])
-        return (shape[0], stop - start, *shape[2:])
 
     @property
     def last_worker(self) -> int:

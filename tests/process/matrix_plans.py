@@ -45,7 +45,7 @@ PLANS = {
 
 REFUSALS: dict[str, dict[str, str]] = {
     "mixtral_balanced": {"pipeline": "pipeline"},
-    "t5": {"pipeline": "pipeline"},
+    "t5": {"pipeline": "pipeline", "sequence": "sequence_parallel"},
     "convnet": {"tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
     "convnet_batchnorm": {"tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
 }

@@ -26,6 +26,7 @@ def train_tied(rank: int, world: int, plan: str, steps: int) -> dict[str, str]:
     torch.manual_seed(0)
     model = tiny_gpt2()
     meta = copy.deepcopy(model).to("meta")
+    meta.tie_weights()  # `to` makes two of one
     batches = [{**batch, "use_cache": False} for batch in ragged_batches(5, 4)]
     wanted = Plan.parse(plan)
     applied = apply_plan(model, wanted, build_mesh(wanted, "cpu"), CPU, Example(meta, (), batches[0]))

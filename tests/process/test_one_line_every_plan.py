@@ -1,4 +1,4 @@
-"""What scripts do beside plain steps, under tensor, pipeline and combined plans: exact against the same code on the CPU."""
+"""What scripts do beside plain steps, under tensor, pipeline and combined plans: exact against the code on the CPU."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ def test_evaluation_and_generation(plan):
 
 
 def test_a_model_of_one_s_own_whose_residuals_are_outside_of_its_blocks(plan):
-    if "sequence_parallel" in plan:
-        with pytest.raises(PlanError, match="sequence_parallel"):
-            OwnTransformer().to("cuda")(*(value.to("cuda") for value in (torch.zeros(4, 6, dtype=torch.long),) * 2))
+    if "zero_bubble" in plan:  # PyTorch's split of a backward does not take a graph of this shape
+        with pytest.raises(PlanError, match="is not proven for OwnTransformer"):
+            OwnTransformer().to("cuda")(*(value.to("cuda") for value in list(batch(0, "cpu").values())[:1]))
         return
 
     def script(device):
