@@ -65,7 +65,7 @@ class DeferredForward:
             start, stop = row_range(call.rank, call.num_workers, rows)
             self._rows = stop - start
         self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self._outputs: list[Any] | None = None
+        self._outputs: Sequence[Any] | None = None
         self.shapes, self.treespec, self._denominators = self._dry_run(meta_module)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in self.shapes]
 
@@ -78,11 +78,11 @@ class DeferredForward:
         return self._outputs is not None
 
     @property
-    def outputs(self) -> list[Any]:
+    def outputs(self) -> Sequence[Any]:
         """Leaves of the result; computed now if they are not there yet."""
         return self.materialize()
 
-    def materialize(self) -> list[Any]:
+    def materialize(self) -> Sequence[Any]:
         """Returns the leaves of the result, from a run without gradients unless backward has computed them."""
         if self._outputs is None:
             call = replace(self._call, grad=False)
@@ -185,15 +185,30 @@ class DeferredForward:
     def _kinds(self) -> tuple[str, ...]:
         return self._call.kinds or ("same",) * len(self.shapes)
 
-    def _join(self, chunks: list[list[Any]]) -> list[Any]:
+    def _join(self, chunks: list[list[Any]]) -> Sequence[Any]:
         """Returns the leaves of the whole slice from those of its pieces."""
-        joined: list[Any] = []
-        for kind, pieces in zip(self._kinds, zip(*chunks, strict=True), strict=True):
+        return _Joined(self._kinds, chunks)
+
+
+class _Joined(Sequence[Any]):
+    """The leaves of a whole slice, each put together from its pieces when somebody asks for it: logits are large."""
+
+    def __init__(self, kinds: Sequence[str], chunks: list[list[Any]]) -> None:
+        self._kinds = kinds
+        self._pieces: list[Sequence[Any]] = list(zip(*chunks, strict=True))
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, index: Any) -> Any:
+        kind, pieces = self._kinds[index], self._pieces[index]
+        if len(pieces) > 1:
             if kind == "rows":
-                joined.append(torch.cat(pieces))
+                pieces = (torch.cat(list(pieces)),)
             else:
-                joined.append(sum(pieces[1:], start=pieces[0]) if kind == "share" else pieces[0])
-        return joined
+                pieces = (sum(pieces[1:], start=pieces[0]) if kind == "share" else pieces[0],)
+            self._pieces[index] = pieces
+        return pieces[0]
 
 
 @contextmanager

@@ -152,7 +152,7 @@ class PipelinedForward(DeferredForward):
                 'plan="shard=2"',
             )
 
-    def materialize(self) -> list[Any]:
+    def materialize(self) -> Sequence[Any]:
         """Returns the leaves of the result, from a run without gradients unless backward has computed them."""
         if self._outputs is None:
             call = replace(self._call, grad=False)
