@@ -262,9 +262,9 @@ def compare(got: Training, expected: Training, plan: Plan) -> Equivalence:
                 shapes = f"{tuple(there[name].shape)} instead of {tuple(tensor.shape)}"
                 return Equivalence(str(plan), "wrong", f"the {kind} of {name} has the shape {shapes}")
     largest = max(float(tensor.abs().max()) for tensor in expected.gradients.values())
-    loss, norm = _worst_of_curve(got.losses, expected.losses), _worst_of_curve(got.norms, expected.norms)
-    gradient, gradient_name = _worst(got.gradients, expected.gradients, SMALLEST_GRADIENT * largest)
-    weight, weight_name = _worst(got.weights, expected.weights, _SMALLEST_WEIGHT)
+    loss, norm = worst_of_curve(got.losses, expected.losses), worst_of_curve(got.norms, expected.norms)
+    gradient, gradient_name = worst(got.gradients, expected.gradients, SMALLEST_GRADIENT * largest)
+    weight, weight_name = worst(got.weights, expected.weights, _SMALLEST_WEIGHT)
     bf16 = plan.precision == "bf16"  # there only the loss curve is held
     wrong = []
     if not loss <= (BF16_LOSS_LIMIT if bf16 else LOSS_LIMIT):
@@ -289,8 +289,14 @@ def compare(got: Training, expected: Training, plan: Plan) -> Equivalence:
     )
 
 
-def _worst(got: dict[str, Tensor], expected: dict[str, Tensor], smallest: float) -> tuple[float, str]:
-    """Largest difference relative to the largest element of its tensor, or to `smallest`; and where."""
+def worst(got: dict[str, Tensor], expected: dict[str, Tensor], smallest: float) -> tuple[float, str]:
+    """Returns the largest difference relative to the largest element of its tensor, or to `smallest`, and where it is.
+
+    Args:
+        got: Tensors by name; every name and shape of `expected` is there.
+        expected: What they are compared with.
+        smallest: What a difference is relative to at least.
+    """
     found = [(0.0, "")]
     for name, tensor in expected.items():
         if tensor.numel() == 0:
@@ -301,6 +307,7 @@ def _worst(got: dict[str, Tensor], expected: dict[str, Tensor], smallest: float)
     return max(found)
 
 
-def _worst_of_curve(got: list[float], expected: list[float]) -> float:
-    relative = [abs(a - b) / max(abs(b), _SMALLEST_WEIGHT) for a, b in zip(got, expected)]
+def worst_of_curve(got: list[float], expected: list[float]) -> float:
+    """Returns the largest difference of two equally long series, relative to the expected; inf if one is no number."""
+    relative = [abs(a - b) / max(abs(b), _SMALLEST_WEIGHT) for a, b in zip(got, expected, strict=True)]
     return max(relative) if all(map(isfinite, relative)) else float("inf")

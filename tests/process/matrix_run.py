@@ -12,15 +12,18 @@ import torch
 from families import STEPS, Family
 from torch import Tensor
 
+from moreh_ap.session.equivalence import (
+    BF16_LOSS_LIMIT,
+    GRADIENT_LIMIT,
+    LOSS_LIMIT,
+    SMALLEST_GRADIENT,
+    WEIGHT_LIMIT,
+    worst,
+    worst_of_curve,
+)
+
 MAX_NORM = 0.5
 """For `clip_grad_norm_`; below every family's norm in every step, so that clipping always does something."""
-LOSS_LIMIT, GRADIENT_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4, 1e-4
-BF16_LOSS_LIMIT = 0.02
-SMALLEST_GRADIENT = 1e-3
-"""A tensor's gradient is compared relative to its own largest element, but at least to this part of the model's.
-
-The bias of an attention key has a gradient that is zero but for rounding; relative to itself it is all noise.
-"""
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,8 @@ def compare(got: Training, expected: Training) -> Difference:
     )
     weight, weight_name = _worst(got.weights, expected.weights, 1e-12)
     return Difference(
-        loss=_worst_of_curve(got.losses, expected.losses),
-        norm=_worst_of_curve(got.norms, expected.norms),
+        loss=worst_of_curve(got.losses, expected.losses),
+        norm=worst_of_curve(got.norms, expected.norms),
         gradient=gradient,
         gradient_name=gradient_name,
         weight=weight,
@@ -133,18 +136,7 @@ def _largest(tensors: dict[str, Tensor]) -> float:
 
 
 def _worst(got: dict[str, Tensor], expected: dict[str, Tensor], smallest: float) -> tuple[float, str]:
-    """Largest difference relative to the largest element of its tensor, or to `smallest`; and where."""
-    assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
-    found = []
+    assert expected and got.keys() == expected.keys(), got.keys() ^ expected.keys()
     for name, wanted in expected.items():
         assert got[name].shape == wanted.shape, f"{name}: {got[name].shape} against {wanted.shape}"
-        wanted, difference = wanted.double(), (got[name].double() - wanted.double()).abs().max()
-        relative = float(difference / wanted.abs().max().clamp(min=smallest))
-        found.append((relative if isfinite(relative) else float("inf"), name))
-    return max(found)
-
-
-def _worst_of_curve(got: list[float], expected: list[float]) -> float:
-    assert len(got) == len(expected)
-    relative = [abs(a - b) / abs(b) for a, b in zip(got, expected)]
-    return max(relative) if all(map(isfinite, relative)) else float("inf")
+    return worst(got, expected, smallest)
