@@ -60,3 +60,17 @@ def test_the_controller_s_peak_does_not_grow_with_the_checkpoint(tmp_path):
             shutil.rmtree(folder)
     print("peak of the controller, MB:", [round(peak / MB) for peak in peaks])
     assert peaks[1] < peaks[0] + 200 * MB
+
+
+@pytest.mark.slow
+def test_a_worker_s_peak_is_its_share_while_it_loads(tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    written = write_checkpoint(checkpoint, num_layers=44)
+    assert 2900 * MB < written < 3100 * MB
+    for plan in ("tensor=4", "pipeline=4"):
+        with UserScript("load_under_plan.py", checkpoint, plan, cwd=tmp_path) as script:
+            out = script.succeed(timeout_s=200)
+        peaks = [int(found) for found in re.findall(r"worker peak (\d+)", out)]
+        print(plan, "peak of each worker, MB:", [round(peak / MB) for peak in peaks])
+        assert len(peaks) == 4 and max(peaks) < 1.3 * written / 4 + 600 * MB
+    shutil.rmtree(checkpoint)
