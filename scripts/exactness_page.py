@@ -1,10 +1,10 @@
-"""Writes docs/reference/exactness.md from the results of the matrix of families and plans.
+"""Writes docs/reference/exactness.md and moreh_ap/planner/proven.json from the results of the matrix.
 
-    make test-matrix                     # runs the matrix, keeps its numbers in exactness.json, writes the page
-    python scripts/exactness_page.py     # writes the page alone
+    make test-matrix                     # runs the matrix, keeps its numbers in exactness.json, writes both
+    python scripts/exactness_page.py     # writes both alone
 
-`--check` writes nothing and exits with 1 if the page is not what the results give. Decides how the page reads. Must not
-know how a cell is computed.
+`--check` writes nothing and exits with 1 if one of them is not what the results give. Decides how the page reads and
+what the results prove. Must not know how a cell is computed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
-RESULTS, PAGE = REFERENCE / "exactness.json", REFERENCE / "exactness.md"
+from moreh_ap.plan import Plan
+from moreh_ap.planner.proven import kinds_to_prove
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "docs" / "reference" / "exactness.json", ROOT / "docs" / "reference" / "exactness.md"
+PROVEN = ROOT / "moreh_ap" / "planner" / "proven.json"
 
 Entry = dict[str, Any]
 
@@ -132,11 +136,30 @@ def _in_a_table(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+def proven_of(entries: list[Entry]) -> str:
+    """What the planner may choose without a trial, as the text of `proven.json`.
+
+    A kind is proven for a family of a library if the matrix has cells of that kind for it and all of them are exact.
+    """
+    families: dict[str, list[str]] = {}
+    for name, rows in sorted(_by(entries, "class").items()):
+        verdicts: dict[str, set[str]] = {}
+        for row in rows:
+            for kind in kinds_to_prove(Plan.parse(row["text"])):
+                verdicts.setdefault(kind, set()).add(row["verdict"])
+        kinds = sorted(kind for kind, found in verdicts.items() if found == {"exact"})
+        if kinds and name.startswith("transformers."):
+            families[name] = kinds
+    lines = [f"  {json.dumps(name)}: {json.dumps(kinds)}" for name, kinds in families.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
+    parser.add_argument("--proven", type=Path, default=PROVEN)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
     options = parser.parse_args()
     if not options.results.exists():
         print(f"{options.results} is not there; `make test-matrix` makes it", file=sys.stderr)
@@ -145,15 +168,15 @@ def main() -> int:
     if not entries:
         print(f"{options.results} has no cells; `make test-matrix` makes them", file=sys.stderr)
         return 1
-    text = page_of(entries)
-    if options.check:
-        if options.page.exists() and options.page.read_text() == text:
-            return 0
-        print(f"{options.page} is not what {options.results} gives; run scripts/exactness_page.py", file=sys.stderr)
-        return 1
-    options.page.write_text(text)
-    print(options.page)
-    return 0
+    out_of_date = 0
+    for file, text in ((options.page, page_of(entries)), (options.proven, proven_of(entries))):
+        if not options.check:
+            file.write_text(text)
+            print(file)
+        elif not file.exists() or file.read_text() != text:
+            print(f"{file} is not what {options.results} gives; run scripts/exactness_page.py", file=sys.stderr)
+            out_of_date = 1
+    return out_of_date
 
 
 if __name__ == "__main__":

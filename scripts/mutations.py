@@ -79,6 +79,55 @@ MUTATIONS = [
         "2 * command.max_norm / (norm.tensor + 1e-6)",
         "shard-gpt2",
     ),
+    Mutation(
+        "sequence_bias",
+        "moreh_ap/parallelizer/tensor_styles.py",
+        "(bias if region.sequence.length is None else region.crossing.enter(bias))",
+        "bias",
+        "sequence-gpt2",
+    ),
+    Mutation(
+        "shared_heads",
+        "moreh_ap/parallelizer/tensor_styles.py",
+        "dist.all_reduce(summed, group=ctx.crossing.group)",
+        "pass",
+        "tensor4-llama3",
+    ),
+    Mutation(
+        "vocabulary",
+        "moreh_ap/parallelizer/vocabulary.py",
+        "dist.all_reduce(totals, group=crossing.group)",
+        "totals *= 2",
+        "tensor-llama3",
+    ),
+    Mutation(
+        "tensor_norm",
+        "moreh_ap/parallelizer/held.py",
+        "in_tensor = position.tensor.rank == 0 if self.layout is None else self.layout.writes",
+        "in_tensor = True",
+        "tensor-gpt2",
+    ),
+    Mutation(
+        "tied_stages",
+        "moreh_ap/parallelizer/stages.py",
+        "dist.all_reduce(local_part(param.grad), group=self._groups[tuple(self._shared[name])])",
+        "pass",
+        "pipeline-gpt2",
+    ),
+    Mutation(
+        "pipeline_norm",
+        "moreh_ap/runtime/worker_model.py",
+        "is_first = stages is None or stages.first_holder_of(name) == position.pipeline.rank",
+        "is_first = True",
+        "pipeline-gpt2",
+    ),
+    Mutation(
+        "scaled_by_schedule",
+        "moreh_ap/parallelizer/schedules.py",
+        "scale_grads=False",
+        "scale_grads=True",
+        "pipeline-mistral",
+    ),
 ]
 
 

@@ -44,7 +44,7 @@ def complete_unpickled(module: nn.Module) -> None:
 
 def cache_leaves(treespec: pytree.TreeSpec) -> frozenset[int]:
     """Which leaves of a nesting are keys and values in a cache: (batch, heads, positions, width) each."""
-    if "transformers.cache_utils" not in sys.modules:
+    if not _CACHES:  # transformers is not imported; asking sys.modules would find it half imported by another thread
         return frozenset()
     cache_class = sys.modules["transformers.cache_utils"].Cache
     leaves = [torch.empty(0) for _ in range(treespec.num_leaves)]  # tensors: others are no children of a cache

@@ -40,7 +40,7 @@ def accelerator() -> Iterator[Callable[[str], Session]]:
 
 @pytest.fixture(scope="session")
 def team() -> Iterator[Team]:
-    """Four processes for `team.run(world, job, ...)`."""
+    """Processes for `team.run(world, job, ...)`."""
     team = Team()
     yield team
     team.close()

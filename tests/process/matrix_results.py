@@ -9,12 +9,16 @@ import json
 import platform
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from families import FAMILIES
 from matrix_plans import Cell, all_cells
 from matrix_run import Difference
+
+from moreh_ap.session.first_use import family_of
 
 
 class Results:
@@ -36,6 +40,7 @@ class Results:
 
         self._entries[str(cell)] = {
             "family": cell.family,
+            "class": _class_of(cell.family),
             "plan": cell.plan,
             "text": cell.text,
             "verdict": verdict,
@@ -60,6 +65,12 @@ class Results:
         lines = [json.dumps(entry, ensure_ascii=False) for entry in known]
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+@cache
+def _class_of(family: str) -> str:
+    """The name under which the planner knows a family."""
+    return family_of(FAMILIES[family].build())
 
 
 def _rounded(values: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from moreh_ap.errors import MeshStartError, WorkerError, WorkerLostError
 from moreh_ap.runtime.mesh import MAX_OUTSTANDING, WorkerMesh
 
 EXECUTOR = "runtime_executor:Executor"
+NOT_HUNG_S = 30.0
+"""A bound on what takes a second or less on an idle machine: a mistake waits for ever, a busy machine only longer."""
 LOOPBACK_HEX = {"0100007F", "00000000000000000000000001000000"}
 
 
@@ -52,7 +54,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def wait_until(condition, timeout_s: float = 10.0) -> bool:
+def wait_until(condition, timeout_s: float = NOT_HUNG_S) -> bool:
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if condition():
@@ -150,7 +152,7 @@ def test_results_can_be_read_where_an_event_loop_runs(mesh, recwarn):
 
 
 def test_round_trip_and_submit_are_quick(mesh):
-    """Bounds are ten times what an idle machine needs: they catch a mistake, not a busy neighbour."""
+    """Bounds are ten times what an idle machine needs, and what counts is the tenth that a neighbour delayed least."""
     mesh.submit(("echo", None)).result()
     round_trips_s, submits_s = [], []
     for _ in range(200):
@@ -159,8 +161,8 @@ def test_round_trip_and_submit_are_quick(mesh):
         submits_s.append(time.perf_counter() - started_s)
         reply.result()
         round_trips_s.append(time.perf_counter() - started_s)
-    assert sorted(round_trips_s)[100] < 0.010
-    assert sorted(submits_s)[100] < 0.002
+    assert sorted(round_trips_s)[20] < 0.010
+    assert sorted(submits_s)[20] < 0.002
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -249,13 +251,13 @@ def test_failure_reported_by_a_callback_is_raised_at_the_next_call(mesh):
 
 
 def test_wait_for_a_result_can_be_interrupted_and_workers_go_on(mesh):
-    reply = mesh.submit(("sleep", 1.0))
+    reply = mesh.submit(("sleep", 3.0))
     timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     started_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         reply.result()
-    assert time.monotonic() - started_s < 0.8
+    assert time.monotonic() - started_s < 2.5
     assert reply.result() == [None, None]
 
 
@@ -316,7 +318,7 @@ def test_equal_lines_appear_once_and_differing_ones_with_a_prefix(mesh, capsys):
         out, err = out + new.out, err + new.err
         return "[worker 1]" in out and "to stderr" in err
 
-    assert wait_until(seen, 5)
+    assert wait_until(seen)
     time.sleep(1.2)  # longer than a line may be held back
     seen()
     assert out.splitlines() == ["same line", "rank 0 differs", "[worker 1] rank 1 differs"]
@@ -334,7 +336,7 @@ def test_log_records_of_workers_and_script_carry_no_prefix_of_the_engine(mesh, c
         err += capsys.readouterr().err
         return "from a worker" in err
 
-    assert wait_until(seen, 5)
+    assert wait_until(seen)
     assert "from a worker" in err.splitlines()
     handler = logging.StreamHandler()
     logger = logging.getLogger("script")
@@ -356,11 +358,11 @@ def test_killed_worker_is_an_error_within_ten_seconds_and_stops_the_mesh():
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerLostError, match=r"Worker 1 of 2 \(process \d+\) died: killed by signal 9"):
         reply.result()
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 10
     with pytest.raises(WorkerLostError, match="mesh is stopped: WorkerLostError: Worker 1 of 2"):
         with_child.submit(("rank",))
     with_child.close()
-    assert wait_until(lambda: not any(map(alive, [*pids, *children])), 5)
+    assert wait_until(lambda: not any(map(alive, [*pids, *children])))
 
 
 def test_worker_that_dies_while_idle_is_noticed_without_a_call():
@@ -377,7 +379,7 @@ def test_worker_that_dies_while_idle_is_noticed_without_a_call():
             error = lost
         return error is not None
 
-    assert wait_until(raised, 10)
+    assert wait_until(raised)
     assert "died" in str(error)
     assert "Fatal Python error" in str(error)
     mesh.close()
@@ -394,12 +396,12 @@ def test_failure_of_one_worker_while_the_other_waits_for_it(command):
     started_s = time.monotonic()
     with pytest.raises(expected):
         behind.result()
-    assert time.monotonic() - started_s < 10
+    assert time.monotonic() - started_s < NOT_HUNG_S
     assert reply.failed()
     with pytest.raises(WorkerLostError, match="mesh is stopped"):
         mesh.submit(("rank",))
     mesh.close()
-    assert wait_until(lambda: not any(map(alive, pids)), 5)
+    assert wait_until(lambda: not any(map(alive, pids)))
 
 
 def test_unrecoverable_failure_of_some_workers_stops_the_mesh():
@@ -492,7 +494,7 @@ def test_no_process_is_left_however_the_script_ends(name):
     assert time.monotonic() - ending_s < 10
     pids = [int(pid) for pid in out[-1].split()[1:]]
     assert pids, (out, rest, err)
-    assert wait_until(lambda: not any(map(alive, pids)), 5)
+    assert wait_until(lambda: not any(map(alive, pids)))
     if name == "sys.exit":
         lines = "".join([*out, rest]).splitlines()
         assert [line for line in lines if not line.startswith("pids")] == ["a line of the workers"]

@@ -81,7 +81,7 @@ def test_device_contexts_and_defaults_mean_the_accelerator():
     try:
         assert torch.zeros(2).is_cuda
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)
     assert not torch.zeros(2).is_cuda
 
 
