@@ -1,0 +1,261 @@
+"""How long a training step takes under a plan, by what the time goes to.
+
+Decides how computation, communication and waiting add up. Must not know architectures or bytes of memory.
+
+[Note: one step]
+Every position of the pipeline works through all micro-batches, forward and backward; the slowest sets the pace, and
+the others' one micro-batch each is what fills and drains the pipeline. What the tensor axis sums is added to the
+computation where the program does not hide it. Gradients travel beside the backward of the last micro-batch as far as
+the program does that. Then the optimizer's step goes through all state in memory. Source: Narayanan et al., "Efficient
+Large-Scale Language Model Training on GPU Clusters", 2021, section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from moreh_ap.errors import PlanError
+from moreh_ap.plan import Plan
+from moreh_ap.planner.coefficients import COEFFICIENTS, Coefficients
+from moreh_ap.planner.collectives import group_of, message_s
+from moreh_ap.planner.compute import PartTime, part_time
+from moreh_ap.planner.hardware import Cluster
+from moreh_ap.planner.occupancy import Holding, holdings, parameters_at
+from moreh_ap.planner.practice import MOREH_AP, Practice
+from moreh_ap.planner.profile import ModelProfile
+from moreh_ap.planner.step_time_data import data_s, optimizer_s
+
+__all__ = ["StepEstimate", "estimate_step"]
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Seconds of one step of the slowest device, by what they go to; hidden ones are not part of the total.
+
+    Attributes:
+        forward_s: Computing forward.
+        backward_s: Computing backward.
+        recompute_s: Computing again what was not kept.
+        host_s: Waiting for the host to start kernels.
+        tensor_s: Communication of the tensor axis that nothing hides.
+        tensor_hidden_s: The same, hidden.
+        data_s: Gathering weights and summing gradients, as far as nothing hides it.
+        data_hidden_s: The same, hidden.
+        pipeline_s: Messages between stages that nothing hides.
+        pipeline_hidden_s: The same, hidden.
+        bubble_s: Waiting for the pipeline to fill and drain.
+        optimizer_s: The optimizer's step.
+        fixed_s: What every step takes.
+        tokens: Tokens of the step on all devices.
+        num_devices: Devices.
+        model_flops: Operations that the model needs for the step, nothing recomputed.
+        peak_flops: Peak rate of one device.
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    host_s: float
+    tensor_s: float
+    tensor_hidden_s: float
+    data_s: float
+    data_hidden_s: float
+    pipeline_s: float
+    pipeline_hidden_s: float
+    bubble_s: float
+    optimizer_s: float
+    fixed_s: float
+    tokens: float
+    num_devices: int
+    model_flops: float
+    peak_flops: float
+
+    @cached_property
+    def total_s(self) -> float:
+        """Seconds of the step."""
+        return (
+            self.forward_s
+            + self.backward_s
+            + self.recompute_s
+            + self.host_s
+            + self.tensor_s
+            + self.data_s
+            + self.pipeline_s
+            + self.bubble_s
+            + self.optimizer_s
+            + self.fixed_s
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second on all devices."""
+        return self.tokens / self.total_s
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Tokens a second and device."""
+        return self.tokens_per_s / self.num_devices
+
+    @property
+    def mfu(self) -> float:
+        """Part of the peak rate that the model's own operations use. Source: Chowdhery et al., "PaLM", 2022, app. B."""
+        return self.model_flops / (self.total_s * self.num_devices * self.peak_flops)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Seconds of summing one hidden state over the tensor axis: its bytes, its start on the network, its host."""
+
+    moving_s: float = 0.0
+    starting_s: float = 0.0
+    host_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """Seconds of one micro-batch at one position."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    recompute_s: float = 0.0
+    host_s: float = 0.0
+    tensor_s: float = 0.0
+    tensor_hidden_s: float = 0.0
+    total_s: float = 0.0
+
+
+def estimate_step(
+    profile: ModelProfile,
+    plan: Plan,
+    global_batch: int,
+    cluster: Cluster,
+    practice: Practice = MOREH_AP,
+    coefficients: Coefficients = COEFFICIENTS,
+) -> StepEstimate:
+    """Returns how long a step takes. See [Note: one step].
+
+    Args:
+        profile: The model.
+        plan: How it is spread.
+        global_batch: Rows of a step.
+        cluster: The devices; the plan occupies the first of them.
+        practice: How the program goes about it.
+        coefficients: Constants of devices and networks.
+
+    Raises:
+        PlanError: The plan needs more devices than there are.
+    """
+    if plan.num_devices > cluster.num_devices:
+        raise PlanError(
+            f"plan={str(plan)!r} needs {plan.num_devices} devices, the cluster has {cluster.num_devices}",
+            f"replicate x shard x tensor x pipeline of at most {cluster.num_devices}",
+        )
+    rows = plan.rows_per_micro_batch(global_batch)
+    precision, length, device = plan.precision, profile.sequence_length, cluster.device
+    times = [
+        part_time(
+            part, rows, length, plan.tensor, plan.sequence_parallel, device, precision, practice, coefficients, logits
+        )
+        for part, logits in ((profile.first, 0), (profile.block, 0), (profile.last, profile.logits_per_token))
+    ]
+    wide = 1.0 if precision == "bf16" else 2.0
+    exchange = _exchange(profile.boundary_bytes_per_row * rows * wide, plan, cluster, practice)
+    adding_s = practice.accumulation_bytes / (device.memory_bytes_per_s * coefficients.memory)
+    pace, others_s, slowest = _Pace(), 0.0, None
+    for holding in holdings(profile, plan, practice):
+        found = _pace(profile, plan, practice, holding, times, exchange, adding_s)
+        others_s += found.total_s * holding.count
+        if slowest is None or found.total_s > pace.total_s:
+            pace, slowest = found, holding
+    assert slowest is not None
+    others_s -= pace.total_s
+    count = plan.micro_batches
+    pipeline_s, bubble_s, hidden_pipeline_s = 0.0, 0.0, 0.0
+    if plan.pipeline > 1:
+        sent = profile.boundary_bytes_per_row * rows * wide / (plan.tensor if plan.sequence_parallel else 1)
+        once_s = message_s(sent, plan.tensor * plan.data_parallel, cluster, coefficients)
+        bubble_s = others_s / plan.stages_per_device * (0.4 if plan.schedule == "zero_bubble" else 1.0)
+        bubble_s += 2.0 * (plan.pipeline - 1) * once_s
+        steady_s = 2.0 * count * plan.stages_per_device * once_s
+        pipeline_s = steady_s * (1.0 - practice.hides_pipeline)
+        hidden_pipeline_s = steady_s - pipeline_s
+    shown_data_s, data_hidden_s = data_s(
+        profile, plan, cluster, practice, coefficients, slowest, pace.total_s, pace.backward_s, wide
+    )
+    return StepEstimate(
+        forward_s=count * pace.forward_s,
+        backward_s=count * pace.backward_s,
+        recompute_s=count * pace.recompute_s,
+        host_s=count * pace.host_s,
+        tensor_s=count * pace.tensor_s,
+        tensor_hidden_s=count * pace.tensor_hidden_s,
+        data_s=shown_data_s,
+        data_hidden_s=data_hidden_s,
+        pipeline_s=pipeline_s,
+        pipeline_hidden_s=hidden_pipeline_s,
+        bubble_s=bubble_s,
+        optimizer_s=optimizer_s(profile, plan, cluster, practice, coefficients),
+        fixed_s=coefficients.step_s,
+        tokens=float(global_batch * length),
+        num_devices=plan.num_devices,
+        model_flops=global_batch * profile.flops_per_row,
+        peak_flops=device.peak_flops(practice.matrix_precision or precision),
+    )
+
+
+def _pace(
+    profile: ModelProfile,
+    plan: Plan,
+    practice: Practice,
+    holding: Holding,
+    times: list[PartTime],
+    exchange: _Exchange,
+    adding_s: float,
+) -> _Pace:
+    """Returns what one micro-batch takes at a position of the pipeline."""
+    first, block, last = times
+    blocks = holding.blocks
+    forward, backward = blocks * block.forward_s, blocks * block.backward_s
+    host = blocks * (block.host_forward_s + block.host_backward_s)
+    sums = 2.0 * blocks * profile.block.num_tensor_sums
+    if holding.has_first:
+        forward, backward = forward + first.forward_s, backward + first.backward_s
+        host += first.host_forward_s + first.host_backward_s
+        sums += profile.first.num_tensor_sums
+    if holding.has_last:
+        forward, backward = forward + last.forward_s, backward + last.backward_s
+        host += last.host_forward_s + last.host_backward_s
+        sums += 1.0
+    if practice.trains_weights:
+        backward += adding_s * parameters_at(profile, plan, holding)
+    recompute = 0.0
+    if plan.recompute != "none":
+        again = blocks if isinstance(plan.recompute, str) else min(blocks, plan.recompute)
+        if plan.recompute == "selective":
+            recompute = practice.selective_again * again * block.forward_s
+        else:
+            recompute = again * block.forward_s
+            sums += again * profile.block.num_tensor_sums
+            host += again * block.host_forward_s
+    device_s = forward + backward + recompute
+    talking = sums * exchange.moving_s
+    hidden = min(talking * practice.hides_tensor, device_s)
+    starting = sums * exchange.starting_s
+    busy = device_s + talking - hidden
+    total = max(busy, host + sums * exchange.host_s) + starting
+    waiting = total - busy
+    return _Pace(forward, backward, recompute, waiting, talking - hidden, hidden, total)
+
+
+def _exchange(num_bytes: float, plan: Plan, cluster: Cluster, practice: Practice) -> _Exchange:
+    """Returns what one sum over the tensor axis takes: a scatter and a gather, or both in one."""
+    if plan.tensor == 1:
+        return _Exchange()
+    group = group_of(plan.tensor, 1, cluster)
+    crowding = cluster.inter.crowding_s * plan.tensor if cluster.num_nodes > 1 else 0.0
+    return _Exchange(
+        moving_s=2.0 * num_bytes * (group.size - 1) / group.size / group.bytes_per_s,
+        starting_s=2.0 * group.start_s,
+        host_s=2.0 * (practice.host_s_per_exchange + crowding),
+    )
