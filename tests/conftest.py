@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and so would be the scripts of tests that send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

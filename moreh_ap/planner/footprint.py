@@ -11,7 +11,7 @@ backward); and the copies that the optimizer's step makes (the peak of the step)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from moreh_ap.errors import PlanError
@@ -59,6 +59,11 @@ class MemoryEstimate:
             + self.logit_bytes
             + self.temporary_bytes
         )
+
+    def scaled(self, factor: float) -> MemoryEstimate:
+        """Returns the same with every part so many times as large."""
+        parts = {one.name: getattr(self, one.name) * factor for one in fields(self) if one.name.endswith("_bytes")}
+        return replace(self, **parts)
 
     @property
     def reserved_bytes(self) -> float:

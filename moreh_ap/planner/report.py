@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moreh_ap.plan import Plan
+from moreh_ap.planner import explain
 
 if TYPE_CHECKING:
-    from moreh_ap.planner.rule import Choice
+    from moreh_ap.planner.choice import Choice
+    from moreh_ap.planner.ranking import Candidate
 
 SELECTED_CONFIG_FILE = "advanced_parallelization_selected_config.dump"
 AUTOCONFIG_LOG_FILE = "autoconfig_log.dump"
@@ -105,16 +107,26 @@ def plan_line(plan: Plan, reason: str) -> str:
     return info(f'plan="{plan}" ({reason})')
 
 
+def measured_line(chosen: Candidate, seconds: float, peak_bytes: float) -> str:
+    """Returns the line that compares what was predicted for a timed plan with what was measured in its first steps."""
+    assert chosen.step is not None
+    predicted_bytes = chosen.memory.reserved_bytes
+    return info(
+        f"a step takes {seconds:.3g} s ({chosen.step.total_s:.3g} s predicted), the fullest device holds "
+        f"{peak_bytes / 2**30:.2f} GiB ({predicted_bytes / 2**30:.2f} GiB predicted)"
+    )
+
+
 def candidate_lines(choice: Choice) -> Iterable[str]:
-    """Yields a line for each candidate with its bytes on the fullest device, for detailed logs."""
+    """Yields a line for each candidate with what is predicted for it, for detailed logs."""
     for candidate in choice.candidates:
-        memory = candidate.memory
+        memory, step = candidate.memory, candidate.step
         verdict = "selected" if candidate.plan == choice.plan else "fits" if candidate.fits else "does not fit"
+        seconds = f", {step.total_s * 1000:.1f} ms a step" if step is not None else ""
+        parts = ", ".join(f"{label} {round(num_bytes)}" for label, num_bytes in explain.memory_parts(memory))
         yield info(
-            f"{candidate.plan} : {round(memory.total_bytes)} bytes of {round(choice.usable_bytes)}, {verdict} "
-            f"(parameters {round(memory.parameter_bytes)}, gradients {round(memory.gradient_bytes)}, "
-            f"optimizer {round(memory.optimizer_bytes)}, gathered {round(memory.gathered_bytes)}, "
-            f"activations {round(memory.activation_bytes)})"
+            f"{candidate.plan} : {round(memory.reserved_bytes)} bytes of {round(candidate.usable_bytes)}{seconds}, "
+            f"{verdict} ({parts})"
         )
 
 

@@ -12,7 +12,7 @@ Large-Scale Language Model Training on GPU Clusters", 2021, section 3.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from moreh_ap.errors import PlanError
@@ -70,6 +70,11 @@ class StepEstimate:
     num_devices: int
     model_flops: float
     peak_flops: float
+
+    def scaled(self, factor: float) -> StepEstimate:
+        """Returns the same with every part so many times as long."""
+        parts = {one.name: getattr(self, one.name) * factor for one in fields(self) if one.name.endswith("_s")}
+        return replace(self, **parts)
 
     @cached_property
     def total_s(self) -> float:

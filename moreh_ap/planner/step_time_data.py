@@ -73,9 +73,15 @@ def data_s(
 def optimizer_s(
     profile: ModelProfile, plan: Plan, cluster: Cluster, practice: Practice, coefficients: Coefficients
 ) -> float:
-    """Returns the seconds of the optimizer on the fullest device: state is read and written once, bound by memory."""
+    """Returns the seconds of the optimizer on the fullest device: state is read and written once, bound by memory.
+
+    State in host memory comes and goes, before and after each bucket's step (`runtime/offload.py`).
+    """
     most = max(parameters_at(profile, plan, holding) for holding in holdings(profile, plan, practice))
     mine = most / plan.shard if practice.zero_stage == 0 else most / plan.data_parallel
     moved = mine * (2.0 * (practice.master_bytes + practice.optimizer_bytes) + practice.gradient_bytes)
     moved += most / plan.shard * practice.gradient_bytes * 2.0  # the norm of the gradients, and clearing them
-    return moved / (cluster.device.memory_bytes_per_s * coefficients.memory)
+    host_s = 0.0
+    if plan.offload == "optimizer":
+        host_s = 2.0 * practice.optimizer_bytes * mine / coefficients.host_bytes_per_s
+    return host_s + moved / (cluster.device.memory_bytes_per_s * coefficients.memory)

@@ -377,6 +377,57 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True)
+class ProbeDevice:
+    """Measure what devices and links do; answer `DeviceRates`. A collective.
+
+    Attributes:
+        bf16: Whether to measure products in bfloat16 too.
+    """
+
+    bf16: bool
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What one worker measured while all others did the same.
+
+    Attributes:
+        products: For "fp32" and where asked for "bf16", operations a second of products of tokens x width with
+            width x width, by (tokens, width): both long, tokens short, width short.
+        memory_bytes_per_s: Bytes that a copy reads and writes a second.
+        small_sum_bytes: Bytes of a small sum over all workers.
+        small_sum_s: Seconds that it takes; 0.0 where there is one worker.
+        large_sum_bytes: Bytes of a large one.
+        large_sum_s: Seconds that it takes.
+    """
+
+    products: dict[str, dict[tuple[int, int], float]]
+    memory_bytes_per_s: float
+    small_sum_bytes: int
+    small_sum_s: float
+    large_sum_bytes: int
+    large_sum_s: float
+
+
+@dataclass(frozen=True)
+class ReportSteps:
+    """Answer a `StepReport`."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last training steps of one worker took.
+
+    Attributes:
+        seconds: Of each of them, the latest last.
+        peak_bytes: What the device's allocator held at most; on a CPU, resident memory since the worker's start.
+    """
+
+    seconds: tuple[float, ...]
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
 class ReportMemory:
     """Answer bytes of this worker's device: ``allocated``, ``peak``, ``free``, ``total``."""
 

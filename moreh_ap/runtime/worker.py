@@ -21,8 +21,9 @@ from moreh_ap.parallelizer.checkpoint import WrittenFile, boxes_of, problem_with
 from moreh_ap.parallelizer.held import Held
 from moreh_ap.parallelizer.loading import Wanted, read
 from moreh_ap.parallelizer.norms import total_norm
-from moreh_ap.runtime import messages
+from moreh_ap.runtime import messages, probe
 from moreh_ap.runtime.messages import StateRef, TensorData
+from moreh_ap.runtime.step_clock import StepClock
 from moreh_ap.runtime.worker_call import WorkerCall
 from moreh_ap.runtime.worker_device import WorkerDevice
 from moreh_ap.runtime.worker_model import WorkerModel
@@ -51,6 +52,7 @@ class WorkerExecutor:
         transformers_worker.install()
         self._rank, self._world_size = rank, world_size
         self._device = WorkerDevice(rank, world_size, device_type)
+        self._clock = StepClock(self._device.is_cuda)
         self._models: dict[str, WorkerModel] = {}
         self._calls: dict[int, WorkerCall] = {}
         self._optimizers: dict[str, WorkerOptimizer] = {}
@@ -109,6 +111,7 @@ class WorkerExecutor:
 
     @_execute.register
     def _(self, command: messages.Forward) -> messages.ForwardReply | None:
+        self._clock.forward_begins()
         signature = self._signatures[command.signature]
         tensors = [self._argument(data) for data in command.tensors]
         local = [isinstance(data, messages.OutputRef) for data in command.tensors]
@@ -253,6 +256,7 @@ class WorkerExecutor:
     @_execute.register
     def _(self, command: messages.StepOptimizer) -> None:
         self._optimizers[command.owner].step(command.changes)
+        self._clock.step_ended()
 
     @_execute.register
     def _(self, command: messages.DescribeOptimizer) -> dict[int, dict[str, Any]]:
@@ -283,6 +287,14 @@ class WorkerExecutor:
     @_execute.register
     def _(self, command: messages.DescribeDevice) -> messages.DeviceInfo:
         return self._device.describe()
+
+    @_execute.register
+    def _(self, command: messages.ProbeDevice) -> messages.DeviceRates:
+        return probe.measure(self._device.torch_device, command.bf16)
+
+    @_execute.register
+    def _(self, command: messages.ReportSteps) -> messages.StepReport:
+        return messages.StepReport(self._clock.seconds(), self._device.peak_reserved_bytes())
 
     @_execute.register
     def _(self, command: messages.ReportMemory) -> dict[str, int]:

@@ -60,6 +60,12 @@ class WorkerDevice:
         allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         return {"allocated": allocated, "peak": peak, "free": free, "total": total}
 
+    def peak_reserved_bytes(self) -> int:
+        """What the allocator held at most; on a CPU the worker's resident memory beyond that at its start."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_reserved()
+        return max(0, _resident_bytes("VmHWM") - self._start_bytes)
+
     def synchronize(self) -> None:
         """Wait for the device's queue."""
         if self.is_cuda:

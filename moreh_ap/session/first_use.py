@@ -24,6 +24,7 @@ from moreh_ap.session import equivalence, reduced, verified
 from moreh_ap.session.equivalence import Equivalence
 from moreh_ap.session.planning import choose_plan_for
 from moreh_ap.session.session import AcceleratorGenerator, Session
+from moreh_ap.session.watch import Watch
 
 Watcher = Callable[[nn.Module, "reduced.Call"], None]
 
@@ -63,9 +64,12 @@ def plan_first_call(session: Session, root: nn.Module, call: reduced.Call, rows:
     watcher = _watcher.get()
     if watcher is not None:
         watcher(root, call)
-    plan = choose_plan_for(session, root, rows)
-    if proven.kinds_to_prove(plan) and not proven.is_proven(family_of(root), plan):
+    family = family_of(root)
+    expected = choose_plan_for(session, root, family, call[1:], rows)
+    plan = expected.chosen.plan
+    if proven.kinds_to_prove(plan) and not proven.is_proven(family, plan):
         _require_proof(session, root, call, plan)
+    session.watch = Watch(session.outbox, expected)
     return plan
 
 

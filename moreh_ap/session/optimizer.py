@@ -80,6 +80,8 @@ class RemoteOptimizer:
             }
         self._sent, self._unsent = current, False
         self.session.outbox.post_soon(StepOptimizer(self.owner, changes))
+        if self.session.watch is not None:
+            self.session.watch.stepped()
         optimizer.state.forget()  # type: ignore[attr-defined]
 
     def adopt_new_state(self, optimizer: Optimizer) -> None:

@@ -23,6 +23,7 @@ from moreh_ap.runtime.messages import (
     WriteState,
 )
 from moreh_ap.session.outbox import Outbox
+from moreh_ap.session.watch import Watch
 
 
 class Session:
@@ -38,6 +39,7 @@ class Session:
         self.num_devices = mesh.num_workers
         self.generator = AcceleratorGenerator()
         self.outbox = Outbox(mesh)
+        self.watch: Watch | None = None
         self._devices: list[DeviceInfo] | None = None
 
     def synchronize(self) -> None:

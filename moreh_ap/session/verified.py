@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import sys
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,55 +21,28 @@ from torch import nn
 import moreh_ap
 from moreh_ap.plan import Plan
 from moreh_ap.session.equivalence import Equivalence
+from moreh_ap.session.remembered import Remembered
 
-FOLDER_VARIABLE = "MOREH_AP_CACHE"
-_FILE = "verified.json"
+FILE = Remembered("verified.json")
 _NUMBERS = ("loss", "norm", "gradient", "weight")
-
-
-def file() -> Path:
-    """Returns where results are kept: below `MOREH_AP_CACHE`, or else `~/.cache/moreh_ap`."""
-    folder = os.environ.get(FOLDER_VARIABLE, "").strip()
-    return (Path(folder) if folder else Path.home() / ".cache" / "moreh_ap") / _FILE
 
 
 def look_up(key: str) -> Equivalence | None:
     """Returns what was found for this key, None if nothing was."""
-    entry = _read().get(key)
-    if not isinstance(entry, dict):
-        return None
+    entry = FILE.look_up(key) or {}
     known = {name: value for name, value in entry.items() if name in Equivalence.__dataclass_fields__}
     return Equivalence(**known) if {"plan", "verdict"} <= known.keys() else None
 
 
 def keep(key: str, model: str, found: Equivalence) -> None:
-    """Writes a result, all at once: a reader never sees half a file.
+    """Writes a result.
 
     Raises:
         OSError: The file cannot be written.
     """
-    path = file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entries = _read()
     numbers = {name: float(f"{getattr(found, name):.2e}") for name in _NUMBERS}
-    entries[key] = {
-        "model": model,
-        **asdict(found),
-        **numbers,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        **_versions(),
-    }
-    partial = path.with_name(f"{_FILE}.{os.getpid()}")
-    partial.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
-def _read() -> dict[str, Any]:
-    try:
-        entries = json.loads(file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # there is none yet, or it is broken: it is written anew
-    return entries if isinstance(entries, dict) else {}
+    date = datetime.now(timezone.utc).date().isoformat()
+    FILE.keep(key, {"model": model, **asdict(found), **numbers, "date": date, **_versions()})
 
 
 def key_of(root: nn.Module, path: str, arguments: str, plan: Plan) -> str:

@@ -15,7 +15,7 @@ from moreh_ap.cli.main import USAGE_STATUS, main
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner import proven
-from moreh_ap.session import equivalence, first_use, reduced, verified
+from moreh_ap.session import equivalence, first_use, reduced, remembered, verified
 from moreh_ap.session.equivalence import Equivalence, Subject
 from moreh_ap.session.reduced_config import VOCABULARY, reduce_config
 
@@ -169,20 +169,20 @@ def test_a_model_without_numbers_to_compare_is_refused():
 
 
 def test_what_is_remembered(tmp_path, monkeypatch):
-    monkeypatch.setenv(verified.FOLDER_VARIABLE, str(tmp_path / "deep" / "cache"))
+    monkeypatch.setenv(remembered.FOLDER_VARIABLE, str(tmp_path / "deep" / "cache"))
     model, found = Stack(), Equivalence("tensor=2", "proven", loss=1e-7, norm=0.0, gradient=0.0, weight=0.0)
     key = verified.key_of(model, "", "x", Plan(tensor=2))
     assert verified.look_up(key) is None
     verified.keep(key, "Stack", found)
     assert verified.look_up(key) == found
-    assert json.loads(verified.file().read_text())[key]["model"] == "Stack"
+    assert json.loads(verified.FILE.path.read_text())[key]["model"] == "Stack"
     others = {verified.key_of(Stack(), "", "x", Plan(tensor=4)), verified.key_of(Stack(), "", "y", Plan(tensor=2))}
     wider = Stack()
     wider.blocks.append(nn.Linear(4, 4))
     others.add(verified.key_of(wider, "", "x", Plan(tensor=2)))
     assert len(others) == 3 and key not in others
     assert verified.key_of(Stack(), "", "x", Plan(tensor=2)) == key
-    verified.file().write_text("[1")
+    verified.FILE.path.write_text("[1")
     assert verified.look_up(key) is None
     verified.keep(key, "Stack", found)
     assert verified.look_up(key) == found

@@ -1,0 +1,141 @@
+"""The tables of `moreh-ap plan`.
+
+Decides which figures stand in which column, with which units. Must not know how they were found.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from moreh_ap.planner import explain
+from moreh_ap.planner.remedies import FLAVOURS, flavour_of
+from moreh_ap.planner.search import Candidate, Ranking, Task
+
+WIDE = 120
+"""Columns of a terminal from which on there is room for all figures."""
+
+_BRACKETS = "In brackets: seconds that computation hides. They are not in the step."
+
+_LEGEND = (
+    " computes: forward, backward, recomputation, optimizer. talks: axes and messages, as far as nothing hides them. "
+    "waits: bubble, host, fixed."
+)
+
+_COLUMNS = ("GiB", "s / step", "tokens/s", "MFU", "computes", "talks", "waits")
+
+
+def print_ranking(ranking: Ranking, top: int) -> None:
+    """Prints the best plans, and the chosen one in the forms that can be pasted."""
+    console, task, best = Console(), ranking.task, ranking.best
+    looked_at, fitting = ranking.counts
+    _print_title(console, task)
+    console.print(f"{looked_at} plans looked at, {fitting} fit, {ranking.seconds:.2f} s", highlight=False)
+    columns = _COLUMNS if console.width >= WIDE else _COLUMNS[:3]
+    table = _table("", "plan", *columns)
+    for place, candidate in enumerate(ranking.candidates[:top], 1):
+        spaced = str(candidate.plan).replace(",", ", ")  # a long one is broken where a space is
+        table.add_row(str(place), spaced, *_figures(candidate)[: len(columns)])
+    console.print(table)
+    _print_notes(
+        console,
+        [
+            f"GiB: reserved on the fullest device, of {task.usable_bytes / 2**30:.1f} usable."
+            + (_LEGEND if len(columns) > 3 else ""),
+            f'plan="{best.plan}"',
+            best.plan.platform_line(task.global_batch),
+        ],
+    )
+
+
+def print_explanation(ranking: Ranking) -> None:
+    """Prints where memory and time of the best plan go, and why it is the best."""
+    console, best = Console(), ranking.best
+    console.print(_parts_table([best]))
+    _print_notes(console, [_BRACKETS, *explain.sentences(ranking), *explain.left_out(ranking)])
+
+
+def print_comparison(task: Task, candidates: list[Candidate]) -> None:
+    """Prints plans side by side, part by part, and what makes the others slower or faster than the first."""
+    console = Console()
+    _print_title(console, task)
+    console.print(_parts_table(candidates))
+    notes = [_BRACKETS, *(f"{_letter(place)}: {candidate.plan}" for place, candidate in enumerate(candidates))]
+    first = candidates[0]
+    for place, candidate in enumerate(candidates[1:], 1):
+        assert first.step is not None and candidate.step is not None
+        ratio = candidate.step.total_s / first.step.total_s - 1
+        changes = ", ".join(explain.differences(first, candidate)) or "no part differs by more than 0.5 %"
+        notes.append(f"{_letter(place)} is {abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'} than A: {changes}")
+    notes += [f"{_letter(i)} does not fit: it {one.rejected}" for i, one in enumerate(candidates) if not one.fits]
+    _print_notes(console, notes)
+
+
+def _print_title(console: Console, task: Task) -> None:
+    profile, cluster = task.profile, task.cluster
+    flavour = flavour_of(cluster.num_devices, cluster.device.memory_bytes)
+    named = f" ({flavour})" if FLAVOURS.get(flavour) == cluster.num_devices else ""
+    nodes = f"{cluster.num_nodes} nodes" if cluster.num_nodes > 1 else "1 node"
+    console.print(
+        f"{profile.name}, {profile.parameters / 1e9:.2f} billion parameters, on {cluster.num_devices} x "
+        f"{cluster.device.name}{named}, {nodes}; batch {task.global_batch} x {profile.sequence_length}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _figures(candidate: Candidate) -> tuple[str, ...]:
+    memory, step = candidate.memory, candidate.step
+    reserved = f"{memory.reserved_bytes / 2**30:.1f}"
+    if step is None:
+        return reserved, "does not fit", "", "", "", "", ""
+    computes = step.forward_s + step.backward_s + step.recompute_s + step.optimizer_s
+    talks = step.tensor_s + step.data_s + step.pipeline_s
+    waits = step.bubble_s + step.host_s + step.fixed_s
+    return (
+        reserved,
+        f"{step.total_s:.3f}",
+        f"{step.tokens_per_s:,.0f}",
+        f"{step.mfu:.1%}",
+        *(f"{part / step.total_s:.0%}" for part in (computes, talks, waits)),
+    )
+
+
+def _parts_table(candidates: list[Candidate]) -> Table:
+    """Returns memory and time by part, a column for each plan."""
+    table = _table("", "", *(_letter(place) if len(candidates) > 1 else "" for place in range(len(candidates))))
+    memories = [explain.memory_parts(candidate.memory) for candidate in candidates]
+    for row, (label, _) in enumerate(memories[0]):
+        table.add_row("memory, GiB" if row == 0 else "", label, *(f"{one[row][1] / 2**30:.2f}" for one in memories))
+    table.add_row("", "allocated", *(f"{one.memory.allocated_bytes / 2**30:.2f}" for one in candidates))
+    table.add_row("", "reserved", *(f"{one.memory.reserved_bytes / 2**30:.2f}" for one in candidates), end_section=True)
+    steps = [candidate.step for candidate in candidates if candidate.step is not None]
+    times = [explain.time_parts(step) for step in steps]
+    for row, (label, _, _) in enumerate(times[0]):
+        cells = [(f"({one[row][2]:.4f}) " if one[row][2] else "") + f"{one[row][1]:.4f}" for one in times]
+        table.add_row("time, s" if row == 0 else "", label, *cells)
+    table.add_row("", "step", *(f"{step.total_s:.4f}" for step in steps), end_section=True)
+    table.add_row("", "tokens/s", *(f"{step.tokens_per_s:,.0f}" for step in steps))
+    table.add_row("", "tokens/s a device", *(f"{step.tokens_per_s_per_device:,.1f}" for step in steps))
+    table.add_row("", "MFU", *(f"{step.mfu:.1%}" for step in steps))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(pad_edge=False)
+    for place, column in enumerate(columns):
+        is_text = place < 2
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        table.add_column(column, justify=justify, no_wrap=column != "plan", overflow="fold")
+    return table
+
+
+def _print_notes(console: Console, notes: list[str]) -> None:
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _letter(place: int) -> str:
+    return chr(ord("A") + place) if place < 26 else str(place + 1)

@@ -1,0 +1,56 @@
+"""Files in which a machine remembers what was found out on it.
+
+Decides where they are and how they are written. Must not know what is in them. A file may be read by people and deleted
+at any time; one that is broken counts as empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FOLDER_VARIABLE = "MOREH_AP_CACHE"
+
+
+class Remembered:
+    """Entries by key, in a file below `MOREH_AP_CACHE`, or else below `~/.cache/moreh_ap`.
+
+    Args:
+        name: Name of the file.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def path(self) -> Path:
+        """The file; the variable is read anew each time."""
+        folder = os.environ.get(FOLDER_VARIABLE, "").strip()
+        return (Path(folder) if folder else Path.home() / ".cache" / "moreh_ap") / self._name
+
+    def look_up(self, key: str) -> dict[str, Any] | None:
+        """Returns the entry of this key, None if there is none."""
+        entry = self._read().get(key)
+        return entry if isinstance(entry, dict) else None
+
+    def keep(self, key: str, entry: dict[str, Any]) -> None:
+        """Writes an entry, all at once: a reader never sees half a file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        path = self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{self._name}.{os.getpid()}")
+        text = json.dumps({**self._read(), key: entry}, indent=1, ensure_ascii=False)
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            entries = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}  # there is none yet, or it is broken: it is written anew
+        return entries if isinstance(entries, dict) else {}

@@ -1,0 +1,112 @@
+"""Compares what was predicted for a model's plan with what its first steps do, says so once, and remembers it.
+
+Decides after how many steps to look, and what of it corrects later predictions on this machine. Must not know how
+anything is predicted or measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from moreh_ap.planner import report
+from moreh_ap.planner.ranking import Candidate, Corrections
+from moreh_ap.runtime.messages import ReportSteps, StepReport
+from moreh_ap.session.outbox import Outbox, Posted
+from moreh_ap.session.remembered import Remembered
+
+FILE = Remembered("learned.json")
+
+LOOKS_AFTER_STEPS = 6
+"""The first step builds the optimizer's state and is left out; the median of five others is like later ones."""
+
+_KEPT_RUNS = 50
+_LEAST_S = 0.01
+_LEAST_BYTES = 2**30
+"""Shorter steps and smaller models are not learned from: they measure what they have in common with nothing."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a watch compares with.
+
+    Attributes:
+        machine: Under which name the machine's runs are remembered.
+        model: Name of the model.
+        batch: Rows of a step.
+        chosen: The plan with its predictions.
+        corrections: What these contain of earlier runs; taken out before they are learned from.
+    """
+
+    machine: str
+    model: str
+    batch: int
+    chosen: Candidate
+    corrections: Corrections
+
+
+class Watch:
+    """Counts the steps of one model.
+
+    Args:
+        outbox: How to ask the workers.
+        expected: What was predicted.
+    """
+
+    def __init__(self, outbox: Outbox, expected: Expected) -> None:
+        self._outbox, self._expected = outbox, expected
+        self._num_steps = 0
+        self._asked: Posted | None = None
+        self._done = False
+
+    def stepped(self) -> None:
+        """An optimizer step was sent. Never waits."""
+        self._num_steps += 1
+        if self._done or self._num_steps < LOOKS_AFTER_STEPS:
+            return
+        if self._asked is None:
+            self._asked = self._outbox.post_soon(ReportSteps())
+        elif self._asked.failed():
+            self._done = True  # the error reaches the script where it reads a result
+        elif self._asked.done():
+            self._done = True
+            self._compare(self._asked.result())
+
+    def _compare(self, reports: list[StepReport]) -> None:
+        seconds = max(statistics.median(one.seconds[1:]) for one in reports)
+        peak_bytes = max(one.peak_bytes for one in reports)
+        chosen = self._expected.chosen
+        assert chosen.step is not None  # a chosen plan has been timed
+        print(report.measured_line(chosen, seconds, peak_bytes), flush=True)
+        with contextlib.suppress(OSError):  # where the folder cannot be written, nothing is learned
+            _remember(self._expected, seconds, peak_bytes)
+
+
+def corrections_of(machine: str) -> Corrections:
+    """Returns by what factors predictions for this machine were off, as the median of the runs it remembers."""
+    runs = (FILE.look_up(machine) or {}).get("runs", [])
+    times = [run["measured_s"] / run["predicted_s"] for run in runs if run["measured_s"] >= _LEAST_S]
+    memories = [run["measured_bytes"] / run["predicted_bytes"] for run in runs if run["measured_bytes"] >= _LEAST_BYTES]
+    return Corrections(
+        time=statistics.median(times) if times else 1.0, memory=statistics.median(memories) if memories else 1.0
+    )
+
+
+def _remember(expected: Expected, seconds: float, peak_bytes: int) -> None:
+    chosen, corrections = expected.chosen, expected.corrections
+    assert chosen.step is not None
+    run: dict[str, Any] = {
+        "model": expected.model,
+        "plan": str(chosen.plan),
+        "batch": expected.batch,
+        "predicted_s": float(f"{chosen.step.total_s / corrections.time:.4g}"),
+        "measured_s": float(f"{seconds:.4g}"),
+        "predicted_bytes": round(chosen.memory.reserved_bytes / corrections.memory),
+        "measured_bytes": peak_bytes,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+    runs = (FILE.look_up(expected.machine) or {}).get("runs", [])
+    FILE.keep(expected.machine, {"runs": [*runs, run][-_KEPT_RUNS:]})

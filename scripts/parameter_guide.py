@@ -1,0 +1,234 @@
+"""Writes docs/reference/parameter-guide.md: plan, memory and predicted time of models on accelerators.
+
+    python scripts/parameter_guide.py            # writes the page
+    python scripts/parameter_guide.py --check    # writes nothing; exits with 1 if the page is not what the planner says
+
+Decides which cells the page has and what stands beside them. Must not know how a plan is found. Beside our predictions
+stand the figures that the platform has published; nothing on the page was measured by us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from moreh_ap.errors import PlanError
+from moreh_ap.plan import Plan
+from moreh_ap.planner.footprint import estimate_memory
+from moreh_ap.planner.hardware import find_cluster
+from moreh_ap.planner.models import find_model
+from moreh_ap.planner.ranking import Candidate, Task, weigh
+from moreh_ap.planner.remedies import FLAVOURS
+from moreh_ap.planner.search import search
+from moreh_ap.planner.shapes import profile_of
+from moreh_ap.planner.space import Constraints, tensor_degrees_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "parameter-guide.md"
+RATIO = 80
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the platform's fine-tuning parameter guide."""
+
+    model: str
+    flavour: str
+    batch: int
+    length: int
+    memory_mib: int
+    minutes: int
+
+
+def _rows(
+    model: str, batches: str, memories: str, minutes: str, flavours: str = "", lengths: str = ""
+) -> list[Published]:
+    columns = (flavours or "2xLarge.1024GB 4xLarge.2048GB 8xLarge.4096GB", batches, lengths or "1024 1024 1024")
+    return [
+        Published(model, flavour, int(batch), int(length), int(memory), int(minute))
+        for flavour, batch, length, memory, minute in zip(*(column.split() for column in (*columns, memories, minutes)))
+    ]
+
+
+PUBLISHED = [
+    *_rows("Llama3-8B", "128 256 1024", "867021 1366564 2089476", "220 140 78"),
+    *_rows("Llama2-13B", "128 256 512", "699751 1121814 1853432", "560 249 144"),
+    *_rows("Mistral-7B", "256 512 1024", "762652 1147841 1112135", "19 15 16"),
+    *_rows("Qwen1.5-7B", "128 256 512", "758555 1403640 1899079", "30 15 14"),
+    *_rows("Baichuan2-13B", "128 256 512", "866656 1541212 2845656", "30 28 17"),
+    *_rows("Cerebras-GPT-13B", "16 32 16", "1764955 3460240 1951344", "81 62 100",
+           "4xLarge.2048GB 8xLarge.4096GB 8xLarge.4096GB", "1024 1024 2048"),
+]  # fmt: skip
+"""Source: the platform's fine-tuning parameter guide. Memory is the sum over all devices, minutes a whole run."""
+
+SPEEDS = [
+    ("Cerebras-GPT-13B", 32, 16, "shard=8,pipeline=4,micro_batches=2,schedule=gpipe,precision=bf16", 6800),
+    ("Llama2-13B", 32, 64, "shard=16,pipeline=2,micro_batches=4,precision=bf16", None),
+    ("Llama3-70B", 64, 512, "shard=8,pipeline=8,micro_batches=64,recompute=full,precision=bf16", 4062),
+    ("Llama3-8B", 8, 16, "", 12900),
+    ("Llama3-8B", 32, 64, "", 49000),
+    ("Llama3-8B", 32, 512, "", 21500),
+]
+"""Model, devices, rows of 1,024 tokens, the selected plan in our words where it was published, tokens/s. Source: the
+platform's tutorials. `gpipe` stands for 1F1B where there are fewer micro-batches than stages: the order is the same."""
+
+MODELS = ("SmolLM2-1.7B", "Mistral-7B", "Llama3-8B", "Llama2-13B", "Qwen2.5-32B", "Llama3-70B")
+ACCELERATORS = ("16xMI250", "32xMI250", "64xMI250", "8xA100", "8xH100", "64xH100")
+SHAPES = ((256, 1024), (64, 4096))
+
+HEAD = """\
+# Fine-tuning parameter guide
+
+<!-- Written by scripts/parameter_guide.py. Change that. -->
+
+Which plan `moreh-ap plan` gives, what it is predicted to hold and how fast it is predicted to be. Everything here is a
+prediction for this package's runtime; none of it was measured. How good predictions are where something was measured
+is on [another page](../planner.md). A plan may fill {ratio} per cent of a device, as the one line's default says. Any
+cell can be asked for anew:
+
+```sh
+moreh-ap plan Llama3-8B --devices 16xMI250 --global-batch 128 --seq-len 1024 --explain
+```
+
+"GiB" is what the allocator of the fullest device reserves. MFU is the part of the devices' peak rate that the model's
+own operations use. {offload}
+"""
+
+OFFLOAD = (
+    "Where a plan has `offload=optimizer`, the time of moving that state to host memory and back is not counted yet."
+)
+
+BESIDE = """\
+## Beside the published guide
+
+The platform publishes memory and time for six models on its accelerators, an MI250 being two devices of 64 GB. What
+can be compared:
+
+- **Memory** is published as the sum over all devices, in MiB; so is ours here. The platform's plans are not published,
+  and memory that a program reserves is not memory that it needs: a larger figure may be a plan that recomputes less.
+- **Time** is published in minutes of a whole run whose data set and number of epochs are not stated, so seconds a step
+  cannot be compared. How much faster the same model trains on a larger accelerator can, if its rows have the same data:
+  "times as fast" is relative to the model's first row, in tokens a second.
+"""
+
+SPEED = """\
+## Beside the published speeds
+
+The platform's tutorials state speeds for some models, and for three of them the selected plan. "Theirs" is that plan
+in our words, as our runtime is predicted to run it; "ours" the plan that our planner chooses. The platform measured its
+own program on its own machines, so a difference is not an error of the prediction alone.
+"""
+
+OWN = """\
+## Models and accelerators
+
+Batches of 256 rows of 1,024 tokens and of 64 rows of 4,096.
+"""
+
+
+def task_for(model: str, devices: str, batch: int, length: int) -> Task:
+    """Returns what is asked of the planner for one cell."""
+    shape, cluster = find_model(model).shape, find_cluster(devices)
+    constraints = Constraints(
+        memory_usage_correction_ratio=RATIO, tensor_degrees=tensor_degrees_of(shape, cluster.num_devices)
+    )
+    return Task(profile_of(shape, length), cluster, batch, constraints)
+
+
+def best_of(task: Task) -> Candidate | None:
+    """Returns the plan that the planner chooses, None if none fits."""
+    try:
+        return search(task).best
+    except PlanError:
+        return None
+
+
+def sum_mib(task: Task, plan: Plan) -> float:
+    """Returns what all devices reserve together, in MiB."""
+    each = (
+        estimate_memory(task.profile, plan, task.global_batch, position=position).reserved_bytes
+        for position in range(plan.pipeline)
+    )
+    return sum(each) * plan.num_devices / plan.pipeline / 2**20
+
+
+def page_of() -> str:
+    """Returns the page as text."""
+    head = HEAD.format(ratio=RATIO, offload=OFFLOAD)
+    return "\n".join((head, BESIDE, *_beside(), "", SPEED, *_speeds(), "", OWN, *_own(), ""))
+
+
+def _beside() -> Iterator[str]:
+    ours = "model, flavour, batch x length, plan, GiB, all devices MiB, published MiB, s / step, tokens/s"
+    yield "| " + " | ".join([*ours.split(", "), "times as fast", "published, min", "published, times as fast"]) + " |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    first: dict[str, tuple[float, int]] = {}
+    for row in PUBLISHED:
+        task = task_for(row.model, f"{FLAVOURS[row.flavour]}xMI250", row.batch, row.length)
+        best = best_of(task)
+        start = f"| {row.model} | {row.flavour} | {row.batch} x {row.length:,} "
+        if best is None or best.step is None:
+            yield start + f"| nothing fits | | | {row.memory_mib:,} | | | | {row.minutes} | |"
+            continue
+        speed = best.step.tokens_per_s
+        before, minutes = first.setdefault(row.model, (speed, row.minutes))
+        yield start + (
+            f"| `{best.plan}` | {best.memory.reserved_bytes / 2**30:.1f} | {sum_mib(task, best.plan):,.0f} "
+            f"| {row.memory_mib:,} | {best.step.total_s:.2f} | {speed:,.0f} | {speed / before:.2f} | {row.minutes} "
+            f"| {minutes / row.minutes:.2f} |"
+        )
+
+
+def _speeds() -> Iterator[str]:
+    yield "| model | devices | batch | published, tokens/s | theirs | GiB | tokens/s | ours | GiB | tokens/s |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for model, devices, batch, plan, published in SPEEDS:
+        task = task_for(model, f"{devices}xMI250", batch, 1024)
+        theirs = _cells(weigh(task, Plan.parse(plan))) if plan else "not published | | "
+        said = f"{published:,}" if published else ""
+        yield f"| {model} | {devices} x MI250 | {batch} x 1,024 | {said} | {theirs} | {_cells(best_of(task))} |"
+
+
+def _cells(candidate: Candidate | None) -> str:
+    if candidate is None or candidate.step is None:
+        return "nothing fits | | "
+    reserved = f"{candidate.memory.reserved_bytes / 2**30:.1f}" + ("" if candidate.fits else ", does not fit")
+    return f"`{candidate.plan}` | {reserved} | {candidate.step.tokens_per_s:,.0f}"
+
+
+def _own() -> Iterator[str]:
+    yield "| model | devices | batch x length | plan | GiB | s / step | tokens/s | MFU |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for model in MODELS:
+        for devices in ACCELERATORS:
+            for batch, length in SHAPES:
+                best = best_of(task_for(model, devices, batch, length))
+                start = f"| {model} | {devices.replace('x', ' x ')} | {batch} x {length:,} "
+                if best is None or best.step is None:
+                    yield start + "| nothing fits | | | | |"
+                    continue
+                step = best.step
+                yield start + (
+                    f"| `{best.plan}` | {best.memory.reserved_bytes / 2**30:.1f} | {step.total_s:.2f} "
+                    f"| {step.tokens_per_s:,.0f} | {step.mfu:.0%} |"
+                )
+
+
+def main() -> int:
+    """Writes or checks the page and returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is another")
+    page = page_of()
+    if parser.parse_args().check:
+        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page
+        print(f"{PAGE}: {'as the planner says' if same else 'not what the planner says; run this without --check'}")
+        return 0 if same else 1
+    PAGE.write_text(page, encoding="utf-8")
+    print(PAGE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

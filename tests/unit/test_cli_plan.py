@@ -1,0 +1,279 @@
+"""`moreh-ap plan`: what it shows, as tables, sentences, pictures and JSON, and how impossible requests end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from moreh_ap.cli import plan as command
+from moreh_ap.cli import plan_pictures
+from moreh_ap.cli.main import USAGE_STATUS, main
+from moreh_ap.errors import MorehError, OptionError, PlanError, UnsupportedError
+from moreh_ap.plan import Plan
+from moreh_ap.planner.hardware import find_cluster
+from moreh_ap.planner.models import find_model
+from moreh_ap.planner.search import Task, weigh
+from moreh_ap.planner.shapes import profile_of
+
+LARGE = ["Llama3-70B", "--devices", "64xMI250", "--global-batch", "512", "--seq-len", "1024"]
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser.add_subparsers())
+    return parser.parse_args(["plan", *arguments])
+
+
+def show(capsys, *arguments):
+    assert command.run(parse(*arguments), []) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_table_and_the_plan_to_paste(capsys):
+    said = show(capsys, *LARGE, "--top", "3")
+    assert "Llama3-70B, 70.55 billion parameters, on 64 x MI250 (8xLarge.4096GB), 8 nodes; batch 512 x 1024" in said
+    assert sum(line.startswith("│") and line[1].isdigit() for line in said.splitlines()) == 3
+    line = next(line for line in said.splitlines() if line.startswith('plan="'))
+    plan = Plan.parse(line[6:-1])
+    assert plan.num_devices == 64
+    assert plan.platform_line(512) in said
+
+
+def test_a_narrow_terminal_keeps_plan_memory_and_speed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = show(capsys, *LARGE, "--top", "2")
+    head = next(line for line in said.splitlines() if "s / step" in line)
+    assert "GiB" in head and "tokens/s" in head and "MFU" not in head
+    assert all(len(line) <= 80 for line in said.splitlines() if line and line[0] in "┏┃┡│└")
+
+
+def test_explanation(capsys):
+    said = show(capsys, *LARGE, "--explain")
+    for word in ("parameters", "activations", "fragmentation", "bubble", "optimizer", "plans fit in 51.2 GiB a device",
+                 "Without sharded parameters", "a tensor axis", "not looked at"):  # fmt: skip
+        assert word in said
+
+
+def test_json_has_every_part_and_they_add_up(capsys):
+    found = json.loads(show(capsys, *LARGE, "--json", "--top", "4"))
+    assert found["num_devices"] == 64 and found["usable_bytes"] == 0.8 * 64 * 2**30
+    assert found["search"]["looked_at"] >= found["search"]["fitting"] >= len(found["candidates"]) == 4
+    for candidate in found["candidates"]:
+        assert Plan.parse(candidate["plan"]).num_devices == 64
+        memory, step = candidate["memory"], candidate["step"]
+        assert sum(memory["parts_bytes"].values()) == pytest.approx(memory["reserved_bytes"])
+        assert sum(step["parts_s"].values()) == pytest.approx(step["total_s"])
+        assert 0 < step["mfu"] < 1
+        assert step["tokens_per_s"] == pytest.approx(512 * 1024 / step["total_s"])
+
+
+def test_compare(capsys):
+    plans = ["replicate=8,precision=bf16", "replicate=8,recompute=full,precision=bf16"]
+    where = ["GPT-2", "--devices", "8xA100", "--global-batch", "64"]
+    said = show(capsys, *where, "--compare", *plans)
+    assert f"A: {plans[0]}" in said and f"B: {plans[1]}" in said
+    assert "slower than A: recomputation +" in said
+    found = json.loads(show(capsys, *where, "--json", "--compare", *plans))
+    assert [one["plan"] for one in found["candidates"]] == [str(Plan.parse(text)) for text in plans]
+
+
+def test_a_plan_that_does_not_fit_can_be_compared(capsys):
+    said = show(capsys, *LARGE, "--compare", "replicate=64,precision=bf16", "shard=64,precision=bf16,recompute=full")
+    assert "A does not fit: it needs" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "holds"),
+    [
+        (["--no-pipeline"], lambda plan: plan.pipeline == 1),
+        (["--num-stages", "2"], lambda plan: plan.num_stages <= 2),
+        (["--num-micro-batches", "8"], lambda plan: plan.micro_batches == 8),
+        (["--activation-recomputation", "false"], lambda plan: plan.recompute == "none"),
+        (["--activation-recomputation", "true"], lambda plan: plan.recompute != "none"),
+        (["--distribute-parameter", "false"], lambda plan: plan.shard == 1),
+        (["--no-mixed-precision"], lambda plan: plan.precision == "fp32"),
+        (["--kinds"], lambda plan: plan.tensor == plan.pipeline == 1),
+        (["--kinds", "tensor"], lambda plan: plan.pipeline == 1 and not plan.sequence_parallel),
+    ],
+)
+def test_flags_hold_for_every_plan(capsys, flags, holds):
+    found = json.loads(show(capsys, "Llama3-8B", "--devices", "16xH100", "--global-batch", "64", "--top", "9999",
+                            "--json", *flags))  # fmt: skip
+    assert len(found["candidates"]) > 0
+    assert all(holds(Plan.parse(one["plan"])) for one in found["candidates"])
+
+
+def test_memory_ratio(capsys):
+    where = ["Llama3-8B", "--devices", "8xH100", "--json"]
+    half, whole = (json.loads(show(capsys, *where, "--memory-ratio", ratio)) for ratio in ("50", "100"))
+    assert whole["usable_bytes"] == 2 * half["usable_bytes"]
+    assert whole["search"]["fitting"] > half["search"]["fitting"]
+
+
+def test_hardware_and_nodes_are_another_way_to_say_devices(capsys):
+    one = json.loads(show(capsys, "Llama3-8B", "--hardware", "h100", "--nodes", "4", "--json"))
+    other = json.loads(show(capsys, "Llama3-8B", "--devices", "32xH100", "--json"))
+    assert one["num_devices"] == 32 and one["candidates"] == other["candidates"]
+    assert json.loads(show(capsys, "Llama3-8B", "--devices", "8xH100", "--json"))["global_batch"] == 8
+
+
+def test_configurations(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(find_model("SmolLM2-135M").config))
+    for arguments in ([str(tmp_path)], [str(tmp_path / "config.json")], ["--config", str(tmp_path / "config.json")]):
+        found = json.loads(show(capsys, *arguments, "--devices", "2xL4", "--json"))
+        assert found["parameters"] == 134_515_008
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        (["Lama3-8B", "--devices", "8xH100"], OptionError, "Llama3-8B"),
+        (["Llama3-8B", "--devices", "8xH10"], OptionError, "H100-80GB"),
+        (["Llama3-8B", "--devices", "0xH100"], OptionError, "at least 1"),
+        (["Llama3-8B", "--devices", "8xH100", "--global-batch", "0"], OptionError, "--global-batch 0"),
+        (["Llama3-8B", "--devices", "8xH100", "--seq-len", "0"], OptionError, "--seq-len 0"),
+        (["Llama3-8B", "--devices", "8xH100", "--nodes", "2"], OptionError, "--hardware with --nodes"),
+        (["Llama3-8B", "--devices", "8xH100", "--hardware", "h100"], OptionError, "--devices 8xH100 and --hardware"),
+        (["Llama3-8B", "--devices", "8xH100", "--memory-ratio", "0"], OptionError, "from 1 to 100"),
+        (["Llama3-8B", "--devices", "8xH100", "--num-stages", "0"], OptionError, "num_stages=0"),
+        (["Llama3-8B", "--devices", "8xH100", "--kinds", "expert"], OptionError, "sequence_parallel"),
+        (["Llama3-8B", "--devices", "8xH100", "--link", "string"], OptionError, "IB-NDR8"),
+        (["Llama3-8B", "--devices", "8xH100", "--picture", "plan.jpg"], OptionError, ".png"),
+        (["Llama3-8B", "--devices", "8xH100", "--compare", "shard=4"], PlanError, "there are 8"),
+        (["Llama3-8B", "--devices", "8xH100", "--compare", "shards=8"], PlanError, "cannot read"),
+        (["Llama3-8B"], OptionError, "no devices"),
+        (["--devices", "8xH100"], OptionError, "no model"),
+        (["no/such/config.json", "--devices", "8xH100"], OptionError, "there is no file"),
+        (["Llama3-70B", "--devices", "8xMI250", "--global-batch", "8"], PlanError, "flavour"),
+    ],
+)
+def test_impossible_requests_say_what_is_possible(arguments, kind, said):
+    with pytest.raises(kind) as caught:
+        command.run(parse(*arguments), [])
+    assert isinstance(caught.value, MorehError) and caught.value.allowed
+    assert said in str(caught.value)
+
+
+def test_exit_status(capsys):
+    where = ["--devices", "8xMI250", "--global-batch", "8"]
+    assert main(["plan", "Llama3-8B", *where]) == 0
+    assert main(["plan", "Llama3-70B", *where]) == USAGE_STATUS
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("out of memory: the leanest plan ") and "bytes" in said[0]
+    assert said[1].startswith("Allowed: ") and "flavour 2xLarge.1024GB" in said[1]
+    assert said[2].startswith("Try: torch.moreh.option.enable_advanced_parallelization(devices=16)")
+    assert main(["plan", "Llama3-8B", *where, "--", "train.py"]) == USAGE_STATUS
+
+
+@pytest.mark.parametrize("arguments", [["--num-stages", "two"], ["--distribute-parameter", "maybe"]])
+def test_words_where_numbers_belong_end_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("Llama3-8B", "--devices", "8xH100", *arguments)
+    assert caught.value.code == 2
+
+
+def test_the_page_names_every_flag_and_its_commands_run(capsys, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    for name, action in command_parser()._option_string_actions.items():
+        assert name in ("-h", "--help") or re.search(rf"\| .*`.*{name}\b.*` .*\|", page), action.help
+    monkeypatch.chdir(tmp_path)
+    config = json.dumps(find_model("SmolLM2-135M").config)
+    (tmp_path / "my-model").mkdir()
+    for place in (tmp_path / "config.json", tmp_path / "my-model" / "config.json"):
+        place.write_text(config)
+    commands = re.findall(r"^moreh-ap plan (.*)$", page, re.MULTILINE)
+    assert len(commands) == 4
+    for line in commands:
+        if "--picture" in line:
+            pytest.importorskip("matplotlib", reason="matplotlib draws the image; it comes with the extra `tutorials`")
+        assert "tokens/s" in show(capsys, *shlex.split(line))
+
+
+def command_parser():
+    """Returns the command's own parser, which knows its flags."""
+    commands = argparse.ArgumentParser().add_subparsers()
+    command.add_arguments(commands)
+    return commands.choices["plan"]
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+TASK = Task(profile_of(find_model("Cerebras-GPT-13B").shape, 1024), find_cluster("32xMI250"), 64)
+PIPED = weigh(TASK, Plan(1, 8, pipeline=4, micro_batches=8, precision="bf16"))
+
+
+def test_memory_bars_are_as_long_as_the_memory():
+    lines = [line.plain for line in plan_pictures.memory_lines(TASK, PIPED, 100)]
+    assert len(lines) == 1 + 4 + 1
+    for position, line in enumerate(lines[1:-1]):
+        used_gib = float(line.split()[-1])
+        assert line.startswith(f"device {position:>2} ")
+        assert line.count("█") + line.count("·") == 100
+        assert line.count("█") == pytest.approx(used_gib / 64 * 100, abs=1.01)
+    assert max(float(line.split()[-1]) for line in lines[1:-1]) == round(PIPED.memory.reserved_bytes / 2**30, 1)
+
+
+def test_timeline_begins_and_ends_with_the_first_device():
+    lines = [line.plain[10:] for line in plan_pictures.timeline_lines(TASK, PIPED, 100)][1:]
+    assert len(lines) == 4 and {len(line) for line in lines} == {100}
+    assert lines[0][0] == "0" and not lines[0].endswith("·")
+    waits = [len(line) - len(line.lstrip("·")) for line in lines]
+    assert waits == sorted(waits) and waits[0] == 0 < waits[1]
+    for line in lines:  # a forward and a backward of every micro-batch
+        assert sorted(line.replace("·", "").replace(" ", "")) == sorted("0123456701234567")
+
+
+def test_a_long_timeline_shows_its_ends():
+    long = weigh(TASK, Plan(1, 1, pipeline=32, micro_batches=64, precision="bf16"))
+    lines = [line.plain for line in plan_pictures.timeline_lines(TASK, long, 100)][1:]
+    assert len(lines) == plan_pictures.MOST_DEVICES_SHOWN
+    assert all(" … " in line and len(line) <= 120 for line in lines)
+    assert lines[-1].startswith("device 31")
+
+
+def test_terminal_pictures(capsys):
+    assert "without a pipeline" in show(capsys, "GPT-2", "--devices", "8xA100", "--picture")
+    said = show(capsys, "Cerebras-GPT-13B", "--devices", "32xMI250", "--global-batch", "64", "--picture", "--compare",
+                str(PIPED.plan))  # fmt: skip
+    assert "usable: 51.2 of 64.0 GiB" in said and "% idle" in said
+
+
+@pytest.mark.parametrize("plan", [str(PIPED.plan), "shard=32,precision=bf16"])
+def test_png(capsys, tmp_path, plan):
+    pytest.importorskip("matplotlib", reason="matplotlib draws the image; it comes with the extra `tutorials`")
+    path = tmp_path / "plan.png"
+    show(capsys, "Cerebras-GPT-13B", "--devices", "32xMI250", "--global-batch", "64", "--compare", plan, "--picture",
+         str(path))  # fmt: skip
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG") and len(content) > 10_000
+
+
+def test_png_without_matplotlib_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UnsupportedError, match="pip install matplotlib"):
+        plan_pictures.save_picture(TASK, PIPED, tmp_path / "plan.png")
+
+
+def test_tables_need_no_torch():
+    import subprocess
+
+    script = (
+        "import sys, argparse\n"
+        "from moreh_ap.cli import plan\n"
+        "parser = argparse.ArgumentParser(); plan.add_arguments(parser.add_subparsers())\n"
+        "plan.run(parser.parse_args(['plan', 'GPT-2', '--devices', '8xA100', '--explain', '--picture']), [])\n"
+        "sys.exit(3 if 'torch' in sys.modules or 'matplotlib' in sys.modules else 0)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120).returncode == 0
