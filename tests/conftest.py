@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,14 @@ TESTS = Path(__file__).parent
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and so would be the scripts of tests that send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def machine_cache() -> Iterator[None]:
+    """What sessions remember of this machine, in a folder of this run's, shared by all tests."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOREH_AP_CACHE", os.environ.get("MOREH_AP_CACHE", folder))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

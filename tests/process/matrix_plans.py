@@ -45,9 +45,9 @@ PLANS = {
 
 REFUSALS: dict[str, dict[str, str]] = {
     "mixtral_balanced": {"pipeline": "pipeline"},
-    "t5": {"pipeline": "pipeline", "sequence": "sequence_parallel"},
-    "convnet": {"tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
-    "convnet_batchnorm": {"tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
+    "t5": {"pipeline": "pipeline", "sequence": "sequence_parallel", "shard of tensor parts": "is not proven"},
+    "convnet": {"sequence": "sequence", "tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
+    "convnet_batchnorm": {"sequence": "sequence", "tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
 }
 """Family -> kind of plan that it has to refuse with a PlanError -> a word that the error must have in its text."""
 
@@ -114,6 +114,7 @@ def kinds_of(text: str) -> set[str]:
         "replicate": plan.replicate > 1,
         "shard": plan.shard > 1,
         "tensor": plan.tensor > 1,
+        "shard of tensor parts": plan.shard > 1 and plan.tensor > 1,
         "sequence": plan.sequence_parallel,
         "pipeline": plan.pipeline > 1,
         "micro_batches": plan.micro_batches > 1,
