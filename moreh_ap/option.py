@@ -31,16 +31,16 @@ class Options:
 
     Attributes:
         pipeline_parallel: Whether a pipeline may be used.
-        num_stages: Largest number of pipeline stages.
+        num_stages: Largest number of pipeline stages, several on a device counted.
         num_micro_batches: Number of micro-batches.
-        activation_recomputation: Whether activations are recomputed.
-        distribute_parameter: Whether parameters and gradients are sharded over devices.
+        activation_recomputation: Whether every block recomputes its activations, or none does.
+        distribute_parameter: Whether devices that share the batch shard parameters, gradients and optimizer state.
         mixed_precision: Whether bfloat16 may be computed in, where the device has it natively.
         devices: Number of devices; None means all there are.
         plan: The plan to use; None leaves it to the planner.
         max_parallel_compile_threads: Threads used while candidates are prepared.
         detailed_log: 0 normal, 1 more on the console, 2 into a file.
-        memory_usage_correction_ratio: Per cent of a device's memory that a plan may fill.
+        memory_usage_correction_ratio: Per cent of a device's memory that a chosen plan may reserve.
     """
 
     pipeline_parallel: bool = True
@@ -69,19 +69,23 @@ def enable_advanced_parallelization(
 ) -> None:
     """Makes "cuda" mean all devices of this machine, used as one accelerator, for the rest of the process.
 
-    It may stand before or after the model is made. A second call with equal settings does nothing.
+    It may stand before or after the model is made. A second call with equal settings does nothing. The plan is chosen
+    at a model's first call, among those that the arguments leave.
 
     Args:
-        pipeline_parallel: Whether a pipeline may be used. A permission: the planner does not choose one by itself,
-            and False refuses a `plan` that has one.
-        num_stages: Largest number of pipeline stages: an upper limit, which a `plan` must keep too.
-        num_micro_batches: Number of pieces in which a device works through its slice of a batch.
-        activation_recomputation: True recomputes the activations of every block in the backward, False never does,
-            "auto" does where nothing fits otherwise.
-        distribute_parameter: True shards parameters and gradients over devices, False forbids it.
+        pipeline_parallel: Whether a pipeline may be used. A permission: the planner uses one where it is faster or
+            nothing fits without. False refuses a `plan` that has one.
+        num_stages: Largest number of pipeline stages, several on a device counted: an upper limit, which a `plan` must
+            keep too.
+        num_micro_batches: Number of pieces in which a device works through its slice of a batch, exactly; "auto" takes
+            as many as a pipeline needs to be filled, or a batch to fit.
+        activation_recomputation: True has every block compute again in the backward, selectively or in full, False
+            none; "auto" as little as lets a plan fit.
+        distribute_parameter: True shards parameters, gradients and optimizer state over devices that share the batch,
+            False never does, "auto" does where it is faster or nothing fits without.
         mixed_precision: Whether to compute in bfloat16 where the device has it natively.
         devices: Number of devices to use; default: `MOREH_NUM_DEVICES`, else the plan's, else all.
-        plan: A plan, or its text, to use instead of the planner's choice.
+        plan: A plan, or its text, to use instead of the planner's choice, even if it is predicted not to fit.
 
     Raises:
         OptionError: An argument or environment variable has a wrong type or value, or two contradict each other.

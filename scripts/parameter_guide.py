@@ -93,12 +93,8 @@ moreh-ap plan Llama3-8B --devices 16xMI250 --global-batch 128 --seq-len 1024 --e
 ```
 
 "GiB" is what the allocator of the fullest device reserves. MFU is the part of the devices' peak rate that the model's
-own operations use. {offload}
+own operations use.
 """
-
-OFFLOAD = (
-    "Where a plan has `offload=optimizer`, the time of moving that state to host memory and back is not counted yet."
-)
 
 BESIDE = """\
 ## Beside the published guide
@@ -156,7 +152,7 @@ def sum_mib(task: Task, plan: Plan) -> float:
 
 def page_of() -> str:
     """Returns the page as text."""
-    head = HEAD.format(ratio=RATIO, offload=OFFLOAD)
+    head = HEAD.format(ratio=RATIO)
     return "\n".join((head, BESIDE, *_beside(), "", SPEED, *_speeds(), "", OWN, *_own(), ""))
 
 

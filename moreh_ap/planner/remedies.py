@@ -85,7 +85,7 @@ def _options(task: Task) -> Iterator[str]:
     }
     for name, free in changes.items():
         given = getattr(constraints, name)
-        if given in (free, True):
+        if given == free or given is True:
             continue
         freed = replace(task, constraints=replace(constraints, **{name: free}))
         if _least_bytes(freed) <= task.usable_bytes:

@@ -90,6 +90,7 @@ class WorkerExecutor:
     @_execute.register
     def _(self, command: messages.BuildModel) -> dict[str, str]:
         self._models[command.owner] = model = WorkerModel(command, self._device)
+        self._clock.restart()
         return model.placements()
 
     @_execute.register
@@ -111,7 +112,8 @@ class WorkerExecutor:
 
     @_execute.register
     def _(self, command: messages.Forward) -> messages.ForwardReply | None:
-        self._clock.forward_begins()
+        if command.grad:
+            self._clock.forward_begins()
         signature = self._signatures[command.signature]
         tensors = [self._argument(data) for data in command.tensors]
         local = [isinstance(data, messages.OutputRef) for data in command.tensors]
@@ -135,6 +137,7 @@ class WorkerExecutor:
 
     @_execute.register
     def _(self, command: messages.Backward) -> bytes:
+        self._clock.backward_begins()
         call = self._calls[command.call_id]
         call.backward([None if g is None else self._device.place(g) for g in command.gradients], command.retain_graph)
         return call.model.gradient_flags()

@@ -56,7 +56,10 @@ def choose_plan_for(
         report.write_autoconfig_log(choice)
     for line in lines:
         print(line, flush=True)
-    report.write_selected_config(choice.plan, task.global_batch)
+    try:
+        report.write_selected_config(choice.plan, task.global_batch)
+    except OSError as error:  # the plan stands in the log too
+        print(report.info(f"the selected plan cannot be written to a file: {error}"), flush=True)
     return Expected(machine.key, profile.name, task.global_batch, choice.chosen, task.corrections)
 
 
@@ -67,9 +70,10 @@ def constraints_of(
     has_blocks = profile.num_blocks > 1
     degrees = (1,) if shape is None else tensor_degrees_of(shape, machine.cluster.num_devices)
     left = Constraints.from_options(options, proven_kinds().get(family, frozenset()), degrees)
+    recompute = left.activation_recomputation
     return replace(
         left,
         pipeline_parallel=left.pipeline_parallel and has_blocks,
-        activation_recomputation=left.activation_recomputation if has_blocks else False,
+        activation_recomputation=False if recompute == "auto" and not has_blocks else recompute,
         offload=machine.cluster.device.name != "CPU",  # what a CPU worker moves to host memory stays where it is
     )

@@ -6,7 +6,7 @@ Decides when a model's configuration can be believed, and how it is counted othe
 Where a model is not a decoder whose configuration gives its shape, every layer with a weight counts as one matrix
 product of each position of a row, and keeps its input and its output for the backward. Convolutions count as one
 product at each pixel of the batch. Attention's scores and what has no weight are not counted, so that such models are
-underestimated; what is measured in the first steps is remembered (`session.learned`) and corrects it.
+underestimated; what is measured in the first steps is remembered (`session.watch`) and corrects it.
 """
 
 from __future__ import annotations

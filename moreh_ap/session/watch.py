@@ -23,6 +23,7 @@ FILE = Remembered("learned.json")
 LOOKS_AFTER_STEPS = 6
 """The first step builds the optimizer's state and is left out; the median of five others is like later ones."""
 
+_LEAST_STEPS = 3
 _KEPT_RUNS = 50
 _LEAST_S = 0.01
 _LEAST_BYTES = 2**30
@@ -76,6 +77,8 @@ class Watch:
             self._compare(self._asked.result())
 
     def _compare(self, reports: list[StepReport]) -> None:
+        if min(len(one.seconds) for one in reports) < _LEAST_STEPS:
+            return  # the script adds up gradients of several calls, or has several optimizers: nothing to compare with
         seconds = max(statistics.median(one.seconds[1:]) for one in reports)
         peak_bytes = max(one.peak_bytes for one in reports)
         chosen = self._expected.chosen
