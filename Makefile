@@ -37,7 +37,7 @@ tutorial: $(INSTALLED)  ## prepare a model and data, train it on every device, s
 	$(PY) tutorials/inference_gpt.py
 
 test: $(INSTALLED)  ## run every test that this machine can run
-	@$(PY) -m pytest -q
+	@$(PY) -m pytest -q --durations=25
 
 test-unit: $(INSTALLED)  ## run the tests that need no worker process
 	@$(PY) -m pytest -q tests/unit

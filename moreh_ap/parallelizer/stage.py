@@ -39,21 +39,26 @@ class Travelling:
     length: int | None
 
 
-@dataclass(frozen=True)
 class Nesting:
     """How what travels makes up a block's result, and how much else travels with it.
 
-    Attributes:
+    No dataclass: it is an argument of a stage, and FSDP2 opens dataclasses among arguments to find tensors to cast.
+
+    Args:
         leaves: The leaves of the result, with None in place of each tensor.
         is_tensor: For each leaf whether it is a tensor.
         treespec: How the leaves nest.
         marks: One for each tensor that travels: those of the result first, then what the block was given.
     """
 
-    leaves: tuple[Any, ...]
-    is_tensor: tuple[bool, ...]
-    treespec: TreeSpec
-    marks: tuple[Travelling, ...]
+    def __init__(
+        self,
+        leaves: tuple[Any, ...],
+        is_tensor: tuple[bool, ...],
+        treespec: TreeSpec,
+        marks: tuple[Travelling, ...],
+    ) -> None:
+        self.leaves, self.is_tensor, self.treespec, self.marks = leaves, is_tensor, treespec, marks
 
     @property
     def num_returned(self) -> int:

@@ -155,8 +155,8 @@ def make_per_head(norm: nn.Module, crossing: Crossing) -> None:
 def make_attention(attention: nn.Module, region: Region, local_heads: int, heads: int, narrowed: int | None) -> None:
     """The module around q, k and v.
 
-    What it returns by heads besides its output (attention weights) is split along the heads; a position bias that an
-    earlier block returned so is taken apart again.
+    What it returns by heads besides its output (attention weights) is split along the heads. Of a position bias that an
+    earlier block returned, the heads here are taken, even where FSDP2 has put it together on its way between blocks.
 
     Args:
         attention: The module whose children q, k and v are; its numbers of heads are the local ones already.
@@ -168,7 +168,7 @@ def make_attention(attention: nn.Module, region: Region, local_heads: int, heads
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _by_heads_here(args, kwargs)
+        args, kwargs = _by_heads_here(args, kwargs, heads, region.crossing.part_of(heads))
         try:
             if region.sequence.length is not None or narrowed is not None:
                 args, kwargs = _first_tensor_replaced(args, kwargs, lambda hidden: _prepare(hidden, region, narrowed))
@@ -189,9 +189,15 @@ def _prepare(hidden: Tensor, region: Region, narrowed: int | None) -> Tensor:
     return seen
 
 
-def _by_heads_here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _by_heads_here(
+    args: tuple[Any, ...], kwargs: dict[str, Any], heads: int, own: Range
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def local(value: Any) -> Any:
-        return value.to_local() if isinstance(value, SplitTensor) and value.ndim == 4 else value
+        if not isinstance(value, Tensor) or value.ndim != 4:
+            return value
+        if isinstance(value, SplitTensor):
+            return value.to_local()
+        return value.narrow(1, own[0], own[1] - own[0]) if value.shape[1] == heads else value
 
     return tuple(local(value) for value in args), {key: local(value) for key, value in kwargs.items()}
 

@@ -43,6 +43,16 @@ class Practice:
         logits_kept_bytes: Bytes for each logit that are kept from the forward of the loss to its backward.
         logits_peak_bytes: Bytes for each logit on top of that while the loss is computed.
         logits_left_bytes: Bytes for each logit of the micro-batch before that are still there then.
+        logits_out_bytes: Bytes for each logit of the results, which stay for every micro-batch until the step ends.
+        gradients_come: Whether a step begins without gradients, so that they come as activations go. Then the peak is
+            found moment by moment: [Note: moments] in `footprint.py`.
+        step_copy_bytes: Bytes for each of a device's parameters that the optimizer's step makes and drops. Source: the
+            square roots of all second averages at once, `_multi_tensor_adam` in torch/optim/adam.py.
+        norm_kept_bytes: Bytes for each value of the hidden state that a norm keeps beyond its input and its result,
+            where it is computed operation by operation in float32.
+        rotation_kept: Whether rotation keeps its inputs; multiplied by constants, it need not.
+        selective_kept_bytes: Bytes for each value of the hidden state that selective recomputation keeps of a block
+            beyond the profile: the result of its last product, which nothing asks for again.
         selective_again: Part of a block's forward that selective recomputation computes again.
         fused_attention: Whether attention keeps no scores.
         fused_elementwise: Part of the elementwise traffic and of its kernels that is left after fusing, 1.0 for none.
@@ -81,6 +91,12 @@ class Practice:
     logits_kept_bytes: float = 6.0
     logits_peak_bytes: float = 4.0
     logits_left_bytes: float = 0.0
+    logits_out_bytes: float = 0.0
+    gradients_come: bool = False
+    step_copy_bytes: float = 0.0
+    norm_kept_bytes: float = 0.0
+    rotation_kept: bool = True
+    selective_kept_bytes: float = 0.0
     selective_again: float = 0.1
     fused_attention: bool = True
     fused_elementwise: float = 1.0
@@ -110,6 +126,15 @@ MOREH_AP = Practice(
     reduces_every_micro_batch=False,
     reduced_bytes=4.0,
     accumulation_bytes=10.0,
+    logits_kept_bytes=4.0,
+    logits_peak_bytes=8.0,
+    logits_out_bytes=4.0,
+    gradients_come=True,
+    step_copy_bytes=4.0,
+    norm_kept_bytes=4.0,
+    rotation_kept=False,
+    selective_kept_bytes=2.0,
+    gathered_kept=4.0,
     hides_pipeline=0.5,
 )
 """This package's runtime: float32 master weights, FSDP2 where the plan shards or computes in bfloat16."""

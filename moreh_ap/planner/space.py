@@ -279,7 +279,7 @@ def _pieces(rows: int) -> list[int]:
         if not any(power / 1.5 <= count <= power * 1.5 for count in counts):
             counts.add(power)
         power *= 2
-    return _thin(sorted(counts), 8)
+    return _thin(sorted(counts), 10)
 
 
 def _divisors(number: int) -> list[int]:

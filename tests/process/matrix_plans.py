@@ -31,6 +31,8 @@ PLANS = {
     "count": "pipeline=2,micro_batches=2,recompute=1",
     "offload": "shard=2,offload=optimizer",
     "bf16": "replicate=2,precision=bf16",
+    "tensor_bf16": "tensor=2,precision=bf16",
+    "pipeline_bf16": "pipeline=2,micro_batches=2,precision=bf16",
     "hybrid": "replicate=2,shard=2",
     "shard4_micro": "shard=4,micro_batches=2",
     "tensor4": "tensor=4",
@@ -45,7 +47,7 @@ PLANS = {
 
 REFUSALS: dict[str, dict[str, str]] = {
     "mixtral_balanced": {"pipeline": "pipeline"},
-    "t5": {"pipeline": "pipeline", "sequence": "sequence_parallel", "shard of tensor parts": "is not proven"},
+    "t5": {"pipeline": "pipeline", "sequence": "sequence_parallel"},
     "convnet": {"sequence": "sequence", "tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
     "convnet_batchnorm": {"sequence": "sequence", "tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
 }
@@ -68,6 +70,7 @@ DEFAULT = {
     "selective": ("phi3",),
     "offload": ("llama2",),
     "bf16": ("llama2",),
+    "pipeline_bf16": ("llama3",),
     "hybrid": ("bert",),
     "tensor_pipeline": ("opt",),
     "all": ("llama3",),
@@ -114,7 +117,6 @@ def kinds_of(text: str) -> set[str]:
         "replicate": plan.replicate > 1,
         "shard": plan.shard > 1,
         "tensor": plan.tensor > 1,
-        "shard of tensor parts": plan.shard > 1 and plan.tensor > 1,
         "sequence": plan.sequence_parallel,
         "pipeline": plan.pipeline > 1,
         "micro_batches": plan.micro_batches > 1,

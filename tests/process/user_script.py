@@ -14,6 +14,8 @@ import time
 import uuid
 from pathlib import Path
 
+from moreh_ap.session.remembered import FOLDER_VARIABLE
+
 SCRIPTS = Path(__file__).parent / "scripts"
 GONE_WITHIN_S = 10.0
 # No device is visible, so that workers are on the CPU wherever the tests run.
@@ -38,8 +40,9 @@ class UserScript:
         self.folder.mkdir()
         known = {path.name for path in SCRIPTS.iterdir()}
         words = [str(SCRIPTS / word) if word in known else word for word in map(str, arguments)]
+        kept = {FOLDER_VARIABLE: os.environ.get(FOLDER_VARIABLE)}
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MOREH_")}
-        given = {**ENVIRONMENT, **variables}
+        given = {**ENVIRONMENT, **kept, **variables}
         environment |= {_RUN_VARIABLE: self.id} | {name: value for name, value in given.items() if value is not None}
         (self.folder / "stdin").write_text(text)
         with (
@@ -75,21 +78,21 @@ class UserScript:
         """What it has printed as errors."""
         return (self.folder / "stderr").read_text()
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = 150.0) -> int:
         """Returns the exit code once it has ended; fails with its output if that takes too long."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s} s\n{self.out}\n{self.err}") from None
 
-    def succeed(self, timeout_s: float = 60.0) -> str:
+    def succeed(self, timeout_s: float = 150.0) -> str:
         """Returns its output once it has ended well and left no process behind."""
         code = self.wait(timeout_s)
         assert code == 0, f"exit code {code}\n{self.out}\n{self.err}"
         self.leaves_nothing()
         return self.out
 
-    def wait_for_output(self, text: str, timeout_s: float = 60.0) -> None:
+    def wait_for_output(self, text: str, timeout_s: float = 150.0) -> None:
         """Waits until it has printed `text`."""
         deadline_s = time.monotonic() + timeout_s
         while text not in self.out:

@@ -63,8 +63,8 @@ def test_a_tensor_axis_splits_everything_but_norms():
     norms = 17 * 1024
     assert four.parameter_bytes == pytest.approx(4 * ((PARAMETERS - norms) / 4 + norms))
     split = estimate(Plan(tensor=4, sequence_parallel=True))
-    assert split.activation_bytes == pytest.approx(one.activation_bytes / 4)
-    assert split.activation_bytes < four.activation_bytes < one.activation_bytes
+    # inputs that are gathered for split products stay whole
+    assert one.activation_bytes / 4 < split.activation_bytes < four.activation_bytes < one.activation_bytes
 
 
 def test_recomputation_keeps_less_in_this_order():

@@ -1,0 +1,277 @@
+"""Compares the memory that the planner predicts with what the runtime allocates, without devices.
+
+    python scripts/check_memory.py                                   # the plans of docs/planner.md
+    python scripts/check_memory.py --model Llama2-13B --plan shard=16,precision=bf16
+    python scripts/check_memory.py --json
+
+Each case runs in a process of its own: the model is on fake tensors, which have shapes and no numbers, the process
+group is PyTorch's fake one, whose collectives return at once, and the plan is applied by `parallelizer.apply`, as in a
+worker.
+Two steps of AdamW run under `torch.distributed._tools.mem_tracker.MemTracker`; the peak of the second counts, when the
+optimizer's state is there. Decides nothing about plans: it only looks.
+
+What differs from a worker on a GPU, and why:
+
+- Tensors say that they are on the CPU, where FSDP2 needs no streams. What it allocates is the same. On a GPU the
+  allocator may hold more; that is not looked at here.
+- The optimizer is told `foreach=True`, its default on GPUs, and steps on the local parts, since the tracker takes the
+  whole shapes that DTensor computes with for memory.
+- Targets are not checked against the vocabulary and positions not for packed rows: both would read a number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+GIB = 2**30
+CASES = (
+    ("Llama2-7B", "shard=8,precision=bf16", 0),
+    ("Llama2-7B", "replicate=8,precision=bf16", 0),
+    ("Llama2-7B", "replicate=2,shard=4,precision=bf16", 0),
+    ("Llama2-7B", "shard=64,precision=bf16", 0),
+    ("Llama2-7B", "shard=8", 0),
+    ("Llama2-7B", "replicate=8", 0),
+    ("Llama2-7B", "shard=8,precision=bf16,recompute=full", 0),
+    ("Llama2-7B", "shard=64,precision=bf16,recompute=full", 0),
+    ("Llama2-7B", "shard=8,precision=bf16,recompute=selective", 0),
+    ("Llama2-7B", "shard=8,precision=bf16,recompute=16", 0),
+    ("Llama2-7B", "shard=8,micro_batches=4,precision=bf16", 0),
+    ("Llama2-7B", "tensor=8,precision=bf16", 0),
+    ("Llama2-7B", "tensor=8,sequence_parallel=true,precision=bf16", 0),
+    ("Llama2-7B", "shard=2,tensor=8,sequence_parallel=true,precision=bf16", 0),
+    ("Llama2-7B", "shard=8,tensor=4,sequence_parallel=true,precision=bf16", 0),
+    ("Llama2-7B", "shard=8,tensor=4,sequence_parallel=true,recompute=selective,precision=bf16", 0),
+    ("Llama2-7B", "pipeline=8,micro_batches=16", 0),
+    ("Llama2-7B", "pipeline=8,micro_batches=16", 7),
+    ("Llama2-7B", "shard=2,pipeline=4,micro_batches=8,precision=bf16", 0),
+    ("Llama2-7B", "shard=2,pipeline=4,micro_batches=8,precision=bf16", 7),
+    ("Llama2-7B", "pipeline=4,micro_batches=8,schedule=gpipe,precision=bf16,replicate=2", 0),
+    ("Llama2-7B", "tensor=2,pipeline=4,micro_batches=8,precision=bf16", 0),
+    ("Llama2-13B", "shard=16,precision=bf16", 0),
+    ("Llama2-13B", "shard=64,precision=bf16", 0),
+    ("Llama2-13B", "replicate=2,shard=8,precision=bf16", 0),
+    ("Llama2-13B", "shard=8,tensor=8,sequence_parallel=true,precision=bf16", 0),
+    ("Llama2-13B", "tensor=8,precision=bf16", 0),
+    ("Llama2-13B", "shard=16,precision=bf16,recompute=full", 0),
+    ("Llama2-13B", "shard=4,tensor=2,pipeline=2,micro_batches=4,precision=bf16", 0),
+)
+"""Model, plan and rank of the table in docs/planner.md."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of one plan, tracked and predicted.
+
+    Attributes:
+        model: Name of the model, one of `planner.models`.
+        plan: The plan.
+        rank: The rank that was looked at.
+        tracked_bytes: Most bytes at a time in the second step.
+        predicted_bytes: What `estimate_memory` says is allocated there.
+        forward_bytes: Most bytes in the forward, and so on. Where forward waits for backward, it is in the backward.
+        backward_bytes: Most bytes in the backward.
+        step_bytes: Most bytes in the optimizer's step.
+        problem: Why it could not be tracked.
+    """
+
+    model: str
+    plan: str
+    rank: int
+    tracked_bytes: float = 0.0
+    predicted_bytes: float = 0.0
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    step_bytes: float = 0.0
+    problem: str = ""
+
+    @property
+    def error(self) -> float:
+        """The prediction's relative error."""
+        return self.predicted_bytes / self.tracked_bytes - 1.0
+
+
+def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: int | None) -> Case:
+    """Returns one case, looked at in this process, which has no process group yet.
+
+    Args:
+        name: Name of the model.
+        text: The plan.
+        rank: The rank to look at.
+        rows: Rows of a micro-batch.
+        length: Positions of a row.
+        num_layers: Number of blocks, instead of the model's.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+
+    from moreh_ap.parallelizer import vocabulary
+    from moreh_ap.parallelizer.apply import Example, apply_plan
+    from moreh_ap.parallelizer.forward import Call
+    from moreh_ap.parallelizer.loading import _allocate, _names_by_tensor, local_part
+    from moreh_ap.parallelizer.mesh import build_mesh
+    from moreh_ap.parallelizer.run import run_forward
+    from moreh_ap.parallelizer.sharding import prepare, settle
+    from moreh_ap.plan import Plan
+    from moreh_ap.planner.footprint import estimate_memory
+    from moreh_ap.planner.models import find_model
+    from moreh_ap.planner.shapes import from_config, profile_of
+
+    plan, cpu = Plan.parse(text), torch.device("cpu")
+    numbers = {**find_model(name).config, **({} if num_layers is None else {"num_hidden_layers": num_layers})}
+    config = AutoConfig.for_model(**numbers, attn_implementation="sdpa", use_cache=False)
+    dist.init_process_group("fake", rank=rank, world_size=plan.num_devices, store=FakeStore())
+    with torch.device("meta"):
+        module, meta = (AutoModelForCausalLM.from_config(config).train() for _ in range(2))
+    own_rows = rows * plan.micro_batches
+    batch: dict[str, Any] = {
+        "input_ids": torch.zeros(own_rows, length, dtype=torch.long),
+        "labels": torch.zeros(own_rows, length, dtype=torch.long),
+        "use_cache": False,
+    }
+    applied = apply_plan(module, plan, build_mesh(plan, "cpu"), cpu, Example(meta, (), batch))
+    position = applied.position
+    peaks = (0.0, 0.0, 0.0)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as fake,
+        mock.patch.object(vocabulary, "_check_targets"),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
+    ):
+        names = [same for same in _names_by_tensor(module) if not any(one in applied.absent for one in same)]
+        _allocate(module, names, cpu)
+        prepare(module)
+        settle(module)
+        batch = {key: fake.from_tensor(one) if key != "use_cache" else one for key, one in batch.items()}
+        held = [param for key, param in module.named_parameters() if key not in applied.absent]
+        parts = [torch.nn.Parameter(local_part(param.detach())) for param in held]
+        optimizer = torch.optim.AdamW(parts, lr=1e-4, foreach=True)
+        kinds = ("share", "rows")
+        mode = "split" if plan.data_parallel * plan.micro_batches > 1 else "whole"
+        call = Call(module, mode, cpu, group=position.data.group, kinds=kinds)
+        global_batch = plan.data_parallel * own_rows
+        with _tracker(held) as tracker:
+            for _ in range(2):
+                run = run_forward(call, (), batch, plan=plan, rows=global_batch, meta_module=meta)
+                forward = tracker.take_peak()
+                run.backward([torch.ones(()), *[None] * (len(run.shapes) - 1)])
+                settle(module)
+                del run
+                backward = tracker.take_peak()
+                for param, part in zip(held, parts, strict=True):
+                    part.grad = None if param.grad is None else local_part(param.grad)
+                optimizer.step()
+                for one in (*held, *parts):
+                    one.grad = None
+                peaks = (forward, backward, tracker.take_peak())
+    dist.destroy_process_group()
+    profile = profile_of(from_config(numbers), length)
+    predicted = estimate_memory(profile, plan, global_batch, position=position.pipeline.rank)
+    return Case(name, text, rank, max(peaks), predicted.allocated_bytes, *peaks)
+
+
+def _tracker(held: list[Any]) -> Any:
+    """Returns PyTorch's tracker, without its statistics of modules: these allow a module one call a step."""
+    import torch
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from moreh_ap.parallelizer.tensor_split import SplitTensor
+
+    class Tracker(MemTracker):
+        def take_peak(self) -> float:
+            """Returns the most bytes at a time since the last call."""
+            peak = self._peak_mem.get(torch.device("cpu"), 0)  # not what the dry runs of micro-batches have on meta
+            self._peak_mem = {}
+            return float(peak)
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(issubclass(one, SplitTensor) for one in types):
+                return NotImplemented  # as for DTensor: what it does with its part comes by afterwards
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+        def _pre_fw_hook(self, module: Any, inputs: Any) -> None:
+            """Nothing."""
+
+        def _post_fw_hook(self, module: Any, inputs: Any, outputs: Any) -> None:
+            """Nothing."""
+
+        def _pre_bw_hook(self, module: Any, args: Any) -> None:
+            """Nothing."""
+
+        def _post_bw_hook(self, module: Any, args: Any) -> None:
+            """Nothing."""
+
+    tracker = Tracker()
+    tracker.track_external(*held)
+    return tracker
+
+
+def _in_own_process(model: str, plan: str, rank: int, arguments: argparse.Namespace) -> Case:
+    command = [sys.executable, __file__, "--model", model, "--plan", plan, "--rank", str(rank), "--here", "--json"]
+    command += ["--rows", str(arguments.rows), "--seq-len", str(arguments.seq_len)]
+    if arguments.layers is not None:
+        command += ["--layers", str(arguments.layers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or ["nothing was said"]
+        return Case(model, plan, rank, problem=next((one for one in reversed(said) if "Error" in one), said[-1]))
+    return Case(**json.loads(done.stdout.splitlines()[-1])[0])
+
+
+def _print_table(cases: Iterable[Case]) -> list[Case]:
+    """Prints a row as soon as it is there, and returns all."""
+    print("| model | plan | rank | tracked GiB | predicted GiB | error |\n|---|---|---|---|---|---|", flush=True)
+    seen = []
+    for case in cases:
+        seen.append(case)
+        figures = f"not tracked: {case.problem} | | "
+        if not case.problem:
+            figures = f"{case.tracked_bytes / GIB:.2f} | {case.predicted_bytes / GIB:.2f} | {case.error:+.1%}"
+        print(f"| {case.model} | `{case.plan}` | {case.rank} | {figures} |", flush=True)
+    errors = [abs(case.error) for case in seen if not case.problem]
+    if errors:
+        print(f"\n{len(errors)} cases: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+    return seen
+
+
+def main() -> int:
+    """Runs the cases that were asked for; exits with 1 if one could not be tracked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="Llama2-7B")
+    parser.add_argument("--plan", help="one plan instead of the table's")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=1, help="rows of a micro-batch")
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--layers", type=int, help="number of blocks, instead of the model's")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--here", action="store_true", help="in this process instead of one of its own")
+    arguments = parser.parse_args()
+    if arguments.here:
+        warnings.simplefilter("ignore")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        one = (arguments.model, arguments.plan or "replicate=1", arguments.rank)
+        cases: Iterable[Case] = [track(*one, arguments.rows, arguments.seq_len, arguments.layers)]
+    else:
+        wanted = [(arguments.model, arguments.plan, arguments.rank)] if arguments.plan else list(CASES)
+        cases = (_in_own_process(*one, arguments) for one in wanted)
+    if arguments.json:
+        seen = list(cases)
+        print(json.dumps([asdict(case) for case in seen]))
+    else:
+        seen = _print_table(cases)
+    return int(any(case.problem for case in seen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
