@@ -51,6 +51,7 @@ CASES = (
     ("Llama2-7B", "shard=2,tensor=8,sequence_parallel=true,precision=bf16", 0),
     ("Llama2-7B", "shard=8,tensor=4,sequence_parallel=true,precision=bf16", 0),
     ("Llama2-7B", "shard=8,tensor=4,sequence_parallel=true,recompute=selective,precision=bf16", 0),
+    ("Llama2-7B", "shard=8,tensor=4,sequence_parallel=true,recompute=full,precision=bf16", 0),
     ("Llama2-7B", "pipeline=8,micro_batches=16", 0),
     ("Llama2-7B", "pipeline=8,micro_batches=16", 7),
     ("Llama2-7B", "shard=2,pipeline=4,micro_batches=8,precision=bf16", 0),

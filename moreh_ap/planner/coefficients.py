@@ -38,7 +38,7 @@ class Coefficients:
     attention_backward: float = 0.45
     memory: float = 0.711
     kernel_s: float = 4e-6
-    bucket_parameters: float = 8.69e+06
+    bucket_parameters: float = 8.69e06
     message_s: float = 1e-5
     host_bytes_per_s: float = 2.5e10
     step_s: float = 0.0229

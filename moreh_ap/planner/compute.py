@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from moreh_ap.planner.coefficients import Coefficients
 from moreh_ap.planner.hardware import Device
+from moreh_ap.planner.measured import rate_at
 from moreh_ap.planner.practice import Practice
 from moreh_ap.planner.profile import PartProfile
 
@@ -88,12 +89,14 @@ def part_time(
     width_bytes = 1.0 if precision == "bf16" else 2.0
     whole = 1.0 / tensor if sequence_parallel else 1.0
     moved = part.moved_split_bytes_per_token / tensor + part.moved_whole_bytes_per_token * whole
-    bandwidth = device.memory_bytes_per_s * coefficients.memory
-    elementwise = tokens * moved * width_bytes * practice.fused_elementwise / bandwidth
+    moved *= tokens * width_bytes
+    bandwidth = _elementwise_bytes_per_s(device, moved, coefficients)
+    elementwise = moved * practice.fused_elementwise / bandwidth
     if not practice.fused_attention:
         elementwise += rows * SCORE_PASSES * part.score_bytes_per_row / tensor * width_bytes / bandwidth
     if logits_per_token:
-        elementwise += tokens * logits_per_token / tensor * LOGIT_BYTES / bandwidth
+        logits = tokens * logits_per_token / tensor * LOGIT_BYTES
+        elementwise += logits / _elementwise_bytes_per_s(device, logits, coefficients)
     kernels = part.num_kernels * practice.fused_elementwise
     host = kernels * practice.host_s_per_kernel
     started = kernels * coefficients.kernel_s
@@ -105,3 +108,9 @@ def part_time(
         host_forward_s=host,
         host_backward_s=1.5 * host,
     )
+
+
+def _elementwise_bytes_per_s(device: Device, moved_bytes: float, coefficients: Coefficients) -> float:
+    if device.elementwise:
+        return rate_at(device.elementwise, moved_bytes)
+    return device.memory_bytes_per_s * coefficients.memory

@@ -6,7 +6,8 @@ Decides the definitions of the figures. Must not know how a prediction comes abo
 A run that succeeded or ran out of memory is judged by whether it was said to fit. Reserved memory is compared where it
 succeeded. Speed is compared where it succeeded, for pipelines only after the sweep's program was repaired, and only at
 a global batch of 256 rows; Spearman's coefficient and the first choices within groups of one model and one number of
-devices with at least five runs. Tables of published runs, which have a `source`, are compared by tokens a second.
+devices with at least five runs. Tables of published runs, which have a `source`, are compared by tokens a second; rows
+that name a model without stating its widths by themselves, since more is assumed for them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from moreh_ap.planner import runs
+from moreh_ap.planner.rows import is_true, run_of
 
 __all__ = ["evaluate", "measured_step_s", "measured_tokens_per_s", "spearman"]
 
@@ -42,7 +43,7 @@ def _feasibility(rows: Sequence[Row]) -> dict[str, float]:
     judged = [row for row in rows if row.get("status") in ("Success", "OOM") and row.get("predicted_fits")]
     if not judged:
         return {}
-    said = [(_truth(row["predicted_fits"]), row["status"] == "Success") for row in judged]
+    said = [(is_true(row["predicted_fits"]), row["status"] == "Success") for row in judged]
     right_fit, wrong_fit = said.count((True, True)), said.count((True, False))
     right_oom, wrong_oom = said.count((False, False)), said.count((False, True))
     return {
@@ -70,7 +71,7 @@ def measured_step_s(row: Row) -> float | None:
     """Returns the measured seconds of a step of a run whose speed is judged, None for any other."""
     if row.get("status") != "Success" or not row.get("tokens_per_s_per_gpu"):
         return None
-    if int(row["pp"]) > 1 and not _truth(row["after_pp_fix"]):
+    if int(row["pp"]) > 1 and not is_true(row["after_pp_fix"]):
         return None
     if int(float(row["global_batch_sequences"])) != JUDGED_BATCH:
         return None
@@ -128,23 +129,25 @@ def measured_tokens_per_s(row: Row) -> float | None:
 
 
 def _published(rows: Sequence[Row]) -> dict[str, float]:
-    errors, above = [], 0
+    errors: dict[str, list[float]] = {"published": [], "named": []}
+    above = 0
     for row in rows:
         if not row.get("predicted_tokens_per_s_per_gpu"):
             continue
         predicted, measured = float(row["predicted_tokens_per_s_per_gpu"]), measured_tokens_per_s(row)
-        run = runs.run_of(row)
+        run = run_of(row)
         needed_flops = predicted * run.profile.flops_per_row / run.profile.sequence_length
         above += needed_flops > run.cluster.device.peak_flops(run.practice.matrix_precision or run.plan.precision)
         if measured:
-            errors.append(abs(predicted / measured - 1.0))
+            errors["published" if row.get("hidden") else "named"].append(abs(predicted / measured - 1.0))
     figures: dict[str, float] = {"above_peak": above}
-    if errors:
-        figures |= {
-            "published_rows": len(errors),
-            "published_median_abs_error": statistics.median(errors),
-            "published_mean_abs_error": statistics.fmean(errors),
-        }
+    for kind, found in errors.items():
+        if found:
+            figures |= {
+                f"{kind}_rows": len(found),
+                f"{kind}_median_abs_error": statistics.median(found),
+                f"{kind}_mean_abs_error": statistics.fmean(found),
+            }
     return figures
 
 
@@ -168,7 +171,3 @@ def _ranks(values: Sequence[float]) -> list[float]:
             ranks[order[place]] = (start + end) / 2
         start = end + 1
     return ranks
-
-
-def _truth(text: str) -> bool:
-    return text.strip().lower() in ("1", "true", "yes")

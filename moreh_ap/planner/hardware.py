@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moreh_ap.errors import OptionError
+from moreh_ap.planner.measured import Exchange
 
 __all__ = ["Cluster", "Device", "Link", "devices", "find_cluster", "find_device", "find_link", "links"]
 
@@ -36,11 +37,15 @@ class Device:
         attention: How well the usual fused attention uses the device, compared with an A100. Source: Shah et al.,
             "FlashAttention-3", 2024, section 1, on FlashAttention-2: 35 % of an H100's peak, 70 % of an A100's.
         native_bf16: Whether it computes bfloat16 in hardware.
+        elementwise: Where that was measured, what elementwise work reaches by how much there is of it: bytes that the
+            operations of a part's forward move, and bytes a second, rising. Empty: what its memory does.
+        sharing: How many devices share what computes; what some leave idle, the others use. CPU workers share cores.
         aliases: Other names for it.
         intra: Name of the link inside a node.
         inter: Name of the link between nodes.
         devices_per_node: How many a node usually has.
-        source: Where the figures are from.
+        source: Where the peak rates and the memory are from.
+        checked: The day on which they were compared with that page, "not fetched" where it could not be read.
     """
 
     name: str
@@ -52,11 +57,14 @@ class Device:
     sustained: float = 0.75
     attention: float = 1.0
     native_bf16: bool = True
+    elementwise: tuple[tuple[float, float], ...] = ()
+    sharing: float = 1.0
     aliases: tuple[str, ...] = ()
     intra: str = "PCIe4"
     inter: str = "Ethernet-100"
     devices_per_node: int = 8
     source: str = ""
+    checked: str = ""
 
     def peak_flops(self, precision: str) -> float:
         """Returns the peak rate of products in `precision`: "fp32", "bf16", "fp16" or "fp8"."""
@@ -76,7 +84,9 @@ class Link:
         queued_s: The same for each of many exchanges that are started one after another without waiting.
         queued_sum_s: The same where they are sums to all, which go up and down a tree, instead of gathers or scatters.
         crowding_s: Host seconds that each member of any exchange adds in a program that uses this link between nodes.
-        source: Where the figures are from.
+        measured: What exchanges take by kind and members; where there are any, they count instead of the figures.
+        source: Where the peak rate is from, of which collectives reach a part.
+        checked: As for a device.
     """
 
     name: str
@@ -85,7 +95,9 @@ class Link:
     queued_s: float = 5e-6
     queued_sum_s: float = 5e-6
     crowding_s: float = 0.0
+    measured: tuple[Exchange, ...] = ()
     source: str = ""
+    checked: str = ""
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ class KnownModel:
         aliases: Other names, its repository among them.
         config: The numbers of its configuration that give its shape.
         source: Where they are from.
+        checked: The day on which they were compared with the page at `source`, or "not fetched".
     """
 
     name: str
     aliases: tuple[str, ...]
     config: Mapping[str, Any]
     source: str
+    checked: str
 
     @property
     def shape(self) -> TransformerShape:

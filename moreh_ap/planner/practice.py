@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["EAGER_MEGATRON", "MOREH_AP", "PLAIN_MEGATRON", "PRACTICES", "TUNED_FSDP", "TUNED_MEGATRON", "Practice"]
+__all__ = ["EAGER_MEGATRON", "MOREH_AP", "MOREH_AP_ON_CPU", "PLAIN_MEGATRON", "PRACTICES", "TUNED_FSDP",
+           "TUNED_MEGATRON", "Practice"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class Practice:
         kept_part: Part of the activations that is kept after fusing; 1.0 where every operation keeps its input.
         host_s_per_kernel: Seconds that the host needs to start one operation.
         host_s_per_exchange: Seconds that the host needs to start one exchange of the tensor axis.
+        host_s_per_rehearsed: Seconds that the host needs for one operation of a forward that it follows without values,
+            as before a step with several micro-batches or a pipeline; nothing hides them.
+        host_computes: Whether the processor that starts operations is the one that carries them out.
         hides_tensor: Part of the tensor axis' communication that runs beside matrix products.
         hides_gradients: Part of the backward of the last micro-batch beside which gradients can travel.
         hides_scatters: The same where each device keeps a part of the sums only (`zero_stage` of at least 1).
@@ -103,6 +107,8 @@ class Practice:
     kept_part: float = 1.0
     host_s_per_kernel: float = 9e-6
     host_s_per_exchange: float = 2e-5
+    host_s_per_rehearsed: float = 0.0
+    host_computes: bool = False
     hides_tensor: float = 0.0
     hides_gradients: float = 0.5
     hides_scatters: float = 0.5
@@ -138,6 +144,9 @@ MOREH_AP = Practice(
     hides_pipeline=0.5,
 )
 """This package's runtime: float32 master weights, FSDP2 where the plan shards or computes in bfloat16."""
+
+MOREH_AP_ON_CPU = replace(MOREH_AP, host_computes=True, hides_gradients=0.0, hides_gathers=0.0, hides_pipeline=0.0)
+"""The same on CPU workers. What carries messages are the cores that compute, so nothing is hidden."""
 
 EAGER_MEGATRON = Practice(
     name="eager_megatron",

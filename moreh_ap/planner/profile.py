@@ -29,14 +29,15 @@ class Product:
         outer: Length of the result.
         split: Which of the two the tensor axis cuts, "inner", "outer" or "" for neither.
         share: Part of the tokens that goes through it; above 1 where a token takes several experts.
-        copies: Number of equal matrices among which those tokens are spread, such as experts.
+        copies: Number of equal matrices among which those tokens are spread, such as experts; less than 1 where not
+            every block has it.
     """
 
     inner: int
     outer: int
     split: str = ""
     share: float = 1.0
-    copies: int = 1
+    copies: float = 1.0
 
     @property
     def flops_per_token(self) -> float:
@@ -96,6 +97,11 @@ class PartProfile:
     def parameters_on_device(self, tensor: int) -> float:
         """Parameter elements that one of `tensor` devices holds."""
         return self.parameters_split / tensor + self.parameters_whole
+
+    def kept_bytes_per_row(self, length: int, tensor: int, sequence_parallel: bool) -> float:
+        """Bytes that one of `tensor` devices keeps of a row of so many positions, nothing recomputed."""
+        whole = 1.0 / tensor if sequence_parallel else 1.0
+        return length * (self.kept_split_bytes_per_token / tensor + self.kept_whole_bytes_per_token * whole)
 
 
 @dataclass(frozen=True)

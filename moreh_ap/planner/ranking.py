@@ -12,7 +12,7 @@ plainest order, then fewest micro-batches; then time decides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
@@ -79,6 +79,12 @@ class Task:
     def precision(self) -> str:
         """The precision of every plan."""
         return "bf16" if self.constraints.mixed_precision and self.cluster.device.native_bf16 else "fp32"
+
+    def with_usable(self, num_bytes: float) -> Task:
+        """Returns the same task for devices of which a plan may reserve at most so many bytes."""
+        device = self.cluster.device
+        smaller = replace(device, memory_bytes=device.memory_bytes * min(1.0, num_bytes / self.usable_bytes))
+        return replace(self, cluster=replace(self.cluster, device=smaller))
 
     def memory_of(self, plan: Plan) -> MemoryEstimate:
         """Returns what the fullest device holds under a plan."""

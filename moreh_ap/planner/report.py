@@ -109,11 +109,19 @@ def plan_line(plan: Plan, reason: str) -> str:
 
 def measured_line(chosen: Candidate, seconds: float, peak_bytes: float) -> str:
     """Returns the line that compares what was predicted for a timed plan with what was measured in its first steps."""
-    assert chosen.step is not None
-    predicted_bytes = chosen.memory.reserved_bytes
-    return info(
-        f"a step takes {seconds:.3g} s ({chosen.step.total_s:.3g} s predicted), the fullest device holds "
-        f"{peak_bytes / 2**30:.2f} GiB ({predicted_bytes / 2**30:.2f} GiB predicted)"
+    return info(_measured(chosen, seconds, peak_bytes))
+
+
+def tried_line(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
+    """Returns the line for a timed plan that was tried for a few steps before one is kept."""
+    return info(f'tried plan="{candidate.plan}": {_measured(candidate, seconds, peak_bytes)}')
+
+
+def _measured(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
+    assert candidate.step is not None
+    return (
+        f"a step takes {seconds:.3g} s ({candidate.step.total_s:.3g} s predicted), the fullest device holds "
+        f"{peak_bytes / 2**30:.2f} GiB ({candidate.memory.reserved_bytes / 2**30:.2f} GiB predicted)"
     )
 
 

@@ -1,17 +1,12 @@
-"""The shape of a transformer, and the profile that follows from it.
+"""The shape of a decoder, and the profile that follows from it.
 
-Decides how a decoder's numbers (layers, widths, heads, vocabulary) become what each part of it costs, and how
-configurations of known families spell those numbers. The profile that it makes is all that the rest of the planner
-sees. Must not know plans, devices or weights.
+Decides how a decoder's numbers (layers, widths, heads, experts, vocabulary) become what each part of it costs. The
+profile that it makes is all that the rest of the planner sees. Must not know plans, devices or weights.
 
-[Note: bytes kept by a block]
-Every operation of an unfused block keeps what its backward needs. With `h` the hidden width, `q` and `v` the widths of
-queries and of keys or values, `f` that of the feed-forward and 2 bytes a value, a token keeps: two norms 2h + 2h (their
-inputs; a norm's output is the input of the next product) + 2h + 2h; queries, keys, values before and after rotation
-2(q + 2v) + 2(q + v); attention's result 2q; feed-forward 2f for what goes into the activation function, 2f for what
-comes out, and where it is gated 2f for the gate's factor and 2f for their product. Source: counted as in Korthikanti et
-al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.1, without dropout and with fused
-attention.
+[Note: blocks that differ]
+A profile has one kind of block. Where blocks differ, as where the first ones have no experts, or where layers of
+several kinds alternate, it is the mean of all blocks: sums over the model are exact, and a stage is taken to be as
+mixed as the model.
 """
 
 from __future__ import annotations
@@ -21,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moreh_ap.errors import OptionError
+from moreh_ap.planner.configurations import numbers_of
+from moreh_ap.planner.layers import Attention, FeedForward, StateSpace, mean_of
 from moreh_ap.planner.profile import ModelProfile, PartProfile, Product
 
 __all__ = ["TransformerShape", "from_config", "profile_of"]
@@ -45,6 +42,18 @@ class TransformerShape:
         experts_per_token: How many of them a token goes through.
         learned_positions: Rows of a table of position embeddings; 0 without one.
         name: How messages call the model.
+        rotated: Whether queries and keys are rotated by their positions where there is no such table.
+        shared_hidden: Width of what every token goes through beside its experts.
+        latent_hidden: Width in which experts work where it is not the hidden one, else 0.
+        dense_layers: Layers that have a feed-forward in place of experts.
+        dense_hidden: Width of that.
+        value_dim: Width of a head's values where it is not `head_dim`, else 0.
+        shared_dim: See `Attention`, as for the two ranks.
+        query_rank: Likewise.
+        kv_rank: Likewise.
+        kinds: A letter for each layer of a hybrid: "*" attention, "M" state space, "E" experts, "-" feed-forward; ""
+            where each has attention and a feed-forward or experts.
+        state_space: Numbers of a `StateSpace` layer, () without.
     """
 
     num_layers: int
@@ -61,118 +70,37 @@ class TransformerShape:
     experts_per_token: int = 1
     learned_positions: int = 0
     name: str = "transformer"
+    rotated: bool = True
+    shared_hidden: int = 0
+    latent_hidden: int = 0
+    dense_layers: int = 0
+    dense_hidden: int = 0
+    value_dim: int = 0
+    shared_dim: int = 0
+    query_rank: int = 0
+    kv_rank: int = 0
+    kinds: str = ""
+    state_space: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "hidden", "ffn_hidden", "num_heads", "num_kv_heads", "head_dim", "vocabulary"):
             if getattr(self, field) < 1:
                 raise OptionError(f"{self.name}: {field}={getattr(self, field)}", "at least 1")
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            fact = f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}"
+            raise OptionError(fact, "1 up to the number of experts")
 
     @property
     def parameters(self) -> float:
         """Parameter elements, tied ones once."""
         return profile_of(self, 1).parameters
 
-
-def profile_of(shape: TransformerShape, sequence_length: int, context_length: int | None = None) -> ModelProfile:
-    """Returns what a model of this shape costs with rows of `sequence_length` positions.
-
-    Args:
-        shape: The model.
-        sequence_length: Positions of a row that one device computes.
-        context_length: Positions that attention sees; more than `sequence_length` where devices share a row.
-    """
-    vocabulary = float(shape.vocabulary * shape.hidden)
-    positions = float(shape.learned_positions * shape.hidden)
-    return ModelProfile(
-        name=shape.name,
-        sequence_length=sequence_length,
-        hidden=shape.hidden,
-        num_blocks=shape.num_layers,
-        first=PartProfile(
-            parameters_split=vocabulary,
-            parameters_whole=positions,
-            moved_whole_bytes_per_token=4.0 * shape.hidden,
-            num_kernels=4,
-            num_tensor_sums=1,
-        ),
-        block=_block(shape, sequence_length, context_length or sequence_length),
-        last=PartProfile(
-            parameters_split=0.0 if shape.tied else vocabulary,
-            parameters_whole=float(shape.hidden * (2 if shape.biases else 1)),
-            products=(Product(shape.hidden, shape.vocabulary, "outer"),),
-            kept_whole_bytes_per_token=4.0 * shape.hidden,
-            selective_whole_bytes_per_token=4.0 * shape.hidden,
-            moved_whole_bytes_per_token=4.0 * shape.hidden,
-            num_kernels=16,
-        ),
-        logits_per_token=shape.vocabulary,
-        tied=shape.tied,
-        tied_parameters=vocabulary if shape.tied else 0.0,
-    )
-
-
-def _block(shape: TransformerShape, sequence_length: int, context_length: int) -> PartProfile:
-    """See [Note: bytes kept by a block]."""
-    hidden, ffn = shape.hidden, shape.ffn_hidden
-    queries, values = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    widenings = 2 if shape.gated else 1
-    experts, taken = shape.num_experts, float(shape.experts_per_token)
-    attention_parameters = hidden * (queries + 2 * values) + queries * hidden
-    ffn_parameters = experts * (widenings + 1) * hidden * ffn
-    router = hidden * experts if experts > 1 else 0
-    bias = (queries + 2 * values + hidden + experts * (widenings * ffn + hidden)) if shape.biases else 0
-    norms = 2 * hidden * (2 if shape.biases else 1)
-    products = [
-        Product(hidden, queries + 2 * values, "outer"),
-        Product(queries, hidden, "inner"),
-        Product(hidden, widenings * ffn, "outer", taken, experts),
-        Product(ffn, hidden, "inner", taken, experts),
-    ]
-    if router:
-        products.append(Product(hidden, experts))
-    rotated = 0.0 if shape.learned_positions else 2.0 * (queries + values)
-    activations = 2.0 * ffn * taken * (2 * widenings)
-    attention_kept = 2.0 * (queries + 2 * values) + rotated + 2.0 * queries
-    return PartProfile(
-        parameters_split=float(attention_parameters + ffn_parameters),
-        parameters_whole=float(router + bias + norms),
-        products=tuple(products),
-        # scores and weighted sum, of which a causal mask leaves half
-        attention_flops_per_row=2.0 * sequence_length * context_length * queries,
-        attention_width=shape.head_dim,
-        # softmax's result and a copy of it in the precision of the product
-        score_bytes_per_row=5.0 * shape.num_heads * sequence_length * context_length,
-        kept_split_bytes_per_token=attention_kept + activations,
-        kept_whole_bytes_per_token=8.0 * hidden,
-        # results of products and of attention; norms, rotation and activation functions are computed again
-        selective_split_bytes_per_token=2.0 * (2 * queries + 2 * values) + 2.0 * widenings * ffn * taken,
-        selective_whole_bytes_per_token=4.0 * hidden,
-        # norms read and write, residuals read two and write one; rotation and activation functions read and write
-        moved_split_bytes_per_token=2.0 * rotated + 4.0 * ffn * taken * (2 * widenings - 0.5),
-        moved_whole_bytes_per_token=2.0 * hidden * (2 * 4 + 2 * 3),
-        num_kernels=24 + (10 if rotated else 2) + (8 * min(experts, 8) if experts > 1 else 0),
-        num_tensor_sums=2,
-    )
-
-
-# -- configurations ----------------------------------------------------------------------------------------------------
-
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
-_FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
-_UNGATED = frozenset(
-    {"gpt2", "gptj", "gpt_neo", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2"}
-    | {"codegen"}
-)
-_WITH_BIASES = frozenset(
-    {"gpt2", "gpt_neo", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2", "gptj", "codegen"}
-)
-_LEARNED_POSITIONS = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "mpt"})
-_TIED_BY_DEFAULT = frozenset(
-    {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "gemma3_text"}
-)
+    @property
+    def active_parameters(self) -> float:
+        """Parameter elements that a token is multiplied with, without embeddings: those of products."""
+        profile = profile_of(self, 1)
+        block, last = profile.block.product_flops_per_token, profile.last.product_flops_per_token
+        return (profile.num_blocks * block + last) / 2.0
 
 
 def from_config(config: Mapping[str, Any], name: str = "") -> TransformerShape:
@@ -190,46 +118,73 @@ def from_config(config: Mapping[str, Any], name: str = "") -> TransformerShape:
         ...              "n_positions": 1024}).parameters
         124439808.0
     """
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping) and _first(config, _LAYERS) is None:
-        config = {**config, **inner}
-    family = str(config.get("model_type", ""))
-    name = name or family or "this configuration"
-    layers, hidden = _number(config, _LAYERS, name), _number(config, _HIDDEN, name)
-    heads, vocabulary = _number(config, _HEADS, name), _number(config, ("vocab_size",), name)
-    experts = int(_first(config, ("num_local_experts", "num_experts", "n_routed_experts")) or 1)
-    ffn = _first(config, (("moe_intermediate_size",) if experts > 1 else ()) + _FFN)
-    if ffn is None:
-        ffn = int(hidden * config.get("expansion_ratio", 4))
-    kv_heads = config.get("num_key_value_heads")
-    if kv_heads is None:
-        kv_heads = 1 if config.get("multi_query") else heads
-    return TransformerShape(
-        num_layers=layers,
-        hidden=hidden,
-        ffn_hidden=int(ffn),
-        num_heads=heads,
-        num_kv_heads=int(kv_heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        vocabulary=vocabulary,
-        tied=bool(config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT)),
-        gated=family not in _UNGATED,
-        biases=family in _WITH_BIASES,
-        num_experts=experts,
-        experts_per_token=int(_first(config, ("num_experts_per_tok", "moe_topk")) or 1),
-        learned_positions=int(_first(config, _POSITIONS) or 0) if family in _LEARNED_POSITIONS else 0,
-        name=name,
+    return TransformerShape(**numbers_of(config, name))
+
+
+def profile_of(
+    shape: TransformerShape, sequence_length: int, context_length: int | None = None, expert_spread: int = 1
+) -> ModelProfile:
+    """Returns what a model of this shape costs with rows of `sequence_length` positions.
+
+    Args:
+        shape: The model.
+        sequence_length: Positions of a row that one device computes.
+        context_length: Positions that attention sees; more than `sequence_length` where devices share a row.
+        expert_spread: Devices over which each block's experts are dealt; the profile is then that of one of them, with
+            its part of the experts and the tokens of all devices that go there.
+    """
+    vocabulary = float(shape.vocabulary * shape.hidden)
+    positions = float(shape.learned_positions * shape.hidden)
+    return ModelProfile(
+        name=shape.name,
+        sequence_length=sequence_length,
+        hidden=shape.hidden,
+        num_blocks=shape.num_layers,
+        first=PartProfile(
+            parameters_split=vocabulary,
+            parameters_whole=positions,
+            moved_whole_bytes_per_token=4.0 * shape.hidden,
+            num_kernels=4,
+            num_tensor_sums=1,
+        ),
+        block=_block(shape, sequence_length, context_length or sequence_length, expert_spread),
+        last=PartProfile(
+            parameters_split=0.0 if shape.tied else vocabulary,
+            parameters_whole=float(shape.hidden * (2 if shape.biases else 1)),
+            products=(Product(shape.hidden, shape.vocabulary, "outer"),),
+            kept_whole_bytes_per_token=4.0 * shape.hidden,
+            selective_whole_bytes_per_token=4.0 * shape.hidden,
+            moved_whole_bytes_per_token=4.0 * shape.hidden,
+            num_kernels=16,
+        ),
+        logits_per_token=shape.vocabulary,
+        tied=shape.tied,
+        tied_parameters=vocabulary if shape.tied else 0.0,
     )
 
 
-def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), None)
-
-
-def _number(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
-    value = _first(config, keys)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(
-            f"{name}: no {' or '.join(keys)}", "a transformers configuration of a decoder", "--config config.json"
-        )
-    return value
+def _block(shape: TransformerShape, sequence_length: int, context_length: int, expert_spread: int) -> PartProfile:
+    """Returns what a block costs. See [Note: blocks that differ]."""
+    hidden, biases, layers = shape.hidden, shape.biases, shape.num_layers
+    attention = Attention(
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim or shape.head_dim,
+        shape.rotated and not shape.learned_positions, shape.query_rank, shape.kv_rank, shape.shared_dim,
+    )  # fmt: skip
+    experts = FeedForward(
+        shape.ffn_hidden, shape.gated, shape.num_experts, shape.experts_per_token, shape.shared_hidden,
+        shape.latent_hidden, expert_spread,
+    )  # fmt: skip
+    attends, mixes = 1.0, 1.0 - shape.dense_layers / layers
+    dense = shape.dense_layers / layers
+    if shape.kinds:
+        attends, mixes, dense = (shape.kinds.count(kind) / layers for kind in "*E-")
+    parts = [
+        (attention.part(hidden, biases, sequence_length, context_length), attends),
+        (experts.part(hidden, biases), mixes),
+    ]
+    if dense:
+        parts.append((FeedForward(shape.dense_hidden, shape.gated).part(hidden, biases), dense))
+    if shape.state_space:
+        state_space = StateSpace(*shape.state_space)
+        parts.append((state_space.part(hidden, biases, sequence_length), shape.kinds.count("M") / layers))
+    return mean_of(parts)

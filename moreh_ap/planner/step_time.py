@@ -8,104 +8,30 @@ the others' one micro-batch each is what fills and drains the pipeline. What the
 computation where the program does not hide it. Gradients travel beside the backward of the last micro-batch as far as
 the program does that. Then the optimizer's step goes through all state in memory. Source: Narayanan et al., "Efficient
 Large-Scale Language Model Training on GPU Clusters", 2021, section 3.
+
+[Note: shared processors]
+Where several devices share what computes, as CPU workers share cores, all seconds are those of a device while all the
+others compute too. One that waits leaves its part to the others, so that filling and draining a pipeline takes the
+fewer seconds the more devices share; and what starts operations is what computes, so that neither hides the other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.coefficients import COEFFICIENTS, Coefficients
-from moreh_ap.planner.collectives import group_of, message_s
+from moreh_ap.planner.collectives import crossing_s, group_of, message_s
 from moreh_ap.planner.compute import PartTime, part_time
 from moreh_ap.planner.hardware import Cluster
 from moreh_ap.planner.occupancy import Holding, holdings, parameters_at
 from moreh_ap.planner.practice import MOREH_AP, Practice
 from moreh_ap.planner.profile import ModelProfile
+from moreh_ap.planner.step_estimate import StepEstimate
 from moreh_ap.planner.step_time_data import data_s, optimizer_s
 
 __all__ = ["StepEstimate", "estimate_step"]
-
-
-@dataclass(frozen=True)
-class StepEstimate:
-    """Seconds of one step of the slowest device, by what they go to; hidden ones are not part of the total.
-
-    Attributes:
-        forward_s: Computing forward.
-        backward_s: Computing backward.
-        recompute_s: Computing again what was not kept.
-        host_s: Waiting for the host to start kernels.
-        tensor_s: Communication of the tensor axis that nothing hides.
-        tensor_hidden_s: The same, hidden.
-        data_s: Gathering weights and summing gradients, as far as nothing hides it.
-        data_hidden_s: The same, hidden.
-        pipeline_s: Messages between stages that nothing hides.
-        pipeline_hidden_s: The same, hidden.
-        bubble_s: Waiting for the pipeline to fill and drain.
-        optimizer_s: The optimizer's step.
-        fixed_s: What every step takes.
-        tokens: Tokens of the step on all devices.
-        num_devices: Devices.
-        model_flops: Operations that the model needs for the step, nothing recomputed.
-        peak_flops: Peak rate of one device.
-    """
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    host_s: float
-    tensor_s: float
-    tensor_hidden_s: float
-    data_s: float
-    data_hidden_s: float
-    pipeline_s: float
-    pipeline_hidden_s: float
-    bubble_s: float
-    optimizer_s: float
-    fixed_s: float
-    tokens: float
-    num_devices: int
-    model_flops: float
-    peak_flops: float
-
-    def scaled(self, factor: float) -> StepEstimate:
-        """Returns the same with every part so many times as long."""
-        parts = {one.name: getattr(self, one.name) * factor for one in fields(self) if one.name.endswith("_s")}
-        return replace(self, **parts)
-
-    @cached_property
-    def total_s(self) -> float:
-        """Seconds of the step."""
-        return (
-            self.forward_s
-            + self.backward_s
-            + self.recompute_s
-            + self.host_s
-            + self.tensor_s
-            + self.data_s
-            + self.pipeline_s
-            + self.bubble_s
-            + self.optimizer_s
-            + self.fixed_s
-        )
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a second on all devices."""
-        return self.tokens / self.total_s
-
-    @property
-    def tokens_per_s_per_device(self) -> float:
-        """Tokens a second and device."""
-        return self.tokens_per_s / self.num_devices
-
-    @property
-    def mfu(self) -> float:
-        """Part of the peak rate that the model's own operations use. Source: Chowdhery et al., "PaLM", 2022, app. B."""
-        return self.model_flops / (self.total_s * self.num_devices * self.peak_flops)
 
 
 @dataclass(frozen=True)
@@ -179,9 +105,12 @@ def estimate_step(
     pipeline_s, bubble_s, hidden_pipeline_s = 0.0, 0.0, 0.0
     if plan.pipeline > 1:
         sent = profile.boundary_bytes_per_row * rows * wide / (plan.tensor if plan.sequence_parallel else 1)
-        once_s = message_s(sent, plan.tensor * plan.data_parallel, cluster, coefficients)
+        once_s = message_s(sent, plan.tensor * plan.data_parallel, cluster, coefficients, plan.pipeline)
         bubble_s = others_s / plan.stages_per_device * (0.4 if plan.schedule == "zero_bubble" else 1.0)
         bubble_s += 2.0 * (plan.pipeline - 1) * once_s
+        if device.sharing > 1.0:  # see [Note: shared processors]
+            busy_s = count * pace.total_s
+            bubble_s = max(0.0, (busy_s + bubble_s) / device.sharing - busy_s)
         steady_s = 2.0 * count * plan.stages_per_device * once_s
         pipeline_s = steady_s * (1.0 - practice.hides_pipeline)
         hidden_pipeline_s = steady_s - pipeline_s
@@ -192,7 +121,7 @@ def estimate_step(
         forward_s=count * pace.forward_s,
         backward_s=count * pace.backward_s,
         recompute_s=count * pace.recompute_s,
-        host_s=count * pace.host_s,
+        host_s=count * pace.host_s + _rehearsal_s(profile, plan, practice),
         tensor_s=count * pace.tensor_s,
         tensor_hidden_s=count * pace.tensor_hidden_s,
         data_s=shown_data_s,
@@ -248,9 +177,18 @@ def _pace(
     hidden = min(talking * practice.hides_tensor, device_s)
     starting = sums * exchange.starting_s
     busy = device_s + talking - hidden
-    total = max(busy, host + sums * exchange.host_s) + starting
+    host += sums * exchange.host_s
+    total = (busy + host if practice.host_computes else max(busy, host)) + starting
     waiting = total - busy
     return _Pace(forward, backward, recompute, waiting, talking - hidden, hidden, total)
+
+
+def _rehearsal_s(profile: ModelProfile, plan: Plan, practice: Practice) -> float:
+    """Returns how long the host follows the forward without values, which steps in pieces begin with."""
+    if plan.pipeline == 1 and plan.micro_batches == 1:
+        return 0.0
+    operations = profile.first.num_kernels + profile.num_blocks * profile.block.num_kernels + profile.last.num_kernels
+    return operations * practice.host_s_per_rehearsed
 
 
 def _exchange(num_bytes: float, plan: Plan, cluster: Cluster, practice: Practice) -> _Exchange:
@@ -258,6 +196,9 @@ def _exchange(num_bytes: float, plan: Plan, cluster: Cluster, practice: Practice
     if plan.tensor == 1:
         return _Exchange()
     group = group_of(plan.tensor, 1, cluster)
+    measured_s = crossing_s(num_bytes, plan.sequence_parallel, group)
+    if measured_s is not None:
+        return _Exchange(moving_s=measured_s)
     crowding = cluster.inter.crowding_s * plan.tensor if cluster.num_nodes > 1 else 0.0
     return _Exchange(
         moving_s=2.0 * num_bytes * (group.size - 1) / group.size / group.bytes_per_s,

@@ -55,7 +55,7 @@ def data_s(
             uses = 1.0
         sums = count if practice.reduces_every_micro_batch else 1
         data_s = uses * queued_gathers_s(2.0 * wide * parameters, pieces, inside)
-        data_s += sums * queued_gathers_s(practice.reduced_bytes * parameters, pieces, inside)
+        data_s += sums * queued_gathers_s(practice.reduced_bytes * parameters, pieces, inside, "scatter")
         if plan.replicate > 1:
             across = group_of(plan.replicate, stride * plan.shard, cluster)
             data_s += sums * queued_sums_s(practice.reduced_bytes * parameters / plan.shard, pieces, across)
@@ -63,7 +63,11 @@ def data_s(
         return data_s - hidden_s, hidden_s
     buckets = pieces + parameters / coefficients.bucket_parameters
     travelled = practice.reduced_bytes * parameters
-    sums_s = (queued_gathers_s if practice.zero_stage >= 1 else queued_sums_s)(travelled, buckets, everybody)
+    sums_s = (
+        queued_gathers_s(travelled, buckets, everybody, "scatter")
+        if practice.zero_stage >= 1
+        else queued_sums_s(travelled, buckets, everybody)
+    )
     hides = practice.hides_scatters if practice.zero_stage >= 1 else practice.hides_gradients
     hidden_s = min(sums_s, backward_s * hides)
     after_s = queued_gathers_s(2.0 * wide * parameters, buckets, everybody) if practice.zero_stage >= 1 else 0.0

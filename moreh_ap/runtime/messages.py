@@ -369,11 +369,21 @@ class DescribeDevice:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One worker's device. `memory_bytes`: what it may use in all; a CPU worker's share of the machine."""
+    """One worker's device.
+
+    Attributes:
+        name: Its name; "CPU" for a worker without one.
+        memory_bytes: What it may use in all; a CPU worker's share of the machine.
+        native_bf16: Whether it computes bfloat16 in hardware.
+        num_threads: Threads that compute in a CPU worker; 0 elsewhere.
+        num_cores: Cores that all CPU workers of the machine have together; 0 elsewhere.
+    """
 
     name: str
     memory_bytes: int
     native_bf16: bool
+    num_threads: int = 0
+    num_cores: int = 0
 
 
 @dataclass(frozen=True)
@@ -391,22 +401,28 @@ class ProbeDevice:
 class DeviceRates:
     """What one worker measured while all others did the same.
 
+    Seconds of computing are those of its processor: of a CPU worker only while it had a core.
+
     Attributes:
-        products: For "fp32" and where asked for "bf16", operations a second of products of tokens x width with
-            width x width, by (tokens, width): both long, tokens short, width short.
-        memory_bytes_per_s: Bytes that a copy reads and writes a second.
-        small_sum_bytes: Bytes of a small sum over all workers.
-        small_sum_s: Seconds that it takes; 0.0 where there is one worker.
-        large_sum_bytes: Bytes of a large one.
-        large_sum_s: Seconds that it takes.
+        products: Operations a second of products of tokens x width with width x width, as (precision, tokens, width,
+            rate): both long, tokens short, width short.
+        elementwise: Bytes that a block's elementwise operations move a second, forward and backward together, as
+            (precision, bytes of the forward, rate).
+        start_s: Seconds that an operation of a forward takes however small it is.
+        rehearse_s: The same on tensors without values.
+        update_bytes_per_s: Bytes that a step of AdamW moves a second.
+        exchanges: (kind, members, bytes of the whole, seconds, seconds of this worker's processor): a "sum", "gather"
+            or "scatter" of a flat tensor, a "message" to a neighbour, and what a layer on the tensor axis exchanges of
+            a hidden state, forward and backward: "crossing_sum", and "crossing_split" with sequence parallelism. All
+            groups of a size exchange at a time.
     """
 
-    products: dict[str, dict[tuple[int, int], float]]
-    memory_bytes_per_s: float
-    small_sum_bytes: int
-    small_sum_s: float
-    large_sum_bytes: int
-    large_sum_s: float
+    products: tuple[tuple[str, int, int, float], ...]
+    elementwise: tuple[tuple[str, int, float], ...]
+    start_s: float
+    rehearse_s: float
+    update_bytes_per_s: float
+    exchanges: tuple[tuple[str, int, int, float, float], ...]
 
 
 @dataclass(frozen=True)

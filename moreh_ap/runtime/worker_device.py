@@ -36,7 +36,13 @@ class WorkerDevice:
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             return DeviceInfo(properties.name, properties.total_memory, native)
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return DeviceInfo("CPU", _memory_limit(total) // self.world_size, _cpu_computes_bf16())
+        return DeviceInfo(
+            "CPU",
+            _memory_limit(total) // self.world_size,
+            _cpu_computes_bf16(),
+            torch.get_num_threads(),
+            len(os.sched_getaffinity(0)),
+        )
 
     def memory(self, command: ReportMemory) -> dict[str, int]:
         """Bytes ``allocated``, ``peak``, ``free``, ``total``; on a CPU the worker's resident memory since its start."""

@@ -1,22 +1,31 @@
 """The accelerator as the planner sees it: catalogue figures where the device is known, measured ones where it is not.
 
-Decides which figure is taken from where, and measures once a machine. Must not know models or plans.
+Decides which figure is taken from where, and measures once a machine. Must not know models or plans. What a file may
+hold of earlier measurements is read by `session.rates`.
+
+[Note: workers that share cores]
+A CPU worker's rates are those of its processor while it has one. With more threads than cores each gets a part of
+them, so every rate is divided by that. An exchange then takes what the processors have to do for it, since others
+compute while one waits. Where everybody has a core, it takes as long as the clock says, but no longer than the work of
+all members one after another: what is beyond that was other programs'.
 """
 
 from __future__ import annotations
 
 import contextlib
 import platform
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
 import torch
 
 from moreh_ap.errors import OptionError
 from moreh_ap.planner.coefficients import COEFFICIENTS, Coefficients
 from moreh_ap.planner.hardware import Cluster, Device, Link, find_device, find_link
-from moreh_ap.planner.practice import MOREH_AP, Practice
+from moreh_ap.planner.measured import Exchange
+from moreh_ap.planner.practice import MOREH_AP, MOREH_AP_ON_CPU, Practice
 from moreh_ap.runtime.messages import DeviceInfo, DeviceRates, ProbeDevice
+from moreh_ap.session.rates import as_entry, rates_of, slowest
 from moreh_ap.session.remembered import Remembered
 from moreh_ap.session.session import Session
 
@@ -46,42 +55,71 @@ class Machine:
 def machine_of(session: Session) -> Machine:
     """Returns the accelerator behind a session; measures it if that was not done on this machine before.
 
-    The smallest device counts where they differ. Measuring takes about a second, and needs every worker.
+    The smallest device counts where they differ, and the slowest rates. Measuring takes some seconds, and needs every
+    worker.
     """
-    infos = session.devices()
+    infos, options = session.devices(), session.options
     info = min(infos, key=lambda one: one.memory_bytes)
     native = all(one.native_bf16 for one in infos)
-    key = f"{platform.node()}, {len(infos)} x {info.name}, torch {torch.__version__}"
-    entry = FILE.look_up(key)
-    rates = None if entry is None else _rates_of(entry)
+    precision = "bf16" if native and options.mixed_precision else "fp32"
+    if options.plan is not None:
+        precision = options.plan.precision
+    threads = f" with {info.num_threads} threads" if info.num_threads else ""
+    key = f"{platform.node()}, {len(infos)} x {info.name}{threads}, torch {torch.__version__}"
+    rates = rates_of(FILE.look_up(key))
     if rates is None:
         answers: list[DeviceRates] = session.outbox.submit(ProbeDevice(native)).result()
-        rates = answers[0]
+        rates = slowest(answers)
         with contextlib.suppress(OSError):  # where the folder cannot be written, it is measured again next time
-            FILE.keep(key, {**asdict(rates), "products": _written(rates.products)})
-    return machine_from(info, native, len(infos), rates, key)
+            FILE.keep(key, as_entry(rates))
+    return machine_from(replace(info, native_bf16=native), precision, len(infos), rates, key)
 
 
-def machine_from(info: DeviceInfo, native_bf16: bool, num_devices: int, rates: DeviceRates, key: str = "") -> Machine:
-    """Returns a machine of equal devices with these rates."""
+def machine_from(info: DeviceInfo, precision: str, num_devices: int, rates: DeviceRates, key: str = "") -> Machine:
+    """Returns a machine of equal devices with these rates.
+
+    Args:
+        info: One of the devices.
+        precision: In which the plans compute.
+        num_devices: How many there are.
+        rates: What was measured of each.
+        key: Under which name what is learned of it is remembered.
+    """
     coefficients = replace(COEFFICIENTS, step_s=STEP_S)
-    sustained, half_tokens, half_width = _product_constants(rates, "bf16" if native_bf16 else "fp32")
-    practice = MOREH_AP
+    if not any(found == precision for found, *_ in rates.products):
+        precision = "fp32"  # bfloat16 is measured only where the hardware computes it
+    sustained, half_tokens, half_width = _product_constants(rates, precision)
+    practice = replace(MOREH_AP, host_s_per_rehearsed=rates.rehearse_s)
+    sharing = 1.0
+    if info.name == "CPU":
+        sharing = max(1.0, num_devices * info.num_threads / max(1, info.num_cores))
+        practice = replace(
+            MOREH_AP_ON_CPU,
+            host_s_per_kernel=rates.start_s * sharing,
+            host_s_per_rehearsed=rates.rehearse_s * sharing,
+        )
+        coefficients = replace(coefficients, kernel_s=0.0)
     try:
         device = find_device(info.name)
-        peak = device.peak_flops("bf16" if native_bf16 else "fp32")
+        peak = device.peak_flops(precision)
         device = replace(device, memory_bytes=float(info.memory_bytes), sustained=min(1.0, sustained / peak))
     except OptionError:
         coefficients = replace(coefficients, half_tokens=half_tokens, half_width=half_width, memory=1.0)
         fp32_flops = _product_constants(rates, "fp32")[0]
         device = Device(
-            info.name, float(info.memory_bytes), sustained if native_bf16 else fp32_flops, fp32_flops,
-            rates.memory_bytes_per_s, sustained=1.0, native_bf16=native_bf16,
-        )  # fmt: skip
-    if info.name == "CPU":
-        # What carries messages are the cores that compute, so nothing is hidden behind the computation.
-        practice = replace(practice, hides_gradients=0.0, hides_gathers=0.0, hides_pipeline=0.0)
-    link = _link(rates, num_devices) if num_devices > 1 else find_link("PCIe4")
+            name=info.name,
+            memory_bytes=float(info.memory_bytes),
+            bf16_flops=(sustained if precision == "bf16" else fp32_flops) / sharing,
+            fp32_flops=fp32_flops / sharing,
+            memory_bytes_per_s=rates.update_bytes_per_s / sharing,
+            sustained=1.0,
+            native_bf16=info.native_bf16,
+            elementwise=tuple(
+                sorted((float(moved), rate / sharing) for found, moved, rate in rates.elementwise if found == precision)
+            ),
+            sharing=sharing,
+        )
+    link = _link(rates, num_devices, info.name == "CPU", sharing) if num_devices > 1 else find_link("PCIe4")
     return Machine(Cluster(device, num_devices, num_devices, link, link), practice, coefficients, key)
 
 
@@ -90,7 +128,7 @@ def _product_constants(rates: DeviceRates, precision: str) -> tuple[float, float
 
     Solves `rate = endless x m / (m + m0) x w / (w + w0)` for three measured products (`planner/compute.py`).
     """
-    found = rates.products[precision]
+    found = {(tokens, width): rate for name, tokens, width, rate in rates.products if name == precision}
     long, short = max(found)[0], min(found)[0]
     best = found[long, long]
     tokens = _half(best / found[short, long], short, long)
@@ -104,25 +142,15 @@ def _half(slower: float, short: int, long: int) -> float:
     return (slower - 1) / (1 / short - slower / long)
 
 
-def _link(rates: DeviceRates, num_devices: int) -> Link:
-    """Returns the link for which a ring over all devices sums as fast as was measured."""
-    passed = 2 * (rates.large_sum_bytes - rates.small_sum_bytes) * (num_devices - 1) / num_devices
-    seconds = max(rates.large_sum_s - rates.small_sum_s, 1e-9)
-    half_s = rates.small_sum_s / 2  # a sum is a scatter and a gather
-    return Link("measured", passed / seconds, half_s, queued_s=half_s, queued_sum_s=rates.small_sum_s)
-
-
-def _written(products: dict[str, dict[tuple[int, int], float]]) -> dict[str, dict[str, float]]:
-    return {name: {f"{m}x{w}": rate for (m, w), rate in found.items()} for name, found in products.items()}
-
-
-def _rates_of(entry: dict[str, Any]) -> DeviceRates | None:
-    """Returns remembered rates, None if the entry is somebody else's."""
-    try:
-        products = {
-            name: {(int(m), int(w)): float(rate) for (m, w), rate in ((k.split("x"), r) for k, r in found.items())}
-            for name, found in entry["products"].items()
-        }
-        return DeviceRates(**{**entry, "products": products})
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
+def _link(rates: DeviceRates, num_devices: int, is_cpu: bool, sharing: float) -> Link:
+    """Returns the link that was measured. See [Note: workers that share cores]."""
+    points: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for kind, members, num_bytes, seconds, processor_s in rates.exchanges:
+        if is_cpu:
+            seconds = processor_s * sharing if sharing > 1.0 else min(seconds, members * processor_s)
+        points[kind, members].append((float(num_bytes), seconds))
+    exchanges = tuple(Exchange(kind, members, tuple(sorted(found))) for (kind, members), found in points.items())
+    (small, small_s), *_, (large, large_s) = sorted(points["sum", num_devices])
+    # for what was not measured: a ring over all devices that sums as fast
+    passed = 2 * (large - small) * (num_devices - 1) / num_devices
+    return Link("measured", passed / max(large_s - small_s, 1e-9), small_s / 2, measured=exchanges)

@@ -29,6 +29,9 @@ _LEAST_S = 0.01
 _LEAST_BYTES = 2**30
 """Shorter steps and smaller models are not learned from: they measure what they have in common with nothing."""
 
+_MOST = 1e18
+"""No figure of a run is larger, in seconds or bytes."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -84,21 +87,43 @@ class Watch:
         chosen = self._expected.chosen
         assert chosen.step is not None  # a chosen plan has been timed
         print(report.measured_line(chosen, seconds, peak_bytes), flush=True)
-        with contextlib.suppress(OSError):  # where the folder cannot be written, nothing is learned
-            _remember(self._expected, seconds, peak_bytes)
+        remember_run(self._expected, seconds, peak_bytes)
 
 
 def corrections_of(machine: str) -> Corrections:
-    """Returns by what factors predictions for this machine were off, as the median of the runs it remembers."""
-    runs = (FILE.look_up(machine) or {}).get("runs", [])
-    times = [run["measured_s"] / run["predicted_s"] for run in runs if run["measured_s"] >= _LEAST_S]
-    memories = [run["measured_bytes"] / run["predicted_bytes"] for run in runs if run["measured_bytes"] >= _LEAST_BYTES]
+    """Returns by what factors predictions for this machine were off, as the median of the runs it remembers.
+
+    Runs that somebody wrote by hand, or that lack a figure, are left out.
+    """
+    runs = _runs_of(machine)
+    seconds = [_off(run, "measured_s", "predicted_s", _LEAST_S) for run in runs]
+    times = [off for off in seconds if off is not None]
+    sizes = [_off(run, "measured_bytes", "predicted_bytes", _LEAST_BYTES) for run in runs]
+    memories = [off for off in sizes if off is not None]
     return Corrections(
         time=statistics.median(times) if times else 1.0, memory=statistics.median(memories) if memories else 1.0
     )
 
 
-def _remember(expected: Expected, seconds: float, peak_bytes: int) -> None:
+def _runs_of(machine: str) -> list[dict[str, Any]]:
+    """Returns what is remembered of a machine, as far as it has the form of runs."""
+    runs = (FILE.look_up(machine) or {}).get("runs")
+    return [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
+
+
+def _off(run: dict[str, Any], measured: str, predicted: str, least: float) -> float | None:
+    """Returns how many times its prediction a figure of a run was, None if it is too small or no such figures."""
+    figures = (run.get(measured), run.get(predicted))
+    if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in figures):
+        return None
+    found, expected = figures
+    if not (least <= found < _MOST and 0.0 < expected < _MOST):  # type: ignore[operator]
+        return None
+    return float(found / expected)  # type: ignore[operator]
+
+
+def remember_run(expected: Expected, seconds: float, peak_bytes: float) -> None:
+    """Notes what steps of a plan took, for later predictions on this machine."""
     chosen, corrections = expected.chosen, expected.corrections
     assert chosen.step is not None
     run: dict[str, Any] = {
@@ -108,8 +133,8 @@ def _remember(expected: Expected, seconds: float, peak_bytes: int) -> None:
         "predicted_s": float(f"{chosen.step.total_s / corrections.time:.4g}"),
         "measured_s": float(f"{seconds:.4g}"),
         "predicted_bytes": round(chosen.memory.reserved_bytes / corrections.memory),
-        "measured_bytes": peak_bytes,
+        "measured_bytes": round(peak_bytes),
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
-    runs = (FILE.look_up(expected.machine) or {}).get("runs", [])
-    FILE.keep(expected.machine, {"runs": [*runs, run][-_KEPT_RUNS:]})
+    with contextlib.suppress(OSError):  # where the folder cannot be written, nothing is learned
+        FILE.keep(expected.machine, {"runs": [*_runs_of(expected.machine), run][-_KEPT_RUNS:]})

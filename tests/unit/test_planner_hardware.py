@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 
 import pytest
 
@@ -12,7 +13,9 @@ from moreh_ap.planner.hardware import devices, find_cluster, find_device, find_l
 
 
 def test_every_figure_has_a_source():
-    assert [one.name for one in (*devices(), *links()) if "https://" not in one.source] == []
+    for one in (*devices(), *links()):
+        assert "https://" in one.source, one.name
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d|not fetched", one.checked), one.name
 
 
 def test_figures_are_those_of_one_device():
@@ -24,6 +27,14 @@ def test_figures_are_those_of_one_device():
         assert 0.2 <= device.sustained <= 0.9, device.name
         find_link(device.intra)
         find_link(device.inter)
+
+
+def test_a_rack_has_a_card_for_each_device():
+    """Nodes of 72 devices have as many cards; a link for a node of 4 or 8 would starve them."""
+    for name, per_device in (("GB200", 50e9), ("GB300", 100e9), ("H100", 50e9)):
+        cluster = find_cluster(name)
+        share = cluster.inter.bytes_per_s / cluster.devices_per_node
+        assert share == pytest.approx(per_device, rel=0.1), name
 
 
 def test_no_two_devices_share_a_name():
@@ -40,6 +51,8 @@ def test_no_two_devices_share_a_name():
         ("AMD Instinct MI250", "MI250"),
         ("Tesla V100", "V100-16GB"),
         ("geforce rtx 4090", "RTX 4090"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A10", "A10"),
     ],
 )
 def test_names_are_found_however_they_are_written(text, name):

@@ -67,6 +67,20 @@ def test_a_tensor_axis_splits_everything_but_norms():
     assert one.activation_bytes / 4 < split.activation_bytes < four.activation_bytes < one.activation_bytes
 
 
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_block_that_is_computed_again_keeps_as_much_with_split_sequences(kind):
+    deeper = profile_of(replace(SHAPE, num_layers=16), 2048)
+
+    def eight_more(split: bool, recompute: str) -> float:
+        plan = Plan(tensor=4, sequence_parallel=split, recompute=recompute)
+        return estimate(plan, profile=deeper).activation_bytes - estimate(plan).activation_bytes
+
+    assert eight_more(True, kind) == pytest.approx(eight_more(False, kind)), (
+        "what it is given is whole where it is kept"
+    )
+    assert eight_more(True, "none") < eight_more(False, "none")
+
+
 def test_recomputation_keeps_less_in_this_order():
     kept = [estimate(Plan(recompute=kind)).activation_bytes for kind in ("none", 2, "selective", "full")]
     assert kept == sorted(kept, reverse=True)

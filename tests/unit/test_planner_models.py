@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -29,6 +30,11 @@ STATED = {
     "Gemma-7B": 8_537_680_896,
     "Phi-3-mini": 3_821_079_552,
     "SmolLM2-135M": 134_515_008,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "DeepSeek-V3": 671_026_419_200,
+    "GPT-OSS-120B": 116_829_156_672,
+    "Moonlight-16B-A3B": 15_960_111_936,
+    "Nemotron-3-Nano-30B-A3B": 31_577_937_344,
 }
 """Elements of the published checkpoints, as their safetensors files count them."""
 
@@ -43,6 +49,7 @@ def test_every_entry_has_a_name_of_its_own_and_a_source():
     assert len({name.lower() for name in names}) == len(names)
     for model in known_models():
         assert model.source.startswith("https://")
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d|not fetched", model.checked), model.name
         assert model.shape.name == model.name
         for alias in model.aliases:
             assert find_model(alias) is model

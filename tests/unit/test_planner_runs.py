@@ -12,7 +12,7 @@ from moreh_ap.cli import evaluate as evaluate_command
 from moreh_ap.cli import predict as predict_command
 from moreh_ap.errors import OptionError
 from moreh_ap.plan import Plan
-from moreh_ap.planner import runs
+from moreh_ap.planner import rows, runs
 from moreh_ap.planner.evaluate import evaluate, spearman
 
 SWEPT = {
@@ -33,7 +33,7 @@ PUBLISHED = {
 
 
 def test_a_row_of_the_sweep_is_its_own_plan():
-    run = runs.run_of(SWEPT)
+    run = rows.run_of(SWEPT)
     assert run.plan == Plan(
         4, tensor=4, sequence_parallel=True, pipeline=4, micro_batches=32, precision="bf16", recompute="none"
     )
@@ -43,23 +43,23 @@ def test_a_row_of_the_sweep_is_its_own_plan():
 
 
 def test_what_was_measured_is_not_looked_at():
-    otherwise = SWEPT | dict.fromkeys(runs.MEASURED_COLUMNS, "nonsense")
-    without = {name: value for name, value in SWEPT.items() if name not in runs.MEASURED_COLUMNS}
+    otherwise = SWEPT | dict.fromkeys(rows.MEASURED_COLUMNS, "nonsense")
+    without = {name: value for name, value in SWEPT.items() if name not in rows.MEASURED_COLUMNS}
     assert runs.predict(SWEPT) == runs.predict(otherwise) == runs.predict(without)
 
 
 def test_blank_columns_of_a_published_row():
-    run = runs.run_of(PUBLISHED)
+    run = rows.run_of(PUBLISHED)
     assert run.plan == Plan(1, 8, precision="bf16", recompute="selective")
     assert run.global_batch == 8
-    assert runs.run_of(PUBLISHED | {"fsdp": ""}).plan.shard == 8  # its program shards where nothing is said
-    assert runs.run_of(PUBLISHED | {"source": "NeMo-docs", "fsdp": ""}).plan.shard == 1
-    assert runs.run_of(PUBLISHED | {"notes": "local batch 4"}).plan.micro_batches == 4
+    assert rows.run_of(PUBLISHED | {"fsdp": ""}).plan.shard == 8  # its program shards where nothing is said
+    assert rows.run_of(PUBLISHED | {"source": "NeMo-docs", "fsdp": ""}).plan.shard == 1
+    assert rows.run_of(PUBLISHED | {"notes": "local batch 4"}).plan.micro_batches == 4
 
 
 def test_devices_that_share_a_row_count_as_replicas_with_short_rows():
     split = {"source": "NeMo-docs", "cp": "2", "dp": "4", "fsdp": "", "global_batch_sequences": "32"}
-    run = runs.run_of(PUBLISHED | split)
+    run = rows.run_of(PUBLISHED | split)
     assert (run.plan.replicate, run.profile.sequence_length, run.global_batch) == (8, 4096, 64)
 
 
@@ -80,14 +80,14 @@ def test_adapters_train_faster_in_less_memory():
 def test_a_plan_that_fills_the_device_is_slow_and_does_not_fit():
     plan = SWEPT | {"tp": "1", "pp": "1", "dp": "64", "grad_accum": "2", "sp": "False"}
     assert runs.predict(plan)["predicted_fits"] == "False"
-    assert runs.is_full(runs.run_of(plan))
+    assert runs.is_full(rows.run_of(plan))
     assert runs.predict(SWEPT)["predicted_fits"] == "True"
 
 
 @pytest.mark.parametrize("column", ["hidden", "n_layers", "seq_len", "n_gpus"])
 def test_a_row_without_a_needed_number_says_which(column):
     with pytest.raises(OptionError, match=f"{column} is blank"):
-        runs.run_of(SWEPT | {column: ""})
+        rows.run_of(SWEPT | {column: ""})
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_row_without_a_needed_number_says_which(column):
 )
 def test_an_impossible_row_says_why(column, value, said):
     with pytest.raises(OptionError, match=said):
-        runs.run_of(SWEPT | {column: value})
+        rows.run_of(SWEPT | {column: value})
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------

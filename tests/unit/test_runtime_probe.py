@@ -1,0 +1,93 @@
+"""What a worker measures of its device and, with others, of the links."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moreh_ap.runtime import probe, probe_exchanges
+from moreh_ap.session.rates import as_entry, rates_of
+
+CPU = torch.device("cpu")
+
+
+def test_a_worker_alone_measures_its_processor(monkeypatch):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = probe.measure(CPU, bf16=False)
+    finally:
+        torch.set_num_threads(threads)
+    assert {row[:3] for row in found.products} == {("fp32", 1024, 1024), ("fp32", 64, 1024), ("fp32", 1024, 64)}
+    assert all(1e8 < row[3] < 1e13 for row in found.products)
+    assert [row[0] for row in found.elementwise] == ["fp32", "fp32"] and found.exchanges == ()
+    assert found.elementwise[0][1] == 512 * 256 * 35 * 4, "35 values for each of the hidden state, four bytes each"
+    assert 1e-7 < found.start_s < 1e-3 and found.rehearse_s > 0.0 and found.update_bytes_per_s > 1e7
+
+
+def test_seconds_are_those_of_the_processor_not_of_the_clock(monkeypatch):
+    def sleeps() -> None:
+        time.sleep(0.005)
+        sum(range(20_000))
+
+    monkeypatch.setattr(probe, "_SERIES_S", 0.003)
+    found = probe._seconds(sleeps, CPU)
+    assert 0.0 < found < 0.005, "a worker that waits for its core is not slower"
+
+
+def test_a_run_that_takes_twice_as_long_is_twice_as_slow():
+    once, twice = (probe._seconds(lambda n=n: sum(range(n * 100_000)), CPU) for n in (1, 4))
+    assert 2.0 < twice / once < 8.0
+
+
+def test_both_precisions_are_measured_where_asked(monkeypatch):
+    monkeypatch.setattr(probe, "_SERIES_S", 0.001)
+    found = probe.measure(CPU, bf16=True)
+    for table in (found.products, found.elementwise):
+        assert {row[0] for row in table} == {"fp32", "bf16"}
+    one, other = (next(row[1] for row in found.elementwise if row[0] == name) for name in ("fp32", "bf16"))
+    assert one == 2 * other
+
+
+def test_the_small_block_is_made_of_the_operations_that_are_counted():
+    block, hidden = probe._Block(32), torch.randn(2, 3, 32)
+    assert block(hidden).shape == hidden.shape
+    block(hidden).sum().backward()
+    assert all(parameter.grad is not None for parameter in block.parameters())
+
+
+@pytest.fixture(params=[2, 3, 4])
+def world(request, monkeypatch):
+    """Makes this process the first of so many, whose collectives return at once."""
+    monkeypatch.setattr(probe_exchanges, "_ALTOGETHER_S", 0.05)
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+def test_every_kind_of_exchange_is_measured_in_pairs_and_together(world):
+    found = list(probe_exchanges.measure_exchanges(CPU))
+    kinds = {"sum", "gather", "scatter", "message", "crossing_sum", "crossing_split"}
+    sizes = {2, world} if world % 2 == 0 else {world}
+    assert {row[:2] for row in found} == {(kind, size) for kind in kinds for size in sizes}
+    assert all(math.isfinite(row[3]) and row[3] > 0.0 and row[4] > 0.0 for row in found)
+    for kind, size in {row[:2] for row in found}:
+        num_bytes = [row[2] for row in found if row[:2] == (kind, size)]
+        assert num_bytes == sorted(set(num_bytes)) and num_bytes[-1] == pytest.approx(1 << 22, rel=0.01)
+
+
+def test_all_that_is_measured_survives_the_file(world, monkeypatch):
+    monkeypatch.setattr(probe, "_SERIES_S", 0.001)
+    found = probe.measure(CPU, bf16=False)
+    assert found.exchanges and rates_of(as_entry(found)) == found
+
+
+def test_pairs_are_given_up_after_use(world):
+    before = len(dist.distributed_c10d._world.pg_map)
+    list(probe_exchanges.measure_exchanges(CPU))
+    assert len(dist.distributed_c10d._world.pg_map) == before
