@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import moreh_ap
 from moreh_ap.cli import evaluate, plan, predict, verify
 from moreh_ap.errors import MorehError
+from moreh_ap.toolkit import doctor
 
 USAGE_STATUS = 2
 """Exit status where nothing was done because of what was asked. Source: argparse, which exits with it too."""
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moreh-ap", description="Train on every device as if it were one.")
     parser.add_argument("--version", action="version", version=f"moreh-ap {moreh_ap.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (verify, plan, predict, evaluate):
+    for command in (verify, plan, predict, evaluate, doctor):
         command.add_arguments(commands)
     given, script_arguments = _before_and_after_dashes(list(sys.argv[1:] if arguments is None else arguments))
     chosen = parser.parse_args(given)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 
 import torch
 
 import moreh_ap
-from moreh_ap.device import patches
+from moreh_ap.device import flavours, patches
 from moreh_ap.integrations import transformers
 from moreh_ap.option import Options
 from moreh_ap.planner import report
 from moreh_ap.runtime.mesh import WorkerMesh
+from moreh_ap.session.jobs import Job
 from moreh_ap.session.session import Session
 from moreh_ap.session.units import Units
+
+_MADE_S = 5.0  # workers take seconds to be ready, the constructor that starts them none, unless it is interrupted
 
 
 class Accelerator:
@@ -30,16 +34,30 @@ class Accelerator:
     def __init__(self, options: Options) -> None:
         self.options = options
         device_type, num_devices = resolve_devices(options.devices)
-        cores = len(os.sched_getaffinity(0))
-        _log(report.requesting_line())
-        mesh = WorkerMesh(
-            num_devices,
-            device_type=device_type,
-            threads_per_worker=max(1, cores // num_devices),
-            preimport=("moreh_ap.runtime.worker", *_slow_imports()),
-            on_progress=_log_progress,
-        )
-        self.session = Session(options, mesh)
+        threads = max(1, len(os.sched_getaffinity(0)) // num_devices)
+        taken = flavours.load(device_type)
+        job = Job(taken.current, taken.model, device_type, num_devices, threads)
+
+        def start_mesh() -> WorkerMesh:
+            _log(report.requesting_line())
+            made = threading.Event()
+
+            def on_progress(stage: str, done: int, total: int) -> None:
+                _log_progress(stage, done, total)
+                if stage == "ready" and made.wait(_MADE_S):
+                    job.has_workers(mesh.pids)
+
+            mesh = WorkerMesh(
+                num_devices,
+                device_type=device_type,
+                threads_per_worker=threads,
+                preimport=("moreh_ap.runtime.worker", *_slow_imports()),
+                on_progress=on_progress,
+            )
+            made.set()
+            return mesh
+
+        self.session = Session(options, start_mesh, job)
         self.units = Units(self.session)
         self._patches = patches.install(self.session, self.units)
         transformers.install(self._patches.replace, self._patches.on_undo)
@@ -55,15 +73,22 @@ class Accelerator:
 
 
 def resolve_devices(asked: int | None) -> tuple[str, int]:
-    """The kind and number of devices: GPUs where there are any, else one CPU worker a core.
+    """The kind and number of devices: GPUs where there are any, else CPU workers.
 
     Args:
-        asked: How many the script wants; None for all. More CPU workers than cores are allowed.
+        asked: How many the script wants; None: as many as the chosen model of the accelerator has, and where none was
+            chosen all GPUs, or one CPU worker a core. More CPU workers than cores are allowed.
+
+    Raises:
+        OptionError: There are fewer GPUs.
     """
     num_gpus = torch.cuda.device_count()  # asks the driver's management library: no CUDA context is created
-    if num_gpus and (asked is None or asked <= num_gpus):
-        return "cuda", asked or num_gpus
-    if num_gpus and asked is not None:
+    if asked is None:
+        device_type, available = ("cuda", num_gpus) if num_gpus else ("cpu", len(os.sched_getaffinity(0)))
+        return device_type, flavours.chosen_devices(flavours.Supply(device_type, available)) or available
+    if asked <= num_gpus:
+        return "cuda", asked
+    if num_gpus:
         from moreh_ap.errors import OptionError
 
         raise OptionError(
@@ -71,7 +96,7 @@ def resolve_devices(asked: int | None) -> tuple[str, int]:
             allowed=f"1 to {num_gpus}; to use CPU workers instead, hide the GPUs.",
             fix=f"torch.moreh.option.enable_advanced_parallelization(devices={num_gpus})",
         )
-    return "cpu", asked or len(os.sched_getaffinity(0))
+    return "cpu", asked
 
 
 def _slow_imports() -> tuple[str, ...]:

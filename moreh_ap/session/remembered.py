@@ -14,6 +14,24 @@ from typing import Any
 FOLDER_VARIABLE = "MOREH_AP_CACHE"
 
 
+def cache_folder() -> Path:
+    """Returns the folder of all such files; the variable is read anew each time."""
+    folder = os.environ.get(FOLDER_VARIABLE, "").strip()
+    return Path(folder) if folder else Path.home() / ".cache" / "moreh_ap"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file all at once: a reader never sees half of it.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
 class Remembered:
     """Entries by key, in a file below `MOREH_AP_CACHE`, or else below `~/.cache/moreh_ap`.
 
@@ -26,9 +44,8 @@ class Remembered:
 
     @property
     def path(self) -> Path:
-        """The file; the variable is read anew each time."""
-        folder = os.environ.get(FOLDER_VARIABLE, "").strip()
-        return (Path(folder) if folder else Path.home() / ".cache" / "moreh_ap") / self._name
+        """The file."""
+        return cache_folder() / self._name
 
     def look_up(self, key: str) -> dict[str, Any] | None:
         """Returns the entry of this key, None if there is none."""
@@ -36,17 +53,12 @@ class Remembered:
         return entry if isinstance(entry, dict) else None
 
     def keep(self, key: str, entry: dict[str, Any]) -> None:
-        """Writes an entry, all at once: a reader never sees half a file.
+        """Writes an entry.
 
         Raises:
             OSError: The file cannot be written.
         """
-        path = self.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{self._name}.{os.getpid()}")
-        text = json.dumps({**self._read(), key: entry}, indent=1, ensure_ascii=False)
-        partial.write_text(text + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(self.path, json.dumps({**self._read(), key: entry}, indent=1, ensure_ascii=False) + "\n")
 
     def _read(self) -> dict[str, Any]:
         try:

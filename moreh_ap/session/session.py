@@ -6,6 +6,8 @@ that is `model`, `call` and `optimizer`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from moreh_ap.runtime.messages import (
     TensorData,
     WriteState,
 )
+from moreh_ap.session.jobs import Job
 from moreh_ap.session.outbox import Outbox
 from moreh_ap.session.watch import Watch
 
@@ -31,14 +34,16 @@ class Session:
 
     Args:
         options: What the script asked for.
-        mesh: Worker processes, started or starting.
+        start_mesh: Starts worker processes and returns at once.
+        job: How other programs see this process and its workers.
     """
 
-    def __init__(self, options: Options, mesh: WorkerMesh) -> None:
-        self.options, self.mesh = options, mesh
-        self.num_devices = mesh.num_workers
+    def __init__(self, options: Options, start_mesh: Callable[[], WorkerMesh], job: Job) -> None:
+        self.options, self._start_mesh, self.job = options, start_mesh, job
+        self.mesh = start_mesh()
+        self.num_devices = self.mesh.num_workers
         self.generator = AcceleratorGenerator()
-        self.outbox = Outbox(mesh)
+        self.outbox = Outbox(self.mesh)
         self.watch: Watch | None = None
         self._devices: list[DeviceInfo] | None = None
 
@@ -52,9 +57,16 @@ class Session:
         self.outbox.submit(Synchronize()).result()
         self.mesh.drain()
 
+    def restart_workers(self) -> WorkerMesh:
+        """End the workers and start others, which know nothing yet; the outbox has to be told of them."""
+        self.mesh.close()
+        self.mesh = self._start_mesh()
+        return self.mesh
+
     def close(self) -> None:
         """End the workers."""
         self.mesh.close()
+        self.job.close()
 
     # -- tensors that workers keep -----------------------------------------------------------------------------------
 

@@ -1,0 +1,103 @@
+"""`moreh-switch-model`: another model of the current accelerator, so another number of devices for the next process.
+
+Decides how that is asked and answered. Must not know what a model is: that is `device.flavours`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Sequence
+
+from moreh_ap.device import flavours
+from moreh_ap.device.flavours import Supply
+from moreh_ap.toolkit import choose, tables
+from moreh_ap.toolkit.machine import look
+
+DONE = 'The {name} model is successfully switched to  "{model}".'
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program and returns its exit status.
+
+    Args:
+        arguments: What follows the program's name; default: the process's own.
+    """
+    parser = make_parser()
+    chosen = parser.parse_args(arguments)
+    if sum(map(bool, (chosen.model, chosen.option, chosen.all, chosen.list))) > 1:
+        parser.error("one of MODEL, -M, --all and --list")
+    return choose.run_tool(lambda: _run(chosen.model or chosen.option, chosen.all, chosen.list))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns what reads the arguments."""
+    parser = argparse.ArgumentParser(
+        prog="moreh-switch-model",
+        description="Choose the model of the current accelerator: how many devices the next process takes.",
+        epilog="Without MODEL it lists the models and asks. Running processes keep what they have.",
+    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="its number in the list, or its name")
+    parser.add_argument("-M", "--model", dest="option", metavar="MODEL", help="the same")
+    parser.add_argument("--all", action="store_true", help="forget the choice: all devices of the machine")
+    parser.add_argument("--list", action="store_true", help="print the list and end")
+    return parser
+
+
+def _run(wanted: str | None, of_all: bool, only_list: bool) -> int:
+    supply = look().supply
+    if of_all:
+        flavours.save(supply.device_type, flavours.load(supply.device_type).with_model(""))
+        print(DONE.format(name=tables.NAME, model=flavours.model_of_all(supply)))
+        return 0
+    if wanted is not None:
+        print(DONE.format(name=tables.NAME, model=_switch(wanted, supply)))
+        return 0
+    print(f"Current {tables.NAME}: {_current(supply)}\n\n{_list(supply)}\n")
+    return 0 if only_list else _ask(supply)
+
+
+def _ask(supply: Supply) -> int:
+    """Asks until somebody has enough.
+
+    Raises:
+        EOFError: Input ended before anything was chosen.
+    """
+    for done in itertools.count():
+        last = len(flavours.models_of(supply, _current(supply)))
+        try:
+            name = choose.ask(1, last, lambda answer: _switch(answer, supply))
+        except EOFError:
+            if done:
+                break
+            raise
+        if name is None:
+            break
+        print(f"{DONE.format(name=tables.NAME, model=name)}\n\n{_list(supply)}\n")
+    return 0
+
+
+def _switch(wanted: str, supply: Supply) -> str:
+    """Keeps a model and returns its name.
+
+    Raises:
+        OptionError: There is no such model, or it has too many devices.
+    """
+    accelerators = flavours.load(supply.device_type)
+    name = flavours.find_model(wanted, supply, _current(supply))
+    flavours.save(supply.device_type, accelerators.with_model(name))
+    return name
+
+
+def _current(supply: Supply) -> str:
+    return flavours.load(supply.device_type).model or flavours.model_of_all(supply)
+
+
+def _list(supply: Supply) -> str:
+    current = _current(supply)
+    return choose.numbered(flavours.models_of(supply, current), current, supply.most_devices)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
