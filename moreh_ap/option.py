@@ -22,7 +22,7 @@ DETAILED_LOG_VARIABLE = _PREFIX + "DETAILED_LOG"
 MEMORY_RATIO_VARIABLE = _PREFIX + "MEMORY_USAGE_CORRECTION_RATIO"
 
 _CALL = "torch.moreh.option.enable_advanced_parallelization"
-_LINK = "docs/options.md"
+_LINK = "docs/ap/advanced-settings.md"
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Options:
         mixed_precision: Whether bfloat16 may be computed in, where the device has it natively.
         devices: Number of devices; None means all there are.
         plan: The plan to use; None leaves it to the planner.
+        autotune: Whether the planner's best plans are tried before one is kept.
         max_parallel_compile_threads: Threads used while candidates are prepared.
         detailed_log: 0 normal, 1 more on the console, 2 into a file.
         memory_usage_correction_ratio: Per cent of a device's memory that a chosen plan may reserve.
@@ -51,6 +52,7 @@ class Options:
     mixed_precision: bool = True
     devices: int | None = None
     plan: Plan | None = None
+    autotune: bool = False
     max_parallel_compile_threads: int = 16
     detailed_log: int = 0
     memory_usage_correction_ratio: int = 80
@@ -66,6 +68,7 @@ def enable_advanced_parallelization(
     *,
     devices: int | None = None,
     plan: str | Plan | None = None,
+    autotune: bool = False,
 ) -> None:
     """Makes "cuda" mean all devices of this machine, used as one accelerator, for the rest of the process.
 
@@ -86,6 +89,9 @@ def enable_advanced_parallelization(
         mixed_precision: Whether to compute in bfloat16 where the device has it natively.
         devices: Number of devices to use; default: `MOREH_NUM_DEVICES`, else the plan's, else all.
         plan: A plan, or its text, to use instead of the planner's choice, even if it is predicted not to fit.
+        autotune: Whether to train the model for a few steps under each of the three best plans that differ in more than
+            details, and to keep the fastest. Costs loading the model and five steps for each; the training itself is
+            not touched.
 
     Raises:
         OptionError: An argument or environment variable has a wrong type or value, or two contradict each other.
@@ -101,6 +107,7 @@ def enable_advanced_parallelization(
         mixed_precision=_check_bool("mixed_precision", mixed_precision),
         devices=None if devices is None else _check_count("devices", devices),
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.parse(plan),
+        autotune=_check_bool("autotune", autotune),
     )
     from moreh_ap import device
 
@@ -118,6 +125,7 @@ def resolve_options(
     mixed_precision: bool = True,
     devices: int | None = None,
     plan: Plan | None = None,
+    autotune: bool = False,
 ) -> Options:
     """Returns the options that checked arguments and the environment make together; an argument outranks a variable.
 
@@ -137,6 +145,7 @@ def resolve_options(
         mixed_precision=mixed_precision,
         devices=devices,
         plan=plan,
+        autotune=autotune,
         max_parallel_compile_threads=_read_variable(environment, COMPILE_THREADS_VARIABLE, 16, least=1),
         detailed_log=_read_variable(environment, DETAILED_LOG_VARIABLE, 0, least=0, most=2),
         memory_usage_correction_ratio=_read_variable(environment, MEMORY_RATIO_VARIABLE, 80, least=1, most=100),
@@ -177,6 +186,8 @@ def _check_plan(plan: Plan, options: Options) -> None:
         other = f"distribute_parameter=True, but the plan has {plan.replicate} copies of every parameter and shard=1"
     elif not options.mixed_precision and plan.precision == "bf16":
         other = "mixed_precision=False, but the plan computes in bfloat16"
+    elif options.autotune:
+        other = "autotune=True, but there is one plan to choose from"
     else:
         return
     raise OptionError(

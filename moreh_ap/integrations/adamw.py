@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from moreh_ap.errors import OptionError, UnsupportedError
 
-_LINK = "docs/options.md#adamw"
+_LINK = "docs/ap/advanced-settings.md#adamw"
 
 
 class AdamW(Optimizer):

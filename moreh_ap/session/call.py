@@ -60,6 +60,7 @@ class Call:
         self.id = model.session.outbox.new_id()
         self.reply: Posted | None = None
         self.structure: Structure | None = None
+        self.plan = model.plan
         self._backward_kind: tuple[int, int] = (0, 0)
         weakref.finalize(self, model.session.outbox.release, ReleaseCalls((self.id,)))
 
@@ -221,7 +222,8 @@ def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> Ten
     if isinstance(value, OnWorkers) and value.placement() is None:
         return value.ref
     if isinstance(value, OutputValue) and expected is not None and not tensor.requires_grad:
-        source = value.call.structure
+        # What another plan told of an output does not hold where the model has been laid out again since.
+        source = value.call.structure if value.call.plan == value.call.model.plan else None
         left_there = source is not None and source.leaves[value.index].kind == "rows" and tensor.dim() > 0
         if left_there and source is not None and tensor.shape[0] == rows and source.mode == expected.mode == "split":
             return OutputRef(value.call.id, value.index)

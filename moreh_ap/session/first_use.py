@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import PlanError, WorkerLostError
 from moreh_ap.parallelizer.containers import flatten
@@ -22,9 +23,8 @@ from moreh_ap.plan import Plan
 from moreh_ap.planner import proven, report
 from moreh_ap.session import equivalence, reduced, verified
 from moreh_ap.session.equivalence import Equivalence
-from moreh_ap.session.planning import choose_plan_for
+from moreh_ap.session.planning import Planned, choose_plan_for
 from moreh_ap.session.session import AcceleratorGenerator, Session
-from moreh_ap.session.watch import Watch
 
 Watcher = Callable[[nn.Module, "reduced.Call"], None]
 
@@ -52,25 +52,40 @@ def watching(watcher: Watcher) -> Iterator[None]:
         _watcher.reset(token)
 
 
-def plan_first_call(session: Session, root: nn.Module, call: reduced.Call, rows: int | None) -> Plan:
-    """Returns the plan for a model whose first call is `call`.
+def plan_on_trial() -> Plan | None:
+    """The plan that models which are called for the first time now have to use, if there is one."""
+    return _on_trial.get()
+
+
+def plan_first_call(session: Session, root: nn.Module, call: reduced.Call) -> Planned:
+    """Returns the plan for a model whose first call is `call`, with what is predicted of it.
 
     Raises:
         PlanError: There is no plan, or it does not give the numbers of one process.
     """
-    plan = _on_trial.get()
-    if plan is not None:
-        return plan
     watcher = _watcher.get()
     if watcher is not None:
         watcher(root, call)
     family = family_of(root)
-    expected = choose_plan_for(session, root, family, call[1:], rows)
-    plan = expected.chosen.plan
-    if proven.kinds_to_prove(plan) and not proven.is_proven(family, plan):
-        _require_proof(session, root, call, plan)
-    session.watch = Watch(session.outbox, expected)
-    return plan
+    planned = choose_plan_for(session, root, family, call[1:], _rows(call))
+    require_proof(session, root, call, planned)
+    return planned
+
+
+def require_proof(session: Session, root: nn.Module, call: reduced.Call, planned: Planned) -> None:
+    """Trains a small copy under the plan and in this process, unless somebody has done that before.
+
+    Raises:
+        PlanError: The numbers are not those of one process.
+    """
+    plan = planned.plan
+    if proven.kinds_to_prove(plan) and not proven.is_proven(planned.family, plan):
+        _prove(session, root, call, plan)
+
+
+def _rows(call: reduced.Call) -> int | None:
+    leaves = tree_leaves(call[1:])
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
 
 
 def family_of(root: nn.Module) -> str:
@@ -87,7 +102,7 @@ def plan_for_trial(plan: Plan) -> Plan:
     return replace(plan, layers=(), precision="fp32", recompute=recompute)
 
 
-def _require_proof(session: Session, root: nn.Module, call: reduced.Call, plan: Plan) -> None:
+def _prove(session: Session, root: nn.Module, call: reduced.Call, plan: Plan) -> None:
     trial, name = plan_for_trial(plan), type(root).__name__
     path = next(path for path, part in root.named_modules() if part is call[0])
     key = verified.key_of(root, path, _describe(call), trial)

@@ -12,7 +12,6 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Cell, Value
@@ -30,7 +29,6 @@ from moreh_ap.runtime.messages import (
     TensorSlot,
 )
 from moreh_ap.runtime.skeleton import pickle_skeleton
-from moreh_ap.session.first_use import plan_first_call
 from moreh_ap.session.gradients import Gradients
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
@@ -45,19 +43,19 @@ class RemoteModel:
     Args:
         session: Where the workers are.
         root: A module whose parameters and buffers are virtual tensors.
-        call: Module, positional and keyword arguments of the first call. The choice of a plan depends on their rows,
-            and the cut of a pipeline on what the call uses.
+        call: Module, positional and keyword arguments of the first call, which a pipeline's cut depends on.
+        plan: How it is laid out.
 
     Raises:
         UnsupportedError: If the module cannot be sent (an attribute that cannot be pickled).
     """
 
-    def __init__(self, session: Session, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> None:
+    def __init__(self, session: Session, root: nn.Module, call: tuple[nn.Module, Any, Any], plan: Plan) -> None:
         self.session, self.root = session, root
         self.owner = f"model{session.outbox.new_id()}"
         self.stale = False
         self.num_changes = 0  # of attributes and of what is frozen: what is known of calls may be out of date
-        self.plan: Plan = plan_first_call(session, root, call, _rows(call))
+        self.plan = plan
         self.modules = list(root.modules())
         # Tied tensors appear once, under their first name.
         self.parameters: dict[str, VirtualTensor] = dict(root.named_parameters())  # type: ignore[arg-type]
@@ -75,9 +73,37 @@ class RemoteModel:
         self._path_of = {id(module): path for path, module in root.named_modules()}
         self._built: Posted
         self._placements: dict[str, str] | None = None
-        self._build(_example(root, call) if self.plan.pipeline > 1 else None)
+        self._first_call: tuple[nn.Module, Any, Any] | None = call
+        self._build()
+        session.outbox.journal.when_closed(self._forget_first_call)
 
-    def _build(self, example: ExampleCall | None) -> None:
+    def example(self) -> ExampleCall | None:
+        """The first call as workers need it to find where a model can be cut; None under a plan that does not.
+
+        Raises:
+            PlanError: A part of the model was called.
+        """
+        if self.plan.pipeline == 1 or self._first_call is None:
+            return None
+        return _example(self.root, self._first_call)
+
+    def _forget_first_call(self) -> None:
+        self._first_call = None
+
+    def laid_out_again(self, plan: Plan) -> None:
+        """Other workers are about to be told everything that these were, under another plan."""
+        self.plan = plan
+        self._placements = None
+        self.signatures = Signatures(self)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Have the model's tensors stand for what the workers keep."""
+        for kind, tensors in (("param", self.parameters), ("buffer", self.buffers)):
+            for name, tensor in tensors.items():
+                tensor._cell.value = OnWorkers(self.holder, StateRef(self.owner, kind, name))
+
+    def _build(self) -> None:
         files = ValueFiles()
         try:
             skeleton = pickle_skeleton(self.root)
@@ -89,20 +115,21 @@ class RemoteModel:
                 allowed="Every attribute of a module must be picklable (no open files, locks or generators).",
                 fix="del model.<attribute>  # before the first call",
             ) from error
-        before: list[tuple[Cell, Value]] = []
-        for kind, tensors in (("param", self.parameters), ("buffer", self.buffers)):
-            for name, tensor in tensors.items():
-                before.append((tensor._cell, tensor._cell.value))
-                tensor._cell.value = OnWorkers(self.holder, StateRef(self.owner, kind, name))
+        tensors = [*self.parameters.values(), *self.buffers.values()]
+        before: list[tuple[Cell, Value]] = [(tensor._cell, tensor._cell.value) for tensor in tensors]
+        self._attach()
+        outbox = self.session.outbox
 
         def built(reply: Posted) -> None:
             if reply.failed():  # nothing is lost: the next call tries again with the values that are still here
                 for cell, value in before:
                     cell.value = value
-            before.clear()
-            files.remove()
+            else:
+                before.clear()
+            outbox.journal.when_closed(files.remove)
 
-        self._built = self.session.outbox.submit(BuildModel(self.owner, skeleton, str(self.plan), sources, example))
+        command = BuildModel(self.owner, skeleton, str(self.plan), sources, self.example())
+        self._built = outbox.submit(command)
         self._built.add_done_callback(built)
 
     def placement_of(self, name: str) -> str | None:
@@ -194,17 +221,7 @@ class RemoteModel:
         self.session.outbox.release(ReleaseModel(self.owner))
 
 
-def _rows(call: tuple[nn.Module, Any, Any]) -> int | None:
-    leaves = tree_leaves(call[1:])
-    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
-
-
 def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:
-    """The first call as workers need it to find where a model can be cut.
-
-    Raises:
-        PlanError: If a part of the model was called.
-    """
     module, args, kwargs = call
     if module is not root:
         raise PlanError(

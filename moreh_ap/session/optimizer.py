@@ -79,7 +79,10 @@ class RemoteOptimizer:
                 if new != old
             }
         self._sent, self._unsent = current, False
-        self.session.outbox.post_soon(StepOptimizer(self.owner, changes))
+        outbox = self.session.outbox
+        stepped = outbox.post_soon(StepOptimizer(self.owner, changes))
+        if outbox.journal.is_open:
+            stepped.add_done_callback(lambda done: None if done.failed() else outbox.journal.close())
         if self.session.watch is not None:
             self.session.watch.stepped()
         optimizer.state.forget()  # type: ignore[attr-defined]

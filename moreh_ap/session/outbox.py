@@ -13,10 +13,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from moreh_ap.runtime.mesh import Reply, WorkerMesh
 from moreh_ap.runtime.messages import Batch, ClearGradients, DefineList, StateRef
+from moreh_ap.session.journal import Journal
 
 _MAX_GATHERED = 512
 _MAX_DEFINITIONS = 4096
@@ -32,11 +33,10 @@ class Posted:
         self._callbacks: list[Callable[[Posted], object]] = []
 
     def sent(self, reply: Reply, index: int) -> None:
-        """The command left as number `index` of a message."""
+        """The command left, perhaps once more, as number `index` of a message."""
         self._reply, self._index = reply, index
         for callback in self._callbacks:
             reply.add_done_callback(lambda _, callback=callback: callback(self))  # type: ignore[misc]
-        self._callbacks.clear()
 
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once."""
@@ -53,17 +53,32 @@ class Posted:
             Exception: What a worker raised, with its own type.
             WorkerLostError: A worker process died.
         """
-        if not self.done():  # what is gathered is worked on while this thread waits
-            self._outbox.flush()
-        assert self._reply is not None
-        return [answers[self._index] for answers in self._reply.result()]
+        while True:
+            if not self.done():  # what is gathered is worked on while this thread waits
+                self._outbox.flush()
+            assert self._reply is not None
+            times_restarted = self._outbox.times_restarted
+            try:
+                return [answers[self._index] for answers in self._reply.result()]
+            except Exception as error:
+                if not self._outbox.recovered(error, times_restarted):
+                    raise
 
     def add_done_callback(self, callback: Callable[[Posted], object]) -> None:
-        """Calls ``callback(self)`` once the command is done, in the thread that receives answers (or at once)."""
-        if self._reply is None:
-            self._callbacks.append(callback)
-        else:
+        """Calls ``callback(self)`` once the command is done, in the thread that receives answers (or at once).
+
+        A command that failed may be sent again: then it is called once more.
+        """
+        self._callbacks.append(callback)
+        if self._reply is not None:
             self._reply.add_done_callback(lambda _: callback(self))
+
+
+class Restart(NamedTuple):
+    """How commands are done once more: by which workers, and what each is changed into."""
+
+    mesh: WorkerMesh
+    change: Callable[[Any], Any]
 
 
 class Outbox:
@@ -71,9 +86,18 @@ class Outbox:
 
     Args:
         mesh: The workers.
+
+    Attributes:
+        journal: What was sent since a model was built, until it has been trained for a step.
+        on_error: Asked about an error before the script learns of it: returns how what is in the journal is done once
+            more, or None if the script has to know; it may raise a better error.
+        times_restarted: How often that happened.
     """
 
     def __init__(self, mesh: WorkerMesh) -> None:
+        self.journal = Journal()
+        self.on_error: Callable[[Exception], Restart | None] | None = None
+        self.times_restarted = 0
         self._mesh = mesh
         self._lock = threading.RLock()
         self._gathered: list[tuple[Any, Posted]] = []
@@ -134,11 +158,63 @@ class Outbox:
                 commands.append(self._released.popleft())
             if not commands:
                 return
-            reply = self._mesh.submit(Batch(tuple(commands)))
-            self._messages_sent += 1
-            for index, promise in enumerate(posted):
-                promise.sent(reply, index)
-        reply.add_done_callback(self._answered)
+            self.journal.note(tuple(commands), tuple(posted))
+            try:
+                reply = self._send(commands, posted)
+            except Exception as error:
+                if self.recovered(error, self.times_restarted):
+                    return  # this message is in the journal: it has been sent with the others
+                raise
+        self._listen(reply)
+
+    def recovered(self, error: Exception, times_restarted: int) -> bool:
+        """Have what is in the journal done once more by workers that can, if `on_error` knows any.
+
+        Args:
+            error: What went wrong.
+            times_restarted: The attribute of this name when it did; somebody else may have noticed in the meantime.
+
+        Raises:
+            Exception: The error that the script is to see instead.
+        """
+        with self._lock:
+            if times_restarted != self.times_restarted:
+                return True
+            while self.on_error is not None:
+                restart = self.on_error(error)
+                if restart is None:
+                    return False
+                try:
+                    self.restart(restart)
+                    return True
+                except Exception as another:
+                    error = another
+            return False
+
+    def restart(self, restart: Restart) -> None:
+        """Send everything to other workers from now on, and what is in the journal, changed, before that.
+
+        Raises:
+            Exception: What these workers raised meanwhile.
+        """
+        self._mesh = restart.mesh
+        self.times_restarted += 1
+        self._messages_sent = self._messages_answered = 0
+        self._stale_definitions = True  # these workers know those of the journal alone
+        for message in self.journal.messages():
+            commands = [restart.change(command) for command in message.commands]
+            self._listen(self._send(commands, list(message.posted)))
+
+    def _send(self, commands: list[Any], posted: list[Posted]) -> Reply:
+        reply = self._mesh.submit(Batch(tuple(commands)))
+        self._messages_sent += 1
+        for index, promise in enumerate(posted):
+            promise.sent(reply, index)
+        return reply
+
+    def _listen(self, reply: Reply) -> None:
+        times_restarted = self.times_restarted
+        reply.add_done_callback(lambda done: self._answered(done) if times_restarted == self.times_restarted else None)
 
     def release(self, command: Any) -> None:
         """Tell the workers, with the next message, that something is no longer needed."""

@@ -2,28 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from moreh_ap.errors import PlanError
 from moreh_ap.option import Options
+from moreh_ap.plan import Plan
 from moreh_ap.planner import report
-from moreh_ap.planner.choice import choose_plan
+from moreh_ap.planner.choice import Choice, choose_plan
 from moreh_ap.planner.profile import ModelProfile
 from moreh_ap.planner.proven import proven_kinds
-from moreh_ap.planner.ranking import Task
+from moreh_ap.planner.ranking import Candidate, Task
 from moreh_ap.planner.shapes import TransformerShape
 from moreh_ap.planner.space import Constraints, tensor_degrees_of
+from moreh_ap.session import ran_out
 from moreh_ap.session.machine import Machine, machine_of
 from moreh_ap.session.profiling import profile_model, shape_of
 from moreh_ap.session.session import Session
 from moreh_ap.session.watch import Expected, corrections_of
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A plan for a model, and what else there was to choose.
+
+    Attributes:
+        expected: The plan with what is predicted of it.
+        task: What was searched for.
+        candidates: The plans that fit, best first; the given one alone where the script gave it.
+        family: The model's name in the list of proven ones.
+        is_given: Whether the script gave the plan.
+    """
+
+    expected: Expected
+    task: Task
+    candidates: tuple[Candidate, ...]
+    family: str
+    is_given: bool
+
+    @property
+    def chosen(self) -> Candidate:
+        """The plan with its predictions."""
+        return self.expected.chosen
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.expected.chosen.plan
+
+    def instead(self, chosen: Candidate) -> Planned:
+        """Returns the same with another plan."""
+        return replace(self, expected=replace(self.expected, chosen=chosen))
+
+
 def choose_plan_for(
     session: Session, root: nn.Module, family: str, call: tuple[Any, Any], rows: int | None
-) -> Expected:
+) -> Planned:
     """Returns the plan for a model with what is predicted of it; logged, and written to the `.dump` files.
 
     Args:
@@ -48,19 +85,42 @@ def choose_plan_for(
         machine.coefficients,
         corrections_of(machine.key),
     )
-    choice = choose_plan(task, options.plan)
+    limit_bytes = ran_out.limit_of(machine.key, profile.name, task.global_batch, task.corrections.memory)
+    choice = _choose(task, limit_bytes, options.plan)
     lines = [*choice.lines, report.plan_line(choice.plan, choice.reason)]
     if options.detailed_log == 1:
         lines += report.candidate_lines(choice)
     elif options.detailed_log == 2:
         report.write_autoconfig_log(choice)
+    say(lines)
+    write_selected(choice.plan, task)
+    expected = Expected(machine.key, profile.name, task.global_batch, choice.chosen, task.corrections)
+    fitting = tuple(one for one in choice.candidates if one.fits and one.step is not None)
+    return Planned(expected, task, fitting, family, options.plan is not None)
+
+
+def say(lines: Iterable[str]) -> None:
+    """Prints lines of the log."""
     for line in lines:
         print(line, flush=True)
+
+
+def write_selected(plan: Plan, task: Task) -> None:
+    """Writes the selected plan to its `.dump` file."""
     try:
-        report.write_selected_config(choice.plan, task.global_batch)
+        report.write_selected_config(plan, task.global_batch)
     except OSError as error:  # the plan stands in the log too
-        print(report.info(f"the selected plan cannot be written to a file: {error}"), flush=True)
-    return Expected(machine.key, profile.name, task.global_batch, choice.chosen, task.corrections)
+        say([report.info(f"the selected plan cannot be written to a file: {error}")])
+
+
+def _choose(task: Task, limit_bytes: float, given: Plan | None) -> Choice:
+    """Returns a plan within what earlier runs of the model leave; without that limit where nothing fits into it."""
+    if given is None and limit_bytes < task.usable_bytes:
+        try:
+            return choose_plan(task.with_usable(limit_bytes))
+        except PlanError:
+            say([report.info("plans of this model ran out of memory before, and none needs less: tried again")])
+    return choose_plan(task, given)
 
 
 def constraints_of(

@@ -10,9 +10,13 @@ from torch import nn
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here
 from moreh_ap.runtime.messages import ImportModules
+from moreh_ap.session import first_use
 from moreh_ap.session.model import RemoteModel
+from moreh_ap.session.recovery import Recovery
 from moreh_ap.session.session import Session
 from moreh_ap.session.state import ModelState, OnWorkers
+from moreh_ap.session.tuning import tune
+from moreh_ap.session.watch import Watch
 
 
 class Units:
@@ -20,6 +24,7 @@ class Units:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._recovery = Recovery(session)
         self._models: list[RemoteModel] = []
         self._announced: set[str] = set()
         # A module that was moved as a whole (``model.cuda()``) stays one unit even if a part of it is called first.
@@ -80,9 +85,25 @@ class Units:
         if not _is_on_accelerator(root):
             return None  # parameters on both sides: run it here, its parts that are on the accelerator run there
         self._bring_back(root)
-        model = RemoteModel(self._session, root, (module, args, kwargs))
+        model = self._lay_out(root, (module, args, kwargs))
         self._models.append(model)
+        self._session.job.has_model(type(root).__name__, str(model.plan))
         return model, model.path_of(module)
+
+    def _lay_out(self, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> RemoteModel:
+        session, plan = self._session, first_use.plan_on_trial()
+        if plan is not None:
+            return RemoteModel(session, root, call, plan)
+        planned = first_use.plan_first_call(session, root, call)
+        values = [(tensor._cell, tensor._cell.value) for tensor in _state_tensors(root)]
+        if session.options.autotune and not planned.is_given:
+            planned = tune(session, root, call, planned)
+        if not self._models:
+            session.outbox.journal.open()
+        model = RemoteModel(session, root, call, planned.plan)
+        self._recovery.take_on(model, planned, values)
+        session.watch = Watch(session.outbox, planned.expected)
+        return model
 
     def _bring_back(self, root: nn.Module) -> None:
         """Read what workers already keep of `root`, so that it can be laid out anew (its structure changed)."""

@@ -31,7 +31,7 @@ def enabled(monkeypatch):
 
 def test_defaults(enabled):
     enable_advanced_parallelization()
-    assert enabled == [Options(True, "auto", "auto", "auto", "auto", True, None, None, 16, 0, 80)]
+    assert enabled == [Options(True, "auto", "auto", "auto", "auto", True, None, None, False, 16, 0, 80)]
 
 
 def test_documented_order_of_arguments(enabled):

@@ -1,0 +1,162 @@
+"""Going on under another plan when the workers run out of memory before a model's first step is through.
+
+Decides which plan comes next and what the script is told if there is none. Must not know how commands are kept or sent
+again (`journal`, `outbox`).
+
+[Note: what is done once more]
+Until the first optimizer step is through, everything that the workers know of a model came from the controller or from
+files: its values, the calls, what was done to gradients. All of it is in the journal. When a worker runs out of memory,
+its peers may wait for it in a collective for ever, so all workers are started anew; they are told the same with another
+plan in the message that builds the model. Promises that the script holds are then kept by the new workers, and since
+every plan gives the same numbers, the script notices nothing but the time. After the first step the workers' state is
+nowhere else: then the error goes to the script, and what is remembered of it makes the next run choose better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moreh_ap.device.values import Cell, Value
+from moreh_ap.errors import PlanError
+from moreh_ap.planner import explain, proven, report
+from moreh_ap.planner.remedies import nothing_fits
+from moreh_ap.planner.search import search
+from moreh_ap.runtime.messages import BuildModel
+from moreh_ap.session import first_use, ran_out
+from moreh_ap.session.model import RemoteModel
+from moreh_ap.session.outbox import Restart
+from moreh_ap.session.planning import Planned, say, write_selected
+from moreh_ap.session.session import Session
+from moreh_ap.session.watch import Watch
+
+Values = list[tuple[Cell, Value]]
+
+
+@dataclass
+class _Model:
+    """A model that has not been trained for a step: its present plan, and its values before the workers had them."""
+
+    remote: RemoteModel
+    planned: Planned
+    values: Values
+
+
+class Recovery:
+    """Lays models out under the next best plan when they run out of memory. See [Note: what is done once more].
+
+    Args:
+        session: Where the workers are.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._models: list[_Model] = []
+        self._largest: Planned | None = None
+        session.outbox.on_error = self._on_error
+
+    def take_on(self, remote: RemoteModel, planned: Planned, values: Values) -> None:
+        """A model was built; `values` are those of its tensors before.
+
+        The journal has to have been opened before if the model is to be recovered; otherwise nothing is noted.
+        """
+        self._largest = max(filter(None, (self._largest, planned)), key=_needed_bytes)
+        if self._session.outbox.journal.is_open:
+            if not self._models:
+                self._session.outbox.journal.when_closed(self._models.clear)
+            self._models.append(_Model(remote, planned, values))
+
+    def _on_error(self, error: Exception) -> Restart | None:
+        journal = self._session.outbox.journal
+        if not ran_out.is_out_of_memory(error) or first_use.plan_on_trial() is not None or self._largest is None:
+            return None
+        if not (self._models and journal.is_open):
+            ran_out.remember(self._largest.expected, error)
+            raise type(error)(f"{ran_out.first_line(error)}\n{_too_late(self._largest)}") from error
+        # Which of several models took too much is not known: the largest gives way.
+        model = max(self._models, key=lambda one: _needed_bytes(one.planned))
+        failed = model.planned.expected
+        ran_out.remember(failed, error)
+        try:
+            model.planned = planned = _next_best(model.planned, bound_to_layout=journal.is_bound_to_layout)
+        except PlanError as nothing:
+            self._give_up()
+            # Of its own type, so that a script that tries smaller batches catches it.
+            raise type(error)(f"{ran_out.first_line(error)}\n{nothing}") from error
+        say(
+            [
+                report.info(f'plan="{failed.chosen.plan}" ran out of memory: {ran_out.first_line(error)}'),
+                report.plan_line(planned.plan, f"the next that fits: {explain.prediction(planned.chosen)}"),
+            ]
+        )
+        write_selected(planned.plan, planned.task)
+        mesh = self._session.restart_workers()
+        for one in self._models:
+            one.remote.laid_out_again(one.planned.plan)
+            self._session.job.has_model(type(one.remote.root).__name__, str(one.planned.plan))
+        self._session.watch = Watch(self._session.outbox, planned.expected)
+        return Restart(mesh, self._changed())
+
+    def _changed(self) -> Callable[[Any], Any]:
+        """Returns what each command of the journal becomes: models are built under their present plans."""
+        plans = {one.remote.owner: one.remote for one in self._models}
+
+        def change(command: Any) -> Any:
+            if not isinstance(command, BuildModel) or command.owner not in plans:
+                return command
+            remote = plans[command.owner]
+            return replace(command, plan=str(remote.plan), example=remote.example())
+
+        return change
+
+    def _give_up(self) -> None:
+        """Puts all values back: after the error the script can go on with a smaller batch."""
+        for one in self._models:
+            for cell, value in one.values:
+                cell.value = value
+        self._session.outbox.journal.close()
+        self._session.outbox.restart(Restart(self._session.restart_workers(), lambda command: command))
+
+
+def _next_best(planned: Planned, *, bound_to_layout: bool) -> Planned:
+    """Returns the fastest plan that needs less memory than the one that ran out.
+
+    Raises:
+        PlanError: There is none, or the plan was the script's own.
+    """
+    failed = planned.chosen
+    if planned.is_given:
+        raise PlanError(
+            f"plan={str(failed.plan)!r}, which the script asks for, ran out of memory",
+            "a smaller batch, or a plan of the planner's choice",
+            "torch.moreh.option.enable_advanced_parallelization()",
+        )
+    task = planned.task.with_usable(ran_out.limit_after(failed))
+    ranking = search(task)
+    for candidate in ranking.candidates[: ranking.num_fitting]:
+        plan = candidate.plan
+        is_proven = not proven.kinds_to_prove(plan) or proven.is_proven(planned.family, plan)
+        if is_proven and not (bound_to_layout and plan.tensor * plan.pipeline > 1):
+            return planned.instead(candidate)
+    needed, usable = failed.memory.reserved_bytes, planned.task.usable_bytes
+    there_are = f"{round(usable)} ({usable / 2**30:.2f} GiB) are available"
+    remedy = nothing_fits(task, ranking.candidates)
+    raise PlanError(
+        f"plan={str(failed.plan)!r} ran out of memory, and no plan needs clearly less: {round(needed)} bytes "
+        f"({needed / 2**30:.2f} GiB) on a device were predicted, {there_are}",
+        remedy.allowed,
+        remedy.fix,
+    )
+
+
+def _too_late(planned: Planned) -> PlanError:
+    return PlanError(
+        f"plan={str(planned.plan)!r} ran out of memory after the first step, when its state is on the workers alone",
+        f"a smaller batch; or the script once more, for which {ran_out.FILE.path} has a plan chosen that needs less",
+        "extra = moreh_ap.load(folder, model=model, optimizer=optimizer)  # a checkpoint loads under any plan",
+    )
+
+
+def _needed_bytes(planned: Planned) -> float:
+    return planned.chosen.memory.reserved_bytes
