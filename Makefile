@@ -2,45 +2,73 @@
 # Variables: PYTHON (the interpreter to start from), VENV (where to install), PY (an environment of your own, used as it is).
 
 PYTHON ?= python3
+NOTEBOOKS ?= tutorials/notebooks
 VENV ?= .venv
+SITE ?= site
+MERMAID_VERSION := 11.17.2
+MERMAID := docs/assets/vendor/mermaid.min.js
 export PYTHON
 
 ifdef PY
 INSTALLED :=
-DOCS_INSTALLED :=
 else
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-DOCS_INSTALLED := $(VENV)/.installed-docs
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install tutorial test test-unit test-matrix lint ruff types imports docs bench clean distclean
+.PHONY: help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-llm test test-unit notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
 
 help:  ## show this text
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 26
 
-install: $(INSTALLED)  ## make .venv with everything that tutorial, test, lint and bench need
+install: $(INSTALLED)  ## make .venv with everything that the other targets need
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup_venv.sh
 	@echo "installing into $(VENV) (once; a few minutes)"
-	@scripts/setup_venv.sh $(VENV) tutorials,dev
-	@touch $@
-
-$(VENV)/.installed-docs: $(VENV)/.installed
-	@scripts/setup_venv.sh $(VENV) docs
+	@scripts/setup_venv.sh $(VENV) tutorials,dev,docs
 	@touch $@
 
 tutorial: $(INSTALLED)  ## prepare a model and data, train it on every device, show the result
-	$(PY) scripts/prepare_tutorial.py
+	$(PY) scripts/prepare_tutorial.py --only model dataset
 	$(PY) tutorials/train_gpt.py --embedded
 	$(PY) tutorials/inference_gpt.py
+
+tutorial-mistral: $(INSTALLED)  ## the same with a Mistral, from tokens in a file
+	$(PY) scripts/prepare_tutorial.py --only model dataset
+	$(PY) tutorials/prepare_mistral.py --embedded
+	$(PY) tutorials/train_mistral.py --embedded
+	$(PY) tutorials/inference_mistral.py
+
+tutorial-llama2: $(INSTALLED)  ## a Llama learns to summarise
+	$(PY) scripts/prepare_tutorial.py --only model summaries
+	$(PY) tutorials/train_llama2.py --embedded
+	$(PY) tutorials/inference_llama2.py
+
+tutorial-llama3-70b: $(INSTALLED)  ## the plan of Llama 3 70B, and a small Llama in 8 stages on 8 workers
+	$(PY) scripts/prepare_tutorial.py --only model summaries
+	$(PY) tutorials/train_llama3_70b.py --show-plan
+	$(PY) tutorials/train_llama3_70b.py --embedded
+	$(PY) tutorials/inference_llama3_70b.py
+
+tutorial-llm: $(INSTALLED)  ## a GPT-2 from random weights, with timers and checkpoints
+	$(PY) scripts/prepare_tutorial.py --only model config dataset
+	$(PY) tutorials/train_llm.py --embedded
+	$(PY) tutorials/inference_llm.py
+
+tutorials: tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-llm  ## all of these, one after another
 
 test: $(INSTALLED)  ## run every test that this machine can run
 	@$(PY) -m pytest -q --durations=25
 
 test-unit: $(INSTALLED)  ## run the tests that need no worker process
 	@$(PY) -m pytest -q tests/unit
+
+# CPU workers everywhere. tqdm warns of a package for progress bars, which no notebook shows.
+notebooks: $(INSTALLED)  ## run every notebook and compare what it prints with what is in it
+	@CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONWARNINGS="ignore:IProgress not found" \
+		$(PY) -m pytest -q -p no:cacheprovider --nbval --nbval-current-env --nbval-cell-timeout 240 \
+		--nbval-sanitize-with tutorials/notebooks/sanitize.cfg $(NOTEBOOKS)
 
 test-matrix: $(INSTALLED)  ## every family under every plan (up to an hour); its numbers go to docs/reference/exactness.json
 	@OMP_NUM_THREADS=1 MOREH_MATRIX=full MOREH_MATRIX_RESULTS=docs/reference/exactness.json \
@@ -58,15 +86,35 @@ types: $(INSTALLED)  ## types
 imports: $(INSTALLED)  ## which module may import which
 	@$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
-docs: $(DOCS_INSTALLED)  ## build the documentation into site/
-	@$(PY) -m mkdocs build --strict --quiet
-	@echo "site/index.html"
+docs: docs-sources  ## build the documentation, English and Korean, into site/
+	@for page in $$(find docs -name '*.md' ! -name '*.ko.md'); do \
+		test -f $${page%.md}.ko.md || { echo "$$page is not translated" >&2; missing=1; }; done; test -z "$$missing"
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir $(SITE)
+	@echo "$(SITE)/index.html"
+
+docs-sources: $(INSTALLED) $(MERMAID)
+	@$(PY) scripts/api_reference.py
+	@if [ -f scripts/notebook_pages.py ]; then $(PY) scripts/notebook_pages.py; fi
+
+# The library that draws diagrams; npm checks what it fetches. Without npm, readers' browsers fetch it from unpkg.com.
+# Another version of it: `make clean` first.
+$(MERMAID):
+	@if command -v npm >/dev/null; then \
+		mkdir -p $(@D) && cd $(@D) && npm pack --silent mermaid@$(MERMAID_VERSION) >/dev/null && \
+		tar -xzOf mermaid-$(MERMAID_VERSION).tgz package/dist/mermaid.min.js >mermaid.new && \
+		mv mermaid.new $(@F) && rm mermaid-$(MERMAID_VERSION).tgz; \
+	else \
+		echo "npm is not installed: drawings will need a network (apt-get install npm)" >&2; \
+	fi
 
 bench: $(INSTALLED)  ## step time against hand-written torchrun scripts
 	$(PY) scripts/bench_overhead.py
 
+compare: $(INSTALLED)  ## the page that sets hand-written scripts beside the one line; MEASURE=--measure runs them again
+	$(PY) scripts/compare_manual.py $(MEASURE)
+
 clean:  ## remove what builds and tests left
-	rm -rf site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf site docs/assets/vendor .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the environment too

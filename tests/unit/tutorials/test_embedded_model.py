@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from embedded_model import write_model
+from embedded_model import write_gpt_config, write_model
 
 HIDDEN, LAYERS, HEADS, FEED_FORWARD = 32, 2, 2, 64
 WORDS = ["<unk>", "<s>", "</s>", *(chr(letter) for letter in range(ord("a"), ord("z") + 1)), "Ġ", "ab", "th", "the"]
@@ -67,3 +67,18 @@ def test_the_folder_is_ordinary_and_gives_the_same_logits(gguf_file: Path, tmp_p
     torch.testing.assert_close(plain(tokens).logits, as_read(tokens).logits, rtol=0, atol=0)
     assert AutoTokenizer.from_pretrained(folder)("the").input_ids == [WORDS.index("the")]
     plain.save_pretrained(tmp_path / "again")  # the model as read refuses this
+
+
+def test_the_untrained_model_is_a_configuration_and_a_tokenizer(gguf_file: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    for name in ("model", "config"):
+        (tmp_path / name).mkdir()
+    write_model(gguf_file, tmp_path / "model")
+    num_parameters = write_gpt_config(tmp_path / "model", tmp_path / "config")
+    config, tokenizer = (kind.from_pretrained(tmp_path / "config") for kind in (AutoConfig, AutoTokenizer))
+    model = AutoModelForCausalLM.from_config(config)
+    assert config.model_type == "gpt2" and config.vocab_size == len(tokenizer)
+    assert model.num_parameters() == num_parameters
+    assert config.eos_token_id == tokenizer.eos_token_id
+    assert not list((tmp_path / "config").glob("*.safetensors"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import embedded_data
 import embedded_model
+import embedded_summaries
 import prepare_tutorial
 import pytest
 import tutorial_data
@@ -79,7 +80,9 @@ def test_tutorials_look_where_preparation_writes(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MOREH_AP_CACHE", str(tmp_path))
     assert prepare_tutorial.default_cache() == tmp_path
     assert tutorial_data.EMBEDDED_MODEL == prepare_tutorial.MODEL_FOLDER
+    assert tutorial_data.EMBEDDED_CONFIG == prepare_tutorial.CONFIG_FOLDER
     assert tutorial_data.EMBEDDED_DATASET == prepare_tutorial.DATASET_FOLDER
+    assert tutorial_data.EMBEDDED_SUMMARIES == prepare_tutorial.SUMMARIES_FOLDER
     with pytest.raises(SystemExit, match=r"prepare_tutorial\.py"):
         tutorial_data.embedded_folder(tutorial_data.EMBEDDED_MODEL)
     (tmp_path / tutorial_data.EMBEDDED_MODEL).mkdir()
@@ -90,3 +93,20 @@ def test_max_rows_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         prepare_tutorial.main(["--cache", str(tmp_path), "--max-rows", "0"])
     assert "at least 1" in capsys.readouterr().err
+
+
+def test_summaries_have_the_columns_of_the_public_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = embedded_summaries.Summary("Long.", "Short.", "1", "a")
+    monkeypatch.setattr(embedded_summaries, "build_summaries", lambda max_rows: ([row] * max_rows, [row]))
+    assert prepare_tutorial.prepare_summaries(tmp_path / "rows", max_rows=3)
+    rows = tutorial_data.load_rows(str(tmp_path / "rows"))
+    assert rows["train"][0] == {"article": "Long.", "highlights": "Short.", "id": "1"}
+    assert (len(rows["train"]), len(rows["test"])) == (3, 1)
+
+
+def test_a_configuration_needs_the_model_whose_tokenizer_it_gets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        prepare_tutorial.main(["--cache", str(tmp_path), "--only", "config"])
+    assert f"config needs {tmp_path / prepare_tutorial.MODEL_FOLDER}, which does not exist" in capsys.readouterr().err

@@ -1,0 +1,46 @@
+"""The pages of the tutorials: their six parts, code that comes from the scripts, and messages that the scripts have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGES = ("gpt", "mistral", "llama2", "llama3-70b", "llm")
+PARTS = [
+    "Prepare",
+    "Understand the code",
+    "Fine-tune",
+    "Check the result",
+    "Change the number of devices",
+    "Conclusion",
+]
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / "tutorials" / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_six_parts_and_its_code_from_the_script(name: str) -> None:
+    text = page(name)
+    assert re.findall(r"^## \d\. ([\w -]+?)(?: \{.*)?$", text, re.MULTILINE) == PARTS
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    sections = [re.fullmatch(r'--8<-- "([\w/.]+):(\w+)"\n', block) for block in blocks]
+    assert len(sections) >= 2 and all(sections), "code that no test runs"
+    for section in sections:
+        script, label = section.groups()
+        source = (ROOT / script).read_text()
+        assert source.count(f"# --8<-- [start:{label}]\n") == source.count(f"# --8<-- [end:{label}]\n") == 1
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_on_a_page_name_files_and_targets_that_exist(name: str) -> None:
+    commands = "\n".join(re.findall(r"^```bash\n(.*?)^```", page(name), re.MULTILINE | re.DOTALL))
+    scripts = re.findall(r"python ((?:tutorials|scripts)/\w+\.py)", commands)
+    assert scripts and all((ROOT / script).is_file() for script in scripts)
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make ([\w-]+)", page(name)):
+        assert f"\n{target}: " in makefile
