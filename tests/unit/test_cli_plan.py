@@ -184,7 +184,7 @@ def test_words_where_numbers_belong_end_with_status_2(arguments, capsys):
 
 
 def test_the_page_names_every_flag_and_its_commands_run(capsys, tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "ap" / "learn-more.md").read_text(encoding="utf-8")
     for name, action in command_parser()._option_string_actions.items():
         assert name in ("-h", "--help") or re.search(rf"\| .*`.*{name}\b.*` .*\|", page), action.help
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,101 @@
+"""Pages in a browser that has no network: nothing is missing, nothing is wider than the screen, search finds things."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from site_pages import DOCS, LANGUAGES, nav_pages, place
+
+pytestmark = pytest.mark.browser
+
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+SCREENSHOTS = os.environ.get("MOREH_AP_SCREENSHOTS")
+"""A folder for pictures of every page in both sizes; without it there are none."""
+
+SETTLED = """() => document.fonts.ready.then(() => !document.querySelector("pre.mermaid")
+    && [...document.images].every(image => image.complete))"""
+READY = """() => /start searching|입력하세요/.test(document.querySelector(".md-search-result__meta").textContent)"""
+"""What the search says once it has read its index."""
+
+WIDER = """() => [...document.querySelectorAll("article *")]
+    .filter(one => one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(".md-typeset__scrollwrap, pre"))
+    .map(one => one.tagName + ": " + one.textContent.slice(0, 60)).slice(0, 3)"""
+
+
+@pytest.fixture(scope="module")
+def window(chromium, address):
+    """A browser window that reaches this site alone, and the list of what went wrong in it."""
+    problems: list[str] = []
+    context = chromium.new_context()
+
+    def answer(route) -> None:
+        if route.request.url.startswith((address, "data:", "blob:")):
+            route.continue_()
+        else:
+            problems.append(f"asks another server: {route.request.url}")
+            route.abort()
+
+    context.route("**/*", answer)
+    page = context.new_page()
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("response", lambda response: problems.append(f"{response.status} {response.url}") if not response.ok else 0)
+    yield page, problems
+    context.close()
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("name", nav_pages())
+def test_page_fits_the_screen_and_reports_nothing(window, site, address, name, language):
+    page, problems = window
+    problems.clear()
+    drawings = 'class="mermaid"' in (site.folder / place(name, language) / "index.html").read_text(encoding="utf-8")
+    if drawings and not (DOCS / "assets" / "vendor" / "mermaid.min.js").exists():
+        pytest.skip("the library that draws diagrams is not there: apt-get install npm")
+    page.set_viewport_size(dict(zip(("width", "height"), SIZES["desktop"])))
+    page.goto(address + place(name, language))
+    page.wait_for_function(SETTLED, timeout=20_000)
+    for size, (width, height) in SIZES.items():
+        page.set_viewport_size({"width": width, "height": height})
+        if SCREENSHOTS:
+            picture = f"{place(name, language).strip('/').replace('/', '-') or 'index'}.{size}.png"
+            page.screenshot(path=Path(SCREENSHOTS) / picture, full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, page.evaluate(WIDER)
+    assert page.evaluate("[...document.images].filter(one => !one.naturalWidth).map(one => one.src)") == []
+    heights = page.evaluate("[...document.querySelectorAll('article div.mermaid')].map(one => one.offsetHeight)")
+    assert bool(heights) == drawings
+    assert all(height > 60 for height in heights)
+    assert problems == []
+
+
+@pytest.mark.parametrize("language, words, expected", [
+    ("en", "micro_batches", "ap/advanced-settings/"),
+    ("en", "WorkerLostError", "errors/"),
+    ("ko", "가상", "ko/"),
+])  # fmt: skip
+def test_search_finds(window, address, language, words, expected):
+    page, problems = window
+    problems.clear()
+    page.set_viewport_size(dict(zip(("width", "height"), SIZES["desktop"])))
+    page.goto(address + place("index.md", language))
+    page.click(".md-search__input")
+    page.wait_for_function(READY, timeout=20_000)
+    page.keyboard.type(words)
+    page.keyboard.press("Shift")  # a released key makes the search look; letters of no keyboard are typed without one
+    page.wait_for_selector(".md-search-result__item a", timeout=20_000)
+    links = page.evaluate("[...document.querySelectorAll('.md-search-result__item a')].map(one => one.href)")
+    assert any(link.startswith(address + expected) for link in links), links
+    assert problems == []
+
+
+def test_the_language_can_be_switched(window, address):
+    page, problems = window
+    problems.clear()
+    page.goto(address)
+    other = page.evaluate("document.querySelector('.md-select__link[hreflang=ko]').href")
+    assert other == address + "ko/"
+    page.goto(other)
+    assert page.evaluate("document.documentElement.lang") == "ko"
+    assert problems == []
