@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from user_script import UserScript
@@ -11,9 +12,24 @@ pytestmark = pytest.mark.process
 
 def run(folder, *arguments):
     """Returns losses and errors of the script, and what it printed."""
-    with UserScript("out_of_memory.py", *arguments, cwd=folder, MOREH_AP_CACHE=str(folder / "cache")) as script:
+    with UserScript("out_of_memory.py", *arguments, cwd=folder, MOREH_AP_CACHE=str(folder)) as script:
         out = script.succeed()
     return json.loads(out.splitlines()[-1]), out
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """A folder in which the machine's rates are remembered, so that they are measured once."""
+    folder = tmp_path_factory.mktemp("machine")
+    run(folder, "forward", 8)
+    return folder / "machine.json"
+
+
+@pytest.fixture
+def folder(tmp_path, machine):
+    """A folder of a test of its own, in which no plan has run out of memory yet."""
+    shutil.copy(machine, tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +39,21 @@ def expected(tmp_path_factory):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
-def test_the_next_plan_is_taken_with_the_state_as_it_was(tmp_path, expected, where):
+def test_the_next_plan_is_taken_with_the_state_as_it_was(folder, expected, where):
     """In "backward" one of two workers fails, and the other waits for it in a collective."""
-    found, out = run(tmp_path, where)
+    found, out = run(folder, where)
     assert found["errors"] == []
     assert found["losses"] == pytest.approx(expected, rel=1e-5)
     assert re.search(r'plan="\w+=2" ran out of memory: CUDA out of memory\. Tried to allocate 2\.00 GiB\.\n', out)
     assert "the next that fits" in out
     if where == "forward":
-        again, out = run(tmp_path, where)
+        again, out = run(folder, where)
         assert again["losses"] == pytest.approx(expected, rel=1e-5)
         assert "ran out of memory" not in out, "the second run knows of the first"
 
 
-def test_where_no_plan_is_left_the_error_says_what_would_fit_and_the_script_can_go_on(tmp_path, expected):
-    found, _ = run(tmp_path, "given")
+def test_where_no_plan_is_left_the_error_says_what_would_fit_and_the_script_can_go_on(folder, expected):
+    found, _ = run(folder, "given")
     assert found["losses"] == pytest.approx(expected, rel=1e-5)
     assert len(found["errors"]) == len(expected), "a plan that the script asks for is not left"
     fact, *lines = found["errors"][0].splitlines()
@@ -46,16 +62,16 @@ def test_where_no_plan_is_left_the_error_says_what_would_fit_and_the_script_can_
     assert [line.partition(":")[0] for line in lines[1:]] == ["Allowed", "Try", "See"]
 
 
-def test_after_the_first_step_the_error_is_explained_and_remembered(tmp_path):
-    found, _ = run(tmp_path, "later")
+def test_after_the_first_step_the_error_is_explained_and_remembered(folder):
+    found, _ = run(folder, "later")
     assert len(found["losses"]) == 3
     assert "ran out of memory after the first step" in found["errors"][0]
-    again, _ = run(tmp_path, "later")
+    again, _ = run(folder, "later")
     assert again["errors"] == [] and len(again["losses"]) == 6
 
 
-def test_plans_are_tried_and_one_that_runs_out_is_not_kept(tmp_path, expected):
-    found, out = run(tmp_path, "tuned", 3)
+def test_plans_are_tried_and_one_that_runs_out_is_not_kept(folder, expected):
+    found, out = run(folder, "tuned", 3)
     assert found["errors"] == []
     assert found["losses"] == pytest.approx(expected, rel=1e-5)
     assert out.count("ran out of memory") >= 1
