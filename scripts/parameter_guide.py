@@ -1,10 +1,11 @@
-"""Writes docs/reference/parameter-guide.md: plan, memory and predicted time of models on accelerators.
+"""Writes docs/reference/parameter-guide.md and parameter-guide.ko.md: plan, memory and predicted time of models.
 
-    python scripts/parameter_guide.py            # writes the page
-    python scripts/parameter_guide.py --check    # writes nothing; exits with 1 if the page is not what the planner says
+    python scripts/parameter_guide.py            # writes the page in each language
+    python scripts/parameter_guide.py --check    # writes nothing; exits with 1 if a page is not what the planner says
 
-Decides which cells the page has and what stands beside them. Must not know how a plan is found. Beside our predictions
-stand the figures that the platform has published; nothing on the page was measured by us.
+Decides which cells the page has and what stands beside them; `parameter_guide_words.py` has its words. Must not know
+how a plan is found. Beside our predictions stand the figures that the platform has published; nothing on the page was
+measured by us.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from parameter_guide_words import LANGUAGES, Words
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
@@ -78,52 +82,6 @@ MODELS = ("SmolLM2-1.7B", "Mistral-7B", "Llama3-8B", "Llama2-13B", "Qwen2.5-32B"
 ACCELERATORS = ("16xMI250", "32xMI250", "64xMI250", "8xA100", "8xH100", "64xH100")
 SHAPES = ((256, 1024), (64, 4096))
 
-HEAD = """\
-# Fine-tuning parameter guide
-
-<!-- Written by scripts/parameter_guide.py. Change that. -->
-
-Which plan `moreh-ap plan` gives, what it is predicted to hold and how fast it is predicted to be. Everything here is a
-prediction for this package's runtime; none of it was measured. How good predictions are where something was measured
-is on [another page](../planner.md). A plan may fill {ratio} per cent of a device, as the one line's default says. Any
-cell can be asked for anew:
-
-```sh
-moreh-ap plan Llama3-8B --devices 16xMI250 --global-batch 128 --seq-len 1024 --explain
-```
-
-"GiB" is what the allocator of the fullest device reserves. MFU is the part of the devices' peak rate that the model's
-own operations use.
-"""
-
-BESIDE = """\
-## Beside the published guide
-
-The platform publishes memory and time for six models on its accelerators, an MI250 being two devices of 64 GB. What
-can be compared:
-
-- **Memory** is published as the sum over all devices, in MiB; so is ours here. The platform's plans are not published,
-  and memory that a program reserves is not memory that it needs: a larger figure may be a plan that recomputes less.
-- **Time** is published in minutes of a whole run whose data set and number of epochs are not stated, so seconds a step
-  cannot be compared. How much faster the same model trains on a larger accelerator can, if its rows have the same data:
-  "times as fast" is relative to the model's first row, in tokens a second.
-"""
-
-SPEED = """\
-## Beside the published speeds
-
-The platform's tutorials state speeds for some models, and for three of them the selected plan. "Theirs" is that plan
-in our words, as our runtime is predicted to run it; "ours" the plan that our planner chooses. The platform measured its
-own program on its own machines, so a difference is not an error of the prediction alone.
-"""
-
-OWN = """\
-## Models and accelerators
-
-Batches of 256 rows of 1,024 tokens and of 64 rows of 4,096.
-"""
-
-
 def task_for(model: str, devices: str, batch: int, length: int) -> Task:
     """Returns what is asked of the planner for one cell."""
     shape, cluster = find_model(model).shape, find_cluster(devices)
@@ -133,12 +91,14 @@ def task_for(model: str, devices: str, batch: int, length: int) -> Task:
     return Task(profile_of(shape, length), cluster, batch, constraints)
 
 
-def best_of(task: Task) -> Candidate | None:
-    """Returns the plan that the planner chooses, None if none fits."""
+@cache
+def answer_for(model: str, devices: str, batch: int, length: int) -> tuple[Task, Candidate | None]:
+    """Returns what is asked for one cell, and what the planner chooses; None if nothing fits."""
+    task = task_for(model, devices, batch, length)
     try:
-        return search(task).best
+        return task, search(task).best
     except PlanError:
-        return None
+        return task, None
 
 
 def sum_mib(task: Task, plan: Plan) -> float:
@@ -150,23 +110,24 @@ def sum_mib(task: Task, plan: Plan) -> float:
     return sum(each) * plan.num_devices / plan.pipeline / 2**20
 
 
-def page_of() -> str:
+def page_of(words: Words) -> str:
     """Returns the page as text."""
-    head = HEAD.format(ratio=RATIO)
-    return "\n".join((head, BESIDE, *_beside(), "", SPEED, *_speeds(), "", OWN, *_own(), ""))
+    tables = {"beside": _beside(words), "speeds": _speeds(words), "own": _own(words)}
+    parts = [words["head"].format(ratio=RATIO)]
+    for name, rows in tables.items():
+        columns = words[f"{name}_columns"]
+        rule = "|---" * (columns.count("|") - 1) + "|"
+        parts.append("\n".join((words[name], columns, rule, *rows, "")))
+    return "\n".join(parts)
 
 
-def _beside() -> Iterator[str]:
-    ours = "model, flavour, batch x length, plan, GiB, all devices MiB, published MiB, s / step, tokens/s"
-    yield "| " + " | ".join([*ours.split(", "), "times as fast", "published, min", "published, times as fast"]) + " |"
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+def _beside(words: Words) -> Iterator[str]:
     first: dict[str, tuple[float, int]] = {}
     for row in PUBLISHED:
-        task = task_for(row.model, f"{FLAVOURS[row.flavour]}xMI250", row.batch, row.length)
-        best = best_of(task)
+        task, best = answer_for(row.model, f"{FLAVOURS[row.flavour]}xMI250", row.batch, row.length)
         start = f"| {row.model} | {row.flavour} | {row.batch} x {row.length:,} "
         if best is None or best.step is None:
-            yield start + f"| nothing fits | | | {row.memory_mib:,} | | | | {row.minutes} | |"
+            yield start + f"| {words['nothing_fits']} | | | {row.memory_mib:,} | | | | {row.minutes} | |"
             continue
         speed = best.step.tokens_per_s
         before, minutes = first.setdefault(row.model, (speed, row.minutes))
@@ -177,33 +138,29 @@ def _beside() -> Iterator[str]:
         )
 
 
-def _speeds() -> Iterator[str]:
-    yield "| model | devices | batch | published, tokens/s | theirs | GiB | tokens/s | ours | GiB | tokens/s |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+def _speeds(words: Words) -> Iterator[str]:
     for model, devices, batch, plan, published in SPEEDS:
-        task = task_for(model, f"{devices}xMI250", batch, 1024)
-        theirs = _cells(weigh(task, Plan.parse(plan))) if plan else "not published | | "
+        task, ours = answer_for(model, f"{devices}xMI250", batch, 1024)
+        theirs = _cells(weigh(task, Plan.parse(plan)), words) if plan else f"{words['not_published']} | | "
         said = f"{published:,}" if published else ""
-        yield f"| {model} | {devices} x MI250 | {batch} x 1,024 | {said} | {theirs} | {_cells(best_of(task))} |"
+        yield f"| {model} | {devices} x MI250 | {batch} x 1,024 | {said} | {theirs} | {_cells(ours, words)} |"
 
 
-def _cells(candidate: Candidate | None) -> str:
+def _cells(candidate: Candidate | None, words: Words) -> str:
     if candidate is None or candidate.step is None:
-        return "nothing fits | | "
-    reserved = f"{candidate.memory.reserved_bytes / 2**30:.1f}" + ("" if candidate.fits else ", does not fit")
+        return f"{words['nothing_fits']} | | "
+    reserved = f"{candidate.memory.reserved_bytes / 2**30:.1f}" + ("" if candidate.fits else words["does_not_fit"])
     return f"`{candidate.plan}` | {reserved} | {candidate.step.tokens_per_s:,.0f}"
 
 
-def _own() -> Iterator[str]:
-    yield "| model | devices | batch x length | plan | GiB | s / step | tokens/s | MFU |"
-    yield "|---|---|---|---|---|---|---|---|"
+def _own(words: Words) -> Iterator[str]:
     for model in MODELS:
         for devices in ACCELERATORS:
             for batch, length in SHAPES:
-                best = best_of(task_for(model, devices, batch, length))
+                _, best = answer_for(model, devices, batch, length)
                 start = f"| {model} | {devices.replace('x', ' x ')} | {batch} x {length:,} "
                 if best is None or best.step is None:
-                    yield start + "| nothing fits | | | | |"
+                    yield start + f"| {words['nothing_fits']} | | | | |"
                     continue
                 step = best.step
                 yield start + (
@@ -213,17 +170,20 @@ def _own() -> Iterator[str]:
 
 
 def main() -> int:
-    """Writes or checks the page and returns the exit status."""
+    """Writes or checks the pages and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is another")
-    page = page_of()
-    if parser.parse_args().check:
-        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page
-        print(f"{PAGE}: {'as the planner says' if same else 'not what the planner says; run this without --check'}")
-        return 0 if same else 1
-    PAGE.write_text(page, encoding="utf-8")
-    print(PAGE)
-    return 0
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is another")
+    options, num_others = parser.parse_args(), 0
+    for name, words in LANGUAGES.items():
+        file, page = PAGE.with_suffix(f"{name}.md"), page_of(words)
+        if not options.check:
+            file.write_text(page, encoding="utf-8")
+            print(file)
+            continue
+        same = file.is_file() and file.read_text(encoding="utf-8") == page
+        print(f"{file}: {'as the planner says' if same else 'not what the planner says; run this without --check'}")
+        num_others += not same
+    return 1 if num_others else 0
 
 
 if __name__ == "__main__":
