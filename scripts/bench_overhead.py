@@ -32,7 +32,7 @@ from rich.table import Table
 from moreh_ap.plan import Plan
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "tutorials" / "manual"
-ONE_LINE = "one_line"
+ONE_LINE, SINGLE = "one_line", "single"  # the scripts that no launcher starts
 PIPELINE_NAMES = ("pipeline", "micro_batches", "schedule", "stages_per_device", "layers")
 PLAN_NAMES = {  # baseline: what its script can do, in the words of a plan
     "ddp": ("replicate", "micro_batches"),
@@ -40,6 +40,7 @@ PLAN_NAMES = {  # baseline: what its script can do, in the words of a plan
     "tp": ("tensor", "sequence_parallel", "micro_batches"),
     "pp": PIPELINE_NAMES,
     "3d": ("replicate", "shard", "tensor", *PIPELINE_NAMES),
+    "deepspeed": ("shard", "micro_batches"),
 }
 WARM_UP_STEPS = 2
 TERMINATION_S = 45.0  # torchrun gives its processes 30 s
@@ -80,7 +81,7 @@ def default_plan(baseline: str, devices: int | None) -> Plan:
     """
     if baseline == "3d":
         return Plan(shard=(devices or 8) // 4, tensor=2, pipeline=2)
-    axis = {"ddp": "replicate", "fsdp": "shard", "tp": "tensor", "pp": "pipeline"}[baseline]
+    axis = {"ddp": "replicate", "fsdp": "shard", "tp": "tensor", "pp": "pipeline", "deepspeed": "shard"}[baseline]
     return Plan(**{axis: devices or 2})
 
 
@@ -124,9 +125,9 @@ def run(script: str, flags: list[str], devices: int, threads: int, timeout_s: fl
     """Runs one script of `tutorials/manual` in fresh processes and returns its report.
 
     Args:
-        script: `one_line` or one of `PLAN_NAMES`.
+        script: `one_line`, `single` or one of `PLAN_NAMES`.
         flags: Flags that all of them take, and those of this script.
-        devices: Processes for torchrun, devices for the one line.
+        devices: Processes for torchrun.
         threads: `OMP_NUM_THREADS` of every process.
         timeout_s: The run is killed after so many seconds.
 
@@ -136,8 +137,8 @@ def run(script: str, flags: list[str], devices: int, threads: int, timeout_s: fl
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         path = str(SCRIPTS / f"train_{script}.py")
-        if script == ONE_LINE:
-            command = [sys.executable, path, "--devices", str(devices)]
+        if script in (ONE_LINE, SINGLE):
+            command = [sys.executable, path]  # the plan of the one line says how many devices
         else:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices),
                        path]  # fmt: skip

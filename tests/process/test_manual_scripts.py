@@ -1,88 +1,136 @@
-"""The hand-written scripts of `tutorials/manual` give the losses of one process, each as torchrun starts it."""
+"""The scripts of `tutorials/manual` train what the script for one device trains, each started as its page says."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from argparse import Namespace
+import runpy
+import shlex
+import socket
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from user_script import UserScript
 
-MANUAL = Path(__file__).parents[2] / "tutorials" / "manual"
-# AdamW divides gradients by their own size, so one that is twice as large as it should be would not be noticed; with an
-# epsilon of about that size it is.
-SIZES = {"layers": 4, "hidden": 128, "vocabulary": 256, "batch_size": 8, "block_size": 16, "steps": 5, "seed": 3,
-         "lr": 1e-2, "epsilon": 1e-2}  # fmt: skip
-FLAGS = [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+ROOT = Path(__file__).parents[2]
+MANUAL = ROOT / "tutorials" / "manual"
+# AdamW divides gradients by their own size, and so does clipping: losses would not show gradients that are twice as
+# large as they should be. The norm does, and so does AdamW with an epsilon of about the gradients' size.
+SIZES = {"layers": 4, "hidden": 128, "vocabulary": 256, "batch-size": 8, "block-size": 16, "steps": 5, "seed": 3,
+         "lr": 1e-2, "epsilon": 1e-2, "max-norm": 2.5}  # fmt: skip
+FLAGS = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
+
+
+SHOWN = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "manual_counterparts.py")))
+COMMANDS = {
+    f"{counterpart.name}{' on two nodes' if len(lines) > 1 else ''}": lines
+    for counterpart in SHOWN.COUNTERPARTS
+    for lines in counterpart.commands
+}
+VARIANTS = {  # processes: flags that no shown command has
+    2: [
+        ("train_ddp.py", "--micro-batches", "2"),
+        ("train_tp.py", "--sequence-parallel", "--no-loss-parallel", "--micro-batches", "2"),
+        ("train_pp.py", "--schedule", "gpipe", "--micro-batches", "4", "--split", "1+3"),
+        ("train_pp.py", "--schedule", "interleaved", "--micro-batches", "4"),
+    ],
+    4: [
+        ("train_fsdp.py", "--replicate", "2", "--micro-batches", "2"),
+        ("train_3d.py", "--tensor", "1", "--replicate", "2", "--pipeline", "2"),
+    ],
+}
+
+
+class Result:
+    """What a run has written."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.report, self.weights = folder / f"{name}.json", folder / f"{name}.pt"
+        self.flags = [*FLAGS, "--json", str(self.report), "--save", str(self.weights)]
+
+    def is_that_of(self, other: Result) -> None:
+        """Fails if losses, norms or saved weights are not the other's."""
+        report, expected = json.loads(self.report.read_text()), json.loads(other.report.read_text())
+        assert report["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert report["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert len(report["step_s"]) == SIZES["steps"] and min(report["step_s"]) > 0
+        weights, right = torch.load(self.weights), torch.load(other.weights)
+        assert weights.keys() == right.keys()
+        for name, tensor in weights.items():
+            assert (tensor - right[name]).abs().max() <= 1e-4 * right[name].abs().max(), name
+
+
+def words_of(command: str) -> list[str]:
+    """Returns what follows `python` in a shown command."""
+    program, *words = shlex.split(command)
+    start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
+    return [*start, *(str(ROOT / word) if word.startswith(SHOWN.FOLDER) else word for word in words)]
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+def steps_in(output: str) -> int:
+    return sum(line.startswith("step ") for line in output.splitlines())
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[float]:
-    """The losses of one process that knows nothing of parallelism."""
-    spec = importlib.util.spec_from_file_location("manual_common", MANUAL / "common.py")
-    common = importlib.util.module_from_spec(spec)
-    sys.modules["manual_common"] = common  # dataclasses look their module up
-    spec.loader.exec_module(common)
-    args = Namespace(**SIZES)
-    model = common.build_model(args)
-    optim = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=args.epsilon)
-    losses = []
-    for batch in common.make_batches(args):
-        loss = model(batch, labels=batch).loss
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
+def alone(tmp_path_factory) -> Result:
+    """The script for one device."""
+    folder = tmp_path_factory.mktemp("alone")
+    result = Result(folder, "alone")
+    with UserScript(*words_of(SHOWN.SINGLE_COMMAND), *result.flags, "--micro-batches", "2", cwd=folder) as script:
+        assert steps_in(script.succeed()) == SIZES["steps"]
+    norms = json.loads(result.report.read_text())["norms"]
+    assert min(norms) < SIZES["max-norm"] < max(norms), "some steps are clipped and some are not"
+    return result
 
 
-def start(script: str, num_processes: int, flags: list[str], folder: Path) -> tuple[int, str]:
-    """Returns (exit status, output) of a script under torchrun, which ends its processes when it is ended."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes),
-               str(MANUAL / script), *FLAGS, *flags]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, env=environment, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        output, _ = process.communicate(timeout=240)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(timeout=45)  # torchrun gives its processes 30 s
-    return process.returncode, output
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_shown_command_trains_what_one_device_trains(name, alone, tmp_path):
+    if name == "deepspeed":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed with this project: pip install deepspeed")
+    results = [Result(tmp_path, f"node{number}") for number in range(len(COMMANDS[name]))]
+    port, started = str(free_port()), []
+    with ExitStack() as scripts:
+        for command, result in zip(COMMANDS[name], results):
+            words = [word.replace("29400", port) for word in words_of(command)]
+            started.append(scripts.enter_context(UserScript(*words, *result.flags, cwd=tmp_path)))
+        output = "".join(script.succeed() for script in started)
+    assert steps_in(output) == SIZES["steps"], "one process prints, once a step"
+    written = [result for result in results if result.report.exists()]
+    assert len(written) == 1, "one process saves"
+    written[0].is_that_of(alone)
 
 
-@pytest.mark.parametrize(
-    "script, num_processes, flags",
-    [
-        ("train_ddp.py", 2, ["--micro-batches", "2"]),
-        ("train_fsdp.py", 4, ["--replicate", "2", "--micro-batches", "2"]),
-        ("train_tp.py", 2, ["--micro-batches", "2"]),
-        ("train_tp.py", 2, ["--sequence-parallel", "--no-loss-parallel"]),
-        ("train_pp.py", 2, ["--schedule", "gpipe", "--micro-batches", "4", "--split", "1+3"]),
-        ("train_pp.py", 2, ["--schedule", "1f1b"]),
-        ("train_pp.py", 2, ["--schedule", "interleaved", "--micro-batches", "4"]),
-        ("train_3d.py", 8, []),
-        ("train_3d.py", 4, ["--tensor", "1", "--replicate", "2", "--pipeline", "2"]),
-    ],
-)
-def test_losses_are_those_of_one_process(script, num_processes, flags, expected, tmp_path):
-    status, output = start(script, num_processes, [*flags, "--json", str(tmp_path / "report.json")], tmp_path)
-    assert status == 0, output
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["losses"] == pytest.approx(expected, rel=1e-5)
-    assert len(report["step_s"]) == SIZES["steps"] and min(report["step_s"]) > 0
-    printed = [line for line in output.splitlines() if line.startswith("step ")]
-    assert len(printed) == SIZES["steps"], "one process prints, once a step"
+def test_the_one_line_trains_what_one_device_trains(alone, tmp_path):
+    result = Result(tmp_path, "one_line")
+    with UserScript(*words_of(SHOWN.ONE_LINE_COMMAND), *result.flags, cwd=tmp_path) as script:
+        script.succeed()
+    result.is_that_of(alone)
+
+
+@pytest.mark.parametrize("num_processes", VARIANTS)
+def test_other_flags_train_what_one_device_trains(num_processes, alone, tmp_path):
+    results = [Result(tmp_path, str(number)) for number in range(len(VARIANTS[num_processes]))]
+    runs = [
+        (free_port(), [str(MANUAL / script), *result.flags, *flags])
+        for (script, *flags), result in zip(VARIANTS[num_processes], results)
+    ]
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    words = words_of(f"{SHOWN.TORCHRUN} {num_processes} manual_in_turn.py {tmp_path / 'runs.json'}")
+    with UserScript(*words, cwd=tmp_path) as script:
+        script.succeed()
+    for result in results:
+        result.is_that_of(alone)
 
 
 def test_a_batch_that_cannot_be_cut_evenly_is_refused(tmp_path):
-    status, output = start("train_ddp.py", 2, ["--batch-size", "6", "--micro-batches", "2"], tmp_path)
-    assert status != 0
-    assert "--batch-size is 6; it must be a multiple of 2 devices that share the batch x 2 micro-batches" in output
+    words = [MANUAL / "train_ddp.py", "--batch-size", "6", "--micro-batches", "2"]
+    with UserScript(*words, cwd=tmp_path, RANK="0", WORLD_SIZE="2") as script:  # refused before processes meet
+        assert script.wait() == 2
+        assert "--batch-size is 6; it must be a multiple of 2 devices that share the batch x 2 micro" in script.err

@@ -351,3 +351,13 @@ def test_differences_name_the_largest_first():
     first, second = (weigh(task, Plan(replicate=8, recompute=kind, precision="bf16")) for kind in ("none", "full"))
     assert next(explain.differences(first, second)).startswith("recomputation +")
     assert list(explain.differences(first, first)) == []
+
+
+@pytest.mark.parametrize("settings", [{}, LIKE_ONE_LINE])
+def test_less_usable_memory_leaves_leaner_plans(settings):
+    task = Task(PROFILE, find_cluster("8xA100"), 64, Constraints(**settings))
+    largest = search(task).best.memory.reserved_bytes
+    limited = task.with_usable(0.9 * largest)
+    assert limited.usable_bytes == pytest.approx(0.9 * largest)
+    assert search(limited).best.memory.reserved_bytes <= 0.9 * largest
+    assert task.with_usable(2 * task.usable_bytes).usable_bytes == task.usable_bytes, "never more than there is"

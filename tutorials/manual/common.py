@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,25 +26,34 @@ class Report:
     """One run of one script, as its JSON file holds it.
 
     Attributes:
-        script: Name of the script.
         num_parameters: Of the whole model.
+        script: Name of the script.
         losses: Loss of each step, the mean over the global batch.
+        norms: Norm of the whole gradient of each step, before clipping.
         step_s: Seconds of each step, from one finished step to the next.
         ready_s: Seconds from the start of the process to the start of the first step, where `BENCH_STARTED_AT` is set.
         first_step_s: The same to the end of the first step.
     """
 
-    script: str
     num_parameters: int
+    script: str = field(default_factory=lambda: Path(sys.argv[0]).stem)
     losses: list[float] = field(default_factory=list)
+    norms: list[torch.Tensor] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     ready_s: float | None = None
     first_step_s: float | None = None
 
     def write(self, path: Path | None) -> None:
-        """Writes the report as JSON to `path`, if there is one."""
+        """Writes the report as JSON to `path`, if there is one; only here are the norms read from the device."""
         if path is not None:
-            path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+            values = vars(self) | {"norms": [float(norm) for norm in self.norms]}
+            path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def save_weights(state: dict[str, torch.Tensor], path: Path | None) -> None:
+    """Writes the state dict of the whole model to `path`, if there is one, as one device would have saved it."""
+    if path is not None:
+        torch.save({name: tensor.cpu() for name, tensor in state.items()}, path)
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
@@ -58,9 +68,11 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--epsilon", type=float, default=1e-8, help="of AdamW; a large one shows gradients' scale")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="clip the gradient of the whole model to this norm")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep and update weights in float32")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where to write the losses and the seconds of each step")
+    parser.add_argument("--save", type=Path, help="where to write the trained weights, all of them in one file")
+    parser.add_argument("--json", type=Path, help="where to write losses, gradient norms and seconds of each step")
     return parser
 
 
@@ -156,9 +168,10 @@ class Clock:
         self._last_s = time.perf_counter()
         report.ready_s = seconds_since_start()
 
-    def step_ended(self, loss: torch.Tensor) -> None:
+    def step_ended(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Notes the end of a step; reading `loss` here makes sure that the step has ended."""
         self._report.losses.append(float(loss))
+        self._report.norms.append(norm)
         now_s = time.perf_counter()
         self._report.step_s.append(now_s - self._last_s)
         self._last_s = now_s

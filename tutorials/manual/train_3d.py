@@ -15,15 +15,23 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from common import Clock, Report, argument_parser, check_batch, make_batches, parse_arguments
+from common import Clock, Report, argument_parser, check_batch, make_batches, parse_arguments, save_weights
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from train_pp import SCHEDULES, Stage, add_pipeline_flags, layers_of_stages, next_token_loss
-from train_tp import apply_tensor_parallel, check_divisible, parameter_groups
+from train_pp import (
+    SCHEDULES,
+    Stage,
+    add_pipeline_flags,
+    gather_state,
+    layers_of_stages,
+    name_in_model,
+    next_token_loss,
+)
+from train_tp import apply_tensor_parallel, check_divisible, clip_grad_norm, parameter_groups, whole_state
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 
@@ -74,7 +82,7 @@ def main() -> None:
 
     own_numbers = range(position["pipeline"], len(layers), args.pipeline)
     modules = [Stage(args, layers[number]).to(device) for number in own_numbers]
-    report = Report("train_3d", modules[0].num_whole_parameters)
+    report = Report(modules[0].num_whole_parameters)
     for module in modules:
         apply_parallelism(module, mesh, args.bf16)
 
@@ -89,7 +97,8 @@ def main() -> None:
     schedule = SCHEDULES[args.schedule](
         stages if args.schedule == "interleaved" else stages[0], args.micro_batches, loss_fn=loss_of_logits
     )
-    optim = torch.optim.AdamW(parameter_groups(nn.ModuleList(modules)), lr=args.lr, eps=args.epsilon, fused=True)
+    model = nn.ModuleList(modules)
+    optim = torch.optim.AdamW(parameter_groups(model), lr=args.lr, eps=args.epsilon, fused=True)
 
     clock = Clock(report, prints=rank == 0)
     for batch in make_batches(args):
@@ -100,15 +109,26 @@ def main() -> None:
         targets = {"target": rows, "losses": losses} if position["pipeline"] == args.pipeline - 1 else {}
         with loss_parallel() if args.tensor > 1 else nullcontext():  # around forward and backward
             schedule.step(*inputs, **targets, return_outputs=False)
+        norm = clip_grad_norm(model, args.max_norm, pipeline=group)
         optim.step()
         optim.zero_grad(set_to_none=True)
         # The last devices of the pipelines know the loss of their slice, as often as the tensor axis is long.
         mean_loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=device)
         dist.all_reduce(mean_loss)
-        clock.step_ended(mean_loss / (data_parallel * args.tensor))
+        clock.step_ended(mean_loss / (data_parallel * args.tensor), norm)
 
     if rank == 0:
         report.write(args.json)
+    if args.save:  # each device puts its stages together, then one pipeline gathers the stages
+        own_state = {
+            name_in_model(name, module.first_layer): tensor
+            for module in modules
+            for name, tensor in whole_state(module).items()
+        }
+        if all(place == 0 for axis, place in position.items() if axis != "pipeline"):
+            whole = gather_state(own_state, group)
+            if rank == 0:
+                save_weights(whole, args.save)
     dist.destroy_process_group()
 
 

@@ -1,7 +1,13 @@
 #!/usr/bin/env python
-"""Data parallelism: every device holds the whole model and works on its rows of the batch (DistributedDataParallel).
+r"""Data parallelism: every device holds the whole model and works on its rows of the batch (DistributedDataParallel).
 
     torchrun --standalone --nproc-per-node 2 tutorials/manual/train_ddp.py --layers 6 --hidden 512 --json ddp.json
+
+On several machines the same command starts on each; `--rdzv-endpoint` is the one where they meet. Twice one process,
+with both on this machine:
+
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint localhost:29400 \
+        tutorials/manual/train_ddp.py
 
 It uses what PyTorch offers to make this fast: gradients as views of the buckets, a static graph, the reduction
 overlapped with backward, the fused optimizer.
@@ -24,6 +30,7 @@ from common import (
     count_parameters,
     make_batches,
     parse_arguments,
+    save_weights,
 )
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,7 +49,7 @@ def main() -> None:
 
     # Every process draws the same weights from the same seed. DDP sends those of rank 0 to all, to be sure.
     model = build_model(args).to(device)
-    report = Report("train_ddp", count_parameters(model))
+    report = Report(count_parameters(model))
     model = DistributedDataParallel(
         model,
         device_ids=[device.index] if on_gpu else None,
@@ -54,22 +61,26 @@ def main() -> None:
     clock = Clock(report, prints=rank == 0)
     for batch in make_batches(args):
         own_rows = batch.chunk(world_size)[rank].to(device, non_blocking=True)
-        mean_loss = torch.zeros((), device=device)
+        losses = []
         for number, input_ids in enumerate(own_rows.chunk(args.micro_batches), start=1):
             # Gradients of micro-batches add up here; only the last one's backward talks to the other processes.
             with nullcontext() if number == args.micro_batches else model.no_sync():
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.bf16):
                     loss = model(input_ids, labels=input_ids)[0] / args.micro_batches
                 loss.backward()  # DDP takes the mean of the gradients over all processes
-            mean_loss += loss.detach()
+            losses.append(loss.detach())
+        # DDP has left the same gradients on every device, so that each finds the norm of the whole by itself.
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optim.step()
         optim.zero_grad(set_to_none=True)
         # Every process has the same number of tokens, so the mean of their means is the mean over the global batch.
+        mean_loss = torch.stack(losses).sum() / world_size
         dist.all_reduce(mean_loss)
-        clock.step_ended(mean_loss / world_size)
+        clock.step_ended(mean_loss, norm)
 
     if rank == 0:
         report.write(args.json)
+        save_weights(model.module.state_dict(), args.save)  # `model` itself would put "module." before every name
     dist.destroy_process_group()
 
 

@@ -23,7 +23,9 @@ from common import (
     count_parameters,
     make_batches,
     parse_arguments,
+    save_weights,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -52,7 +54,7 @@ def main() -> None:
     # The whole model is in the memory of every process here, before each keeps its part. A model too large for that is
     # built on "meta" and filled, part by part, from a checkpoint.
     model = build_model(args)
-    report = Report("train_fsdp", count_parameters(model))
+    report = Report(count_parameters(model))
     if args.model == LLAMA:
         for layer in model.get_submodule("model.layers").children():
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -63,21 +65,27 @@ def main() -> None:
     clock = Clock(report, prints=rank == 0)
     for batch in make_batches(args):
         own_rows = batch.chunk(world_size)[rank].to(device, non_blocking=True)
-        mean_loss = torch.zeros((), device=device)
+        losses = []
         for number, input_ids in enumerate(own_rows.chunk(args.micro_batches), start=1):
             # Whole gradients of the earlier micro-batches add up here; the last one's backward sums and splits them.
             model.set_requires_gradient_sync(number == args.micro_batches)
             loss = model(input_ids, labels=input_ids)[0] / args.micro_batches
             loss.backward()  # FSDP takes the mean of the gradients over all processes
-            mean_loss += loss.detach()
+            losses.append(loss.detach())
+        # A norm of parts: a DTensor, whose sum over the devices `full_tensor` takes.
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).full_tensor()
         optim.step()
         optim.zero_grad(set_to_none=True)
         # Every process has the same number of tokens, so the mean of their means is the mean over the global batch.
+        mean_loss = torch.stack(losses).sum() / world_size
         dist.all_reduce(mean_loss)
-        clock.step_ended(mean_loss / world_size)
+        clock.step_ended(mean_loss, norm)
 
     if rank == 0:
         report.write(args.json)
+    if args.save:  # every device gives its parts, and rank 0 alone gets the whole, in host memory
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        save_weights(whole, args.save if rank == 0 else None)
     dist.destroy_process_group()
 
 

@@ -14,7 +14,16 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import Clock, Report, argument_parser, build_model, count_parameters, make_batches, parse_arguments
+from common import (
+    Clock,
+    Report,
+    argument_parser,
+    build_model,
+    count_parameters,
+    make_batches,
+    parse_arguments,
+    save_weights,
+)
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -28,6 +37,7 @@ class Stage(nn.Module):
         super().__init__()
         self.llama = build_model(args)
         self.num_whole_parameters = count_parameters(self.llama)
+        self.first_layer = layers.start
         self.bf16 = args.bf16
         body = self.llama.model
         body.layers = nn.ModuleList(body.layers[layers.start : layers.stop])
@@ -40,6 +50,23 @@ class Stage(nn.Module):
         """Returns logits in the last stage, hidden states in the others."""
         with torch.autocast(ids_or_hidden.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             return self.llama(ids_or_hidden).logits
+
+
+def name_in_model(name: str, first_layer: int) -> str:
+    """Returns the name in the whole model of what a stage, whose layers are counted from 0, calls `name`."""
+    name = name.removeprefix("llama.")
+    if not name.startswith("model.layers."):
+        return name
+    model, layers, number, rest = name.split(".", maxsplit=3)
+    return f"{model}.{layers}.{int(number) + first_layer}.{rest}"
+
+
+def gather_state(own_state: dict[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor] | None:
+    """Returns the state dicts of all stages as one, on the first device of the pipeline; None on the others."""
+    own_state = {name: tensor.cpu() for name, tensor in own_state.items()}
+    states = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(own_state, states, group=group, group_dst=0)
+    return None if states is None else {name: tensor for state in states for name, tensor in state.items()}
 
 
 def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -84,7 +111,7 @@ def main() -> None:
     own_numbers = range(rank, len(layers), world_size)
     modules = [Stage(args, layers[number]).to(device) for number in own_numbers]
     stages = [PipelineStage(module, number, len(layers), device) for module, number in zip(modules, own_numbers)]
-    report = Report("train_pp", modules[0].num_whole_parameters)
+    report = Report(modules[0].num_whole_parameters)
     # The schedule divides the gradients by the number of micro-batches, since the loss of each is a mean.
     schedule = SCHEDULES[args.schedule](
         stages if args.schedule == "interleaved" else stages[0], args.micro_batches, loss_fn=next_token_loss
@@ -98,15 +125,30 @@ def main() -> None:
         inputs = (rows,) if rank == 0 else ()
         targets = {"target": rows, "losses": losses} if rank == world_size - 1 else {}
         schedule.step(*inputs, **targets, return_outputs=False)  # forward and backward of all micro-batches
+        # Each device squares the norm of its stages; the sum over the devices is that of the whole model.
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]).square()
+        dist.all_reduce(norm)
+        norm = norm.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(parameters, args.max_norm, norm)
         optim.step()
         optim.zero_grad(set_to_none=True)
         # Only the last device knows the loss; a sum tells it to all.
         mean_loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=device)
         dist.all_reduce(mean_loss)
-        clock.step_ended(mean_loss)
+        clock.step_ended(mean_loss, norm)
 
     if rank == 0:
         report.write(args.json)
+    if args.save:
+        own_state = {
+            name_in_model(name, module.first_layer): tensor
+            for module in modules
+            for name, tensor in module.state_dict().items()
+        }
+        whole = gather_state(own_state, dist.group.WORLD)
+        if rank == 0:
+            save_weights(whole, args.save)
     dist.destroy_process_group()
 
 

@@ -26,6 +26,7 @@ from common import (
     count_parameters,
     make_batches,
     parse_arguments,
+    save_weights,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -100,6 +101,35 @@ def parameter_groups(model: torch.nn.Module) -> list[dict]:
     return [{"params": group} for group in groups.values()]
 
 
+def clip_grad_norm(model: torch.nn.Module, max_norm: float, pipeline: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Scales the gradients so that the norm of all of them is at most `max_norm`; returns what it was before.
+
+    `torch.nn.utils.clip_grad_norm_` takes neither parameters of several meshes, nor split and whole ones together. So
+    the norm of each group is taken, and the squares are added.
+
+    Args:
+        model: With gradients.
+        max_norm: Of the whole gradient.
+        pipeline: Processes that hold the other stages of the model, whose squares belong to the norm too.
+    """
+    groups = [group["params"] for group in parameter_groups(model)]
+    norms = [torch.nn.utils.get_total_norm([parameter.grad for parameter in group]) for group in groups]
+    squares = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).square().sum()
+    if pipeline is not None:
+        dist.all_reduce(squares, group=pipeline)
+    total = squares.sqrt()
+    for group in groups:
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the state dict with split tensors put together again; all devices that hold parts have to call it."""
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
+    }
+
+
 def check_divisible(parser: argparse.ArgumentParser, args: argparse.Namespace, tensor: int) -> None:
     """Ends the program if heads, vocabulary or positions cannot be split evenly over `tensor` devices."""
     heads = args.hidden // HEAD_SIZE
@@ -123,26 +153,31 @@ def main() -> None:
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("tensor",))
 
     model = build_model(args).to(device)
-    report = Report("train_tp", count_parameters(model))
+    report = Report(count_parameters(model))
     apply_tensor_parallel(model, mesh, args.sequence_parallel, args.loss_parallel)
     optim = torch.optim.AdamW(parameter_groups(model), lr=args.lr, eps=args.epsilon, fused=True)
 
     clock = Clock(report, prints=rank == 0)
     for batch in make_batches(args):
         rows = batch.to(device, non_blocking=True)  # all rows, on every device
-        mean_loss = torch.zeros((), device=device)
+        losses = []
         for input_ids in rows.chunk(args.micro_batches):
             with loss_parallel() if args.loss_parallel else nullcontext():  # around the backward too
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.bf16):
                     loss = model(input_ids, labels=input_ids).loss / args.micro_batches
                 loss.backward()
-            mean_loss += loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()
+            losses.append(loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach())
+        norm = clip_grad_norm(model, args.max_norm)
         optim.step()
         optim.zero_grad(set_to_none=True)
-        clock.step_ended(mean_loss)  # every device has computed the loss of the whole batch: nothing to sum
+        # Every device has computed the loss of the whole batch: nothing is to be summed over them.
+        clock.step_ended(torch.stack(losses).sum(), norm)
 
     if rank == 0:
         report.write(args.json)
+    if args.save:
+        whole = whole_state(model)
+        save_weights(whole, args.save if rank == 0 else None)
     dist.destroy_process_group()
 
 
