@@ -111,10 +111,12 @@ def test_api_reference_has_every_public_name(site):
 
 
 def test_nothing_is_left_to_fill_in():
-    pages = [*DOCS.rglob("*.md"), ROOT / "README.md"]
-    left = {
-        page.name: re.findall(r"@[A-Z][A-Z0-9_]+@|\bTODO\b|\bTBD\b", page.read_text(encoding="utf-8")) for page in pages
-    }
+    """What a model wrote, and a page quotes, may have its own."""
+    left = {}
+    for page in [*DOCS.rglob("*.md"), ROOT / "README.md"]:
+        text = page.read_text(encoding="utf-8")
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        left[page.name] = re.findall(r"@[A-Z][A-Z0-9_]+@", text) + re.findall(r"\bTODO\b|\bTBD\b", prose)
     assert {name: words for name, words in left.items() if words} == {}
 
 
