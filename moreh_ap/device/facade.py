@@ -1,8 +1,9 @@
 """`torch.cuda` as a script sees it: one device named 'MoAI Accelerator' that is all devices together.
 
-Every function here stands in for the function of `torch.cuda` (or `torch.cuda.random`) with the same name; `patches`
-puts them there, and some of them into `torch.accelerator`, by which PyTorch itself asks for the device (a DataLoader
-that pins memory does). None of them creates a CUDA context in the controller.
+Every function here stands in for the function of `torch.cuda` with the same name; `patches` puts them there, and some
+of them into `torch.accelerator`, by which PyTorch itself asks for the device (a DataLoader that pins memory does).
+Streams and events are in `streams`, random numbers in `random_state`. None of them creates a CUDA context in the
+controller.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moreh_ap.device.redirect import is_accelerator
+from moreh_ap.device.moves import require_accelerator
 
 if TYPE_CHECKING:
     from moreh_ap.session.session import Session
@@ -23,7 +24,6 @@ DEVICE_NAME = "MoAI Accelerator"
 _IN_TORCH_ACCELERATOR = {
     "current_device_index": "current_device",
     "set_device_index": "set_device",
-    "current_stream": "current_stream",
     "synchronize": "synchronize",
     "empty_cache": "empty_cache",
     "get_memory_info": "mem_get_info",
@@ -45,21 +45,6 @@ class DeviceProperties:
     minor: int
     total_memory: int
     multi_processor_count: int
-
-
-class CommandStream:
-    """The one stream of the accelerator: commands run in the order in which the script gives them."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def synchronize(self) -> None:
-        """Wait until everything is done that was asked for before."""
-        self._session.synchronize()
-
-    def is_capturing(self) -> bool:
-        """False: there are no graphs to capture into."""
-        return False
 
 
 class Facade:
@@ -101,22 +86,22 @@ class Facade:
 
     def set_device(self, device: Any) -> None:
         """Accepts the one device there is."""
-        _require_accelerator(device)
+        require_accelerator(device)
 
     def get_device_name(self, device: Any = None) -> str:
         """'MoAI Accelerator'."""
-        _require_accelerator(device)
+        require_accelerator(device)
         return DEVICE_NAME
 
     def get_device_properties(self, device: Any = None) -> DeviceProperties:
         """Properties of the accelerator as a whole; total memory is that of all devices."""
-        _require_accelerator(device)
+        require_accelerator(device)
         total = sum(device.memory_bytes for device in self._session.devices())
         return DeviceProperties(DEVICE_NAME, *self.get_device_capability(), total, self._session.num_devices)
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         """(8, 0) where bfloat16 is native, (7, 0) elsewhere: what scripts ask the capability for."""
-        _require_accelerator(device)
+        require_accelerator(device)
         return (8, 0) if self._computes_bf16() else (7, 0)
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
@@ -130,29 +115,24 @@ class Facade:
 
     def synchronize(self, device: Any = None) -> None:
         """Wait until every device has done everything it was told."""
-        _require_accelerator(device)
+        require_accelerator(device)
         self._session.synchronize()
-
-    def current_stream(self, device: Any = None) -> CommandStream:
-        """The stream that everything runs on."""
-        _require_accelerator(device)
-        return CommandStream(self._session)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def memory_allocated(self, device: Any = None) -> int:
         """Bytes of tensors over all devices (CPU workers: resident memory beyond their start)."""
-        _require_accelerator(device)
+        require_accelerator(device)
         return self._session.memory()["allocated"]
 
     def max_memory_allocated(self, device: Any = None) -> int:
         """The sum of the devices' peaks of `memory_allocated`, in bytes, since the start or the last reset."""
-        _require_accelerator(device)
+        require_accelerator(device)
         return self._session.memory()["peak"]
 
     def memory_reserved(self, device: Any = None) -> int:
         """Bytes that are not free, over all devices."""
-        _require_accelerator(device)
+        require_accelerator(device)
         report = self._session.memory()
         return max(report["allocated"], report["total"] - report["free"])
 
@@ -162,7 +142,7 @@ class Facade:
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """Start counting peaks anew."""
-        _require_accelerator(device)
+        require_accelerator(device)
         self._session.memory(reset_peak=True)
 
     def reset_max_memory_allocated(self, device: Any = None) -> None:
@@ -171,7 +151,7 @@ class Facade:
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         """The entries of `torch.cuda.memory_stats` that scripts print, over all devices, in bytes."""
-        _require_accelerator(device)
+        require_accelerator(device)
         report = self._session.memory()
         reserved = max(report["allocated"], report["total"] - report["free"])
         return {
@@ -182,9 +162,13 @@ class Facade:
             "num_ooms": 0,
         }
 
+    def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
+        """`memory_stats` as lines to print."""
+        return "\n".join(f"{name:32} {value:>18,}" for name, value in self.memory_stats(device).items())
+
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """(free, total) bytes over all devices."""
-        _require_accelerator(device)
+        require_accelerator(device)
         report = self._session.memory()
         return report["free"], report["total"]
 
@@ -192,21 +176,5 @@ class Facade:
         """Give cached memory of every device back."""
         self._session.memory(empty_cache=True)
 
-    # -- random numbers ----------------------------------------------------------------------------------------------
-
-    def manual_seed(self, seed: int) -> None:
-        """Restart the accelerator's random stream; `torch.manual_seed` calls this too."""
-        self._session.generator.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """The same as `manual_seed`: there is one device."""
-        self._session.generator.manual_seed(seed)
-
-    def initial_seed(self) -> int:
-        """The seed of the accelerator's random stream."""
-        return self._session.generator.initial_seed()
-
-
-def _require_accelerator(device: Any) -> None:
-    if device is not None and not is_accelerator(device):
-        raise ValueError(f"Expected a cuda device, but got: {torch.device(device)}")
+    def ipc_collect(self) -> None:
+        """Nothing to do: no memory is shared with other processes."""

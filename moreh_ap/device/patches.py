@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from moreh_ap.device import redirect
+from moreh_ap.device import moves, redirect, streams
 from moreh_ap.device.facade import Facade
+from moreh_ap.device.random_state import RandomState
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, to_accelerator
 
 if TYPE_CHECKING:
@@ -57,19 +58,33 @@ def install(session: Session, units: Units) -> Patches:
     patches = Patches()
     _redirect_devices(patches)
     facade = Facade(session)
+    own_streams = streams.replacements(session)
+    random_state = RandomState(session).replacements()
     for holder, functions in (
-        (torch.cuda, facade.replacements()),
-        (torch.accelerator, facade.accelerator_replacements()),
+        (torch.cuda, {**facade.replacements(), **own_streams, **random_state}),
+        (torch.cuda.random, random_state),
+        (torch.accelerator, {**facade.accelerator_replacements(), "current_stream": own_streams["current_stream"]}),
     ):
         for name, function in functions.items():
             if hasattr(holder, name):  # later versions of PyTorch have more of them
                 patches.replace(holder, name, function)
     patches.replace(torch.cuda, "_lazy_init", lambda: None)
+    for name in ("_exchange_device", "_maybe_exchange_device"):  # ``with torch.cuda.device(0)``
+        patches.replace(torch.cuda, name, _exchange_device)
+    _redirect_compiler(patches)
     _redirect_modules(patches, units)
     _redirect_optimizers(patches, session)
     _redirect_clipping(patches, session)
     _FORK_HOOK.current = patches
     return patches
+
+
+def _exchange_device(index: int) -> int:
+    """The device that was current before, as PyTorch's function tells it: the one there is, or -1 for no change."""
+    if index < 0:
+        return -1
+    moves.require_accelerator(index)
+    return 0
 
 
 class _ForkHook:
@@ -111,14 +126,43 @@ def _redirect_devices(patches: Patches) -> None:
     patches.replace(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     patches.replace(torch.Tensor, "is_pinned", lambda tensor, device=None: False)
 
+    acceptable = torch.backends.cudnn.is_acceptable
+    # `nn.LSTM` asks whether to lay its weights out for cuDNN, and warns if there is none; workers ask for themselves.
+    patches.replace(
+        torch.backends.cudnn,
+        "is_acceptable",
+        lambda tensor: not isinstance(tensor, VirtualTensor) and acceptable(tensor),
+    )
+
     @functools.wraps(torch.load)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(map_location, (str, torch.device, int)) and redirect.is_accelerator(map_location):
+        if isinstance(map_location, (str, torch.device, int)) and moves.is_accelerator(map_location):
             loaded = original_load(f, "cpu", *args, **kwargs)
             return tree_map_only(Tensor, to_accelerator, loaded)
         return original_load(f, map_location, *args, **kwargs)
 
     original_load = patches.replace(torch, "load", load)
+
+
+def _redirect_compiler(patches: Patches) -> None:
+    """What is compiled runs as it is written: there is nothing in the controller to make code for."""
+
+    def run_as_written() -> None:
+        before = torch.compiler.set_stance("force_eager").prev
+        patches.on_undo(lambda: torch.compiler.set_stance(before) and None)
+
+    @functools.wraps(torch.compile)
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        if not told:
+            told.append(True)
+            run_as_written()
+        return original_compile(*args, **kwargs)
+
+    told: list[bool] = []
+    if "torch._dynamo" in sys.modules:  # importing it takes a second, so that it is left to those who compile
+        told.append(True)
+        run_as_written()
+    original_compile = patches.replace(torch, "compile", compile)
 
 
 # -- modules -------------------------------------------------------------------------------------------------------
@@ -163,7 +207,7 @@ def _redirect_modules(patches: Patches, units: Units) -> None:
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
         original_set(module, name, value)
-        if name != "training":
+        if name not in ("training", "_compiled_call_impl"):
             units.note_attribute(module, name, value)
 
     original_set = patches.replace(nn.Module, "__setattr__", set_attribute)

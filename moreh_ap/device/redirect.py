@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils import _device as torch_device_context
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor, place, to_accelerator, to_host
-from moreh_ap.device.values import InFile
+from moreh_ap.device import moves
+from moreh_ap.device.moves import is_accelerator, move
+from moreh_ap.device.tensor import VirtualTensor, place, to_accelerator
 
 _MAY_SHARE_MEMORY = {torch.as_tensor, torch.asarray, torch.frombuffer}
 _FACTORIES = torch_device_context._device_constructors()
@@ -58,34 +59,11 @@ def redirect(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     if device is None and func in _FACTORIES:
         device = torch_device_context.CURRENT_DEVICE
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}  # as `moves.pin_memory`
     if device is not None and is_accelerator(device):
         return _make_on_accelerator(func, args, kwargs)
     return func(*args, **kwargs)
-
-
-def is_accelerator(device: Any) -> bool:
-    """True if `device`, as scripts write it (string, index or `torch.device`), means the accelerator.
-
-    Raises:
-        RuntimeError: For a device index other than 0, as PyTorch does on a machine with one device.
-    """
-    if type(device) is int:
-        kind, index = "cuda", device
-    else:
-        try:
-            parsed = torch.device(device)
-        except (RuntimeError, TypeError):
-            return False  # not a device at all: PyTorch says so in its own words
-        kind, index = parsed.type, parsed.index
-    if kind != "cuda":
-        return False
-    if index not in (None, 0):
-        raise RuntimeError(
-            f"CUDA error: invalid device ordinal: cuda:{index} was asked for, but the accelerator is one device.\n"
-            "Every physical device stands behind it.\n"
-            'Write "cuda" or "cuda:0".'
-        )
-    return True
 
 
 def _make_on_accelerator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -102,86 +80,29 @@ def _make_on_accelerator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor
 
 
-def _parse_to(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
-    """The target device (None: stay), the other arguments of `Tensor.to`, and whether a copy is demanded."""
-    rest = {name: value for name, value in kwargs.items() if name in ("dtype", "memory_format")}
-    device = kwargs.get("device")
-    if kwargs.get("other") is not None:
-        args = (kwargs["other"], *args)
-    positional = list(args)
-    copy = bool(kwargs.get("copy", False))
-    if positional and isinstance(positional[0], Tensor):
-        other = positional.pop(0)
-        device, rest["dtype"] = other.device, other.dtype
-    elif positional and not isinstance(positional[0], torch.dtype):
-        device = positional.pop(0)
-    if positional and isinstance(positional[0], torch.dtype):
-        rest["dtype"] = positional.pop(0)
-    if len(positional) > 1:  # (non_blocking, copy)
-        copy = bool(positional[1])
-    return device, rest, copy
+def _untyped_storage(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0].memory if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
 
 
-def _to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    device, rest, copy = _parse_to(args[1:], kwargs)
-    rest = {name: value for name, value in rest.items() if value is not None}
-    moved = tensor if device is None else move(tensor, device)
-    if not rest:
-        return moved.clone() if copy and moved is tensor else moved
-    if isinstance(moved, VirtualTensor) and isinstance(moved._cell.value, InFile) and set(rest) == {"dtype"}:
-        return _cast_unread(moved, rest["dtype"])
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.Tensor.to(moved, copy=copy and moved is tensor, **rest)
+def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0].memory.tensor_address if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
 
 
-def _cast_unread(tensor: VirtualTensor, dtype: torch.dtype) -> VirtualTensor:
-    """Change the dtype of a tensor that still lies in its file: whoever reads it will cast."""
-    value = tensor._cell.value
-    if dtype == tensor.dtype or not isinstance(value, InFile):
-        return tensor
-    meta = torch.empty(tensor.shape, dtype=dtype, device="meta")
-    return VirtualTensor(Cell(value.cast(dtype), tensor._cell.device), meta)
+def _whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Computes in the controller what PyTorch composes with tensors of its own making, which would lie on the CPU."""
+    moved = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor) and leaf.is_cuda]
+    if not moved:
+        return func(*args, **kwargs)
+    on_host = tree_map_only(VirtualTensor, lambda tensor: move(tensor, "cpu"), (args, kwargs))
+    return tree_map_only(Tensor, to_accelerator, func(*on_host[0], **on_host[1]))
 
 
-def move(tensor: Tensor, device: Any) -> Tensor:
-    """`tensor` on `device`; the same object if it is there already."""
-    if is_accelerator(device):
-        if not isinstance(tensor, VirtualTensor):
-            return tensor if tensor.device.type == "meta" else to_accelerator(tensor)
-        if tensor.is_cuda:
-            return tensor
-        return VirtualTensor(Cell(tensor._cell.value, ACCELERATOR), tensor, tensor.requires_grad)
-    if isinstance(tensor, VirtualTensor) and torch.device(device).type == "cpu":
-        return to_host(tensor) if tensor.is_cuda else tensor
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.Tensor.to(tensor, device)
-
-
-def _cuda(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    device = args[1] if len(args) > 1 else kwargs.get("device")
-    return move(args[0], "cuda" if device is None else device)
-
-
-def _cpu(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return move(args[0], "cpu") if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
-
-
-def _pin_memory(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args[0]  # batches travel to workers as bytes: page-locked memory would gain nothing
-
-
-def _type(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    asked = args[1] if len(args) > 1 else kwargs.get("dtype")
-    if asked is None:
-        with torch._C.DisableTorchFunctionSubclass():
-            name = torch.Tensor.type(tensor)
-        on_accelerator = isinstance(tensor, VirtualTensor) and tensor.is_cuda
-        return name.replace("torch.", "torch.cuda.", 1) if on_accelerator else name
-    if isinstance(asked, str) and asked.startswith("torch.cuda."):
-        return _to(func, (move(tensor, "cuda"), torch.tensor([]).type(asked.replace("cuda.", "")).dtype), {})
-    return func(*args, **kwargs)
+def _new_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not isinstance(args[0], VirtualTensor):
+        return func(*args, **kwargs)
+    like = {"dtype": args[0].dtype, "device": args[0].device}
+    given = {name: value for name, value in kwargs.items() if value is not None and name != "data"}
+    return redirect(torch.tensor, (args[1] if len(args) > 1 else kwargs["data"],), {**like, **given})
 
 
 def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -207,11 +128,28 @@ def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
-    torch.Tensor.to: _to,
-    torch.Tensor.cuda: _cuda,
-    torch.Tensor.cpu: _cpu,
-    torch.Tensor.pin_memory: _pin_memory,
-    torch.Tensor.type: _type,
+    torch.Tensor.to: moves.to_tensor,
+    torch.Tensor.cuda: moves.cuda_tensor,
+    torch.Tensor.cpu: moves.cpu_tensor,
+    torch.Tensor.pin_memory: moves.pin_memory,
+    torch.Tensor.type: moves.type_of,
+    torch.Tensor.new_tensor: _new_tensor,
+    torch.Tensor.untyped_storage: _untyped_storage,
+    torch.Tensor.data_ptr: _data_ptr,
     torch.Tensor.backward: _backward,
     torch.device: _device,
+    **dict.fromkeys(
+        (
+            torch.nn.functional.one_hot,
+            torch.nn.functional.ctc_loss,
+            torch._C._nn.pad_sequence,
+            torch.combinations,
+            torch.quantile,
+            torch.nanquantile,
+            torch.Tensor.quantile,
+            torch.Tensor.nanquantile,
+            torch.vander,
+        ),
+        _whole,
+    ),
 }

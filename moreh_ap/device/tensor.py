@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from moreh_ap.device.storage import AddressOnly
 from moreh_ap.device.values import Cell, Here, InFile, View
 from moreh_ap.errors import UnsupportedError
 
@@ -170,7 +171,13 @@ class VirtualTensor(torch.Tensor):
     # `nn.Module._apply` swaps a parameter for a traceable wrapper in place, so that optimizers keep their parameters.
 
     def __tensor_flatten__(self) -> Any:
-        raise TypeError("a virtual tensor has no tensors inside: it cannot be traced by torch.compile")
+        """What is inside: no tensor, only where memory lies; libraries that write files ask for it there."""
+        return ["memory"], None
+
+    @property
+    def memory(self) -> AddressOnly:
+        """Which memory it has and how much; tells tensors apart, and nothing can be read there."""
+        return AddressOnly.of(self._cell, self)
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> Any:

@@ -145,6 +145,11 @@ class View(Value):
     def __init__(self, base: Cell, view: Callable[[Tensor], Tensor]) -> None:
         self._base, self._view = base, view
 
+    @property
+    def base(self) -> Cell:
+        """What it is a view of."""
+        return self._base
+
     def ready(self) -> bool:
         return self._base.value.ready()
 

@@ -28,6 +28,8 @@ from moreh_ap.session.jobs import Job
 from moreh_ap.session.outbox import Outbox
 from moreh_ap.session.watch import Watch
 
+_64_BITS = 0xFFFFFFFFFFFFFFFF
+
 
 class Session:
     """Owns the workers and the order of everything they are told.
@@ -108,11 +110,11 @@ class AcceleratorGenerator:
     """
 
     def __init__(self) -> None:
-        self._seed, self._offset = torch.initial_seed(), 0
+        self._seed, self._offset = torch.initial_seed() & _64_BITS, 0
 
     def manual_seed(self, seed: int) -> None:
-        """Restart the stream."""
-        self._seed, self._offset = int(seed), 0
+        """Restart the stream; a negative seed counts as PyTorch counts it, from 2**64 downwards."""
+        self._seed, self._offset = seed & _64_BITS, 0
 
     def initial_seed(self) -> int:
         return self._seed
@@ -129,7 +131,7 @@ class AcceleratorGenerator:
         """The seed of the next remote forward."""
         self._offset += 1
         # splitmix64: neighbouring (seed, offset) pairs give unrelated streams. Source: Steele et al., OOPSLA 2014.
-        mixed = (self._seed + self._offset * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        mixed = (self._seed + self._offset * 0x9E3779B97F4A7C15) & _64_BITS
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _64_BITS
         return (mixed ^ (mixed >> 31)) >> 1

@@ -1,0 +1,131 @@
+"""Moves between the CPU and the accelerator: which device is meant, and what `to`, `cuda`, `cpu` and their kind give.
+
+Decides nothing about values: a move copies nothing to a worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor, to_accelerator, to_host
+from moreh_ap.device.values import InFile
+
+
+def is_accelerator(device: Any) -> bool:
+    """True if `device`, as scripts write it (string, index or `torch.device`), means the accelerator.
+
+    Raises:
+        RuntimeError: For a device index other than 0, as PyTorch does on a machine with one device.
+    """
+    if type(device) is int:
+        kind, index = "cuda", device
+    else:
+        try:
+            parsed = torch.device(device)
+        except (RuntimeError, TypeError):
+            return False  # not a device at all: PyTorch says so in its own words
+        kind, index = parsed.type, parsed.index
+    if kind != "cuda":
+        return False
+    if index not in (None, 0):
+        raise RuntimeError(
+            f"CUDA error: invalid device ordinal: cuda:{index} was asked for, but the accelerator is one device.\n"
+            "Every physical device stands behind it.\n"
+            'Write "cuda" or "cuda:0".'
+        )
+    return True
+
+
+def require_accelerator(device: Any) -> None:
+    """Let pass what means the accelerator, and None.
+
+    Raises:
+        ValueError: For another device, as functions of `torch.cuda` raise it.
+    """
+    if device is not None and not is_accelerator(device):
+        raise ValueError(f"Expected a cuda device, but got: {torch.device(device)}")
+
+
+def _parse_to(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
+    """The target device (None: stay), the other arguments of `Tensor.to`, and whether a copy is demanded."""
+    rest = {name: value for name, value in kwargs.items() if name in ("dtype", "memory_format")}
+    device = kwargs.get("device")
+    if kwargs.get("other") is not None:
+        args = (kwargs["other"], *args)
+    positional = list(args)
+    copy = bool(kwargs.get("copy", False))
+    if positional and isinstance(positional[0], Tensor):
+        other = positional.pop(0)
+        device, rest["dtype"] = other.device, other.dtype
+    elif positional and not isinstance(positional[0], torch.dtype):
+        device = positional.pop(0)
+    if positional and isinstance(positional[0], torch.dtype):
+        rest["dtype"] = positional.pop(0)
+    if len(positional) > 1:  # (non_blocking, copy)
+        copy = bool(positional[1])
+    return device, rest, copy
+
+
+def to_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    device, rest, copy = _parse_to(args[1:], kwargs)
+    rest = {name: value for name, value in rest.items() if value is not None}
+    moved = tensor if device is None else move(tensor, device)
+    if not rest:
+        return moved.clone() if copy and moved is tensor else moved
+    if isinstance(moved, VirtualTensor) and isinstance(moved._cell.value, InFile) and set(rest) == {"dtype"}:
+        return _cast_unread(moved, rest["dtype"])
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.to(moved, copy=copy and moved is tensor, **rest)
+
+
+def _cast_unread(tensor: VirtualTensor, dtype: torch.dtype) -> VirtualTensor:
+    """Change the dtype of a tensor that still lies in its file: whoever reads it will cast."""
+    value = tensor._cell.value
+    if dtype == tensor.dtype or not isinstance(value, InFile):
+        return tensor
+    meta = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return VirtualTensor(Cell(value.cast(dtype), tensor._cell.device), meta)
+
+
+def move(tensor: Tensor, device: Any) -> Tensor:
+    """`tensor` on `device`; the same object if it is there already."""
+    if is_accelerator(device):
+        if not isinstance(tensor, VirtualTensor):
+            return tensor if tensor.device.type == "meta" else to_accelerator(tensor)
+        if tensor.is_cuda:
+            return tensor
+        return VirtualTensor(Cell(tensor._cell.value, ACCELERATOR), tensor, tensor.requires_grad)
+    if isinstance(tensor, VirtualTensor) and torch.device(device).type == "cpu":
+        return to_host(tensor) if tensor.is_cuda else tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.to(tensor, device)
+
+
+def cuda_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    device = args[1] if len(args) > 1 else kwargs.get("device")
+    return move(args[0], "cuda" if device is None else device)
+
+
+def cpu_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return move(args[0], "cpu") if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
+
+
+def pin_memory(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0]  # batches travel to workers as bytes: page-locked memory would gain nothing
+
+
+def type_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    asked = args[1] if len(args) > 1 else kwargs.get("dtype")
+    if asked is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            name = torch.Tensor.type(tensor)
+        on_accelerator = isinstance(tensor, VirtualTensor) and tensor.is_cuda
+        return name.replace("torch.", "torch.cuda.", 1) if on_accelerator else name
+    if isinstance(asked, str) and asked.startswith("torch.cuda."):
+        return to_tensor(func, (move(tensor, "cuda"), torch.tensor([]).type(asked.replace("cuda.", "")).dtype), {})
+    return func(*args, **kwargs)

@@ -1,0 +1,109 @@
+"""Training scripts in the style of public examples, with and without the one line: the numbers are the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from user_script import UserScript
+
+from moreh_ap.session.session import Session
+
+NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
+
+
+def both(script: str, folder: Path) -> tuple[list[str], list[str]]:
+    """What `script` prints for its user with the one line on two devices, and on one CPU without it."""
+    with (
+        UserScript(script, "--ap", cwd=folder, MOREH_NUM_DEVICES="2") as ours,
+        UserScript(script, cwd=folder) as reference,
+    ):
+        outputs = ours.succeed(), reference.succeed()
+    # Trainer's own lines hold times; `[info]` is the log of the one line.
+    kept = [[line for line in out.splitlines() if line and line[0] not in "[{"] for out in outputs]
+    return kept[0], kept[1]
+
+
+def assert_same(ours: list[str], reference: list[str]) -> None:
+    """Fails where words differ, or numbers by more than 1e-4 of their size (1e-5 where they are near zero)."""
+    assert [NUMBER.sub("#", line) for line in ours] == [NUMBER.sub("#", line) for line in reference]
+    for line, expected in zip(ours, reference):
+        numbers = [[float(number) for number in NUMBER.findall(text)] for text in (line, expected)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1.1e-5), f"{line}\n{expected}"
+
+
+@pytest.mark.parametrize(
+    "script, num_losses",
+    [
+        ("drop_in_trainer.py", 31),
+        ("drop_in_accelerate.py", 27),
+        ("drop_in_nanogpt.py", 14),
+        ("drop_in_mnist.py", 9),
+        ("drop_in_lstm.py", 11),
+        ("drop_in_gan.py", 24),
+    ],
+)
+def test_a_public_style_script_prints_the_numbers_of_one_device(tmp_path, script, num_losses):
+    ours, reference = both(script, tmp_path)
+    losses = sum(len(re.findall(r"loss \d", line)) for line in reference)
+    assert losses == num_losses, reference
+    assert_same(ours, reference)
+
+
+def test_what_scripts_do_beside_training_gives_the_values_of_one_device(tmp_path):
+    ours, reference = both("drop_in_everyday.py", tmp_path)
+    assert len(reference) > 45
+    assert_same(ours, reference)
+
+
+def test_a_resumed_trainer_run_goes_on_with_the_losses_of_the_uninterrupted_one(tmp_path):
+    with UserScript("drop_in_trainer.py", "--ap", "--dropout", cwd=tmp_path, MOREH_NUM_DEVICES="2") as script:
+        lines = script.succeed().splitlines()
+    runs = {name: [line.split(" ", 1)[1] for line in lines if line.startswith(name)] for name in ("whole", "resumed")}
+    last = [line for line in runs["whole"] if int(line.split()[0]) > 12 and "train_loss" not in line]
+    assert len(last) > 6
+    assert [line for line in runs["resumed"] if line in last] == last
+
+
+# -- the random stream -------------------------------------------------------------------------------------------------
+
+
+def test_the_state_of_the_random_stream_can_be_kept_and_put_back(accelerator: Callable[[str], Session], tmp_path):
+    accelerator("replicate=2")
+    torch.manual_seed(3)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).cuda(), torch.ones(8, 4).cuda()
+    model(x)
+    torch.save(torch.cuda.get_rng_state(), tmp_path / "state")
+    states = torch.cuda.random.get_rng_state_all()
+    first, second = model(x).cpu(), model(x).cpu()
+    assert not torch.equal(first, second)
+    state = torch.load(tmp_path / "state")
+    assert state.dtype == torch.uint8 and type(state) is torch.Tensor
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(model(x).cpu(), first) and torch.equal(model(x).cpu(), second)
+    torch.cuda.random.set_rng_state_all(states)
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        assert not torch.equal(model(x).cpu(), first)
+    assert torch.equal(model(x).cpu(), first), "the stream went on inside fork_rng"
+
+
+def test_seeds_of_the_random_stream_are_pytorch_s(accelerator: Callable[[str], Session]):
+    accelerator("replicate=2")
+    for seed in (5, 2**63 + 1, -1):
+        torch.manual_seed(seed)
+        assert torch.cuda.initial_seed() == torch.initial_seed()
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+        assert torch.cuda.initial_seed() == torch.initial_seed()
+    torch.cuda.seed()
+    assert torch.cuda.initial_seed() != torch.initial_seed()
+    with pytest.raises(RuntimeError, match="5 bytes"):
+        torch.cuda.set_rng_state(torch.zeros(5, dtype=torch.uint8))
+    with pytest.raises(TypeError, match="ByteTensor"):
+        torch.cuda.set_rng_state(torch.zeros(16))
+    with pytest.raises(RuntimeError, match="one device"):
+        torch.cuda.get_rng_state("cuda:1")
