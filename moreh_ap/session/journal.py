@@ -16,7 +16,7 @@ from moreh_ap.runtime.messages import Forward, OutputRef, RunOperation, TensorDa
 if TYPE_CHECKING:
     from moreh_ap.session.outbox import Posted
 
-_MOST_COMMANDS = 4096
+_MOST_COMMANDS = 1024
 _MOST_BYTES = 1 << 28
 """Of tensors in noted commands: whoever evaluates for long, or sends much, before the first step trains on without."""
 

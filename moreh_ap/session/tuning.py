@@ -40,7 +40,7 @@ NUM_STEPS = 5
 
 
 def tune(session: Session, root: nn.Module, call: reduced.Call, planned: Planned) -> Planned:
-    """Returns the fastest of the best plans, as measured; the planner's choice where none could be tried.
+    """Returns the fastest of the best plans, as measured; the planner's choice where there is no other, or all failed.
 
     Args:
         session: Where the workers are.
@@ -48,8 +48,11 @@ def tune(session: Session, root: nn.Module, call: reduced.Call, planned: Planned
         call: Its first call.
         planned: What the planner chose, and what else fits.
     """
+    to_try = plans_to_try(planned.candidates, NUM_TRIED)
+    if len(to_try) < 2:
+        return planned
     measured: dict[str, tuple[float, Candidate]] = {}
-    for candidate in plans_to_try(planned.candidates, NUM_TRIED):
+    for candidate in to_try:
         trial = planned.instead(candidate)
         try:
             first_use.require_proof(session, root, call, trial)
