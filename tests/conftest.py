@@ -26,7 +26,7 @@ def machine_cache() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives every test in `tests/process` and `tests/gpu` the mark of its folder; runs quick folders first."""
-    order = {"unit": 0, "process": 1, "gpu": 2}
+    order = {"unit": 0, "process": 1, "gpu": 2, "site": 3}  # a browser's driver keeps an event loop running
     folders = {item: item.path.relative_to(TESTS).parts[0] for item in items if item.path.is_relative_to(TESTS)}
     for item, folder in folders.items():
         if folder in ("process", "gpu"):

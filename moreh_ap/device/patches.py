@@ -148,8 +148,8 @@ def _redirect_compiler(patches: Patches) -> None:
     """What is compiled runs as it is written: there is nothing in the controller to make code for."""
 
     def run_as_written() -> None:
-        before = torch.compiler.set_stance("force_eager").prev
-        patches.on_undo(lambda: torch.compiler.set_stance(before) and None)
+        stance = torch.compiler.set_stance("force_eager")
+        patches.on_undo(lambda: stance.__exit__(None, None, None))  # as at the end of a `with` block
 
     @functools.wraps(torch.compile)
     def compile(*args: Any, **kwargs: Any) -> Any:

@@ -57,9 +57,9 @@ def address(site) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[object]:
-    """A headless Chromium."""
+    """A headless Chromium, for one module: meanwhile an event loop runs in this thread, which other tests mind."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on the path: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `docs`: pip install -e .[docs]")

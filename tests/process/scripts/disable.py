@@ -4,6 +4,7 @@ import sys
 import threading
 
 import torch
+import torch._dynamo.eval_frame as compiler
 import transformers.modeling_utils as modeling
 from torch import nn
 
@@ -45,9 +46,11 @@ def changed(before):
 
 
 before = attributes()
+stance = compiler._stance
 available = torch.cuda.is_available()
 for round in range(2):
     torch.moreh.option.enable_advanced_parallelization(devices=1 + round)
+    assert compiler._stance.stance == "force_eager"
     model = nn.Linear(4, 4).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 4).cuda()).sum().backward()
@@ -58,6 +61,8 @@ for round in range(2):
     device.disable()
     print("changed after disable:", changed(before))
     assert torch.cuda.is_available() == available
+    assert compiler._stance is stance
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(2, 2))
     assert torch.overrides._len_torch_function_stack() == 0
     assert type(nn.Linear(2, 2)(torch.ones(2, 2))) is torch.Tensor
 
