@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moreh_ap.runtime.host_memory import memory_limit
 from moreh_ap.runtime.messages import DeviceInfo, ReportMemory, TensorData
 
 
@@ -35,10 +36,9 @@ class WorkerDevice:
             properties = torch.cuda.get_device_properties(self.torch_device)
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             return DeviceInfo(properties.name, properties.total_memory, native)
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return DeviceInfo(
             "CPU",
-            _memory_limit(total) // self.world_size,
+            memory_limit() // self.world_size,
             _cpu_computes_bf16(),
             torch.get_num_threads(),
             len(os.sched_getaffinity(0)),
@@ -86,13 +86,6 @@ def _resident_bytes(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def _memory_limit(physical_bytes: int) -> int:
-    """The container's limit where there is one. Source: Linux, Documentation/admin-guide/cgroup-v2.rst, memory.max."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return physical_bytes if text == "max" else min(physical_bytes, int(text))
 
 
 def _cpu_computes_bf16() -> bool:

@@ -159,13 +159,14 @@ class Outbox:
             if not commands:
                 return
             self.journal.note(tuple(commands), tuple(posted))
+            times_restarted = self.times_restarted
             try:
                 reply = self._send(commands, posted)
             except Exception as error:
-                if self.recovered(error, self.times_restarted):
+                if self.recovered(error, times_restarted):
                     return  # this message is in the journal: it has been sent with the others
                 raise
-        self._listen(reply)
+        self._listen(reply, times_restarted)
 
     def recovered(self, error: Exception, times_restarted: int) -> bool:
         """Have what is in the journal done once more by workers that can, if `on_error` knows any.
@@ -203,7 +204,7 @@ class Outbox:
         self._stale_definitions = True  # these workers know those of the journal alone
         for message in self.journal.messages():
             commands = [restart.change(command) for command in message.commands]
-            self._listen(self._send(commands, list(message.posted)))
+            self._listen(self._send(commands, list(message.posted)), self.times_restarted)
 
     def _send(self, commands: list[Any], posted: list[Posted]) -> Reply:
         reply = self._mesh.submit(Batch(tuple(commands)))
@@ -212,8 +213,8 @@ class Outbox:
             promise.sent(reply, index)
         return reply
 
-    def _listen(self, reply: Reply) -> None:
-        times_restarted = self.times_restarted
+    def _listen(self, reply: Reply, times_restarted: int) -> None:
+        """Count the answer when it comes, unless it is of workers that have been given up meanwhile."""
         reply.add_done_callback(lambda done: self._answered(done) if times_restarted == self.times_restarted else None)
 
     def release(self, command: Any) -> None:

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from moreh_ap.device.flavours import Supply
+from moreh_ap.runtime.host_memory import memory_limit
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under WSL, AMD
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -64,19 +62,6 @@ def look() -> Machine:
     if gpus:
         return Machine(Supply("cuda", len(gpus), memory), _processor(), gpus)
     return Machine(Supply("cpu", len(os.sched_getaffinity(0)), memory), _processor())
-
-
-def memory_limit() -> int:
-    """Returns the bytes of memory that processes here may use: the machine's, or a container's limit.
-
-    Source: Linux, Documentation/admin-guide/cgroup-v2.rst, memory.max.
-    """
-    total = int(psutil.virtual_memory().total)
-    try:
-        text = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
-    except OSError:
-        return total
-    return min(total, int(text)) if text.isdigit() else total
 
 
 def _may_have_gpus() -> bool:
