@@ -14,6 +14,7 @@ from moreh_ap.integrations import transformers
 from moreh_ap.option import Options
 from moreh_ap.planner import report
 from moreh_ap.runtime.mesh import WorkerMesh
+from moreh_ap.session.generator import AcceleratorGenerator, ProcessGenerator
 from moreh_ap.session.jobs import Job
 from moreh_ap.session.session import Session
 from moreh_ap.session.units import Units
@@ -57,7 +58,8 @@ class Accelerator:
             made.set()
             return mesh
 
-        self.session = Session(options, start_mesh, job)
+        generator = ProcessGenerator() if device_type == "cpu" else AcceleratorGenerator()
+        self.session = Session(options, start_mesh, job, generator)
         self.units = Units(self.session)
         self._patches = patches.install(self.session, self.units)
         transformers.install(self._patches.replace, self._patches.on_undo)

@@ -2,7 +2,7 @@
 
 The *rule of completeness*: an operation that nobody made fast reads what it needs, computes on the controller's CPU and
 writes back what it changed. This module must not know how workers are reached: values that live there answer through
-`Value.owner`.
+`Value.runner`.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     device = _common_device(func, virtual, leaves)
 
     values = [tensor._cell.settle() for tensor in virtual]
-    owner = next((value.owner for value in values if value.owner is not None), None)
-    if owner is not None:
-        result = owner.run_operation(func, args, kwargs)
+    runner = next(filter(None, (value.runner() for value in values)), None)
+    if runner is not None:
+        result = runner(func, args, kwargs)
         if result is not NotImplemented:
             return result
     if func in _NEEDS_ONLY_METADATA:

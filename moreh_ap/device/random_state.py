@@ -2,12 +2,12 @@
 
 Every function here stands in for the function of `torch.cuda.random` with the same name; `torch.cuda` has them too, and
 `torch.random.fork_rng` and checkpoints of other libraries ask there. A state has the form of a CUDA generator's: 16
-bytes, the seed and the offset. Decides how a state reads; must not know what is drawn from the stream.
+bytes, the seed and the offset; for CPU workers that of the process's generator follows. Decides how a script keeps a
+state; must not know what is in it, nor what is drawn from the stream.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ from moreh_ap.device.moves import require_accelerator
 
 if TYPE_CHECKING:
     from moreh_ap.session.session import Session
-
-_SEED_AND_OFFSET = struct.Struct("<QQ")
 
 
 class RandomState:
@@ -54,10 +52,9 @@ class RandomState:
         return self._session.generator.initial_seed()
 
     def get_rng_state(self, device: Any = "cuda") -> Tensor:
-        """Where the stream is: 16 bytes on the CPU, for `set_rng_state`."""
+        """Where the stream is: bytes on the CPU, for `set_rng_state`."""
         require_accelerator(device)
-        state = self._session.generator.state()
-        return torch.frombuffer(bytearray(_SEED_AND_OFFSET.pack(state["seed"], state["offset"])), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(self._session.generator.state()), dtype=torch.uint8)
 
     def get_rng_state_all(self) -> list[Tensor]:
         """The states of all devices: of the one that there is."""
@@ -75,12 +72,10 @@ class RandomState:
             raise TypeError(
                 f"RNG state must be a torch.ByteTensor, but got: {getattr(new_state, 'dtype', new_state)!r}"
             )
-        if new_state.numel() != _SEED_AND_OFFSET.size:
-            raise RuntimeError(
-                f"RNG state is wrong size: {new_state.numel()} bytes, but the accelerator's has {_SEED_AND_OFFSET.size}"
-            )
-        seed, offset = _SEED_AND_OFFSET.unpack(bytes(new_state.flatten().tolist()))
-        self._session.generator.set_state({"seed": seed, "offset": offset})
+        size = len(self._session.generator.state())
+        if new_state.numel() != size:
+            raise RuntimeError(f"RNG state is wrong size: {new_state.numel()} bytes, but the accelerator's has {size}")
+        self._session.generator.set_state(bytes(new_state.flatten().tolist()))
 
     def set_rng_state_all(self, new_states: Iterable[Tensor]) -> None:
         """`set_rng_state` for every device.

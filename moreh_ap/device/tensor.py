@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from moreh_ap.device.storage import AddressOnly
-from moreh_ap.device.values import Cell, Here, InFile, View
+from moreh_ap.device.values import Cell, Here
 from moreh_ap.errors import UnsupportedError
 
 ACCELERATOR = torch.device("cuda", 0)
@@ -95,8 +95,7 @@ class VirtualTensor(torch.Tensor):
         A promise is kept here once read; what workers own (and what lies in a file) stays where it is.
         """
         value = self._cell.value
-        stays = value.owner is not None or isinstance(value, (View, InFile))
-        return value.read() if stays else self._cell.read_here().tensor
+        return value.read() if value.stays else self._cell.read_here().tensor
 
     def register_hook(self, hook: Any) -> Any:
         self._refuse_hook_on_parameter("register_hook")

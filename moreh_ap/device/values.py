@@ -27,6 +27,13 @@ class Value:
     #: The session whose workers hold the value as state (parameters, gradients, ...), or None.
     owner: Any = None
 
+    #: True if a handle leaves the value where it is when somebody reads it.
+    stays: bool = False
+
+    def runner(self) -> Callable[[Any, Any, Any], Any] | None:
+        """What runs operations where the value lies: called with (func, args, kwargs), it may answer NotImplemented."""
+        return None
+
     def ready(self) -> bool:
         """True if `read` would return without waiting for a worker."""
         raise NotImplementedError
@@ -66,6 +73,8 @@ class InFile(Value):
     """
 
     __slots__ = ("_keeper", "_shape", "dtype", "sources")
+
+    stays = True
 
     def __init__(
         self, sources: tuple[TensorSource, ...], shape: tuple[int, ...], dtype: torch.dtype, keeper: object = None
@@ -142,6 +151,8 @@ class View(Value):
 
     __slots__ = ("_base", "_view")
 
+    stays = True
+
     def __init__(self, base: Cell, view: Callable[[Tensor], Tensor]) -> None:
         self._base, self._view = base, view
 
@@ -157,9 +168,11 @@ class View(Value):
         return self._view(self._base.value.read())
 
     def write(self, tensor: Tensor) -> None:
-        whole = self._base.value.read()
+        value = self._base.value
+        whole = value.read() if value.stays else self._base.read_here().tensor
         self._view(whole).copy_(tensor)
-        self._base.value.write(whole)
+        if value.stays:
+            value.write(whole)
 
 
 class Cell:
@@ -174,7 +187,7 @@ class Cell:
     def settle(self) -> Value:
         """The value, turned into `Here` if it can be had without waiting and nobody else keeps it."""
         value = self.value
-        if isinstance(value, (Here, InFile, View)) or value.owner is not None or not value.ready():
+        if isinstance(value, Here) or value.stays or not value.ready():
             return value
         return self.read_here()
 

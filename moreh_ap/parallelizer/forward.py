@@ -5,8 +5,9 @@ what one device would. Must not know the controller, messages, or where the batc
 
 [Note: split and whole]
 "split": this worker has its rows of the batch; mean losses are shares of the global mean (`reduction.py`); its
-random numbers are its own. "whole": every worker has the whole batch and the same random numbers and computes the
-same; since gradients are summed over workers afterwards, each counts for one part in `num_workers`.
+random numbers are its part of the batch's (`draws.py`), or, without a common stream, its own. "whole": every worker has
+the whole batch and the same random numbers and computes the same; since gradients are summed over workers afterwards,
+each counts for one part in `num_workers`.
 
 [Note: kinds]
 Each leaf of a result has a kind (`proof.py`): "rows", "share", "same" or "const". A "same" leaf of a split call is
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.parallelizer.containers import flatten
+from moreh_ap.parallelizer.draws import Rows, Share, SharedDraws
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.placement import OwnDevice
 from moreh_ap.parallelizer.reduction import GlobalReduction
@@ -43,6 +45,10 @@ class Call:
         device: This worker's device.
         grad: Whether a backward may follow.
         seed: Where the random numbers of the call start; None leaves the generators as they are.
+        stream: The state of the one stream that all workers draw from, as `torch.get_rng_state` gives it. It comes
+            before `seed`.
+        draws: Of everything that a split call draws from that stream, how the rows lie in it (`draws.py`).
+        share: The rows that this worker, or this piece of its rows, draws for.
         group: The workers that share the batch; None is the default group.
         autocast: Dtype of `torch.autocast` around the forward, None for none.
         kinds: The kind of every leaf of the result, where it is known. See [Note: kinds].
@@ -58,6 +64,9 @@ class Call:
     autocast: torch.dtype | None = None
     kinds: tuple[str, ...] | None = None
     target: Callable[..., Any] | None = None
+    stream: Tensor | None = None
+    draws: tuple[Rows | None, ...] = ()
+    share: Share | None = None
 
     @property
     def num_workers(self) -> int:
@@ -84,6 +93,9 @@ class Call:
 
         Each stage of a pipeline has own ones too; workers that split layers among them have equal ones.
         """
+        if self.stream is not None:
+            torch.default_generator.set_state(self.stream)
+            return
         if self.seed is None:
             return
         rank = self.rank if self.mode == "split" else 0
@@ -92,6 +104,11 @@ class Call:
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
+
+    def shared_draws(self) -> SharedDraws | None:
+        """Returns what draws this worker's part of the batch's random numbers in one `ForwardPass`."""
+        shares = self.stream is not None and self.share is not None and self.draws
+        return SharedDraws(self.draws, self.share) if shares else None  # type: ignore[arg-type]
 
     def gradient_scale(self, leaf: int) -> float:
         """Returns by what the gradient of a leaf of the result is multiplied. See [Note: kinds]."""
@@ -123,6 +140,7 @@ class ForwardPass:
         differentiable: For each leaf whether a gradient may be given to `backward`.
         treespec: How the leaves nest.
         inputs: The tensor leaves of the arguments that `backward` answers gradients for.
+        drew: Whether anything was drawn from the CPU's stream, which stands behind it now.
     """
 
     def __init__(
@@ -139,15 +157,19 @@ class ForwardPass:
         leaves = [_own_leaf(leaf, call.grad) for leaf in leaves]
         self.inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         args, kwargs = tree_unflatten(leaves, spec)
+        self._draws = call.shared_draws()
         call.seed_generators(chunk)
+        stream = torch.default_generator.get_state()
+        draws = self._draws or nullcontext()
         try:
-            with torch.set_grad_enabled(call.grad), reduction or call.reduction(), call.autocasting():
+            with torch.set_grad_enabled(call.grad), reduction or call.reduction(), call.autocasting(), draws:
                 result = _invoke(call, args, kwargs)
         except BaseException:
             recover(call.module)
             raise
         if not call.grad:
             settle(call.module)
+        self.drew = not torch.equal(stream, torch.default_generator.get_state())
         self._results, self.treespec = flatten(result)
         self._freed = False
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
@@ -198,7 +220,8 @@ class ForwardPass:
                 grads.append(self._call.output_gradient(index, result, grad))
         if roots:
             try:
-                torch.autograd.backward(roots, grads, retain_graph=retain_graph)
+                with nullcontext() if self._draws is None else self._draws.again():
+                    torch.autograd.backward(roots, grads, retain_graph=retain_graph)
             except BaseException:
                 recover(self._call.module)
                 raise

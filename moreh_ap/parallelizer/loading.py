@@ -213,6 +213,14 @@ def pieces(tensor: torch.Tensor, layout: TensorLayout | None = None) -> list[Pie
     return [(whole, tuple(slice(0, size) for size in sizes))]
 
 
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole of a tensor that says itself how it is split, and any other as it is; where it is computed.
+
+    A collective for the former.
+    """
+    return tensor.full_tensor().detach() if isinstance(tensor, (DTensor, SplitTensor)) else tensor.detach()
+
+
 def full_tensor(
     tensor: torch.Tensor, layout: TensorLayout | None = None, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
@@ -223,7 +231,7 @@ def full_tensor(
         layout: What tensor parallelism left here of the whole.
         group: The workers that hold the other parts; needed with `layout`.
     """
-    whole = tensor.full_tensor().detach() if isinstance(tensor, (DTensor, SplitTensor)) else tensor.detach()
+    whole = gathered(tensor)
     if layout is not None:
         own, whole = whole, torch.zeros(layout.shape, dtype=whole.dtype, device=whole.device)
         if layout.writes:

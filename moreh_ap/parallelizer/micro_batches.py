@@ -108,6 +108,14 @@ class DeferredForward:
             _join_gradients([grads[i] for grads in input_grads], leaf, self._rows) for i, leaf in enumerate(self.inputs)
         ]
 
+    @property
+    def drew(self) -> bool:
+        """Whether the call draws from the CPU's stream, which stands behind all of it now."""
+        if not self._call.draws:
+            return False
+        self._run_chunk(replace(self._call, grad=False), 0)  # every piece draws for the whole batch
+        return True
+
     def _dry_run(self, meta_module: nn.Module | None) -> tuple[list[Any], Any, list[Tensor]]:
         found = None if meta_module is None or self._call.target else self._run_on_meta(meta_module)
         if not self._everywhere(found is not None):
@@ -156,6 +164,8 @@ class DeferredForward:
     def _run_chunk(self, call: Call, chunk: int) -> ForwardPass:
         args, kwargs = self._chunk_arguments(chunk)
         reduction = GlobalReduction(call.device, denominators=self._denominators)
+        if call.share is not None:
+            call = replace(call, share=call.share.part(*self._chunk_range(chunk)))
         return ForwardPass(call, args, kwargs, reduction=reduction, chunk=chunk)
 
     def _chunk_range(self, chunk: int) -> tuple[int, int]:

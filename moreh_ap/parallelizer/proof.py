@@ -4,7 +4,8 @@ Decides between "split" and "whole", and what each leaf of the result is. Must n
 
 [Note: method]
 Two rows of the real batch run together and then one by one, as if each row were on a worker of its own, with
-the same denominators of mean losses. Dropout is off, so both runs compute the same function. If every leaf of the
+the same denominators of mean losses. So that both runs compute the same function, both draw the same random numbers
+where workers will (`draws.py`), and dropout is off otherwise. If every leaf of the
 single runs adds up to the leaf of the common run in one of the ways below, and the gradients of some parameters do
 too, rows do not look at each other. Batch normalisation, contrastive losses, a time-first LSTM, or a penalty on the
 weights inside forward fail here, and the forward then runs whole: slower, still right.
@@ -16,6 +17,7 @@ weights inside forward fail here, and the forward then runs whole: slower, still
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.batch import carries_rows, select_rows
+from moreh_ap.parallelizer.draws import DrawRecorder, Rows, Share, UnsharedDraw, draws_of
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.loading import local_part
 from moreh_ap.parallelizer.pipeline import PipelinedPass
@@ -57,11 +60,13 @@ class SplitProof:
         split: Whether slices of the batch give exactly what the whole batch gives.
         kinds: The kind of every leaf of the result; empty where `split` is False.
         reason: Why it cannot be split; empty where it can.
+        draws: Of everything drawn from a common stream, how the rows lie in it; empty without such a stream.
     """
 
     split: bool
     kinds: tuple[str, ...]
     reason: str
+    draws: tuple[Rows | None, ...] = ()
 
 
 class _Refused(Exception):
@@ -85,7 +90,9 @@ def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
     call = replace(call, mode="whole", seed=None, kinds=None)
     with untouched(call.module):
         probe = _Probe(call, args, kwargs, rows)
-        for step in (probe.compare_outputs, probe.compare_gradients) if call.grad else (probe.compare_outputs,):
+        steps = [probe.compare_draws] if call.stream is not None else []
+        steps += [probe.compare_outputs, probe.compare_gradients] if call.grad else [probe.compare_outputs]
+        for step in steps:
             reason = _attempt(step, call.module)
             if not _everywhere(reason == "", call):
                 return SplitProof(False, (), reason or "another worker found that rows look at each other")
@@ -96,14 +103,14 @@ def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
                 'plan="shard=2"',
             )
         kinds = _of_last_stage(probe.kinds, call)
-    return SplitProof(True, kinds, "")
+    return SplitProof(True, kinds, "", probe.draws)
 
 
 def _attempt(step: Callable[[], None], module: nn.Module) -> str:
     """Returns why `step` failed, "" where it did not."""
     try:
         step()
-    except _Refused as refusal:
+    except (_Refused, UnsharedDraw) as refusal:
         return str(refusal)
     except Exception as error:  # the forward itself raised: on fewer rows than it was written for, or always
         recover(module)
@@ -135,6 +142,7 @@ class _Probe:
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
         self.kinds: tuple[str, ...] = ()
+        self.draws: tuple[Rows | None, ...] = ()
         self.has_unknown = False
         self._call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
@@ -145,6 +153,23 @@ class _Probe:
         self._singles: list[ForwardPass | PipelinedPass] = []
         self._weights: list[Tensor | None] = []
         self._wanted: dict[str, Tensor | None] = {}
+
+    def compare_draws(self) -> None:
+        """Runs one row, and two if that drew anything, and finds which dims of what they draw have the rows.
+
+        Raises:
+            UnsharedDraw: They do not tell.
+        """
+        call = replace(self._call, grad=False)
+        recorders = []
+        for chosen in (self._chosen[:1], self._chosen):
+            args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
+            recorders.append(DrawRecorder())
+            with buffers_restored(call.module), recorders[-1]:
+                ForwardPass(call, args, kwargs, reduction=GlobalReduction(call.device, record=True))
+            if not recorders[-1].drawn:
+                return
+        self.draws = draws_of(*(recorder.drawn for recorder in recorders))
 
     def compare_outputs(self) -> None:
         """Runs the rows together and one by one, and finds the kinds.
@@ -217,11 +242,13 @@ class _Probe:
             _Refused: A buffer becomes something else than in the first run: it gathers what it saw of the rows.
         """
         args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
-        with buffers_restored(self._call.module) as buffers:
-            with NoDropout():
-                runs_in_stages = self._call.grad and stages_of(self._call.module) is not None
+        first = self._chosen.index(chosen[0])
+        call = replace(self._call, draws=self.draws, share=Share(first, first + len(chosen), len(self._chosen)))
+        with buffers_restored(call.module) as buffers:
+            with nullcontext() if self.draws else NoDropout():
+                runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else ForwardPass
-                done = run(self._call, args, kwargs, reduction=reduction)
+                done = run(call, args, kwargs, reduction=reduction)
             after = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         self._buffers = self._buffers or after
         for name, value in after.items():

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from moreh_ap.parallelizer.sources import TensorSource
 
 
+MAX_INLINE_BYTES = 16 * 1024
+"""A loss travels with the answer that announces it; logits stay on the workers until somebody reads them."""
+
+
 class StateRef(NamedTuple):
     """Names a tensor that workers keep: ``("model0", "param", "head.weight")``, ``("optimizer0", "3", "exp_avg")``."""
 
@@ -62,6 +66,35 @@ class OutputRef:
 
     call_id: int
     index: int
+
+
+@dataclass(frozen=True)
+class PartRef:
+    """A large tensor of which each worker holds its rows, or all."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class RowsOf:
+    """An operand that is whole, of which each worker takes its rows."""
+
+    whole: TensorData | PartRef | OutputRef
+
+
+@dataclass(frozen=True)
+class NumRows:
+    """A size that counts rows: `whole` over all workers, fewer on each."""
+
+    whole: int
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """An operand that repeats a smaller tensor."""
+
+    tensor: TensorData | RowsOf
+    sizes: tuple[int | NumRows, ...]
 
 
 @dataclass(frozen=True)
@@ -139,7 +172,10 @@ class DefineSignature:
 
 @dataclass(frozen=True)
 class Forward:
-    """Run a forward pass. `tensors` are the tensor leaves of the arguments in order; answers a `ForwardReply`."""
+    """Run a forward pass. `tensors` are the tensor leaves of the arguments in order; answers a `ForwardReply`.
+
+    Random numbers go on from `stream`, a state as `torch.get_rng_state` gives it; where None they start at `seed`.
+    """
 
     call_id: int
     signature: int
@@ -147,6 +183,7 @@ class Forward:
     wants_grad: tuple[bool, ...]
     grad: bool
     seed: int
+    stream: bytes | None
     training: bytes | None
     autocast_dtype: torch.dtype | None
 
@@ -156,7 +193,8 @@ class LeafReply:
     """One leaf of a forward's result on one worker.
 
     kind: "rows" (concatenate over workers), "share" (sum over workers), "same" (equal everywhere), "const" (`data` is a
-    pickled object). `data` is None where the tensor was left on the worker.
+    pickled object). `data` is None where the tensor was left on the worker, of which operations may run there if
+    `has_parts`.
     """
 
     kind: str
@@ -164,6 +202,7 @@ class LeafReply:
     dtype: torch.dtype | None
     differentiable: bool
     data: bytes | None
+    has_parts: bool = False
 
     def tensor(self) -> Tensor:
         """This worker's part as a CPU tensor; only for a tensor whose bytes were sent."""
@@ -176,12 +215,16 @@ class ForwardReply:
     """How a forward's result nests, its leaves, and how workers shared the batch; None from a worker without a result.
 
     mode: "split" (each has its rows of the outputs), "whole" (each has all), "stages" (the last stage has them).
+    rows: How many rows of the batch the worker has; None if it has all.
+    stream: Where the random stream stands after the call; None if nothing was drawn from it.
     """
 
     pickled_treespec: bytes
     leaves: tuple[LeafReply, ...]
     mode: str
     note: str
+    rows: int | None = None
+    stream: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +243,7 @@ class Backward:
     """Backpropagate through a call. Answers which trainable parameters have a gradient now, a byte each."""
 
     call_id: int
-    gradients: tuple[TensorData | None, ...]
+    gradients: tuple[TensorData | PartRef | None, ...]
     retain_graph: bool
 
 
@@ -309,6 +352,44 @@ class RunOperation:
     arguments: Any
     keyword_arguments: Any
     outputs: tuple[StateRef, ...]
+
+
+@dataclass(frozen=True)
+class RunOnParts:
+    """Run an ATen operation on parts of large tensors; results are kept under the numbers in `outputs`.
+
+    In the arguments stand `PartRef`, `OutputRef`, `RowsOf`, `Expanded`, `NumRows` and `TensorData`. With `sums` results
+    are summed over the workers that share the batch, and whole after that. Answers a `LeafReply` for each result that
+    is whole and small, None for others; None in all from a worker that does not speak.
+    """
+
+    func: str
+    arguments: Any
+    keyword_arguments: Any
+    outputs: tuple[int, ...]
+    sums: bool
+
+
+@dataclass(frozen=True)
+class ReadPart:
+    """Answer a `LeafReply` with this worker's part of a tensor; None from a worker that does not speak."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class WritePart:
+    """Set a tensor of which workers hold parts."""
+
+    number: int
+    whole: TensorData
+
+
+@dataclass(frozen=True)
+class ReleaseParts:
+    """Forget these tensors."""
+
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from moreh_ap.runtime.worker_call import WorkerCall
 from moreh_ap.runtime.worker_device import WorkerDevice
 from moreh_ap.runtime.worker_model import WorkerModel
 from moreh_ap.runtime.worker_optimizer import WorkerOptimizer
+from moreh_ap.runtime.worker_parts import Part, answer, run_on_parts
 
 _TOUCHES_PARAMETERS = (
     messages.ReadState,
@@ -55,6 +56,7 @@ class WorkerExecutor:
         self._clock = StepClock(self._device.is_cuda)
         self._models: dict[str, WorkerModel] = {}
         self._calls: dict[int, WorkerCall] = {}
+        self._parts: dict[int, Part | None] = {}
         self._optimizers: dict[str, WorkerOptimizer] = {}
         self._temporaries: dict[StateRef, Held | None] = {}
         self._signatures: dict[int, messages.DefineSignature] = {}
@@ -139,8 +141,13 @@ class WorkerExecutor:
     def _(self, command: messages.Backward) -> bytes:
         self._clock.backward_begins()
         call = self._calls[command.call_id]
-        call.backward([None if g is None else self._device.place(g) for g in command.gradients], command.retain_graph)
+        call.backward([self._gradient(data) for data in command.gradients], command.retain_graph)
         return call.model.gradient_flags()
+
+    def _gradient(self, data: TensorData | messages.PartRef | None) -> Tensor | Part | None:
+        if isinstance(data, messages.PartRef):
+            return self._parts[data.number]
+        return None if data is None else self._device.place(data)
 
     @_execute.register
     def _(self, command: messages.ReadInputGradients) -> messages.LeafReply | None:
@@ -150,6 +157,38 @@ class WorkerExecutor:
     def _(self, command: messages.ReleaseCalls) -> None:
         for call_id in command.call_ids:
             self._calls.pop(call_id, None)
+
+    # -- parts of large tensors --------------------------------------------------------------------------------------
+
+    def _part(self, ref: messages.PartRef | messages.OutputRef) -> Part | None:
+        if isinstance(ref, messages.PartRef):
+            return self._parts[ref.number]
+        return self._calls[ref.call_id].part(ref.index)
+
+    @_execute.register
+    def _(self, command: messages.RunOnParts) -> list[messages.LeafReply | None] | None:
+        results = run_on_parts(command, self._part, self._device.place)
+        if results is None:
+            self._parts.update(dict.fromkeys(command.outputs))
+            return None
+        self._parts.update(zip(command.outputs, results))
+        return answer(results) if results and results[0].answers else None
+
+    @_execute.register
+    def _(self, command: messages.ReadPart) -> messages.LeafReply | None:
+        part = self._parts[command.number]
+        return None if part is None else part.reply()
+
+    @_execute.register
+    def _(self, command: messages.WritePart) -> None:
+        part = self._parts[command.number]
+        if part is not None:
+            part.write(self._device.place(command.whole))
+
+    @_execute.register
+    def _(self, command: messages.ReleaseParts) -> None:
+        for number in command.numbers:
+            self._parts.pop(number, None)
 
     # -- state tensors ---------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
+import torch
 from torch import Tensor
 
 from moreh_ap.errors import UnsupportedError
@@ -16,17 +17,16 @@ from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.batch import row_range
 from moreh_ap.parallelizer.containers import pickle_treespec
 from moreh_ap.parallelizer.forward import ForwardPass
-from moreh_ap.parallelizer.loading import full_tensor, whole_shape
+from moreh_ap.parallelizer.loading import full_tensor, gathered, whole_shape
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.micro_batches import DeferredForward
 from moreh_ap.parallelizer.pipeline import PipelinedForward
 from moreh_ap.parallelizer.proof import SplitProof
-from moreh_ap.runtime.messages import ForwardReply, LeafReply, TensorData
+from moreh_ap.runtime.messages import MAX_INLINE_BYTES, ForwardReply, LeafReply, TensorData
+from moreh_ap.runtime.worker_parts import Part
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.worker_model import WorkerModel
-
-_MAX_INLINE_BYTES = 16 * 1024  # a loss travels with the answer; logits stay until somebody reads them
 
 
 class InputRoles(NamedTuple):
@@ -49,18 +49,35 @@ class WorkerCall:
         knows_nesting = model.applied.tensor is not None and run.treespec is not None
         self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
         self._input_gradients: dict[int, Tensor | None] = {}
+        self._stream = torch.default_generator.get_state().numpy().tobytes() if run.drew else None
 
     def reply(self) -> ForwardReply | None:
         """What the controller is told at once: the nesting, every shape, and small values that are there."""
         leaves = tuple(self._leaf(index, with_data=False) for index in range(len(self._run.shapes)))
         mode = "whole" if not self._proof.split else "stages" if isinstance(self._run, PipelinedForward) else "split"
-        reply = ForwardReply(pickle_treespec(self._run.treespec), leaves, mode, self._proof.reason)
+        nesting = pickle_treespec(self._run.treespec)
+        reply = ForwardReply(nesting, leaves, mode, self._proof.reason, self._num_own_rows(), self._stream)
         return reply if self._answers else None
+
+    def _num_own_rows(self) -> int | None:
+        axis, rows = self._inputs.axis, self._inputs.rows
+        if not self._proof.split or rows is None:
+            return None
+        start, stop = row_range(axis.rank, axis.size, rows)
+        return stop - start
 
     def output(self, index: int) -> Tensor:
         """This worker's part of an output."""
         value: Tensor = self._run.outputs[index]
         return value
+
+    def part(self, index: int) -> Part | None:
+        """This worker's part of an output; None if it has no result. Every worker has to call it."""
+        if not len(self._run.outputs):
+            return None
+        is_split = self._proof.split and self._proof.kinds[index] == "rows"
+        whole = gathered(self.output(index))  # logits may be split by vocabulary
+        return Part(whole, self._inputs.axis, self._inputs.rows if is_split else None, self._answers)
 
     def leaf(self, index: int) -> LeafReply | None:
         """One output with its bytes; None if this worker has no result. Every worker has to call it."""
@@ -75,21 +92,26 @@ class WorkerCall:
             return LeafReply("const", (), None, False, _pickle_constant(shape))
         kind = self._proof.kinds[index] if self._proof.split else "same"
         layout = self.model.cache_layout(shape) if index in self._in_cache else None
-        few = self._run.computed and shape.numel() * shape.element_size() <= _MAX_INLINE_BYTES
+        few = self._run.computed and shape.numel() * shape.element_size() <= MAX_INLINE_BYTES
         data = None
         if with_data or few:
             sends = self._answers and (kind != "same" or self._inputs.axis.rank == 0)
             whole = full_tensor(self._run.outputs[index], layout, self.model.applied.position.tensor.group)
             data = TensorData.of(whole).data if sends else b""
-        return LeafReply(kind, whole_shape(shape, layout), shape.dtype, self._run.differentiable[index], data)
+        has_parts = kind in ("rows", "same") and layout is None
+        differentiable = self._run.differentiable[index]
+        return LeafReply(kind, whole_shape(shape, layout), shape.dtype, differentiable, data, has_parts)
 
-    def backward(self, gradients: list[Tensor | None], retain_graph: bool) -> None:
-        """Backpropagate; `gradients` are whole, this worker takes its rows of them."""
+    def backward(self, gradients: list[Tensor | Part | None], retain_graph: bool) -> None:
+        """Backpropagate; of `gradients` that are whole this worker takes its rows."""
         local: list[Tensor | None] = []
         whole = iter(gradients)
         for index, shape in enumerate(self._run.shapes):
             gradient = next(whole) if isinstance(shape, Tensor) else None
-            if gradient is not None and self._proof.split and self._proof.kinds[index] == "rows":
+            is_local = isinstance(gradient, Part) and gradient.rows is not None
+            if isinstance(gradient, Part):
+                gradient = gradient.tensor
+            if gradient is not None and not is_local and self._proof.split and self._proof.kinds[index] == "rows":
                 gradient = self._own_rows(gradient)
             local.append(gradient)
         answered = iter(self._run.backward(local, retain_graph=retain_graph))

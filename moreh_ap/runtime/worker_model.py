@@ -18,6 +18,7 @@ from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.batch import carries_rows, num_rows, row_range, slice_rows
 from moreh_ap.parallelizer.containers import unpickle_treespec
+from moreh_ap.parallelizer.draws import Share
 from moreh_ap.parallelizer.forward import Call
 from moreh_ap.parallelizer.held import Held
 from moreh_ap.parallelizer.layout import TensorLayout
@@ -26,6 +27,7 @@ from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.proof import SplitProof, prove_split
 from moreh_ap.parallelizer.run import run_forward
 from moreh_ap.parallelizer.sharding import prepare, set_requires_grad, settle
+from moreh_ap.parallelizer.tensor_random import draws_random_numbers
 from moreh_ap.plan import Plan
 from moreh_ap.runtime.messages import (
     BuildModel,
@@ -41,6 +43,7 @@ from moreh_ap.runtime.worker_device import WorkerDevice
 
 _COMPUTED_WHOLE = "Every device computes the whole batch"
 _NOT_CUT = "The batch is not cut into micro-batches"
+_DRAWN_APART = "Random numbers inside the model (dropout) are not those of one device: each device draws its own"
 
 
 class WorkerModel:
@@ -58,6 +61,7 @@ class WorkerModel:
         # The objects stay the same from here on: FSDP2 puts others in their place only during a call.
         self.settle()
         self._parameters = dict(self.module.named_parameters())
+        self._drops = draws_random_numbers(self.module)
         self._proofs: dict[Any, SplitProof] = {}
         self._num_changes = 0  # a changed attribute may couple the rows
 
@@ -176,11 +180,13 @@ class WorkerModel:
             group=axis.group,
             autocast=command.autocast_dtype,
             target=None if module is self.module else module,
+            stream=self._stream(command),
         )
         proof = self._proof(call, signature, nesting, tensors, carried, rows)
         if proof.split and rows is not None:
-            call = replace(call, mode="split", kinds=proof.kinds)
             start, stop = row_range(axis.rank, axis.size, rows)
+            share = Share(start, stop, rows)
+            call = replace(call, mode="split", kinds=proof.kinds, draws=proof.draws, share=share)
             parts = slice_rows(tensors, rows, start, stop)
             tensors = [whole if is_local else part for whole, part, is_local in zip(tensors, parts, local)]
         tensors = self._own_heads(nesting, tensors, local)
@@ -190,7 +196,22 @@ class WorkerModel:
         args, kwargs = self._arguments(call, nesting, tensors)
         meta = None if self._meta_module is None else self._meta_module.get_submodule(signature.path)
         run = run_forward(call, args, kwargs, plan=self.plan, rows=rows, meta_module=meta)
+        if self._draws_apart(call):
+            proof = replace(proof, reason=". ".join(filter(None, (proof.reason, _DRAWN_APART))))
         return WorkerCall(self, run, proof, InputRoles(axis, rows, carried, command.wants_grad))
+
+    def _draws_apart(self, call: Call) -> bool:
+        """Whether the model drops something, and devices have masks that one device would not have."""
+        if not (call.grad and self._drops()):
+            return False
+        is_shared = call.mode == "whole" or self.device.torch_device.type == "cpu"
+        return self.applied.stages is not None or self.applied.tensor is not None or not is_shared
+
+    def _stream(self, command: Forward) -> Tensor | None:
+        """The one stream that all workers draw from; None for stages, which each draw from one of their own."""
+        if command.stream is None or (command.grad and self.applied.stages is not None):
+            return None
+        return torch.frombuffer(bytearray(command.stream), dtype=torch.uint8)
 
     def _own_heads(self, nesting: _Nesting, tensors: list[Tensor], local: list[bool]) -> list[Tensor]:
         """The tensors, those of a cache cut to the heads that this worker computes."""

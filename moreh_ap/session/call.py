@@ -22,10 +22,12 @@ from moreh_ap.device.values import Cell, Value
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.runtime.messages import (
+    MAX_INLINE_BYTES,
     Backward,
     Forward,
     LeafReply,
     OutputRef,
+    PartRef,
     ReadInputGradients,
     ReadOutputs,
     ReleaseCalls,
@@ -35,6 +37,9 @@ from moreh_ap.runtime.messages import (
 )
 from moreh_ap.session.model import RemoteModel
 from moreh_ap.session.outbox import Posted
+from moreh_ap.session.part_rules import run_on_parts
+from moreh_ap.session.parts import Located, PartValue, PartView, join
+from moreh_ap.session.session import Session
 from moreh_ap.session.signatures import Structure
 from moreh_ap.session.state import OnWorkers
 
@@ -69,6 +74,8 @@ class Call:
         model = self.model
         session, signatures = model.session, model.signatures
         training = model.send_changes()
+        if not grad:
+            session.traffic.next_step()
         self._backward_kind = (signature, model.num_changes)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         wants_grad = tuple(grad and tensor.requires_grad for tensor in tensors)
@@ -83,6 +90,7 @@ class Call:
         )
         expected = signatures.structure(key)
         rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
+        stream = session.generator.common_stream() if expected is None or expected.draws else None
         forward = Forward(
             call_id=self.id,
             signature=signature,
@@ -90,6 +98,7 @@ class Call:
             wants_grad=wants_grad,
             grad=grad,
             seed=session.generator.next_seed(),
+            stream=stream,
             training=training,
             autocast_dtype=autocast,
         )
@@ -99,6 +108,9 @@ class Call:
             signatures.learn(key, expected, grad=grad)
         else:
             self.reply.add_done_callback(lambda reply: _check_structure(model, key, expected, reply))
+        if stream is not None:  # what the script draws next comes after what the forward drew
+            after = next((reply.stream for reply in _answered(self.reply.result()) if reply.stream), stream)
+            session.generator.go_on_from(after)
         self.structure = expected
         return expected
 
@@ -109,14 +121,29 @@ class Call:
         if parts[0].data is None:
             replies = self.model.session.outbox.submit(ReadOutputs(self.id, (index,))).result()
             parts = _answered([reply[0] for reply in replies])
-        return _join(parts)
+            self.model.session.traffic.moved(sum(len(part.data or b"") for part in parts))
+        return join(parts)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Send the gradients of the outputs; parameters' gradients accumulate on the workers."""
-        encoded = tuple(None if grad is None else TensorData.of(_on_host(grad)) for grad in gradients)
         session = self.model.session
+        encoded = tuple(None if grad is None else self._encode_gradient(grad, n) for n, grad in enumerate(gradients))
         reply = session.outbox.post_soon(Backward(self.id, encoded, getattr(_backward_mode, "retain", False)))
         self.model.gradients.after_backward(self._backward_kind, reply)
+
+    def _encode_gradient(self, gradient: Tensor, index: int) -> TensorData | PartRef:
+        """How the gradient of an output travels: by name if each worker has its rows of it, else as bytes."""
+        assert self.structure is not None
+        value = gradient._cell.value if isinstance(gradient, VirtualTensor) else None
+        where = value.located() if isinstance(value, (PartValue, PartView)) else None
+        if where is not None and isinstance(where.ref, PartRef) and self.plan == self.model.plan:
+            tensors = [leaf for leaf in self.structure.leaves if leaf.kind != "const"]
+            has_rows = tensors[index].kind == "rows"
+            if where.batch == (self.structure.batch if has_rows else None):
+                return where.ref
+        data = TensorData.of(_on_host(gradient))
+        self.model.session.traffic.moved(len(data.data))
+        return data
 
 
 def call_remotely(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,6 +183,24 @@ class OutputValue(Value):
         reply = self.call.reply
         return reply is not None and reply.done() and (reply.failed() or self._is_inline(reply))
 
+    def runner(self) -> Any:
+        return run_on_parts if self.located() is not None else None
+
+    def located(self) -> Located | None:
+        """Where workers have it, if it is large and stayed with them."""
+        call, structure = self.call, self.call.structure
+        if structure is None or call.plan != call.model.plan:
+            return None  # what another plan told of it does not hold where the model has been laid out again
+        leaf = structure.leaves[self.index]
+        if not leaf.has_parts or leaf.num_bytes() <= MAX_INLINE_BYTES * self.session.num_devices:
+            return None
+        return Located(OutputRef(call.id, self.index), structure.batch if leaf.kind == "rows" else None)
+
+    @property
+    def session(self) -> Session:
+        """Where the workers are."""
+        return self.call.model.session
+
     def _is_inline(self, reply: Posted) -> bool:
         return _answered(reply.result())[0].leaves[self.index].data is not None
 
@@ -176,7 +221,7 @@ class InputGradient(Value):
 
     def read(self) -> Tensor:
         replies = self.call.model.session.outbox.submit(ReadInputGradients(self.call.id, self.index)).result()
-        return _join(_answered(replies))
+        return join(_answered(replies))
 
 
 class _RemoteCall(torch.autograd.Function):
@@ -239,18 +284,13 @@ def _answered(replies: list[Any]) -> list[Any]:
     return [reply for reply in replies if reply is not None]
 
 
-def _join(parts: list[LeafReply]) -> Tensor:
-    if parts[0].kind == "same":  # the first alone sends it
-        return parts[0].tensor()
-    tensors = [part.tensor() for part in parts]
-    return torch.cat(tensors) if parts[0].kind == "rows" else torch.stack(tensors).sum(0)
-
-
 def _check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Posted) -> None:
     """Runs when a predicted answer arrives: a forward whose shapes depend on values must not pass unnoticed."""
     if reply.failed():
         return
     found = Structure.of(reply.result())
+    if found.draws and not expected.draws:
+        model.signatures.learn(key, found, grad=True)
     if not found.promises_the_same(expected):
         model.signatures.forget(key)
         shapes = [leaf.shape for leaf in expected.leaves], [leaf.shape for leaf in found.leaves]

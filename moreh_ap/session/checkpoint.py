@@ -66,7 +66,7 @@ def save(
     }
     accelerator = device.current()
     if accelerator is not None:
-        content["generator"] = accelerator.session.generator.state()
+        content["generator"] = accelerator.session.generator.state().hex()
     new = NewCheckpoint(folder)
     new.write(lambda: _write_files(new, encoder.tensors), encoder.tensors, content)
 
@@ -111,7 +111,7 @@ def load(
     accelerator = device.current()
     if accelerator is not None:
         if optimizers and checkpoint.content["generator"]:
-            accelerator.session.generator.set_state(checkpoint.content["generator"])
+            accelerator.session.generator.set_state(bytes.fromhex(checkpoint.content["generator"]))
         if accelerator.in_use():
             accelerator.session.synchronize()
     return extra

@@ -23,8 +23,9 @@ from moreh_ap.plan import Plan
 from moreh_ap.planner import proven, report
 from moreh_ap.session import equivalence, reduced, verified
 from moreh_ap.session.equivalence import Equivalence
+from moreh_ap.session.generator import AcceleratorGenerator
 from moreh_ap.session.planning import Planned, choose_plan_for
-from moreh_ap.session.session import AcceleratorGenerator, Session
+from moreh_ap.session.session import Session
 
 Watcher = Callable[[nn.Module, "reduced.Call"], None]
 

@@ -81,6 +81,7 @@ class RemoteOptimizer:
         self._sent, self._unsent = current, False
         outbox = self.session.outbox
         stepped = outbox.post_soon(StepOptimizer(self.owner, changes))
+        self.session.traffic.next_step()
         if outbox.journal.is_open:
             stepped.add_done_callback(lambda done: None if done.failed() else outbox.journal.close())
         if self.session.watch is not None:

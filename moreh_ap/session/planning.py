@@ -10,6 +10,7 @@ from torch import nn
 
 from moreh_ap.errors import PlanError
 from moreh_ap.option import Options
+from moreh_ap.parallelizer.tensor_random import draws_random_numbers
 from moreh_ap.plan import Plan
 from moreh_ap.planner import report
 from moreh_ap.planner.choice import Choice, choose_plan
@@ -76,11 +77,13 @@ def choose_plan_for(
     options = session.options
     machine, shape = machine_of(session), shape_of(root)
     profile = profile_model(root, shape, call)
+    # Where dropout is compared with one device's, only devices that share the batch draw the same (`draws.py`).
+    draws_apart = machine.cluster.device.name == "CPU" and draws_random_numbers(root)()
     task = Task(
         profile,
         machine.cluster,
         rows or 1,
-        constraints_of(options, family, profile, shape, machine),
+        constraints_of(options, "" if draws_apart else family, profile, shape, machine),
         machine.practice,
         machine.coefficients,
         corrections_of(machine.key),

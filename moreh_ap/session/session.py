@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from moreh_ap.option import Options
@@ -24,11 +23,11 @@ from moreh_ap.runtime.messages import (
     TensorData,
     WriteState,
 )
+from moreh_ap.session.generator import AcceleratorGenerator
 from moreh_ap.session.jobs import Job
 from moreh_ap.session.outbox import Outbox
+from moreh_ap.session.traffic import Traffic
 from moreh_ap.session.watch import Watch
-
-_64_BITS = 0xFFFFFFFFFFFFFFFF
 
 
 class Session:
@@ -38,14 +37,18 @@ class Session:
         options: What the script asked for.
         start_mesh: Starts worker processes and returns at once.
         job: How other programs see this process and its workers.
+        generator: Where remote forwards get random numbers from.
     """
 
-    def __init__(self, options: Options, start_mesh: Callable[[], WorkerMesh], job: Job) -> None:
+    def __init__(
+        self, options: Options, start_mesh: Callable[[], WorkerMesh], job: Job, generator: AcceleratorGenerator
+    ) -> None:
         self.options, self._start_mesh, self.job = options, start_mesh, job
         self.mesh = start_mesh()
         self.num_devices = self.mesh.num_workers
-        self.generator = AcceleratorGenerator()
+        self.generator = generator
         self.outbox = Outbox(self.mesh)
+        self.traffic = Traffic()
         self.watch: Watch | None = None
         self._devices: list[DeviceInfo] | None = None
 
@@ -100,38 +103,3 @@ class Session:
         """Bytes over all devices: ``allocated``, ``peak``, ``free``, ``total``. Waits."""
         reports = self.outbox.submit(ReportMemory(reset_peak=reset_peak, empty_cache=empty_cache)).result()
         return {name: sum(report[name] for report in reports) for name in ("allocated", "peak", "free", "total")}
-
-
-class AcceleratorGenerator:
-    """The accelerator's random number generator: a seed and a counter, as on a GPU.
-
-    Every remote forward takes the next number of the stream, so that a run is reproduced by its seed whatever the
-    controller draws for itself (shuffling, sampling).
-    """
-
-    def __init__(self) -> None:
-        self._seed, self._offset = torch.initial_seed() & _64_BITS, 0
-
-    def manual_seed(self, seed: int) -> None:
-        """Restart the stream; a negative seed counts as PyTorch counts it, from 2**64 downwards."""
-        self._seed, self._offset = seed & _64_BITS, 0
-
-    def initial_seed(self) -> int:
-        return self._seed
-
-    def state(self) -> dict[str, int]:
-        """Where the stream is, for `set_state`."""
-        return {"seed": self._seed, "offset": self._offset}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        """Go on where the stream was."""
-        self._seed, self._offset = state["seed"], state["offset"]
-
-    def next_seed(self) -> int:
-        """The seed of the next remote forward."""
-        self._offset += 1
-        # splitmix64: neighbouring (seed, offset) pairs give unrelated streams. Source: Steele et al., OOPSLA 2014.
-        mixed = (self._seed + self._offset * 0x9E3779B97F4A7C15) & _64_BITS
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _64_BITS
-        return (mixed ^ (mixed >> 31)) >> 1

@@ -7,6 +7,7 @@ after.
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from torch.utils._pytree import TreeSpec
 from moreh_ap.parallelizer.containers import pickle_treespec, unpickle_treespec
 from moreh_ap.planner import report
 from moreh_ap.runtime.messages import DefineSignature, ForwardReply, LeafReply
+from moreh_ap.session.parts import BatchRows
 
 if TYPE_CHECKING:
     from moreh_ap.session.model import RemoteModel
@@ -35,10 +37,15 @@ class LeafTemplate:
     dtype: torch.dtype | None
     differentiable: bool
     constant: Any = None
+    has_parts: bool = False
 
     def promised(self) -> tuple[Any, ...]:
         """What a script sees of the leaf at once."""
         return (self.kind == "const", self.shape, self.dtype, self.differentiable, self.constant)
+
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
 
     def meta(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
@@ -46,12 +53,14 @@ class LeafTemplate:
 
 @dataclass(frozen=True)
 class Structure:
-    """How a call's result nests and what its leaves are."""
+    """How a call's result nests, what its leaves are, whether the call drew random numbers, and who had which rows."""
 
     treespec: TreeSpec
     leaves: tuple[LeafTemplate, ...]
     mode: str
     note: str
+    draws: bool
+    batch: BatchRows | None
 
     @staticmethod
     def of(replies: list[ForwardReply | None]) -> Structure:
@@ -66,9 +75,18 @@ class Structure:
             shape = first.shape
             if first.kind == "rows":
                 shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-            leaves.append(LeafTemplate(first.kind, shape, first.dtype, first.differentiable))
+            leaves.append(
+                LeafTemplate(first.kind, shape, first.dtype, first.differentiable, has_parts=first.has_parts)
+            )
+        first_answer = answered[0]
+        own_rows = tuple(None if reply is None else reply.rows for reply in replies)
         return Structure(
-            unpickle_treespec(answered[0].pickled_treespec), tuple(leaves), answered[0].mode, answered[0].note
+            unpickle_treespec(first_answer.pickled_treespec),
+            tuple(leaves),
+            first_answer.mode,
+            first_answer.note,
+            draws=any(reply.stream is not None for reply in answered),
+            batch=None if first_answer.rows is None else BatchRows(own_rows),
         )
 
     def promises_the_same(self, other: Structure) -> bool:

@@ -54,11 +54,16 @@ class OnWorkers(Value):
 
     __slots__ = ("owner", "ref")
 
+    stays = True
+
     def __init__(self, owner: StateHolder, ref: StateRef) -> None:
         self.owner, self.ref = owner, ref
 
     def ready(self) -> bool:
         return False
+
+    def runner(self) -> Any:
+        return self.owner.run_operation
 
     def placement(self) -> str | None:
         """Tells tensors apart whose parts lie on workers differently; None if every worker has its part alike."""

@@ -27,11 +27,12 @@ from moreh_ap.planner.ranking import Candidate
 from moreh_ap.runtime.messages import ReportSteps, StepReport
 from moreh_ap.session import first_use, ran_out, reduced
 from moreh_ap.session.call import call_remotely
+from moreh_ap.session.generator import AcceleratorGenerator
 from moreh_ap.session.model import RemoteModel
 from moreh_ap.session.optimizer import step_remotely
 from moreh_ap.session.outbox import Restart
 from moreh_ap.session.planning import Planned, say, write_selected
-from moreh_ap.session.session import AcceleratorGenerator, Session
+from moreh_ap.session.session import Session
 from moreh_ap.session.watch import remember_run
 
 NUM_TRIED = 3

@@ -1,0 +1,96 @@
+"""Dropout and noise inside a model: with CPU workers the numbers are those of the same script without the one line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from one_line_models import VOCABULARY, ragged_batches, tiny_gpt2
+from torch import nn
+
+EXACT = ["replicate=2", "shard=2", "replicate=2,micro_batches=2", "shard=2,recompute=full", "replicate=3"]
+
+
+class Recurrent(nn.Module):
+    """Dropout on embeddings, between layers (where the rows are in the second dim), and on the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.drop = nn.Embedding(VOCABULARY, 16), nn.Dropout(0.2)
+        self.recurrent = nn.LSTM(16, 16, 2, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids, labels):
+        logits = self.head(self.drop(self.recurrent(self.drop(self.embedding(ids)))[0]))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Variational(nn.Module):
+    """Noise drawn in `forward`, a block that is computed again in backward, and a layer that is dropped at times."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.mean, self.scale = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids, labels):
+        hidden = torch.utils.checkpoint.checkpoint(self.block, self.embedding(ids), use_reentrant=False)
+        noise = torch.randn_like(hidden)
+        if torch.rand(()) < 0.7:
+            hidden = self.mean(hidden) + noise * self.scale(hidden).exp()
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+class WithGpt2(nn.Module):
+    """GPT-2 as its authors trained it: dropout on embeddings, attention and residuals."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt2 = tiny_gpt2(dropout=0.1)
+
+    def forward(self, ids, labels):
+        return self.gpt2(input_ids=ids, labels=labels).loss
+
+
+def train(make, device, steps=4):
+    """Losses, and what the script draws for itself between them, from one seed."""
+    torch.manual_seed(0)
+    model = make().to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trace = []
+    for batch in ragged_batches(steps, 7):
+        loss = model(batch["input_ids"].to(device), batch["labels"].to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trace += [loss.item(), torch.rand(()).item()]
+    model.eval()
+    with torch.no_grad():
+        trace.append(model(batch["input_ids"].to(device), batch["labels"].to(device)).item())
+    return [*trace, torch.rand(()).item()]
+
+
+@pytest.mark.parametrize("plan", EXACT)
+@pytest.mark.parametrize("make", [Recurrent, Variational, WithGpt2])
+def test_a_model_that_draws_has_the_losses_of_one_process(accelerator, plan, make):
+    expected = train(make, "cpu")
+    if make is not WithGpt2 and "recompute" in plan:
+        pytest.skip("recompute=full needs repeated blocks, which this model has not")
+    accelerator(plan)
+    assert train(make, "cuda") == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_that_draws_nothing_leaves_the_stream_alone(accelerator):
+    accelerator("replicate=2")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).cuda().eval()
+    state = torch.get_rng_state()
+    model(torch.ones(4, 4).cuda())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_log_says_where_masks_are_not_those_of_one_device(accelerator, capfd):
+    accelerator("tensor=2")
+    losses = train(WithGpt2, "cuda", steps=2)
+    assert "Random numbers inside the model (dropout) are not those of one device" in capfd.readouterr().out
+    assert losses[0] == pytest.approx(train(WithGpt2, "cpu", steps=2)[0], rel=0.05)

@@ -1,0 +1,145 @@
+"""Random numbers of a batch, drawn by several workers: together they have what one device draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.draws import DrawRecorder, Share, SharedDraws, UnsharedDraw, draws_of
+
+BATCH = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8)
+
+
+def recorded(forward, batch=BATCH):
+    """How the rows lie in what `forward` draws."""
+    found = []
+    for rows in (1, 2):
+        with DrawRecorder() as recorder:
+            forward(batch[:rows])
+        found.append(recorder.drawn)
+    return draws_of(*found)
+
+
+def in_parts(forward, draws, parts, batch=BATCH):
+    """The results of a forward on consecutive parts of the batch, each from the same state of the stream."""
+    state, start, results, after = torch.get_rng_state(), 0, [], []
+    for rows in parts:
+        torch.set_rng_state(state)
+        with SharedDraws(draws, Share(start, start + rows, len(batch))):
+            results.append(forward(batch[start : start + rows]))
+        after.append(torch.get_rng_state())
+        start += rows
+    assert all(torch.equal(one, after[0]) for one in after)
+    return torch.cat(results)
+
+
+ENCODER = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+RECURRENT = nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True)
+FORWARDS = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "in place": lambda x: F.dropout(x.clone(), 0.5, inplace=True),
+    "channels": lambda x: F.dropout2d(x[:, :, None], 0.5),
+    "alpha": lambda x: F.alpha_dropout(x, 0.3, training=True),
+    "noise": lambda x: x + torch.randn_like(x),
+    "noise of a size": lambda x: x + torch.rand(x.shape) + torch.randn(len(x), 1, 1),
+    "tokens of all rows in one dim": lambda x: F.dropout(x.reshape(-1, 8), 0.5).reshape(x.shape),
+    "rows in the second dim": lambda x: F.dropout(x.transpose(0, 1), 0.5).transpose(0, 1),
+    "uniform": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
+    "normal of a mean": lambda x: torch.normal(x, 1.0),
+    "whole rows are dropped": lambda x: x * x.new_empty(len(x), 1, 1).bernoulli_(0.5),
+    "probabilities": lambda x: torch.bernoulli(x.sigmoid()),
+    "samples": lambda x: torch.multinomial(x[:, 0].softmax(-1), 3).float(),
+    "gumbel": lambda x: F.gumbel_softmax(x),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    "encoder": ENCODER,
+    "lstm": lambda x: RECURRENT(x)[0],
+    "the same for all rows": lambda x: x * F.dropout(torch.ones(8), 0.5),
+    "the same order for all rows": lambda x: x[:, torch.randperm(6)],
+    "a layer is dropped": lambda x: x * 2 if torch.rand(()) < 0.5 else x,
+    "one after another": lambda x: F.dropout(x, 0.1) + torch.randn_like(x[:, :1]) * F.dropout(torch.ones(6, 8), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("parts", [(2, 2), (1, 3), (4,)])
+def test_parts_of_a_batch_draw_what_the_batch_draws(name, parts):
+    forward = FORWARDS[name]
+    torch.manual_seed(1)
+    draws = recorded(forward)
+    assert draws
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    whole, after = forward(BATCH), torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.testing.assert_close(in_parts(forward, draws, parts), whole, rtol=1e-5, atol=1e-6)
+    assert torch.equal(torch.get_rng_state(), after), "the stream does not stand where one device leaves it"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block_draws_the_same_once_more(reentrant):
+    layer = nn.Linear(8, 8)
+
+    def forward(x):
+        hidden = F.dropout(x, 0.2)
+        return checkpoint(lambda h: F.dropout(layer(h), 0.5) ** 2, hidden.requires_grad_(), use_reentrant=reentrant)
+
+    draws = recorded(lambda x: forward(x).detach())
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    forward(BATCH).sum().backward()
+    wanted, layer.weight.grad = layer.weight.grad, None
+    for start in (0, 2):
+        torch.set_rng_state(state)
+        shared = SharedDraws(draws, Share(start, start + 2, 4))
+        with shared:
+            result = forward(BATCH[start : start + 2])
+        with shared.again():
+            result.sum().backward()
+    torch.testing.assert_close(layer.weight.grad, wanted)
+
+
+def test_nothing_is_recorded_of_a_forward_that_draws_nothing():
+    assert recorded(lambda x: x.sin()) == ()
+
+
+def test_a_generator_of_the_model_s_own_is_left_alone():
+    generator = torch.Generator().manual_seed(3)
+    assert recorded(lambda x: x + torch.rand(x.shape, generator=generator)) == ()
+
+
+def permuted(x):
+    return x[torch.randperm(len(x))]
+
+
+def different(x):
+    return sum((torch.rand(()) for _ in x), start=x)
+
+
+@pytest.mark.parametrize(
+    "forward, reason",
+    [
+        (permuted, "rows before it"),
+        (lambda x: torch.poisson(x.abs()), "rows before it"),
+        (different, "depends on the rows"),
+        (lambda x: x + torch.rand(len(x) + 1)[0], "two rows"),
+    ],
+)
+def test_draws_that_cannot_be_shared_are_refused(forward, reason):
+    with pytest.raises(UnsharedDraw, match=reason):
+        recorded(forward)
+
+
+def test_draws_inside_a_function_that_nobody_knows_are_refused(monkeypatch):
+    monkeypatch.setattr("moreh_ap.parallelizer.draws._MAY_DRAW", frozenset())
+    with pytest.raises(UnsharedDraw, match="nobody looks"):
+        recorded(lambda x: F.dropout(x, 0.5))
+
+
+def test_a_forward_that_draws_more_often_than_it_did_is_an_error():
+    draws = recorded(lambda x: F.dropout(x, 0.5))
+    with pytest.raises(ExactnessError, match="more than the 1 times"), SharedDraws(draws, Share(0, 2, 4)):
+        F.dropout(F.dropout(BATCH[:2], 0.5), 0.5)
