@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from one_line_models import ragged_batches, tiny_llama
 from torch import nn
 
 from moreh_ap.session.traffic import SlowPathWarning, Traffic
@@ -104,7 +105,8 @@ def of_chosen_rows(scores, teacher, labels, mask):
 
 def across_the_batch(scores, teacher, labels, mask):
     features = F.normalize(scores.mean(1), dim=-1)
-    return F.cross_entropy(features @ features.T, torch.arange(len(labels), device=labels.device)) + scores.mean(0).std()
+    contrast = F.cross_entropy(features @ features.T, torch.arange(len(labels), device=labels.device))
+    return contrast + scores.mean(0).std()
 
 
 MOVED = {f.__name__: f for f in (changed_output, of_chosen_rows, across_the_batch)}
@@ -141,6 +143,28 @@ def test_a_loss_of_the_script_s_own(accelerator, moved_bytes, name, plan):
     assert train({**STAY, **MOVED}[name], "cuda") == pytest.approx(expected, rel=1e-5)
     limit = 16 * 1024 if name in STAY else ROWS * POSITIONS * CLASSES * 4 * 12
     assert sum(moved_bytes) < limit
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2,micro_batches=2", "shard=2,tensor=2"])
+def test_a_loss_of_the_script_s_own_from_a_model_in_parts(accelerator, moved_bytes, plan):
+    def script(device):
+        torch.manual_seed(0)
+        model = tiny_llama().to(device)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+        for batch in ragged_batches(3, 8, length=32):
+            ids, labels = batch["input_ids"].to(device), batch["labels"].to(device)
+            logits = model(input_ids=ids).logits[:, :-1]
+            loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    expected = script("cpu")
+    accelerator(plan)
+    assert script("cuda") == pytest.approx(expected, rel=1e-5)
+    assert sum(moved_bytes) < 16 * 1024
 
 
 def test_rows_that_do_not_divide_and_a_batch_that_is_whole_everywhere(accelerator, moved_bytes):
