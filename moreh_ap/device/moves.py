@@ -105,6 +105,11 @@ def move(tensor: Tensor, device: Any) -> Tensor:
         return torch.Tensor.to(tensor, device)
 
 
+def type_as(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    other = args[1] if len(args) > 1 else kwargs["other"]
+    return to_tensor(func, (args[0], other), {})
+
+
 def cuda_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = args[1] if len(args) > 1 else kwargs.get("device")
     return move(args[0], "cuda" if device is None else device)

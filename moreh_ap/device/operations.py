@@ -7,6 +7,7 @@ writes back what it changed. This module must not know how workers are reached: 
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -45,12 +46,24 @@ _TAKES_BOTH_DEVICES = {
 }
 
 
+class _Asked(threading.local):
+    """Arguments of the function of PyTorch that this thread has called, while it runs; None in a backward pass."""
+
+    arguments: Any = None
+
+
+ASKED = _Asked()
+
+
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an ATen operation of which an argument is a virtual tensor.
 
     Raises:
         RuntimeError: CPU and accelerator tensors are mixed, as PyTorch raises it.
     """
+    if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
+        with torch.inference_mode(False):  # a view of an ordinary tensor is one too, also there
+            return run(func, args, kwargs)
     if func in _ALIASES:
         return VirtualTensor(args[0]._cell, args[0])
     leaves = tree_leaves((args, kwargs))
@@ -84,14 +97,19 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 def _common_device(func: Any, virtual: list[VirtualTensor], leaves: list[Any]) -> torch.device:
     """The device of the operation's result; PyTorch's usual error where devices are mixed."""
     device = ACCELERATOR if any(tensor.is_cuda for tensor in virtual) else CPU
-    if device == ACCELERATOR and func not in _TAKES_BOTH_DEVICES:
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device.type == "cpu":
-                raise RuntimeError(
-                    "Expected all tensors to be on the same device, but found at least two devices, "
-                    f"cuda:0 and cpu! (when checking arguments of {func.name()})"
-                )
+    if device == ACCELERATOR and func not in _TAKES_BOTH_DEVICES and any(map(_is_on_cpu, leaves)):
+        # What PyTorch composes makes tensors of its own, on the CPU as far as it knows: those may be here.
+        if not any(map(_is_on_cpu, tree_leaves(ASKED.arguments))):
+            return device
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"cuda:0 and cpu! (when checking arguments of {func.name()})"
+        )
     return device
+
+
+def _is_on_cpu(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device.type == "cpu"
 
 
 def _wrap(result: Any, device: torch.device) -> Any:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.device import moves
 from moreh_ap.device.moves import is_accelerator, move
+from moreh_ap.device.operations import ASKED
 from moreh_ap.device.tensor import VirtualTensor, place, to_accelerator
 
 _MAY_SHARE_MEMORY = {torch.as_tensor, torch.asarray, torch.frombuffer}
@@ -63,7 +64,11 @@ def redirect(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "pin_memory": False}  # as `moves.pin_memory`
     if device is not None and is_accelerator(device):
         return _make_on_accelerator(func, args, kwargs)
-    return func(*args, **kwargs)
+    outer, ASKED.arguments = ASKED.arguments, (args, kwargs)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        ASKED.arguments = outer
 
 
 def _make_on_accelerator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -129,6 +134,7 @@ def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
     torch.Tensor.to: moves.to_tensor,
+    torch.Tensor.type_as: moves.type_as,
     torch.Tensor.cuda: moves.cuda_tensor,
     torch.Tensor.cpu: moves.cpu_tensor,
     torch.Tensor.pin_memory: moves.pin_memory,

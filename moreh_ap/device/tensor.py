@@ -9,6 +9,7 @@ This module must not know about workers, models or messages: values that live on
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from moreh_ap.errors import UnsupportedError
 
 ACCELERATOR = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+_OWN_REFERENCES = 3  # the attribute, a variable and the argument of getrefcount: any other is an alias or a view
 
 
 class VirtualTensor(torch.Tensor):
@@ -67,12 +69,27 @@ class VirtualTensor(torch.Tensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        if isinstance(new, VirtualTensor) and self._cell.value.owner is None:
+        owner, fits = self._cell.value.owner, new.shape == self.shape and new.dtype == self.dtype
+        if owner is not None and not fits:
+            owner.no_longer_keeps(self._cell.value)
+            new = new if isinstance(new, VirtualTensor) else to_accelerator(new)
+        if isinstance(new, VirtualTensor) and (owner is None or not fits):
             torch.Tensor.data.__set__(self, new.detach())  # type: ignore[attr-defined]
             self._cell = new._cell
         else:
+            self._leave_aliases()
             with torch.no_grad():
                 self.detach().copy_(new)
+
+    def _leave_aliases(self) -> None:
+        """Other tensors on this one's memory keep the value it has now; this one's may then be replaced."""
+        shared = self._cell
+        if sys.getrefcount(shared) <= _OWN_REFERENCES:
+            return
+        with torch.no_grad():
+            kept = self.detach().clone()
+        self._cell = Cell(shared.value, shared.device)
+        shared.value = kept._cell.value  # type: ignore[attr-defined]
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -88,6 +105,28 @@ class VirtualTensor(torch.Tensor):
             owner.set_gradient(self._cell.value, new)
         else:
             torch.Tensor.grad.__set__(self, new)  # type: ignore[union-attr]
+
+    def hand_gradient_on(self) -> Tensor | None:
+        """Takes away and returns the gradient that autograd has left here, in the controller, if any."""
+        gradient: Tensor | None = torch.Tensor.grad.__get__(self)  # type: ignore[union-attr]
+        if gradient is not None:
+            torch.Tensor.grad.__set__(self, None)  # type: ignore[union-attr]
+        return gradient
+
+    def expect_gradients_here(self) -> None:
+        """From now on, what autograd in the controller computes for this parameter is given to whoever keeps it.
+
+        That is what a script computes with a parameter outside a module: a penalty on weights, logits from an
+        embedding's matrix.
+        """
+        if self.__dict__.get("_hands_gradients_on") or not (self.is_floating_point() or self.is_complex()):
+            return
+        self._hands_gradients_on = True
+        with torch._C.DisableTorchFunctionSubclass():
+            trainable = self.requires_grad
+            self.requires_grad_(True)  # without it PyTorch takes no hook
+            super().register_post_accumulate_grad_hook(_hand_gradient_on)  # type: ignore[no-untyped-call]
+            self.requires_grad_(trainable)
 
     def host_value(self) -> Tensor:
         """The value as a CPU tensor that the caller must not change; waits if it must.
@@ -196,6 +235,14 @@ class VirtualTensor(torch.Tensor):
         from moreh_ap.device.operations import run
 
         return run(func, args, kwargs or {})
+
+
+def _hand_gradient_on(parameter: VirtualTensor) -> None:
+    value = parameter._cell.value
+    if value.owner is not None and value.owner.keeps_gradient(value):
+        gradient = parameter.hand_gradient_on()
+        if gradient is not None:
+            value.owner.add_gradient(value, gradient)
 
 
 def to_accelerator(tensor: Tensor) -> VirtualTensor:

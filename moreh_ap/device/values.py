@@ -194,7 +194,8 @@ class Cell:
     def read_here(self) -> Here:
         """Read the value (waiting if it must) and keep it here from now on."""
         if not isinstance(self.value, Here):
-            tensor = self.value.read()
-            # Another tensor may have put off an operation on this very value: a private copy keeps it as it was.
-            self.value = Here(tensor.clone() if tensor.numel() <= MAX_DEFERRED_ELEMENTS else tensor)
+            with torch.inference_mode(False):  # whoever reads it first, others may compute gradients with it
+                tensor = self.value.read()
+                # Another tensor may have put off an operation on this very value: a private copy keeps it as it was.
+                self.value = Here(tensor.clone() if tensor.numel() <= MAX_DEFERRED_ELEMENTS else tensor)
         return self.value

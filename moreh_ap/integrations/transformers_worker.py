@@ -22,14 +22,27 @@ _CACHES: set[type] = set()
 def install() -> None:
     """Register the cache classes with PyTorch's pytrees, now or when transformers is imported."""
     when_imported("transformers.cache_utils", _register)
+    when_imported("transformers.tokenization_utils_base", lambda module: _register_batch(module.BatchEncoding))
+    when_imported("transformers.feature_extraction_utils", lambda module: _register_batch(module.BatchFeature))
 
 
 def _register(module: ModuleType) -> None:
+    names = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
+    bases = tuple(getattr(module, name) for name in names if hasattr(module, name))
     for cls in [value for value in vars(module).values() if isinstance(value, type)]:
-        layer = issubclass(cls, module.CacheLayerMixin)
-        if (layer or issubclass(cls, module.Cache)) and cls not in pytree.SUPPORTED_NODES:
+        if issubclass(cls, bases) and cls not in pytree.SUPPORTED_NODES:
             _CACHES.add(cls)
             pytree.register_pytree_node(cls, _flatten, _unflatten(cls))
+
+
+def _register_batch(cls: Any) -> None:
+    """Have pytrees take apart what tokenizers and processors return; where a token came from is not in a call."""
+    if cls not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            cls,
+            lambda batch: (list(batch.data.values()), list(batch.data)),
+            lambda values, names: cls(dict(zip(names, values))),
+        )
 
 
 def complete_unpickled(module: nn.Module) -> None:
@@ -57,21 +70,30 @@ def cache_leaves(treespec: pytree.TreeSpec) -> frozenset[int]:
 
 
 def _flatten(obj: Any) -> Any:
-    """Children are the tensors of an object, its list of layers, and caches in it; other attributes are context."""
+    """Children are an object's tensors, lists of them, its layers, and caches in it; other attributes are context."""
     children = {name: value for name, value in vars(obj).items() if _is_child(name, value)}
-    rest = {name: value for name, value in vars(obj).items() if name not in children}
+    rest = {name: _copied(value) for name, value in vars(obj).items() if name not in children}
     return list(children.values()), (tuple(children), tuple(rest.items()))
 
 
 def _is_child(name: str, value: Any) -> bool:
-    return isinstance(value, Tensor) or name == "layers" or type(value) in _CACHES
+    if name == "layers" or type(value) in _CACHES or isinstance(value, Tensor):
+        return True
+    return type(value) in (list, tuple, dict) and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _copied(value: Any) -> Any:
+    """Containers anew: an object changes what it has in them, and what is known of its nesting must stay."""
+    if type(value) in (list, set):
+        return type(value)(map(_copied, value))
+    return {key: _copied(inner) for key, inner in value.items()} if type(value) is dict else value
 
 
 def _unflatten(cls: Any) -> Any:
     def make(values: Any, context: Any) -> Any:
         names, rest = context
         obj = cls.__new__(cls)
-        vars(obj).update(rest)
+        vars(obj).update((name, _copied(value)) for name, value in rest)
         vars(obj).update(zip(names, values))
         return obj
 

@@ -15,6 +15,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.runtime.messages import TensorData
 
 
@@ -32,8 +33,7 @@ class TensorStub:
 def pickle_skeleton(module: nn.Module) -> bytes:
     """`module` without the values of its parameters and buffers; classes defined in ``__main__`` travel by value.
 
-    Raises:
-        TypeError, pickle.PicklingError: If an attribute of a submodule cannot be pickled.
+    What cannot be pickled, such as a lock or an open file, travels as `NotSent`.
     """
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     stubs = {
@@ -45,12 +45,56 @@ def pickle_skeleton(module: nn.Module) -> bytes:
     return buffer.getvalue()
 
 
+def pickle_attribute(value: Any) -> bytes:
+    """An attribute of a module as it travels; what cannot be pickled in it is `NotSent`."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+class NotSent:
+    """Stands in a worker for an object of the script that cannot be pickled; whoever uses it is told.
+
+    Args:
+        kind: The object's class.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"forward uses a {self._kind}, which is in the script's process alone: it cannot be pickled.",
+            allowed="forward may use what can be pickled: no open files, locks, generators or connections.",
+            fix="call the model, then use it in the script",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks whether there is one
+            raise AttributeError(name)
+        return self._refuse()
+
+    __call__ = __enter__ = __exit__ = __iter__ = __next__ = __len__ = __getitem__ = _refuse
+
+
 def unpickle_skeleton(data: bytes, device: torch.device) -> nn.Module:
     """The module of a pickled skeleton with its parameters and buffers on meta; tied tensors are one object."""
     return _SkeletonUnpickler(io.BytesIO(data), device).load()
 
 
-class _SkeletonPickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented:
+            return reduced
+        reduce = self.dispatch_table.get(type(obj))
+        try:
+            return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
+        except (TypeError, pickle.PicklingError):
+            return NotSent, (type(obj).__qualname__,)
+
+
+class _SkeletonPickler(_Pickler):
     def __init__(self, file: Any, stubs: dict[int, TensorStub]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._stubs = stubs

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from moreh_ap.device.tensor import VirtualTensor
@@ -81,6 +82,16 @@ class Gradients:
         host = gradient.to_host() if isinstance(gradient, VirtualTensor) else gradient.detach()
         model.session.outbox.post(WriteState({ref: TensorData.of(host)}))
         self._present.add(name)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add what the script's own computations gave for `name` to its gradient."""
+        present = self.get(name)
+        if present is None:
+            self.set(name, gradient)
+        else:
+            self._changes += 1
+            with torch.no_grad():
+                present.add_(gradient)
 
     def _let_go(self, name: str) -> None:
         """The gradient is no longer the parameter's; if the script still holds it, it lives on as a tensor."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
 from moreh_ap.device.tensor import VirtualTensor
-from moreh_ap.device.values import Cell, Value
+from moreh_ap.device.values import Value
 from moreh_ap.errors import PlanError, UnsupportedError
 from moreh_ap.parallelizer.containers import flatten, pickle_treespec
 from moreh_ap.plan import Plan
@@ -28,7 +27,7 @@ from moreh_ap.runtime.messages import (
     TensorData,
     TensorSlot,
 )
-from moreh_ap.runtime.skeleton import pickle_skeleton
+from moreh_ap.runtime.skeleton import pickle_attribute, pickle_skeleton
 from moreh_ap.session.gradients import Gradients
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
@@ -75,6 +74,7 @@ class RemoteModel:
         self._placements: dict[str, str] | None = None
         self._first_call: tuple[nn.Module, Any, Any] | None = call
         self._build()
+        self._take_gradients()
         session.outbox.journal.when_closed(self._forget_first_call)
 
     def example(self) -> ExampleCall | None:
@@ -116,14 +116,14 @@ class RemoteModel:
                 fix="del model.<attribute>  # before the first call",
             ) from error
         tensors = [*self.parameters.values(), *self.buffers.values()]
-        before: list[tuple[Cell, Value]] = [(tensor._cell, tensor._cell.value) for tensor in tensors]
+        before: list[tuple[VirtualTensor, Value]] = [(tensor, tensor._cell.value) for tensor in tensors]
         self._attach()
         outbox = self.session.outbox
 
         def built(reply: Posted) -> None:
             if reply.failed():  # nothing is lost: the next call tries again with the values that are still here
-                for cell, value in before:
-                    cell.value = value
+                for tensor, value in before:
+                    tensor._cell.value = value
             else:
                 before.clear()
             outbox.journal.when_closed(files.remove)
@@ -131,6 +131,14 @@ class RemoteModel:
         command = BuildModel(self.owner, skeleton, str(self.plan), sources, self.example())
         self._built = outbox.submit(command)
         self._built.add_done_callback(built)
+
+    def _take_gradients(self) -> None:
+        """Workers take over what autograd has computed for parameters here, and will compute here."""
+        for name, parameter in self.parameters.items():
+            gradient = parameter.hand_gradient_on()
+            if gradient is not None:
+                self.gradients.set(name, gradient)
+            parameter.expect_gradients_here()
 
     def placement_of(self, name: str) -> str | None:
         """How the parts of a parameter lie on workers, see `OnWorkers.placement`; waits the first time."""
@@ -165,7 +173,7 @@ class RemoteModel:
             self._changes += [("", f"config.{key}", value) for key, value in changed.items()]
             self._config = config
         if self._changes:
-            changes = tuple((path, name, cloudpickle.dumps(value)) for path, name, value in self._changes)
+            changes = tuple((path, name, pickle_attribute(value)) for path, name, value in self._changes)
             self._changes = []
             self.num_changes += 1
             self.session.outbox.post(ChangeModule(self.owner, changes))

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moreh_ap.device.values import Cell, Value
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import Value
 from moreh_ap.errors import PlanError
 from moreh_ap.planner import explain, proven, report
 from moreh_ap.planner.remedies import nothing_fits
@@ -31,7 +32,7 @@ from moreh_ap.session.planning import Planned, say, write_selected
 from moreh_ap.session.session import Session
 from moreh_ap.session.watch import Watch
 
-Values = list[tuple[Cell, Value]]
+Values = list[tuple[VirtualTensor, Value]]
 
 
 @dataclass
@@ -113,8 +114,8 @@ class Recovery:
     def _give_up(self) -> None:
         """Puts all values back: after the error the script can go on with a smaller batch."""
         for one in self._models:
-            for cell, value in one.values:
-                cell.value = value
+            for tensor, value in one.values:
+                tensor._cell.value = value
         self._session.outbox.journal.close()
         self._session.outbox.restart(Restart(self._session.restart_workers(), lambda command: command))
 

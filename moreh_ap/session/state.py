@@ -102,6 +102,12 @@ class StateHolder:
     def set_gradient(self, value: Any, gradient: Tensor | None) -> None:
         raise TypeError("only parameters keep gradients on the workers")
 
+    def add_gradient(self, value: Any, gradient: Tensor) -> None:
+        raise TypeError("only parameters keep gradients on the workers")
+
+    def no_longer_keeps(self, value: Any) -> None:
+        """The script gives the tensor another shape or dtype."""
+
     def handle(self, ref: StateRef, like: Tensor) -> VirtualTensor:
         """A virtual tensor on the state tensor `ref`, shaped like `like`."""
         return VirtualTensor(Cell(OnWorkers(self, ref), ACCELERATOR), like)
@@ -152,6 +158,9 @@ class ModelState(StateHolder):
             raise RuntimeError("this parameter belongs to a model that has left the accelerator")
         return model
 
+    def no_longer_keeps(self, value: Any) -> None:
+        self.live_model().note_structure()
+
     def keeps_gradient(self, value: Any) -> bool:
         return bool(value.ref.kind == "param")
 
@@ -163,6 +172,9 @@ class ModelState(StateHolder):
 
     def set_gradient(self, value: Any, gradient: Tensor | None) -> None:
         self.live_model().gradients.set(value.ref.name, gradient)
+
+    def add_gradient(self, value: Any, gradient: Tensor) -> None:
+        self.live_model().gradients.add(value.ref.name, gradient)
 
 
 def _runs_on_workers(func: Any) -> bool:

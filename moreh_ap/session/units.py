@@ -95,7 +95,7 @@ class Units:
         if plan is not None:
             return RemoteModel(session, root, call, plan)
         planned = first_use.plan_first_call(session, root, call)
-        values = [(tensor._cell, tensor._cell.value) for tensor in _state_tensors(root)]
+        values = [(tensor, tensor._cell.value) for tensor in _state_tensors(root)]
         if session.options.autotune and not planned.is_given:
             planned = tune(session, root, call, planned)
         if not self._models:
@@ -109,7 +109,9 @@ class Units:
         """Read what workers already keep of `root`, so that it can be laid out anew (its structure changed)."""
         for tensor in _state_tensors(root):
             if isinstance(tensor._cell.value, OnWorkers):
+                gradient = None if tensor.grad is None else tensor.grad.cpu()
                 tensor._cell.value = Here(tensor._cell.value.read())
+                tensor.grad = None if gradient is None else gradient.cuda()
         for model in [model for model in self._models if model.has_left()]:
             self._models.remove(model)
             model.release()
@@ -122,4 +124,3 @@ def _state_tensors(module: nn.Module) -> list[Any]:
 def _is_on_accelerator(module: nn.Module) -> bool:
     tensors = _state_tensors(module)
     return bool(tensors) and all(isinstance(tensor, VirtualTensor) and tensor.is_cuda for tensor in tensors)
-
