@@ -57,11 +57,14 @@ class SplitProof:
         split: Whether slices of the batch give exactly what the whole batch gives.
         kinds: The kind of every leaf of the result; empty where `split` is False.
         reason: Why it cannot be split; empty where it can.
+        counts: Whether it can be split only if sums of whole numbers are denominators. See [Note: counts] in
+            `reduction.py`.
     """
 
     split: bool
     kinds: tuple[str, ...]
     reason: str
+    counts: bool = False
 
 
 class _Refused(Exception):
@@ -82,21 +85,33 @@ def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
     """
     if rows < 2:
         return SplitProof(False, (), "the batch has one row")
-    call = replace(call, mode="whole", seed=None, kinds=None)
+    call = replace(call, mode="whole", seed=None, kinds=None, counts=False)
     with untouched(call.module):
         probe = _Probe(call, args, kwargs, rows)
-        for step in (probe.compare_outputs, probe.compare_gradients) if call.grad else (probe.compare_outputs,):
-            reason = _attempt(step, call.module)
-            if not _everywhere(reason == "", call):
-                return SplitProof(False, (), reason or "another worker found that rows look at each other")
-        if not _everywhere(not probe.has_unknown, call):
-            raise UnsupportedError(
-                "a result of a training call is on an earlier stage of the pipeline (hidden states of every layer?)",
-                "results that the last stage computes, calls under torch.no_grad(), or plans with pipeline=1",
-                'plan="shard=2"',
-            )
-        kinds = _of_last_stage(probe.kinds, call)
-    return SplitProof(True, kinds, "")
+        found = _prove(probe)
+        divides_itself = not found.split and not _everywhere(not probe.saw_counts, call)
+        del probe  # and the activations in it
+        if divides_itself:
+            for param in call.module.parameters():
+                param.grad = None
+            with_counts = _prove(_Probe(replace(call, counts=True), args, kwargs, rows))
+            found = with_counts if with_counts.split else found
+    return found
+
+
+def _prove(probe: _Probe) -> SplitProof:
+    call = probe.call
+    for step in (probe.compare_outputs, probe.compare_gradients) if call.grad else (probe.compare_outputs,):
+        reason = _attempt(step, call.module)
+        if not _everywhere(reason == "", call):
+            return SplitProof(False, (), reason or "another worker found that rows look at each other")
+    if not _everywhere(not probe.has_unknown, call):
+        raise UnsupportedError(
+            "a result of a training call is on an earlier stage of the pipeline (hidden states of every layer?)",
+            "results that the last stage computes, calls under torch.no_grad(), or plans with pipeline=1",
+            'plan="shard=2"',
+        )
+    return SplitProof(True, _of_last_stage(probe.kinds, call), "", call.counts)
 
 
 def _attempt(step: Callable[[], None], module: nn.Module) -> str:
@@ -136,7 +151,8 @@ class _Probe:
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
         self.kinds: tuple[str, ...] = ()
         self.has_unknown = False
-        self._call = call
+        self.saw_counts = False
+        self.call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self._rows = rows
         self._chosen = _choose_rows(self._leaves, rows)
@@ -152,16 +168,17 @@ class _Probe:
         Raises:
             _Refused: The results do not add up.
         """
-        recorder = GlobalReduction(self._call.device, record=True)
+        recorder = GlobalReduction(self.call.device, record=True, counts=self.call.counts)
         common = self._run(self._chosen, recorder)
+        self.saw_counts = recorder.saw_counts
         denominators = recorder.local_denominators
-        if self._call.grad:  # at once: the activations of the common run need not live beside those of the single ones
+        if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones
             self._weights = [_random_weight(leaf) for leaf in common.outputs]
             common.accumulate(self._weights)
             self._wanted = self._take_gradients()
         counted = []
         for row in self._chosen:
-            reduction = GlobalReduction(self._call.device, denominators=denominators)
+            reduction = GlobalReduction(self.call.device, denominators=denominators, counts=self.call.counts)
             self._singles.append(self._run([row], reduction))
             counted.append(reduction.local_denominators)
         _check_denominators(denominators, counted)
@@ -203,7 +220,7 @@ class _Probe:
 
     def _take_gradients(self) -> dict[str, Tensor | None]:
         """Returns this worker's part of the gradients of some parameters, and clears all."""
-        module = self._call.module
+        module = self.call.module
         settle(module)
         gradients = {name: _local_gradient(param) for name, param in _some_parameters(module).items()}
         for param in module.parameters():
@@ -217,11 +234,11 @@ class _Probe:
             _Refused: A buffer becomes something else than in the first run: it gathers what it saw of the rows.
         """
         args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
-        with buffers_restored(self._call.module) as buffers:
+        with buffers_restored(self.call.module) as buffers:
             with NoDropout():
-                runs_in_stages = self._call.grad and stages_of(self._call.module) is not None
+                runs_in_stages = self.call.grad and stages_of(self.call.module) is not None
                 run = PipelinedPass if runs_in_stages else ForwardPass
-                done = run(self._call, args, kwargs, reduction=reduction)
+                done = run(self.call, args, kwargs, reduction=reduction)
             after = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         self._buffers = self._buffers or after
         for name, value in after.items():

@@ -35,6 +35,7 @@ from moreh_ap.runtime.messages import (
     StateRef,
     TensorSlot,
 )
+from moreh_ap.runtime.settings import Settings
 from moreh_ap.runtime.skeleton import unpickle_skeleton
 from moreh_ap.runtime.worker_call import InputRoles, WorkerCall
 from moreh_ap.runtime.worker_device import WorkerDevice
@@ -59,7 +60,7 @@ class WorkerModel:
         self.settle()
         self._parameters = dict(self.module.named_parameters())
         self._proofs: dict[Any, SplitProof] = {}
-        self._num_changes = 0  # a changed attribute may couple the rows
+        self._settings = Settings()  # a changed attribute may couple the rows
 
     def _unpickle(self, command: BuildModel) -> nn.Module:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device)
@@ -77,7 +78,7 @@ class WorkerModel:
 
     def change(self, changes: tuple[tuple[str, str, bytes], ...]) -> None:
         """Set attributes of submodules; ``config.name`` reaches into a transformers config."""
-        self._num_changes += 1
+        self._settings.set({(path, name): pickled for path, name, pickled in changes})
         for path, name, pickled in changes:
             holder: Any = self.module.get_submodule(path)
             *through, last = name.split(".")
@@ -92,7 +93,7 @@ class WorkerModel:
 
     def set_requires_grad(self, flags: dict[str, bool]) -> None:
         """Freeze or unfreeze parameters."""
-        self._num_changes += 1
+        self._settings.set(flags)
         set_requires_grad(self.module, flags)
 
     def settle(self) -> None:
@@ -179,7 +180,7 @@ class WorkerModel:
         )
         proof = self._proof(call, signature, nesting, tensors, carried, rows)
         if proof.split and rows is not None:
-            call = replace(call, mode="split", kinds=proof.kinds)
+            call = replace(call, mode="split", kinds=proof.kinds, counts=proof.counts)
             start, stop = row_range(axis.rank, axis.size, rows)
             parts = slice_rows(tensors, rows, start, stop)
             tensors = [whole if is_local else part for whole, part, is_local in zip(tensors, parts, local)]
@@ -234,7 +235,7 @@ class WorkerModel:
             return SplitProof(False, (), reason)
         kinds_of_input = tuple((tensor.dim(), tensor.dtype, rowed) for tensor, rowed in zip(tensors, carried))
         training = bytes(module.training for module in self._modules)
-        settings = (signature.path, signature.pickled_treespec, signature.pickled_constants, self._num_changes)
+        settings = (signature.path, signature.pickled_treespec, signature.pickled_constants, self._settings.number)
         key = (settings, kinds_of_input, training, call.grad, call.autocast)
         if key not in self._proofs:
             args, kwargs = self._arguments(call, nesting, tensors)

@@ -69,7 +69,7 @@ class Call:
         model = self.model
         session, signatures = model.session, model.signatures
         training = model.send_changes()
-        self._backward_kind = (signature, model.num_changes)
+        self._backward_kind = (signature, model.settings.number)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         wants_grad = tuple(grad and tensor.requires_grad for tensor in tensors)
         key = (
@@ -78,7 +78,7 @@ class Call:
             wants_grad,
             grad,
             model.training_flags,
-            model.num_changes,
+            model.settings.number,
             autocast,
         )
         expected = signatures.structure(key)
