@@ -139,6 +139,8 @@ class WorkerExecutor:
     def _(self, command: messages.Backward) -> bytes:
         self._clock.backward_begins()
         call = self._calls[command.call_id]
+        if command.training is not None:
+            call.model.set_training(command.training)
         call.backward([None if g is None else self._device.place(g) for g in command.gradients], command.retain_graph)
         return call.model.gradient_flags()
 

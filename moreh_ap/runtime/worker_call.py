@@ -49,6 +49,7 @@ class WorkerCall:
         knows_nesting = model.applied.tensor is not None and run.treespec is not None
         self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
         self._input_gradients: dict[int, Tensor | None] = {}
+        self._moment = model.moment()
 
     def reply(self) -> ForwardReply | None:
         """What the controller is told at once: the nesting, every shape, and small values that are there."""
@@ -59,12 +60,14 @@ class WorkerCall:
 
     def output(self, index: int) -> Tensor:
         """This worker's part of an output."""
-        value: Tensor = self._run.outputs[index]
+        with self.model.computing_later(self._moment):
+            value: Tensor = self._run.outputs[index]
         return value
 
     def leaf(self, index: int) -> LeafReply | None:
         """One output with its bytes; None if this worker has no result. Every worker has to call it."""
-        has_result = len(self._run.outputs) > 0
+        with self.model.computing_later(self._moment):
+            has_result = len(self._run.outputs) > 0
         leaf = self._leaf(index, with_data=True) if has_result else None
         return leaf if self._answers else None
 
@@ -92,7 +95,8 @@ class WorkerCall:
             if gradient is not None and self._proof.split and self._proof.kinds[index] == "rows":
                 gradient = self._own_rows(gradient)
             local.append(gradient)
-        answered = iter(self._run.backward(local, retain_graph=retain_graph))
+        with self.model.computing_later(self._moment):
+            answered = iter(self._run.backward(local, retain_graph=retain_graph))
         self._input_gradients = {
             index: next(answered) for index, wanted in enumerate(self._inputs.wants_grad) if wanted
         }

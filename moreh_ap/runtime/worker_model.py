@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +46,15 @@ _COMPUTED_WHOLE = "Every device computes the whole batch"
 _NOT_CUT = "The batch is not cut into micro-batches"
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What a script had set when it called a model: attributes that it changed, and training flags."""
+
+    number: int
+    values: dict[tuple[str, str], Any]
+    training: bytes
+
+
 class WorkerModel:
     """One model under its plan, this worker's part filled."""
 
@@ -61,6 +72,8 @@ class WorkerModel:
         self._parameters = dict(self.module.named_parameters())
         self._proofs: dict[Any, SplitProof] = {}
         self._settings = Settings()  # a changed attribute may couple the rows
+        self._values: dict[tuple[str, str], Any] = {}
+        self._originals: dict[tuple[str, str], Any] = {}
 
     def _unpickle(self, command: BuildModel) -> nn.Module:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device)
@@ -80,11 +93,39 @@ class WorkerModel:
         """Set attributes of submodules; ``config.name`` reaches into a transformers config."""
         self._settings.set({(path, name): pickled for path, name, pickled in changes})
         for path, name, pickled in changes:
-            holder: Any = self.module.get_submodule(path)
-            *through, last = name.split(".")
-            for step in through:
-                holder = getattr(holder, step)
-            setattr(holder, last, pickle.loads(pickled))
+            holder, last = _holder_of(self.module, path, name)
+            self._originals.setdefault((path, name), getattr(holder, last, None))
+            self._values[path, name] = pickle.loads(pickled)
+            self._set_attribute(path, name, self._values[path, name])
+
+    def _set_attribute(self, path: str, name: str, value: Any) -> None:
+        for root in (self.module, self._meta_module):
+            if root is not None:
+                holder, last = _holder_of(root, path, name)
+                setattr(holder, last, value)
+
+    def moment(self) -> Moment:
+        """What is set now: what a call that is computed later has to be computed with."""
+        return Moment(self._settings.number, dict(self._values), bytes(part.training for part in self._modules))
+
+    @contextmanager
+    def computing_later(self, moment: Moment) -> Iterator[None]:
+        """Inside, if the plan computes a call again or only now, everything is set as it was then."""
+        runs_later = self.plan.recompute != "none" or self.plan.micro_batches > 1 or self.plan.pipeline > 1
+        now = self.moment() if runs_later else moment
+        if (now.number, now.training) == (moment.number, moment.training):
+            yield
+            return
+        self._set(moment)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _set(self, moment: Moment) -> None:
+        for (path, name), original in self._originals.items():
+            self._set_attribute(path, name, moment.values.get((path, name), original))
+        self.set_training(moment.training)
 
     def set_training(self, flags: bytes) -> None:
         """Set the training mode of each submodule, in the order of ``modules()``."""
@@ -245,6 +286,15 @@ class WorkerModel:
                 proof = replace(proof, reason=f"{what}: {proof.reason}")
             self._proofs[key] = proof
         return self._proofs[key]
+
+
+def _holder_of(root: nn.Module, path: str, name: str) -> tuple[Any, str]:
+    """The object of which an attribute is set, and the attribute: ``config.name`` reaches into a configuration."""
+    holder: Any = root.get_submodule(path)
+    *through, last = name.split(".")
+    for step in through:
+        holder = getattr(holder, step)
+    return holder, last
 
 
 def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

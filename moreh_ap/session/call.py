@@ -115,7 +115,10 @@ class Call:
         """Send the gradients of the outputs; parameters' gradients accumulate on the workers."""
         encoded = tuple(None if grad is None else TensorData.of(_on_host(grad)) for grad in gradients)
         session = self.model.session
-        reply = session.outbox.post_soon(Backward(self.id, encoded, getattr(_backward_mode, "retain", False)))
+        # What was set since (adapters back on after another call) counts where a model recomputes its blocks itself.
+        training = None if self.model.has_left() else self.model.send_changes()
+        retain = getattr(_backward_mode, "retain", False)
+        reply = session.outbox.post_soon(Backward(self.id, encoded, retain, training))
         self.model.gradients.after_backward(self._backward_kind, reply)
 
 

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer as its README shows it: plain text, packed and not, prompts with completions, LoRA.
 
-With --ap it has the one line, with ``--plan PLAN`` a plan of its own.
+With --ap it has the one line, with ``--plan PLAN`` a plan of its own; --bf16 is TRL's default.
 """
 
 import sys
@@ -29,7 +29,7 @@ def train(name, rows, peft_config=None, **settings):
             max_length=16,
             logging_steps=1,
             save_strategy="no",
-            bf16=False,
+            bf16="--bf16" in sys.argv,
             use_cpu="--ap" not in sys.argv,
             report_to=[],
             disable_tqdm=True,
@@ -52,6 +52,5 @@ lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"
 train("plain", text)
 train("completion", pairs)
 train("packed", text, packing=True, packing_strategy="wrapped")
-train("padding-free", text, packing=True, attn_implementation="sdpa") if "--bfd" in sys.argv else None
 train("lora", text, lora, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
 train("kept", text, lora, gradient_checkpointing=False)
