@@ -52,6 +52,7 @@ class Call:
         group: The workers that share the batch; None is the default group.
         autocast: Dtype of `torch.autocast` around the forward, None for none.
         kinds: The kind of every leaf of the result, where it is known. See [Note: kinds].
+        counts: Whether sums of whole numbers are denominators. See [Note: counts] in `reduction.py`.
         target: What to call instead of the module: one of its submodules or bound methods.
     """
 
@@ -63,6 +64,7 @@ class Call:
     group: dist.ProcessGroup | None = None
     autocast: torch.dtype | None = None
     kinds: tuple[str, ...] | None = None
+    counts: bool = False
     target: Callable[..., Any] | None = None
     stream: Tensor | None = None
     draws: tuple[Rows | None, ...] = ()
@@ -85,7 +87,7 @@ class Call:
     def reduction(self) -> AbstractContextManager[Any]:
         """Returns what has to be active during a forward of this call."""
         if self.mode == "split" and self.num_workers > 1:
-            return GlobalReduction(self.device, group=self.group)
+            return GlobalReduction(self.device, group=self.group, counts=self.counts)
         return OwnDevice(self.device) if self.device.type == "cpu" else nullcontext()
 
     def seed_generators(self, chunk: int = 0, stage: int = 0) -> None:

@@ -135,7 +135,7 @@ class DeferredForward:
         try:
             with (
                 torch.no_grad(),
-                MetaReduction(self._call.device) as reduction,
+                MetaReduction(self._call.device, counts=self._call.counts) as reduction,
                 self._observed(meta_module, reduction),
             ):
                 result = meta_module(*args, **kwargs)
@@ -149,7 +149,7 @@ class DeferredForward:
 
     def _run_without_gradients(self) -> tuple[list[Any], Any, list[Tensor]]:
         args, kwargs = tree_unflatten(self._leaves, self._spec)
-        recorder = GlobalReduction(self._call.device, record=True)
+        recorder = GlobalReduction(self._call.device, record=True, counts=self._call.counts)
         done = ForwardPass(replace(self._call, grad=False), args, kwargs, reduction=recorder)
         return done.outputs, done.treespec, recorder.local_denominators
 
@@ -163,7 +163,7 @@ class DeferredForward:
 
     def _run_chunk(self, call: Call, chunk: int) -> ForwardPass:
         args, kwargs = self._chunk_arguments(chunk)
-        reduction = GlobalReduction(call.device, denominators=self._denominators)
+        reduction = GlobalReduction(call.device, denominators=self._denominators, counts=call.counts)
         if call.share is not None:
             call = replace(call, share=call.share.part(*self._chunk_range(chunk)))
         return ForwardPass(call, args, kwargs, reduction=reduction, chunk=chunk)

@@ -274,7 +274,8 @@ class PipelinedForward(DeferredForward):
         if self._call.mode != "split":
             return self._call.reduction()
         own = [self._denominators[site] for stage in stages for site in self._sites_of(stage)]
-        return GlobalReduction(self._call.device, group=self._call.group, denominators=own)
+        call = self._call
+        return GlobalReduction(call.device, group=call.group, denominators=own, counts=call.counts)
 
 
 def _send(axis: Axis, place: int, tensors: list[Tensor], nesting: Nesting | None) -> None:

@@ -61,11 +61,14 @@ class SplitProof:
         kinds: The kind of every leaf of the result; empty where `split` is False.
         reason: Why it cannot be split; empty where it can.
         draws: Of everything drawn from a common stream, how the rows lie in it; empty without such a stream.
+        counts: Whether it can be split only if sums of whole numbers are denominators. See [Note: counts] in
+            `reduction.py`.
     """
 
     split: bool
     kinds: tuple[str, ...]
     reason: str
+    counts: bool = False
     draws: tuple[Rows | None, ...] = ()
 
 
@@ -87,23 +90,35 @@ def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
     """
     if rows < 2:
         return SplitProof(False, (), "the batch has one row")
-    call = replace(call, mode="whole", seed=None, kinds=None)
+    call = replace(call, mode="whole", seed=None, kinds=None, counts=False)
     with untouched(call.module):
         probe = _Probe(call, args, kwargs, rows)
-        steps = [probe.compare_draws] if call.stream is not None else []
-        steps += [probe.compare_outputs, probe.compare_gradients] if call.grad else [probe.compare_outputs]
-        for step in steps:
-            reason = _attempt(step, call.module)
-            if not _everywhere(reason == "", call):
-                return SplitProof(False, (), reason or "another worker found that rows look at each other")
-        if not _everywhere(not probe.has_unknown, call):
-            raise UnsupportedError(
-                "a result of a training call is on an earlier stage of the pipeline (hidden states of every layer?)",
-                "results that the last stage computes, calls under torch.no_grad(), or plans with pipeline=1",
-                'plan="shard=2"',
-            )
-        kinds = _of_last_stage(probe.kinds, call)
-    return SplitProof(True, kinds, "", probe.draws)
+        found = _prove(probe)
+        divides_itself = not found.split and not _everywhere(not probe.saw_counts, call)
+        del probe  # and the activations in it
+        if divides_itself:
+            for param in call.module.parameters():
+                param.grad = None
+            with_counts = _prove(_Probe(replace(call, counts=True), args, kwargs, rows))
+            found = with_counts  # its reason, too, says more
+    return found
+
+
+def _prove(probe: _Probe) -> SplitProof:
+    call = probe.call
+    steps = [probe.compare_draws] if call.stream is not None else []
+    steps += [probe.compare_outputs, probe.compare_gradients] if call.grad else [probe.compare_outputs]
+    for step in steps:
+        reason = _attempt(step, call.module)
+        if not _everywhere(reason == "", call):
+            return SplitProof(False, (), reason or "another worker found that rows look at each other")
+    if not _everywhere(not probe.has_unknown, call):
+        raise UnsupportedError(
+            "a result of a training call is on an earlier stage of the pipeline (hidden states of every layer?)",
+            "results that the last stage computes, calls under torch.no_grad(), or plans with pipeline=1",
+            'plan="shard=2"',
+        )
+    return SplitProof(True, _of_last_stage(probe.kinds, call), "", call.counts, probe.draws)
 
 
 def _attempt(step: Callable[[], None], module: nn.Module) -> str:
@@ -144,7 +159,8 @@ class _Probe:
         self.kinds: tuple[str, ...] = ()
         self.draws: tuple[Rows | None, ...] = ()
         self.has_unknown = False
-        self._call = call
+        self.saw_counts = False
+        self.call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self._rows = rows
         self._chosen = _choose_rows(self._leaves, rows)
@@ -160,7 +176,7 @@ class _Probe:
         Raises:
             UnsharedDraw: They do not tell.
         """
-        call = replace(self._call, grad=False)
+        call = replace(self.call, grad=False)
         recorders = []
         for chosen in (self._chosen[:1], self._chosen):
             args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
@@ -177,16 +193,17 @@ class _Probe:
         Raises:
             _Refused: The results do not add up.
         """
-        recorder = GlobalReduction(self._call.device, record=True)
+        recorder = GlobalReduction(self.call.device, record=True, counts=self.call.counts)
         common = self._run(self._chosen, recorder)
+        self.saw_counts = recorder.saw_counts
         denominators = recorder.local_denominators
-        if self._call.grad:  # at once: the activations of the common run need not live beside those of the single ones
+        if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones
             self._weights = [_random_weight(leaf) for leaf in common.outputs]
             common.accumulate(self._weights)
             self._wanted = self._take_gradients()
         counted = []
         for row in self._chosen:
-            reduction = GlobalReduction(self._call.device, denominators=denominators)
+            reduction = GlobalReduction(self.call.device, denominators=denominators, counts=self.call.counts)
             self._singles.append(self._run([row], reduction))
             counted.append(reduction.local_denominators)
         _check_denominators(denominators, counted)
@@ -228,7 +245,7 @@ class _Probe:
 
     def _take_gradients(self) -> dict[str, Tensor | None]:
         """Returns this worker's part of the gradients of some parameters, and clears all."""
-        module = self._call.module
+        module = self.call.module
         settle(module)
         gradients = {name: _local_gradient(param) for name, param in _some_parameters(module).items()}
         for param in module.parameters():
@@ -243,7 +260,7 @@ class _Probe:
         """
         args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
         first = self._chosen.index(chosen[0])
-        call = replace(self._call, draws=self.draws, share=Share(first, first + len(chosen), len(self._chosen)))
+        call = replace(self.call, draws=self.draws, share=Share(first, first + len(chosen), len(self._chosen)))
         with buffers_restored(call.module) as buffers:
             with nullcontext() if self.draws else NoDropout():
                 runs_in_stages = call.grad and stages_of(call.module) is not None

@@ -9,6 +9,11 @@ The shares add up to the one-device value, and so do their gradients, whatever t
 targets are ignored. A mean of the workers' means would be another number as soon as the counts differ. By what a mean
 divides (a count, a sum of class weights) is called its denominator below; each place in a forward where a mean is
 taken is a site, numbered in the order of execution.
+
+[Note: counts]
+A forward may divide by itself: ``losses.sum() / mask.sum()``. Such a sum of whole numbers over everything is the
+denominator then, and a site; what it is divided by stays as it is. A forward may also use such a sum for something
+else, so this is done only where the proof has failed without it and holds with it.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ _ELEMENT_LOSSES = {
 }
 _WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their weighted mean divides by the sum of weights, others by the count
 _MEANS = {torch.mean, Tensor.mean}
+_COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}
 _GROUPED_PRODUCTS = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
 """Products of a mixture of experts. On meta PyTorch takes nothing but bfloat16, on devices every dtype."""
 
@@ -62,8 +68,10 @@ class GlobalReduction(OwnDevice):
         group: The workers that share the batch. None is the default group.
         denominators: The global denominator of every site, where it is known beforehand: nothing is communicated.
         record: Take the local denominators for the global ones: nothing is communicated.
+        counts: Whether sums of whole numbers over everything are denominators too. See [Note: counts].
 
     Attributes:
+        saw_counts: Whether there were such sums.
         local_denominators: What this worker contributed, one float64 number a site.
         global_denominators: What was divided by, one float64 number a site.
 
@@ -78,17 +86,20 @@ class GlobalReduction(OwnDevice):
         group: dist.ProcessGroup | None = None,
         denominators: Sequence[Tensor] | None = None,
         record: bool = False,
+        counts: bool = False,
     ) -> None:
         super().__init__(device)
+        self.saw_counts = False
         self.local_denominators: list[Tensor] = []
         self.global_denominators: list[Tensor] = []
         self._group = group
         self._known = denominators
         self._record = record
+        self._counts = counts
 
     def replay(self, sites: slice) -> GlobalReduction:
         """Returns what has to be active while the part of the forward that has these sites is computed again."""
-        return GlobalReduction(self.device, denominators=self.global_denominators[sites])
+        return GlobalReduction(self.device, denominators=self.global_denominators[sites], counts=self._counts)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,6 +109,11 @@ class GlobalReduction(OwnDevice):
             return self._loss(func, args, kwargs)
         if func in _MEANS:
             return self._mean(func, args, kwargs)
+        if func in _COUNTS and _is_count(args, kwargs):
+            self.saw_counts = True
+            if self._counts:
+                local = super().__torch_function__(func, types, args, kwargs)
+                return self._add_up(local).to(local.device, local.dtype)
         return super().__torch_function__(func, types, args, kwargs)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
@@ -150,6 +166,10 @@ class GlobalReduction(OwnDevice):
 
     def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
         """Returns total / global count; `count` is what this worker adds to it."""
+        return (total / self._add_up(count).to(total.device)).to(total.dtype)
+
+    def _add_up(self, count: Tensor | int) -> Tensor:
+        """Returns the global count at a new site; `count` is what this worker adds to it."""
         device = count.device if isinstance(count, Tensor) else self.device
         local = torch.as_tensor(count, device=device).to(torch.float64)
         site = len(self.local_denominators)
@@ -168,7 +188,7 @@ class GlobalReduction(OwnDevice):
             everywhere = local.clone()
             dist.all_reduce(everywhere, group=self._group)
         self.global_denominators.append(everywhere)
-        return (total / everywhere.to(total.device)).to(total.dtype)
+        return everywhere
 
 
 class MetaReduction(GlobalReduction):
@@ -178,14 +198,14 @@ class MetaReduction(GlobalReduction):
     (labels, masks) is real, so the numbers of valid targets are. An operation on both gives a result on meta.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, record=True)
+    def __init__(self, device: torch.device, *, counts: bool = False) -> None:
+        super().__init__(device, record=True, counts=counts)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _CLASS_LOSSES or func in _ELEMENT_LOSSES or func in _MEANS:
+        if func in _CLASS_LOSSES or func in _ELEMENT_LOSSES or func in _MEANS or func in _COUNTS:
             return super().__torch_function__(func, types, args, kwargs)
         tensors: list[Tensor] = []
         tree_map_only(Tensor, tensors.append, (args, kwargs))
@@ -217,10 +237,21 @@ class MetaReduction(GlobalReduction):
         return func(*args, **kwargs)
 
     def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
+        self._add_up(count)
+        return total
+
+    def _add_up(self, count: Tensor | int) -> Tensor:
         if isinstance(count, Tensor) and count.is_meta:
             raise ExactnessError("the denominator of a mean loss depends on parameters", "labels among the inputs")
-        super()._share(total, count)
-        return total
+        return super()._add_up(count)
+
+
+def _is_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Says whether a sum is one of whole numbers over everything."""
+    value = args[0] if args else kwargs.get("input")
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or value.ndim == 0:
+        return False
+    return len(args) == 1 and not {"dim", "axis", "keepdim", "out"} & kwargs.keys()
 
 
 def _names_meta(device: Any) -> bool:

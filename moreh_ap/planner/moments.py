@@ -47,7 +47,10 @@ def fullest_moment(
     sharded = plan.shard > 1 or plan.precision == "bf16"
     block = profile.block.parameters_on_device(plan.tensor)
     outside = parameters - holding.blocks * block
-    step_copies = 0.0 if plan.offload == "optimizer" else practice.step_copy_bytes * parameters / plan.shard
+    trained = 1.0 if practice.trains_weights else 0.0  # part of the parameters that get gradients
+    step_copies = trained * practice.step_copy_bytes * parameters / plan.shard
+    if plan.offload == "optimizer":
+        step_copies = 0.0
     # -- activations
     tokens = rows * profile.sequence_length
     elements = tokens * profile.logits_per_token / plan.tensor if holding.has_last else 0.0
@@ -69,13 +72,14 @@ def fullest_moment(
     if sharded:
         gathered = computed * (parameters if stays else outside)
         ahead = 0.0 if stays else computed * block
-        travelling = 0.0 if whole_until_last else 4.0 * block
+        travelling = 0.0 if whole_until_last else trained * 4.0 * block
     present = 0.0 if sharded else gradients  # buckets stay from step to step; on one device this is too much
     if whole_until_last:
-        present = practice.gradient_bytes * parameters
+        present = trained * practice.gradient_bytes * parameters
+    outside_travelling = trained * 4.0 * outside if sharded else 0.0  # where the gathered weights were
     head = computed * profile.last.parameters_on_device(plan.tensor) if holding.has_last and sharded else 0.0
     at_end = present if whole_until_last else gradients
-    own = computed * block if sharded else 0.0
+    own = trained * computed * block if sharded else 0.0
     busy = gathered + 2.0 * ahead + travelling + head
     after_first = all_kept - last
     moments = [
@@ -84,7 +88,7 @@ def fullest_moment(
         (max(0.0, after_first - next_to_last), results, busy + own, present),
         (everything, results, busy, at_end),
         (0.0, results, busy + own, at_end),
-        (0.0, results, gathered + 4.0 * outside * sharded, at_end),  # gradients where the gathered weights were
+        (0.0, results, gathered + outside_travelling, at_end),
         (0.0, 0.0, step_copies, gradients),
     ]
     activations, logits, temporary, there = max(moments, key=sum)

@@ -54,6 +54,7 @@ def data_s(
         if practice.keeps_gathered and plan.pipeline > 1:
             uses = 1.0
         sums = count if practice.reduces_every_micro_batch else 1
+        sums = sums if practice.trains_weights else 0
         data_s = uses * queued_gathers_s(2.0 * wide * parameters, pieces, inside)
         data_s += sums * queued_gathers_s(practice.reduced_bytes * parameters, pieces, inside, "scatter")
         if plan.replicate > 1:
@@ -81,6 +82,8 @@ def optimizer_s(
 
     State in host memory comes and goes, before and after each bucket's step (`runtime/offload.py`).
     """
+    if not practice.trains_weights:
+        return 0.0
     most = max(parameters_at(profile, plan, holding) for holding in holdings(profile, plan, practice))
     mine = most / plan.shard if practice.zero_stage == 0 else most / plan.data_parallel
     moved = mine * (2.0 * (practice.master_bytes + practice.optimizer_bytes) + practice.gradient_bytes)

@@ -240,11 +240,16 @@ class ReadOutputs:
 
 @dataclass(frozen=True)
 class Backward:
-    """Backpropagate through a call. Answers which trainable parameters have a gradient now, a byte each."""
+    """Backpropagate through a call. Answers which trainable parameters have a gradient now, a byte each.
+
+    `training` has the training flags if they are others than at the last call: a block that the model itself computes
+    again is computed with those.
+    """
 
     call_id: int
     gradients: tuple[TensorData | PartRef | None, ...]
     retain_graph: bool
+    training: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,8 @@ class WorkerExecutor:
     def _(self, command: messages.Backward) -> bytes:
         self._clock.backward_begins()
         call = self._calls[command.call_id]
+        if command.training is not None:
+            call.model.set_training(command.training)
         call.backward([self._gradient(data) for data in command.gradients], command.retain_graph)
         return call.model.gradient_flags()
 

@@ -50,6 +50,7 @@ class WorkerCall:
         self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
         self._input_gradients: dict[int, Tensor | None] = {}
         self._stream = torch.default_generator.get_state().numpy().tobytes() if run.drew else None
+        self._moment = model.moment()
 
     def reply(self) -> ForwardReply | None:
         """What the controller is told at once: the nesting, every shape, and small values that are there."""
@@ -68,7 +69,8 @@ class WorkerCall:
 
     def output(self, index: int) -> Tensor:
         """This worker's part of an output."""
-        value: Tensor = self._run.outputs[index]
+        with self.model.computing_later(self._moment):
+            value: Tensor = self._run.outputs[index]
         return value
 
     def part(self, index: int) -> Part | None:
@@ -81,7 +83,8 @@ class WorkerCall:
 
     def leaf(self, index: int) -> LeafReply | None:
         """One output with its bytes; None if this worker has no result. Every worker has to call it."""
-        has_result = len(self._run.outputs) > 0
+        with self.model.computing_later(self._moment):
+            has_result = len(self._run.outputs) > 0
         leaf = self._leaf(index, with_data=True) if has_result else None
         return leaf if self._answers else None
 
@@ -114,7 +117,8 @@ class WorkerCall:
             if gradient is not None and not is_local and self._proof.split and self._proof.kinds[index] == "rows":
                 gradient = self._own_rows(gradient)
             local.append(gradient)
-        answered = iter(self._run.backward(local, retain_graph=retain_graph))
+        with self.model.computing_later(self._moment):
+            answered = iter(self._run.backward(local, retain_graph=retain_graph))
         self._input_gradients = {
             index: next(answered) for index, wanted in enumerate(self._inputs.wants_grad) if wanted
         }

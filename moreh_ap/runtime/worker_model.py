@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from moreh_ap.runtime.messages import (
     StateRef,
     TensorSlot,
 )
+from moreh_ap.runtime.settings import Settings
 from moreh_ap.runtime.skeleton import unpickle_skeleton
 from moreh_ap.runtime.worker_call import InputRoles, WorkerCall
 from moreh_ap.runtime.worker_device import WorkerDevice
@@ -44,6 +47,15 @@ from moreh_ap.runtime.worker_device import WorkerDevice
 _COMPUTED_WHOLE = "Every device computes the whole batch"
 _NOT_CUT = "The batch is not cut into micro-batches"
 _DRAWN_APART = "Random numbers inside the model (dropout) are not those of one device: each device draws its own"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a script had set when it called a model: attributes that it changed, and training flags."""
+
+    number: int
+    values: dict[tuple[str, str], Any]
+    training: bytes
 
 
 class WorkerModel:
@@ -63,7 +75,9 @@ class WorkerModel:
         self._parameters = dict(self.module.named_parameters())
         self._drops = draws_random_numbers(self.module)
         self._proofs: dict[Any, SplitProof] = {}
-        self._num_changes = 0  # a changed attribute may couple the rows
+        self._settings = Settings()  # a changed attribute may couple the rows
+        self._values: dict[tuple[str, str], Any] = {}
+        self._originals: dict[tuple[str, str], Any] = {}
 
     def _unpickle(self, command: BuildModel) -> nn.Module:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device)
@@ -81,13 +95,41 @@ class WorkerModel:
 
     def change(self, changes: tuple[tuple[str, str, bytes], ...]) -> None:
         """Set attributes of submodules; ``config.name`` reaches into a transformers config."""
-        self._num_changes += 1
+        self._settings.set({(path, name): pickled for path, name, pickled in changes})
         for path, name, pickled in changes:
-            holder: Any = self.module.get_submodule(path)
-            *through, last = name.split(".")
-            for step in through:
-                holder = getattr(holder, step)
-            setattr(holder, last, pickle.loads(pickled))
+            holder, last = _holder_of(self.module, path, name)
+            self._originals.setdefault((path, name), getattr(holder, last, None))
+            self._values[path, name] = pickle.loads(pickled)
+            self._set_attribute(path, name, self._values[path, name])
+
+    def _set_attribute(self, path: str, name: str, value: Any) -> None:
+        for root in (self.module, self._meta_module):
+            if root is not None:
+                holder, last = _holder_of(root, path, name)
+                setattr(holder, last, value)
+
+    def moment(self) -> Moment:
+        """What is set now: what a call that is computed later has to be computed with."""
+        return Moment(self._settings.number, dict(self._values), bytes(part.training for part in self._modules))
+
+    @contextmanager
+    def computing_later(self, moment: Moment) -> Iterator[None]:
+        """Inside, if the plan computes a call again or only now, everything is set as it was then."""
+        runs_later = self.plan.recompute != "none" or self.plan.micro_batches > 1 or self.plan.pipeline > 1
+        now = self.moment() if runs_later else moment
+        if (now.number, now.training) == (moment.number, moment.training):
+            yield
+            return
+        self._set(moment)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _set(self, moment: Moment) -> None:
+        for (path, name), original in self._originals.items():
+            self._set_attribute(path, name, moment.values.get((path, name), original))
+        self.set_training(moment.training)
 
     def set_training(self, flags: bytes) -> None:
         """Set the training mode of each submodule, in the order of ``modules()``."""
@@ -96,7 +138,7 @@ class WorkerModel:
 
     def set_requires_grad(self, flags: dict[str, bool]) -> None:
         """Freeze or unfreeze parameters."""
-        self._num_changes += 1
+        self._settings.set(flags)
         set_requires_grad(self.module, flags)
 
     def settle(self) -> None:
@@ -186,7 +228,9 @@ class WorkerModel:
         if proof.split and rows is not None:
             start, stop = row_range(axis.rank, axis.size, rows)
             share = Share(start, stop, rows)
-            call = replace(call, mode="split", kinds=proof.kinds, draws=proof.draws, share=share)
+            call = replace(
+                call, mode="split", kinds=proof.kinds, counts=proof.counts, draws=proof.draws, share=share
+            )
             parts = slice_rows(tensors, rows, start, stop)
             tensors = [whole if is_local else part for whole, part, is_local in zip(tensors, parts, local)]
         tensors = self._own_heads(nesting, tensors, local)
@@ -255,7 +299,7 @@ class WorkerModel:
             return SplitProof(False, (), reason)
         kinds_of_input = tuple((tensor.dim(), tensor.dtype, rowed) for tensor, rowed in zip(tensors, carried))
         training = bytes(module.training for module in self._modules)
-        settings = (signature.path, signature.pickled_treespec, signature.pickled_constants, self._num_changes)
+        settings = (signature.path, signature.pickled_treespec, signature.pickled_constants, self._settings.number)
         key = (settings, kinds_of_input, training, call.grad, call.autocast)
         if key not in self._proofs:
             args, kwargs = self._arguments(call, nesting, tensors)
@@ -265,6 +309,15 @@ class WorkerModel:
                 proof = replace(proof, reason=f"{what}: {proof.reason}")
             self._proofs[key] = proof
         return self._proofs[key]
+
+
+def _holder_of(root: nn.Module, path: str, name: str) -> tuple[Any, str]:
+    """The object of which an attribute is set, and the attribute: ``config.name`` reaches into a configuration."""
+    holder: Any = root.get_submodule(path)
+    *through, last = name.split(".")
+    for step in through:
+        holder = getattr(holder, step)
+    return holder, last
 
 
 def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Call:
         training = model.send_changes()
         if not grad:
             session.traffic.next_step()
-        self._backward_kind = (signature, model.num_changes)
+        self._backward_kind = (signature, model.settings.number)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         wants_grad = tuple(grad and tensor.requires_grad for tensor in tensors)
         key = (
@@ -85,7 +85,7 @@ class Call:
             wants_grad,
             grad,
             model.training_flags,
-            model.num_changes,
+            model.settings.number,
             autocast,
         )
         expected = signatures.structure(key)
@@ -128,7 +128,10 @@ class Call:
         """Send the gradients of the outputs; parameters' gradients accumulate on the workers."""
         session = self.model.session
         encoded = tuple(None if grad is None else self._encode_gradient(grad, n) for n, grad in enumerate(gradients))
-        reply = session.outbox.post_soon(Backward(self.id, encoded, getattr(_backward_mode, "retain", False)))
+        # What was set since (adapters back on after another call) counts where a model recomputes its blocks itself.
+        training = None if self.model.has_left() else self.model.send_changes()
+        retain = getattr(_backward_mode, "retain", False)
+        reply = session.outbox.post_soon(Backward(self.id, encoded, retain, training))
         self.model.gradients.after_backward(self._backward_kind, reply)
 
     def _encode_gradient(self, gradient: Tensor, index: int) -> TensorData | PartRef:

@@ -91,7 +91,7 @@ def _rows(call: reduced.Call) -> int | None:
 
 def family_of(root: nn.Module) -> str:
     """Returns the name of the family in the list of proven ones; empty where parts of the model are somebody's own."""
-    if not reduced.is_of_libraries(root):
+    if not reduced.is_of_libraries(root) or reduced.has_another_forward(root):
         return ""
     model_type = getattr(getattr(root, "config", None), "model_type", "")
     return f"{type(root).__module__}.{type(root).__qualname__} {model_type}"

@@ -2,7 +2,7 @@
 
 The real `nn.Module` objects stay in the controller as a skeleton; their parameters and buffers are virtual tensors
 whose values the workers keep. Before each call the few things a script may change on a skeleton (training mode, frozen
-parameters, plain attributes, a transformers config) are compared with what the workers know.
+parameters, plain attributes, a transformers config, which modules there are) are compared with what the workers know.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from moreh_ap.runtime.messages import (
     TensorData,
     TensorSlot,
 )
+from moreh_ap.runtime.settings import Settings
 from moreh_ap.runtime.skeleton import pickle_attribute, pickle_skeleton
+from moreh_ap.session.attributes import Containers
 from moreh_ap.session.gradients import Gradients
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
@@ -53,7 +55,7 @@ class RemoteModel:
         self.session, self.root = session, root
         self.owner = f"model{session.outbox.new_id()}"
         self.stale = False
-        self.num_changes = 0  # of attributes and of what is frozen: what is known of calls may be out of date
+        self.settings = Settings()  # attributes and what is frozen: what is known of calls depends on it
         self.plan = plan
         self.modules = list(root.modules())
         # Tied tensors appear once, under their first name.
@@ -69,6 +71,8 @@ class RemoteModel:
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         self._config = self._config_snapshot()
         self._changes: list[tuple[str, str, Any]] = []
+        self._containers = Containers(dict(root.named_modules()))
+        self._parts = [_parts_of(module) for module in self.modules]
         self._path_of = {id(module): path for path, module in root.named_modules()}
         self._built: Posted
         self._placements: dict[str, str] | None = None
@@ -163,7 +167,9 @@ class RemoteModel:
 
     def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         """A plain attribute of a submodule was set: the workers learn of it before the next call."""
-        self._changes.append((self._path_of[id(module)], name, value))
+        path = self._path_of[id(module)]
+        self._containers.note(path, module, name, value)
+        self._changes.append((path, name, value))
 
     def send_changes(self) -> bytes | None:
         """Post what changed since the last call; the training flags, if they changed, go with the call itself."""
@@ -172,17 +178,19 @@ class RemoteModel:
             changed = {key: value for key, value in config.items() if self._config.get(key, self) != value}
             self._changes += [("", f"config.{key}", value) for key, value in changed.items()]
             self._config = config
+        self._changes += self._containers.take_changes()
         if self._changes:
             changes = tuple((path, name, pickle_attribute(value)) for path, name, value in self._changes)
             self._changes = []
-            self.num_changes += 1
+            self.settings.set({(path, name): pickled for path, name, pickled in changes})
             self.session.outbox.post(ChangeModule(self.owner, changes))
         requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         if requires_grad != self._requires_grad:
             pairs = zip(self.parameters, requires_grad, self._requires_grad)
-            self.session.outbox.post(SetRequiresGrad(self.owner, {name: new for name, new, old in pairs if new != old}))
+            flags = {name: new for name, new, old in pairs if new != old}
+            self.settings.set(flags)
+            self.session.outbox.post(SetRequiresGrad(self.owner, flags))
             self._requires_grad = requires_grad
-            self.num_changes += 1
         training = self._training_flags()
         if training == self._training:
             return None
@@ -207,13 +215,16 @@ class RemoteModel:
 
     def is_out_of_date(self) -> bool:
         """True if the module tree, or the hooks on it, are no longer those that workers have."""
-        return self.stale or self._hook_counts() != self._hooks
+        return self.stale or self._hook_counts() != self._hooks or self._has_other_parts()
 
     def _hook_counts(self) -> list[int]:
         return [
             len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
             for module in self.modules
         ]
+
+    def _has_other_parts(self) -> bool:
+        return any(_parts_of(module) != known for module, known in zip(self.modules, self._parts))
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
@@ -227,6 +238,11 @@ class RemoteModel:
     def release(self) -> None:
         """Tell the workers to forget the model."""
         self.session.outbox.release(ReleaseModel(self.owner))
+
+
+def _parts_of(module: nn.Module) -> tuple[dict[str, nn.Module | None], int, int]:
+    """What tells that something was added to a module or taken from it, by whatever way: a ModuleDict sets nothing."""
+    return dict(module._modules), len(module._parameters), len(module._buffers)
 
 
 def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:

@@ -30,11 +30,22 @@ _NEAR = 0.02
 _KERNELS = 4
 """Operations that a layer starts with what surrounds it: a product, a norm, an activation, a sum."""
 
+_FROZEN = 0.9
+"""Part of a model's parameters from which on, if they get no gradient, the few others count for nothing in memory and
+time. LoRA leaves more than 95 per cent without; a model of which part is frozen counts as one that is trained whole."""
+
+
+def trains_weights(root: nn.Module) -> bool:
+    """Returns False for a model whose weights are frozen but for some adapters."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in root.parameters()]
+    frozen = sum(size for size, trained in sizes if not trained)
+    return not 0 < frozen >= _FROZEN * sum(size for size, _ in sizes)
+
 
 def shape_of(root: nn.Module) -> TransformerShape | None:
-    """Returns the shape of a decoder of transformers with its head, None for every other model."""
+    """Returns the shape of a decoder of transformers with its head, adapters or not; None for every other model."""
     describe = getattr(getattr(root, "config", None), "to_dict", None)
-    if describe is None or not reduced.is_of_libraries(root):
+    if describe is None or not reduced.is_of_libraries(root, but_for_adapters=True):
         return None
     try:
         shape = from_config(describe(), type(root).__name__)

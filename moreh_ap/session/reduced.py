@@ -8,6 +8,7 @@ real ones. The script's own model, its hooks and its random numbers are not touc
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ LARGEST_COPY_BYTES = 1 << 30
 _LONGEST = 32
 """Positions of a sequence that are kept where the call allows it."""
 _LIBRARIES = ("torch.", "transformers.")
+_WRAPPERS = (*_LIBRARIES, "accelerate.")
+"""Whose functions around a forward (autocast, casts of its result, hooks) do not change what is computed in it."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -100,7 +103,7 @@ def subject_of(module: nn.Module, calls: tuple[Any, ...]) -> Subject:
 def is_from_configuration(root: nn.Module) -> bool:
     """Whether a model is what its class makes of its transformers configuration: nothing added, nothing replaced."""
     config = getattr(root, "config", None)
-    if not hasattr(config, "model_type") or not is_of_libraries(root):
+    if not hasattr(config, "model_type") or not is_of_libraries(root) or has_another_forward(root):
         return False
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -110,9 +113,31 @@ def is_from_configuration(root: nn.Module) -> bool:
     return _shapes(fresh) == _shapes(root)
 
 
-def is_of_libraries(root: nn.Module) -> bool:
-    """Whether every part of a model is a class of transformers or PyTorch."""
-    return all(type(part).__module__.startswith(_LIBRARIES) for part in root.modules())
+def is_of_libraries(root: nn.Module, but_for_adapters: bool = False) -> bool:
+    """Whether every part of a model is a class of transformers or PyTorch, or, if they may be there, of peft."""
+    known = (*_LIBRARIES, "peft.") if but_for_adapters else _LIBRARIES
+    return all(type(part).__module__.startswith(known) for part in root.modules())
+
+
+def has_another_forward(root: nn.Module) -> bool:
+    """Whether somebody gave a module of the model another forward than its class has."""
+    return any(not _owner(function).startswith(_WRAPPERS) for function in own_forwards(root))
+
+
+def own_forwards(root: nn.Module) -> Iterator[Any]:
+    """Yields the functions that modules of the model have for a forward in place of their class's, wrapped ones too."""
+    for part in root.modules():
+        forward = vars(part).get("forward")
+        while forward is not None:
+            function = getattr(forward, "func", getattr(forward, "__func__", forward))  # of a partial, of a method
+            yield function
+            forward = getattr(function, "__wrapped__", None)
+
+
+def _owner(function: Any) -> str:
+    """The module in which a function is written, whatever it says of itself, with a dot behind."""
+    written = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    return f"{written}."
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

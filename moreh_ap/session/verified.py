@@ -14,12 +14,14 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 
 import torch
 from torch import nn
 
 import moreh_ap
 from moreh_ap.plan import Plan
+from moreh_ap.session import reduced
 from moreh_ap.session.equivalence import Equivalence
 from moreh_ap.session.remembered import Remembered
 
@@ -48,8 +50,8 @@ def keep(key: str, model: str, found: Equivalence) -> None:
 def key_of(root: nn.Module, path: str, arguments: str, plan: Plan) -> str:
     """Returns the key of a model, a kind of call and a plan.
 
-    It changes with the code of a module's class, the shape of a parameter, the plan, the versions of PyTorch and
-    transformers, and the code of this package.
+    It changes with the code of a module's class and of a forward of its own, the shape of a parameter, the plan, the
+    versions of PyTorch and transformers, and the code of this package.
 
     Args:
         path: The submodule that is called.
@@ -58,6 +60,8 @@ def key_of(root: nn.Module, path: str, arguments: str, plan: Plan) -> str:
     parts = [path, arguments, str(plan), json.dumps(_versions()), _own_code()]
     for cls in sorted({type(part) for part in root.modules()}, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"):
         parts += [cls.__module__, cls.__qualname__, _source(cls)]
+    for function in reduced.own_forwards(root):
+        parts.append(_code(function) if inspect.isfunction(function) else type(function).__qualname__)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
@@ -68,8 +72,11 @@ def _source(cls: type) -> str:
     try:
         return inspect.getsource(cls)
     except (OSError, TypeError):
-        functions = [value for value in vars(cls).values() if inspect.isfunction(value)]
-        return "".join(f"{f.__name__} {f.__code__.co_code.hex()} {f.__code__.co_names}" for f in functions)
+        return "".join(_code(value) for value in vars(cls).values() if inspect.isfunction(value))
+
+
+def _code(function: FunctionType) -> str:
+    return f"{function.__name__} {function.__code__.co_code.hex()} {function.__code__.co_names}"
 
 
 def _versions() -> dict[str, str]:

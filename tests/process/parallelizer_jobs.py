@@ -47,7 +47,8 @@ class Runner:
         if self.proof is None:
             self.proof = prove_split(call, (), batch, rows)
         if self.proof.split and rows >= self.world:
-            call = Call(self.model, "split", CPU, grad=grad, seed=3, kinds=self.proof.kinds, **extra)
+            extra = {"kinds": self.proof.kinds, "counts": self.proof.counts, **extra}
+            call = Call(self.model, "split", CPU, grad=grad, seed=3, **extra)
             batch = tree_unflatten(slice_rows(leaves, rows, *row_range(self.rank, self.world, rows)), spec)
         self.mode = call.mode
         return run_forward(call, (), batch, plan=self.plan, rows=rows, meta_module=self.meta)

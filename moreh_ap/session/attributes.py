@@ -1,0 +1,69 @@
+"""Lists, dicts and sets among the attributes of a model's modules, which scripts change in place.
+
+Decides which of them have other contents than workers know: setting an attribute is seen as it happens, ``.append`` is
+not. Looked at are those that hold nothing but plain values. Must not know workers or messages.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+
+_KINDS = (list, dict, set, OrderedDict)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class Containers:
+    """The contents that workers know of.
+
+    Args:
+        modules: The modules by path.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._known: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {}
+        for path, module in modules.items():
+            for name, value in vars(module).items():
+                self.note(path, module, name, value)
+
+    def note(self, path: str, module: nn.Module, name: str, value: Any) -> None:
+        """Workers know, or are about to be told, that the attribute is `value` as it is now."""
+        if name not in _OF_EVERY_MODULE and type(value) in _KINDS and _is_plain(value):
+            self._known[path, name] = vars(module), copy.deepcopy(value)
+        else:
+            self._known.pop((path, name), None)
+
+    def take_changes(self) -> list[tuple[str, str, Any]]:
+        """Returns path, name and value of those with other contents than at the last time."""
+        changes = []
+        for key, (attributes, known) in list(self._known.items()):
+            value = attributes.get(key[1])
+            if _same(value, known):
+                continue
+            if type(value) in _KINDS and _is_plain(value):
+                changes.append((*key, value))
+                self._known[key] = attributes, copy.deepcopy(value)
+            else:
+                del self._known[key]
+        return changes
+
+
+def _same(value: Any, known: Any) -> bool:
+    try:
+        return bool(value == known)
+    except Exception:  # a tensor, or another object with a comparison of its own, is in it now
+        return False
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return isinstance(value, _PLAIN)

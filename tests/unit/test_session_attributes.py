@@ -1,0 +1,77 @@
+"""Contents of attributes that a script changes in place; numbers of states; forwards that are not the class's."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import torch
+from torch import nn
+
+from moreh_ap.runtime.settings import Settings
+from moreh_ap.session.attributes import Containers
+from moreh_ap.session.reduced import has_another_forward
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.merged, self.scaling, self.names, self.tensors = [], {"first": 1.0}, {"a"}, [torch.ones(2)]
+
+    def forward(self, x):
+        return x
+
+
+def test_changes_in_place_are_found_once():
+    layer = Layer()
+    known = Containers({"layer": layer})
+    assert known.take_changes() == []
+    layer.merged.append("first")
+    layer.scaling["first"] = 2.0
+    layer.names.add("b")
+    layer.tensors.append(torch.ones(3))  # of tensors nothing is known
+    found = known.take_changes()
+    assert found == [
+        ("layer", "merged", ["first"]),
+        ("layer", "scaling", {"first": 2.0}),
+        ("layer", "names", {"a", "b"}),
+    ]
+    assert known.take_changes() == []
+    layer.merged.pop()
+    assert known.take_changes() == [("layer", "merged", [])]
+
+
+def test_contents_of_attributes_that_come_later_are_followed_and_those_that_are_not_plain_are_left_alone():
+    layer = Layer()
+    known = Containers({"": layer})
+    layer.more = [[1, 2], {"x": (3, 4)}]
+    known.note("", layer, "more", layer.more)
+    layer.more[1]["x"] = (3, 5)
+    assert known.take_changes() == [("", "more", [[1, 2], {"x": (3, 5)}])]
+    layer.scaling["first"] = torch.ones(2)
+    assert known.take_changes() == []
+    layer.scaling["first"] = 5.0
+    assert known.take_changes() == []
+
+
+def test_a_state_that_comes_back_has_its_number():
+    settings = Settings()
+    assert settings.number == 0
+    numbers = [settings.set({"off": value, "other": 1}) for value in (True, False, True, False)]
+    assert numbers == [1, 2, 1, 2]
+    assert settings.set({"more": b"x"}) == 3
+    assert len({settings.set({"count": value}) for value in range(10_000)}) == 10_000
+
+
+def test_wrapping_a_forward_is_not_replacing_it():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert not has_another_forward(model)
+    model[0].forward = types.MethodType(torch.autocast("cpu")(nn.Linear.forward), model[0])
+    assert not has_another_forward(model)
+
+    @functools.wraps(nn.Linear.forward)
+    def own(self, x):
+        return x @ self.weight.T
+
+    model[0].forward = types.MethodType(torch.autocast("cpu")(own), model[0])
+    assert has_another_forward(model)
