@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from moreh_ap.device import moves, redirect, streams
+from moreh_ap.device import moves, redirect, refusals, streams
 from moreh_ap.device.facade import Facade
+from moreh_ap.device.generator import Generator
 from moreh_ap.device.random_state import RandomState
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, to_accelerator
 
@@ -71,6 +72,8 @@ def install(session: Session, units: Units) -> Patches:
     patches.replace(torch.cuda, "_lazy_init", lambda: None)
     for name in ("_exchange_device", "_maybe_exchange_device"):  # ``with torch.cuda.device(0)``
         patches.replace(torch.cuda, name, _exchange_device)
+    patches.replace(torch, "Generator", Generator)
+    refusals.install(patches)
     _redirect_compiler(patches)
     _redirect_modules(patches, units)
     _redirect_optimizers(patches, session)
@@ -170,6 +173,7 @@ def _redirect_compiler(patches: Patches) -> None:
 
 def _redirect_modules(patches: Patches, units: Units) -> None:
     from moreh_ap.session.call import call_remotely
+    from moreh_ap.session.script_hooks import RunsHereOnly
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         parameter = next(module.parameters(), None)
@@ -177,9 +181,12 @@ def _redirect_modules(patches: Patches, units: Units) -> None:
             return original_call(module, *args, **kwargs)
         if not parameter.is_cuda and has_accelerator_tensor((args, kwargs)):
             module.cuda()  # scripts of the platform call a model with accelerator inputs without moving it first
-        unit = units.find(module, args, kwargs)
-        if unit is not None:
-            return call_remotely(*unit, args, kwargs)
+        unit, hooks_done = units.find(module, args, kwargs), 0
+        while unit is not None:
+            try:
+                return call_remotely(*unit, args, kwargs, hooks_done)
+            except RunsHereOnly as hook:
+                unit, hooks_done = units.find(module, args, kwargs), hook.done
         if isinstance(parameter, VirtualTensor) and not parameter.is_cuda:
             module._apply(_read_into_controller)  # a model that is to stay on the CPU after all
         return original_call(module, *args, **kwargs)
@@ -192,6 +199,7 @@ def _redirect_modules(patches: Patches, units: Units) -> None:
         if getattr(depth, "inside", False):
             return original_apply(module, fn, recurse)
         depth.inside = True
+        _let_go_of_graphs(module)
         swap = torch.__future__.get_swap_module_params_on_conversion()
         # A virtual parameter is never turned into another by `.data =`: its object stays, what it is changes.
         on_accelerator = isinstance(next(module.parameters(), None), VirtualTensor)
@@ -211,6 +219,14 @@ def _redirect_modules(patches: Patches, units: Units) -> None:
             units.note_attribute(module, name, value)
 
     original_set = patches.replace(nn.Module, "__setattr__", set_attribute)
+
+
+def _let_go_of_graphs(module: nn.Module) -> None:
+    """What a module has computed from its parameters (`nn.utils.weight_norm` does) would keep them from moving."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                part.__dict__[name] = value.detach()
 
 
 def _read_into_controller(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_m
 from torch.utils import _device as torch_device_context
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moreh_ap.device import moves
+from moreh_ap.device import autocast, moves
 from moreh_ap.device.moves import is_accelerator, move
 from moreh_ap.device.operations import ASKED
 from moreh_ap.device.tensor import VirtualTensor, place, to_accelerator
@@ -66,6 +66,8 @@ def redirect(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _make_on_accelerator(func, args, kwargs)
     outer, ASKED.arguments = ASKED.arguments, (args, kwargs)
     try:
+        if torch.is_autocast_enabled("cuda") and getattr(func, "__name__", "") not in ("__get__", "__set__"):
+            return autocast.run(func, args, kwargs)
         return func(*args, **kwargs)
     finally:
         ASKED.arguments = outer
@@ -102,6 +104,11 @@ def _whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map_only(Tensor, to_accelerator, func(*on_host[0], **on_host[1]))
 
 
+def _pack_or_pad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    rows, counts = _whole(func, args, kwargs)
+    return rows, move(counts, "cpu")  # numbers of rows, and lengths, are on the CPU on every device
+
+
 def _new_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], VirtualTensor):
         return func(*args, **kwargs)
@@ -110,21 +117,22 @@ def _new_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return redirect(torch.tensor, (args[1] if len(args) > 1 else kwargs["data"],), {**like, **given})
 
 
+def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from moreh_ap.session.differentiation import gradients
+
+    return gradients(func, args, kwargs)
+
+
 def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    from moreh_ap.session.call import retaining_graph
+    from moreh_ap.session.differentiation import backward
 
-    names = ("gradient", "retain_graph", "create_graph", "inputs")
-    given = {**dict(zip(names, args[1:])), **kwargs}
-    if given.get("create_graph") and isinstance(args[0], VirtualTensor):
-        from moreh_ap.errors import UnsupportedError
+    return backward(func, args, kwargs)
 
-        raise UnsupportedError(
-            "backward(create_graph=True): gradients of gradients are not computed on the accelerator in this version.",
-            allowed="backward() and backward(retain_graph=True).",
-            fix='model.to("cpu")  # a gradient penalty works on the CPU',
-        )
-    with retaining_graph(bool(given.get("retain_graph"))):
-        return func(*args, **kwargs)
+
+def _backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from moreh_ap.session.differentiation import backward_of_tensor
+
+    return backward_of_tensor(func, args, kwargs)
 
 
 def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -142,8 +150,12 @@ _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
     torch.Tensor.new_tensor: _new_tensor,
     torch.Tensor.untyped_storage: _untyped_storage,
     torch.Tensor.data_ptr: _data_ptr,
-    torch.Tensor.backward: _backward,
+    torch.Tensor.backward: _backward_of_tensor,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _grad,
     torch.device: _device,
+    torch._C._VariableFunctions._pack_padded_sequence: _pack_or_pad,
+    torch._C._VariableFunctions._pad_packed_sequence: _pack_or_pad,
     **dict.fromkeys(
         (
             torch.nn.functional.one_hot,

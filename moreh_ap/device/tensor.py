@@ -10,6 +10,9 @@ This module must not know about workers, models or messages: values that live on
 from __future__ import annotations
 
 import sys
+import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -138,7 +141,27 @@ class VirtualTensor(torch.Tensor):
 
     def register_hook(self, hook: Any) -> Any:
         self._refuse_hook_on_parameter("register_hook")
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+        return self._watch_gradient(_observing(hook)) or super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def retain_grad(self) -> None:
+        """Have `grad` set by a backward though this tensor is no leaf."""
+        reference = weakref.ref(self)
+
+        def keep(gradient: Tensor) -> None:
+            tensor = reference()
+            if tensor is not None:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of a tensor that is no leaf and has none yet
+                    before = torch.Tensor.grad.__get__(tensor)  # type: ignore[union-attr]
+                torch.Tensor.grad.__set__(tensor, gradient if before is None else before + gradient)  # type: ignore[union-attr]
+
+        if self._watch_gradient(keep) is None:
+            super().retain_grad()  # type: ignore[no-untyped-call]
+
+    def _watch_gradient(self, watcher: Callable[[Tensor], None]) -> Any:
+        """Have whoever computed this tensor elsewhere tell its gradient; None if autograd knows it here."""
+        watch = getattr(self.grad_fn, "watch_output", None)
+        return None if watch is None else watch(self.output_nr, watcher)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         self._refuse_hook_on_parameter("register_post_accumulate_grad_hook")
@@ -243,6 +266,18 @@ def _hand_gradient_on(parameter: VirtualTensor) -> None:
         gradient = parameter.hand_gradient_on()
         if gradient is not None:
             value.owner.add_gradient(value, gradient)
+
+
+def _observing(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
+    def watcher(gradient: Tensor) -> None:
+        if hook(gradient) is not None:
+            raise UnsupportedError(
+                "A hook on one of several outputs of a model returned another gradient; the workers have used theirs.",
+                allowed="Hooks that look at the gradient; any hook where the model returns one tensor.",
+                fix="output.register_hook(lambda gradient: kept.append(gradient))",
+            )
+
+    return watcher
 
 
 def to_accelerator(tensor: Tensor) -> VirtualTensor:

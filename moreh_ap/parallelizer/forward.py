@@ -26,11 +26,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.draws import Rows, Share, SharedDraws
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.placement import OwnDevice
 from moreh_ap.parallelizer.reduction import GlobalReduction
+from moreh_ap.parallelizer.reports import Report, with_report
 from moreh_ap.parallelizer.sharding import fsdp_roots, recover, settle
 from moreh_ap.parallelizer.streaming import streaming_of
 
@@ -143,6 +145,8 @@ class ForwardPass:
         treespec: How the leaves nest.
         inputs: The tensor leaves of the arguments that `backward` answers gradients for.
         drew: Whether anything was drawn from the CPU's stream, which stands behind it now.
+        watched: Leaves of the result whose whole gradients the next `backward` keeps in `output_gradients`.
+        output_gradients: What the last `backward` found for `watched`; nothing where nothing depends on the leaf.
     """
 
     def __init__(
@@ -173,7 +177,10 @@ class ForwardPass:
             settle(call.module)
         self.drew = not torch.equal(stream, torch.default_generator.get_state())
         self._results, self.treespec = flatten(result)
+        self._num_own = len(flatten(result.result)[0]) if isinstance(result, Report) else len(self._results)
         self._freed = False
+        self.watched: Sequence[int] = ()
+        self.output_gradients: dict[int, Tensor] = {}
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
         self.outputs: list[Any] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._results]
 
@@ -221,8 +228,10 @@ class ForwardPass:
                 roots.append(result)
                 grads.append(self._call.output_gradient(index, result, grad))
         if roots:
+            self._refuse_to_enter_inside(output_grads)
             try:
-                with nullcontext() if self._draws is None else self._draws.again():
+                again = nullcontext() if self._draws is None else self._draws.again()
+                with again, self._watching():
                     torch.autograd.backward(roots, grads, retain_graph=retain_graph)
             except BaseException:
                 recover(self._call.module)
@@ -231,6 +240,33 @@ class ForwardPass:
             self._freed = True
             self._results = [None] * len(self._results)
         return [self._take_gradient(leaf) for leaf in self.inputs]
+
+    def _refuse_to_enter_inside(self, output_grads: Sequence[Tensor | None]) -> None:
+        """FSDP2 gathers a block for its backward when a gradient comes to the block's output."""
+        enters_at_end = any(grad is not None for grad in output_grads[: self._num_own])
+        if not enters_at_end and fsdp_roots(self._call.module):
+            raise UnsupportedError(
+                "backward() starts at tensors that hooks saw, at no output of the model, which is sharded or in bf16.",
+                allowed="A loss with an output of the model in it, or a plan that does not shard, in float32.",
+                fix=f'...(plan="replicate={self._call.num_workers}", mixed_precision=False)',
+            )
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Keeps, during a backward, the gradients of the leaves that are watched."""
+        self.output_gradients = {}
+        scale = self._call.num_workers if self._call.mode == "whole" else 1  # see [Note: split and whole]
+
+        def keep(index: int) -> Callable[[Tensor], None]:
+            return lambda grad: self.output_gradients.update({index: grad.detach() * scale})
+
+        leaves = [(index, self._results[index]) for index in self.watched]
+        hooks = [leaf.register_hook(keep(index)) for index, leaf in leaves if leaf.requires_grad]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _take_gradient(self, leaf: Tensor) -> Tensor | None:
         grad, leaf.grad = leaf.grad, None
@@ -247,6 +283,14 @@ def _own_leaf(leaf: Any, grad: bool) -> Any:
 
 
 def _invoke(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the module's result, or, where hooks of the script are on it, a `Report`."""
+    result = with_report(call.module, lambda: _run(call, args, kwargs))
+    if isinstance(result, Report) and result.ended_by is not None:
+        recover(call.module)
+    return result
+
+
+def _run(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     streaming = streaming_of(call.module)
     if streaming is not None:
         args, kwargs = streaming.cast_inputs((args, dict(kwargs)))

@@ -27,6 +27,7 @@ from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.reduction import GlobalReduction, MetaReduction
+from moreh_ap.parallelizer.reports import with_report
 from moreh_ap.parallelizer.sharding import fsdp_roots
 
 
@@ -138,7 +139,7 @@ class DeferredForward:
                 MetaReduction(self._call.device, counts=self._call.counts) as reduction,
                 self._observed(meta_module, reduction),
             ):
-                result = meta_module(*args, **kwargs)
+                result = with_report(meta_module, lambda: meta_module(*args, **kwargs))
         except Exception:  # whatever a model does with a value that meta tensors do not have
             return None
         return *flatten(result), reduction.local_denominators

@@ -217,6 +217,7 @@ class ForwardReply:
     mode: "split" (each has its rows of the outputs), "whole" (each has all), "stages" (the last stage has them).
     rows: How many rows of the batch the worker has; None if it has all.
     stream: Where the random stream stands after the call; None if nothing was drawn from it.
+    changed_attributes: What the forward of a first call set, such as ``encoder.attention``.
     """
 
     pickled_treespec: bytes
@@ -225,6 +226,7 @@ class ForwardReply:
     note: str
     rows: int | None = None
     stream: bytes | None = None
+    changed_attributes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -244,12 +246,32 @@ class Backward:
 
     `training` has the training flags if they are others than at the last call: a block that the model itself computes
     again is computed with those.
+    separate: Parameters' gradients of before are put aside until `TakeGradients`, or until a backward that is not.
+    watched: Leaves of the result whose gradients are kept for `ReadOutputGradient`.
     """
 
     call_id: int
     gradients: tuple[TensorData | PartRef | None, ...]
     retain_graph: bool
     training: bytes | None = None
+    separate: bool = False
+    watched: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TakeGradients:
+    """Keep parameters' gradients of separate backward passes under other names; those of before are there again."""
+
+    owner: str
+    gradients: dict[str, StateRef]
+
+
+@dataclass(frozen=True)
+class ReadOutputGradient:
+    """Answer the gradient that a backward left for a watched output: each worker its rows or share, or None."""
+
+    call_id: int
+    index: int
 
 
 @dataclass(frozen=True)

@@ -143,13 +143,26 @@ class WorkerExecutor:
         call = self._calls[command.call_id]
         if command.training is not None:
             call.model.set_training(command.training)
-        call.backward([self._gradient(data) for data in command.gradients], command.retain_graph)
+        call.model.put_gradients_aside(command.separate)
+        gradients = [self._gradient(data) for data in command.gradients]
+        call.backward(gradients, command.retain_graph, command.watched)
         return call.model.gradient_flags()
 
     def _gradient(self, data: TensorData | messages.PartRef | None) -> Tensor | Part | None:
         if isinstance(data, messages.PartRef):
             return self._parts[data.number]
         return None if data is None else self._device.place(data)
+
+    @_execute.register
+    def _(self, command: messages.TakeGradients) -> None:
+        model = self._models[command.owner]
+        for name, ref in command.gradients.items():
+            self._temporaries[ref] = model.state(StateRef(command.owner, "grad", name))
+        model.put_gradients_aside(False)
+
+    @_execute.register
+    def _(self, command: messages.ReadOutputGradient) -> messages.LeafReply | None:
+        return self._calls[command.call_id].output_gradient(command.index)
 
     @_execute.register
     def _(self, command: messages.ReadInputGradients) -> messages.LeafReply | None:

@@ -42,8 +42,14 @@ class WorkerCall:
     """One forward pass of this worker, kept until the controller no longer needs it."""
 
     def __init__(
-        self, model: WorkerModel, run: ForwardPass | DeferredForward, proof: SplitProof, inputs: InputRoles
+        self,
+        model: WorkerModel,
+        run: ForwardPass | DeferredForward,
+        proof: SplitProof,
+        inputs: InputRoles,
+        changed_attributes: tuple[str, ...] = (),
     ) -> None:
+        self._changed_attributes = changed_attributes
         self.model, self._run, self._proof, self._inputs = model, run, proof, inputs
         self._answers = run.has_result and model.applied.position.tensor.rank == 0
         knows_nesting = model.applied.tensor is not None and run.treespec is not None
@@ -56,8 +62,15 @@ class WorkerCall:
         """What the controller is told at once: the nesting, every shape, and small values that are there."""
         leaves = tuple(self._leaf(index, with_data=False) for index in range(len(self._run.shapes)))
         mode = "whole" if not self._proof.split else "stages" if isinstance(self._run, PipelinedForward) else "split"
-        nesting = pickle_treespec(self._run.treespec)
-        reply = ForwardReply(nesting, leaves, mode, self._proof.reason, self._num_own_rows(), self._stream)
+        reply = ForwardReply(
+            pickle_treespec(self._run.treespec),
+            leaves,
+            mode,
+            self._proof.reason,
+            self._num_own_rows(),
+            self._stream,
+            self._changed_attributes,
+        )
         return reply if self._answers else None
 
     def _num_own_rows(self) -> int | None:
@@ -105,8 +118,23 @@ class WorkerCall:
         differentiable = self._run.differentiable[index]
         return LeafReply(kind, whole_shape(shape, layout), shape.dtype, differentiable, data, has_parts)
 
-    def backward(self, gradients: list[Tensor | Part | None], retain_graph: bool) -> None:
-        """Backpropagate; of `gradients` that are whole this worker takes its rows."""
+    def backward(
+        self, gradients: list[Tensor | Part | None], retain_graph: bool, watched: tuple[int, ...] = ()
+    ) -> None:
+        """Backpropagate; of `gradients` that are whole this worker takes its rows.
+
+        Raises:
+            UnsupportedError: The gradient of an output is `watched`, and the call runs in pieces or stages.
+        """
+        if isinstance(self._run, ForwardPass):
+            self._run.watched = watched
+        elif watched:
+            raise UnsupportedError(
+                "The gradient of an output was asked for (a hook, retain_grad, autograd.grad) of a call that runs in "
+                "micro-batches or stages.",
+                "plans without micro-batches and pipeline",
+                'plan="replicate=2"',
+            )
         local: list[Tensor | None] = []
         whole = iter(gradients)
         for index, shape in enumerate(self._run.shapes):
@@ -130,6 +158,17 @@ class WorkerCall:
         entries = gradient.shape[0] // rows
         start, stop = row_range(axis.rank, axis.size, rows)
         return gradient[start * entries : stop * entries]
+
+    def output_gradient(self, index: int) -> LeafReply | None:
+        """The whole gradient of a watched output: rows where the output has rows; None if nothing depends on it."""
+        assert isinstance(self._run, ForwardPass)
+        gradient = self._run.output_gradients.get(index)
+        if gradient is None or not self._answers:
+            return None
+        # What every worker computes alike is used by each for its rows; a share of a sum gets the gradient of the sum.
+        kinds = {"rows": "rows", "same": "share", "share": "same"}
+        kind = kinds[self._proof.kinds[index]] if self._proof.split else "same"
+        return LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, TensorData.of(gradient.cpu()).data)
 
     def input_gradient(self, index: int) -> LeafReply | None:
         """The gradient of tensor input `index`: rows where it was cut, else this worker's share of the sum.

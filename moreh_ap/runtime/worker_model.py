@@ -26,7 +26,9 @@ from moreh_ap.parallelizer.held import Held
 from moreh_ap.parallelizer.layout import TensorLayout
 from moreh_ap.parallelizer.loading import fill
 from moreh_ap.parallelizer.mesh import build_mesh
+from moreh_ap.parallelizer.own_collectives import keep_to_own_rows
 from moreh_ap.parallelizer.proof import SplitProof, prove_split
+from moreh_ap.parallelizer.reports import attributes_of, changed_attributes
 from moreh_ap.parallelizer.run import run_forward
 from moreh_ap.parallelizer.sharding import prepare, set_requires_grad, settle
 from moreh_ap.parallelizer.tensor_random import draws_random_numbers
@@ -74,14 +76,17 @@ class WorkerModel:
         self.settle()
         self._parameters = dict(self.module.named_parameters())
         self._drops = draws_random_numbers(self.module)
+        self._gradients_aside: dict[str, Tensor | None] | None = None
         self._proofs: dict[Any, SplitProof] = {}
         self._settings = Settings()  # a changed attribute may couple the rows
         self._values: dict[tuple[str, str], Any] = {}
         self._originals: dict[tuple[str, str], Any] = {}
+        self._known_signatures: set[int] = set()
 
     def _unpickle(self, command: BuildModel) -> nn.Module:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device)
         transformers_worker.complete_unpickled(module)
+        keep_to_own_rows(module)
         return module
 
     def _example(self, call: ExampleCall | None) -> Example | None:
@@ -181,7 +186,7 @@ class WorkerModel:
             return held
         if held.tensor.grad is None:
             raise RuntimeError(f"the gradient of {ref.name} was read, but it is None: it was cleared in the meantime")
-        return self._held(held.tensor.grad, ref.name)
+        return self._held(_alias(held.tensor.grad), ref.name)
 
     def set_gradient(self, name: str, whole: Tensor) -> None:
         """Replace a gradient by this worker's part of `whole`."""
@@ -195,6 +200,20 @@ class WorkerModel:
     def clear_gradient(self, name: str) -> None:
         """Set a gradient to None."""
         self._parameters[name].grad = None
+
+    def put_gradients_aside(self, aside: bool) -> None:
+        """Keep the gradients for later, so that a backward finds none; or drop those there are for the kept ones."""
+        if aside == (self._gradients_aside is not None):
+            return
+        self.settle()
+        if self._gradients_aside is None:
+            found = {name: parameter.grad for name, parameter in self._parameters.items()}
+            self._gradients_aside = {name: None if grad is None else _alias(grad) for name, grad in found.items()}
+            gradients: dict[str, Tensor | None] = dict.fromkeys(self._parameters)
+        else:
+            gradients, self._gradients_aside = self._gradients_aside, None
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients[name]
 
     def gradient_flags(self) -> bytes:
         """A byte for each parameter: whether it has a gradient here."""
@@ -239,10 +258,14 @@ class WorkerModel:
         ]
         args, kwargs = self._arguments(call, nesting, tensors)
         meta = None if self._meta_module is None else self._meta_module.get_submodule(signature.path)
+        is_known = signature.signature in self._known_signatures
+        self._known_signatures.add(signature.signature)
+        before = {} if is_known else attributes_of(self.module)
         run = run_forward(call, args, kwargs, plan=self.plan, rows=rows, meta_module=meta)
+        changed = () if is_known else changed_attributes(before, attributes_of(self.module))
         if self._draws_apart(call):
             proof = replace(proof, reason=". ".join(filter(None, (proof.reason, _DRAWN_APART))))
-        return WorkerCall(self, run, proof, InputRoles(axis, rows, carried, command.wants_grad))
+        return WorkerCall(self, run, proof, InputRoles(axis, rows, carried, command.wants_grad), changed)
 
     def _draws_apart(self, call: Call) -> bool:
         """Whether the model drops something, and devices have masks that one device would not have."""
@@ -318,6 +341,11 @@ def _holder_of(root: nn.Module, path: str, name: str) -> tuple[Any, str]:
     for step in through:
         holder = getattr(holder, step)
     return holder, last
+
+
+def _alias(gradient: Tensor) -> Tensor:
+    """The same gradient as another tensor: memory that somebody holds is seen to be held, and is not used again."""
+    return gradient.detach()
 
 
 def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -7,19 +7,16 @@ gradients of the outputs; gradients of parameters stay on the workers.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 
-from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
+from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, place
 from moreh_ap.device.values import Cell, Value
-from moreh_ap.errors import ExactnessError
+from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.runtime.messages import (
     MAX_INLINE_BYTES,
@@ -29,32 +26,24 @@ from moreh_ap.runtime.messages import (
     OutputRef,
     PartRef,
     ReadInputGradients,
+    ReadOutputGradient,
     ReadOutputs,
     ReleaseCalls,
     StateRef,
     TensorData,
     TensorSlot,
 )
+from moreh_ap.session import differentiation
 from moreh_ap.session.model import RemoteModel
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.part_rules import run_on_parts
 from moreh_ap.session.parts import Located, PartValue, PartView, join
+from moreh_ap.session.script_hooks import RunsHereOnly, refuse_global_hooks
 from moreh_ap.session.session import Session
 from moreh_ap.session.signatures import Structure
 from moreh_ap.session.state import OnWorkers
 
-_backward_mode = threading.local()
-
-
-@contextlib.contextmanager
-def retaining_graph(retain: bool) -> Iterator[None]:
-    """Backward passes of this thread inside keep the workers' graphs (`retain_graph` of ``Tensor.backward``)."""
-    before = getattr(_backward_mode, "retain", False)
-    _backward_mode.retain = retain
-    try:
-        yield
-    finally:
-        _backward_mode.retain = before
+Watcher = Callable[[dict[int, Tensor]], object]
 
 
 class Call:
@@ -67,6 +56,8 @@ class Call:
         self.structure: Structure | None = None
         self.plan = model.plan
         self._backward_kind: tuple[int, int] = (0, 0)
+        self.changed_attributes: tuple[str, ...] = ()
+        self._watchers: list[tuple[list[int], Watcher]] = []
         weakref.finalize(self, model.session.outbox.release, ReleaseCalls((self.id,)))
 
     def send(self, signature: int, tensors: list[Tensor], grad: bool) -> Structure:
@@ -104,8 +95,10 @@ class Call:
         )
         self.reply = session.outbox.submit(forward)
         if expected is None:
-            expected = Structure.of(self.reply.result())
+            replies = self.reply.result()
+            expected = Structure.of(replies)
             signatures.learn(key, expected, grad=grad)
+            self.changed_attributes = _answered(replies)[0].changed_attributes
         else:
             self.reply.add_done_callback(lambda reply: _check_structure(model, key, expected, reply))
         if stream is not None:  # what the script draws next comes after what the forward drew
@@ -125,14 +118,63 @@ class Call:
         return join(parts)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Send the gradients of the outputs; parameters' gradients accumulate on the workers."""
-        session = self.model.session
+        """Send the gradients of the outputs; parameters' gradients accumulate on the workers, unless kept apart.
+
+        Raises:
+            UnsupportedError: A graph of the backward itself is asked for.
+        """
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "create_graph=True: gradients of gradients are not computed on the accelerator in this version.",
+                allowed="backward() and torch.autograd.grad() without create_graph.",
+                fix='model.to("cpu")  # a gradient penalty works on the CPU',
+            )
         encoded = tuple(None if grad is None else self._encode_gradient(grad, n) for n, grad in enumerate(gradients))
+        session, apart = self.model.session, differentiation.apart()
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
         # What was set since (adapters back on after another call) counts where a model recomputes its blocks itself.
         training = None if self.model.has_left() else self.model.send_changes()
-        retain = getattr(_backward_mode, "retain", False)
-        reply = session.outbox.post_soon(Backward(self.id, encoded, retain, training))
-        self.model.gradients.after_backward(self._backward_kind, reply)
+        watched = tuple(sorted({index for indices, _ in self._watchers for index in indices}))
+        reply = session.outbox.post_soon(
+            Backward(self.id, encoded, retain, training, separate=apart is not None, watched=watched)
+        )
+        if apart is None:
+            self.model.gradients.after_backward(self._backward_kind, reply)
+        else:
+            apart.after_backward(self.model, reply)
+        if watched:
+            found = {index: self._read_output_gradient(index) for index in watched}
+            present: dict[int, Tensor] = {
+                index: place(gradient) for index, gradient in found.items() if gradient is not None
+            }
+            for _, watcher in reversed(self._watchers):
+                watcher(present)
+
+    def _read_output_gradient(self, index: int) -> Tensor | None:
+        answered = _answered(self.model.session.outbox.submit(ReadOutputGradient(self.id, index)).result())
+        return join(answered) if answered else None
+
+    # -- gradients of outputs ----------------------------------------------------------------------------------------
+
+    def watch(self, indices: list[int], watcher: Watcher) -> RemovableWatcher:
+        """Have every backward call `watcher` with the whole gradients of some leaves of the result, by index."""
+        entry = (indices, watcher)
+        self._watchers.append(entry)
+        return RemovableWatcher(lambda: self._watchers.remove(entry) if entry in self._watchers else None)
+
+    def watch_output(self, output: int, watcher: Callable[[Tensor], object]) -> RemovableWatcher | None:
+        """As `watch`, for one tensor of the result by its number among them.
+
+        Returns:
+            None where autograd in the controller knows the gradient by itself: nothing else that the call returned can
+            depend on the tensor.
+        """
+        assert self.structure is not None
+        tensors = [index for index, leaf in enumerate(self.structure.leaves) if leaf.kind != "const"]
+        if sum(self.structure.leaves[index].differentiable for index in tensors) < 2:
+            return None
+        index = tensors[output]
+        return self.watch([index], lambda found: watcher(found[index]) if index in found else None)
 
     def _encode_gradient(self, gradient: Tensor, index: int) -> TensorData | PartRef:
         """How the gradient of an output travels: by name if each worker has its rows of it, else as bytes."""
@@ -149,16 +191,49 @@ class Call:
         return data
 
 
-def call_remotely(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+class RemovableWatcher:
+    """What hooks return: `remove` ends them."""
+
+    def __init__(self, remove: Callable[[], object]) -> None:
+        self._remove = remove
+
+    def remove(self) -> None:
+        self._remove()
+
+    def __enter__(self) -> RemovableWatcher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def call_remotely(
+    model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], hooks_done: int = 0
+) -> Any:
     """Run the submodule at `path` of `model` on the workers and return its result, tensors as promises.
+
+    Args:
+        model: The model.
+        path: Where the submodule is.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        hooks_done: How many hooks of the script have run already, see `script_hooks.RunsHereOnly`.
 
     Raises:
         Exception: Whatever the forward raised on a worker, with its own type, if its result had to be waited for;
             otherwise it is raised by the next call or read.
     """
+    refuse_global_hooks()
+    if any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values())):
+        raise UnsupportedError(
+            "A torch.Generator was passed to a model: workers would draw from copies, and this one stays as it is.",
+            allowed="Random numbers of the accelerator's own stream in forward(), or drawn before the call.",
+            fix="noise = torch.randn(shape, generator=generator, device='cuda'); model(x, noise)",
+        )
     leaves, treespec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    random_state = model.session.generator.state() if model.script_hooks else b""
     signature = model.signatures.define(path, treespec, constants)
     call = Call(model)
     trainable = model.has_trainable_parameters() or any(tensor.requires_grad for tensor in tensors)
@@ -171,7 +246,15 @@ def call_remotely(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: 
         outputs = _promises(call, structure)
     values = iter(outputs)
     result = [leaf.constant if leaf.kind == "const" else next(values) for leaf in structure.leaves]
-    return tree_unflatten(result, structure.treespec)
+    try:
+        result = model.script_hooks.run(call, structure.treespec, result, hooks_done)
+    except RunsHereOnly as hook:
+        model.session.hooks_kept_here.add(hook.key)
+        model.session.generator.set_state(random_state)
+        model.note_structure()
+        raise
+    model.warn_of_attributes(call.changed_attributes)
+    return result
 
 
 class OutputValue(Value):
@@ -234,6 +317,7 @@ class _RemoteCall(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, call: Call, signature: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         structure = call.send(signature, list(tensors), grad=True)
+        ctx.watch_output = call.watch_output  # tensors reach it through their `grad_fn`
         ctx.call, ctx.inputs = call, [(tensor.shape, tensor.dtype) for tensor in tensors]
         outputs = _promises(call, structure)
         templates = [leaf for leaf in structure.leaves if leaf.kind != "const"]
@@ -241,7 +325,6 @@ class _RemoteCall(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ctx.call.backward(gradients)
         input_gradients: list[Tensor | None] = []

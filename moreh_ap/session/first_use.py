@@ -25,6 +25,7 @@ from moreh_ap.session import equivalence, reduced, verified
 from moreh_ap.session.equivalence import Equivalence
 from moreh_ap.session.generator import AcceleratorGenerator
 from moreh_ap.session.planning import Planned, choose_plan_for
+from moreh_ap.session.script_hooks import ScriptHooks
 from moreh_ap.session.session import Session
 
 Watcher = Callable[[nn.Module, "reduced.Call"], None]
@@ -78,8 +79,10 @@ def require_proof(session: Session, root: nn.Module, call: reduced.Call, planned
 
     Raises:
         PlanError: The numbers are not those of one process.
+        UnsupportedError: Hooks of the script are on the model, which the plan does not allow.
     """
     plan = planned.plan
+    ScriptHooks(root, plan)  # refuses, before a copy of the model has run them
     if proven.kinds_to_prove(plan) and not proven.is_proven(planned.family, plan):
         _prove(session, root, call, plan)
 

@@ -47,7 +47,7 @@ class Gradients:
         def compare(answered: Posted) -> None:
             if answered.failed():
                 return
-            found = self._decode(answered)
+            found = self.decode(answered)
             self._patterns[kind] = found
             if self._changes == sent_at:
                 self._present = set(found)
@@ -107,10 +107,11 @@ class Gradients:
     def _settle(self) -> None:
         for kind, reply in self._unknown:
             reply.result()
-            self._patterns[kind] = self._decode(reply)
+            self._patterns[kind] = self.decode(reply)
             self._present |= self._patterns[kind]
         self._unknown.clear()
 
-    def _decode(self, reply: Any) -> frozenset[str]:
+    def decode(self, reply: Any) -> frozenset[str]:
+        """The parameters that have a gradient, as workers answered to a backward; waits."""
         flags = zip(*reply.result())  # of a parameter, a worker each: some hold it and others do not
         return frozenset(name for name, having in zip(self._model.parameters, flags) if any(having))

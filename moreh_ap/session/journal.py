@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_leaves
 
-from moreh_ap.runtime.messages import Forward, OutputRef, RunOnParts, RunOperation, TensorData
+from moreh_ap.runtime.messages import Forward, OutputRef, RunOnParts, RunOperation, TakeGradients, TensorData
 
 if TYPE_CHECKING:
     from moreh_ap.session.outbox import Posted
@@ -95,4 +95,4 @@ def _num_bytes(command: Any) -> int:
 def _counts_on_layout(command: Any) -> bool:
     if isinstance(command, Forward):
         return any(isinstance(tensor, OutputRef) for tensor in command.tensors)
-    return isinstance(command, (RunOperation, RunOnParts))
+    return isinstance(command, (RunOperation, RunOnParts, TakeGradients))

@@ -7,6 +7,8 @@ parameters, plain attributes, a transformers config, which modules there are) ar
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 import torch
@@ -30,8 +32,10 @@ from moreh_ap.runtime.messages import (
 from moreh_ap.runtime.settings import Settings
 from moreh_ap.runtime.skeleton import pickle_attribute, pickle_skeleton
 from moreh_ap.session.attributes import Containers
+from moreh_ap.session.first_use import plan_on_trial
 from moreh_ap.session.gradients import Gradients
 from moreh_ap.session.outbox import Posted
+from moreh_ap.session.script_hooks import ScriptHooks, hook_keys
 from moreh_ap.session.session import Session
 from moreh_ap.session.signatures import Signatures, pickle_constants
 from moreh_ap.session.state import ModelState, OnWorkers
@@ -66,13 +70,15 @@ class RemoteModel:
         self.signatures = Signatures(self)
         # Autograd enters a remote call through this leaf: parameters themselves never join the controller's graph.
         self.anchor = torch.zeros((), requires_grad=True)
-        self._hooks = self._hook_counts()
+        self.script_hooks = ScriptHooks(root, plan, plan_on_trial() is not None, session.hooks_kept_here)
+        self._hook_keys = hook_keys(self.modules)
         self._training = self._training_flags()
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         self._config = self._config_snapshot()
         self._changes: list[tuple[str, str, Any]] = []
         self._containers = Containers(dict(root.named_modules()))
         self._parts = [_parts_of(module) for module in self.modules]
+        self._warned_of: set[str] = set()
         self._path_of = {id(module): path for path, module in root.named_modules()}
         self._built: Posted
         self._placements: dict[str, str] | None = None
@@ -110,7 +116,8 @@ class RemoteModel:
     def _build(self) -> None:
         files = ValueFiles()
         try:
-            skeleton = pickle_skeleton(self.root)
+            with self.script_hooks.replaced():
+                skeleton = pickle_skeleton(self.root)
             sources = files.sources_of({**self.parameters, **self.buffers})
         except (TypeError, AttributeError) as error:
             files.remove()
@@ -152,6 +159,10 @@ class RemoteModel:
             answers: list[dict[str, str]] = self._built.result()
             self._placements = {name: place for answer in reversed(answers) for name, place in answer.items()}
         return self._placements.get(name)
+
+    def promise_like(self, name: str) -> VirtualTensor:
+        """A new temporary of the workers whose parts lie as those of parameter `name` do."""
+        return self.holder.promise(self.parameters[name].detach(), self.placement_of(name))
 
     def path_of(self, module: nn.Module) -> str:
         """The path of a submodule below the root."""
@@ -209,19 +220,25 @@ class RemoteModel:
         config = getattr(self.root, "config", None)
         return dict(vars(config)) if hasattr(config, "__dict__") else {}
 
+    def warn_of_attributes(self, changed: tuple[str, ...]) -> None:
+        """Say once of each attribute that a forward has set it in the workers, where the script cannot see it."""
+        news = [name for name in changed if name not in self._warned_of and name not in self.script_hooks.attributes]
+        self._warned_of.update(news)
+        if news and not self.script_hooks.is_silent:
+            warnings.warn(
+                f"forward() of {type(self.root).__name__} sets {', '.join(news)} in the workers; in the script "
+                "the attribute stays what it was. Return the value from forward(), or register it as a buffer. "
+                "See: docs/limits.md#models",
+                stacklevel=_frames_to_script(),
+            )
+
     def note_structure(self) -> None:
         """A submodule or parameter was added or replaced: the next call lays the model out anew."""
         self.stale = True
 
     def is_out_of_date(self) -> bool:
         """True if the module tree, or the hooks on it, are no longer those that workers have."""
-        return self.stale or self._hook_counts() != self._hooks or self._has_other_parts()
-
-    def _hook_counts(self) -> list[int]:
-        return [
-            len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
-            for module in self.modules
-        ]
+        return self.stale or hook_keys(self.modules) != self._hook_keys or self._has_other_parts()
 
     def _has_other_parts(self) -> bool:
         return any(_parts_of(module) != known for module, known in zip(self.modules, self._parts))
@@ -243,6 +260,14 @@ class RemoteModel:
 def _parts_of(module: nn.Module) -> tuple[dict[str, nn.Module | None], int, int]:
     """What tells that something was added to a module or taken from it, by whatever way: a ModuleDict sets nothing."""
     return dict(module._modules), len(module._parameters), len(module._buffers)
+
+
+def _frames_to_script() -> int:
+    """How many frames there are up to the first that is neither ours nor PyTorch's, for `warnings.warn`."""
+    frame, count = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("moreh_ap", "torch"):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:

@@ -51,6 +51,7 @@ class Session:
         self.traffic = Traffic()
         self.watch: Watch | None = None
         self._devices: list[DeviceInfo] | None = None
+        self.hooks_kept_here: set[int] = set()  # see `script_hooks.RunsHereOnly`
 
     def synchronize(self) -> None:
         """Wait until the workers have done everything they were told; raise what went wrong.

@@ -13,6 +13,7 @@ from moreh_ap.runtime.messages import ImportModules
 from moreh_ap.session import first_use
 from moreh_ap.session.model import RemoteModel
 from moreh_ap.session.recovery import Recovery
+from moreh_ap.session.script_hooks import replaying
 from moreh_ap.session.session import Session
 from moreh_ap.session.state import ModelState, OnWorkers
 from moreh_ap.session.tuning import tune
@@ -55,11 +56,14 @@ class Units:
     def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         """An attribute of `module` was set: tell the model it belongs to, if any."""
         for model in self._models:
-            if model.contains(module):
-                if isinstance(value, (nn.Module, nn.Parameter)) or name in module._buffers:
-                    model.note_structure()
-                else:
-                    model.note_attribute(module, name, value)
+            if not model.contains(module):
+                continue
+            if replaying():
+                model.script_hooks.attributes.add(f"{model.path_of(module)}.{name}".lstrip("."))
+            elif isinstance(value, (nn.Module, nn.Parameter)) or name in module._buffers:
+                model.note_structure()
+            else:
+                model.note_attribute(module, name, value)
 
     def find(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[RemoteModel, str] | None:
         """The remote model and the path in it for a call of `module`; None if the call belongs in the controller."""

@@ -101,6 +101,17 @@ def test_accumulation_clipping_and_frozen_parameters(plan):
     assert_same(*on_both(script))
 
 
+def test_gradients_that_do_not_accumulate(plan):
+    def script(device):
+        model = tiny_llama().to(device)
+        model(**batch(0, device)).loss.backward()
+        found = torch.autograd.grad(model(**batch(1, device)).loss, list(model.parameters()))
+        return [gradient.cpu() for gradient in found], gradients(model)
+
+    expected, got = on_both(script)
+    assert_same(expected, got)
+
+
 def test_weights_and_gradients_edited_in_place(plan):
     def script(device):
         model = tiny_gpt2().to(device)

@@ -92,7 +92,7 @@ def test_processes_and_threads_of_the_script_go_on_working(tmp_path):
     with UserScript("loaders_and_threads.py", cwd=tmp_path, **TWO) as script:
         out = script.succeed()
     assert "loader processes see the accelerator: False" in out
-    assert f"map: {[2 * n for n in range(10)]}" in out
+    assert f"map: {[2 * n for n in range(10)]} calls: 10" in out
     assert "fork pool: [0, 1, 4, 9]" in out
     assert "thread: [('cuda', torch.Size([3, 2]), True)]" in out
     assert "three threads at once: 60 1" in out

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moreh_ap.device import redirect
+from moreh_ap.device.generator import Generator
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Value
 
@@ -216,3 +217,55 @@ def test_a_running_total_may_be_as_long_as_a_training_run(when):
     for value in promises:
         value.arrived = True
     assert total.item() == sum(range(3000))
+
+
+def test_autocast_for_cuda_holds_outside_of_models_too(monkeypatch):
+    for name in ("is_available", "is_bf16_supported"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    x, weight = torch.randn(4, 8, device="cuda"), torch.randn(3, 8, device="cuda", requires_grad=True)
+    y = torch.tensor([0, 1, 2, 0], device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        scores = torch.nn.functional.linear(x, weight)
+        assert scores.dtype == (x @ weight.T).dtype == torch.bfloat16
+        assert scores.softmax(-1).dtype == scores.sum().dtype == torch.float32, "CUDA raises what loses accuracy"
+        loss = torch.nn.functional.cross_entropy(scores, y)
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32, "tensors of the CPU are not meant"
+        with torch.autocast("cuda", enabled=False):
+            assert (x @ weight.T).dtype == torch.float32
+    assert loss.dtype == torch.float32 and (x @ weight.T).dtype == torch.float32
+    loss.backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = torch.nn.functional.linear(x.cpu(), weight.detach().cpu())
+    assert torch.equal(scores.detach().cpu(), expected)
+    assert weight.grad.dtype == torch.float32 and weight.grad.abs().sum() > 0
+
+
+def test_a_generator_of_the_accelerator():
+    generator = Generator(device="cuda")
+    generator.manual_seed(5)
+    state = generator.get_state()
+    first = torch.randn(3, generator=generator, device="cuda")
+    generator.set_state(state)
+    again = torch.empty(3, device="cuda").normal_(generator=generator)
+    assert generator.device == ACCELERATOR and first.is_cuda and torch.equal(first.cpu(), again.cpu())
+    assert torch.equal(first.cpu(), torch.randn(3, generator=torch.Generator().manual_seed(5)))
+    assert isinstance(Generator(), torch.Generator) and Generator().device == torch.device("cpu")
+    assert isinstance(torch.Generator(), Generator) and isinstance(generator, torch.Generator)
+    loader = torch.utils.data.DataLoader(range(8), shuffle=True, batch_size=4, generator=generator)
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(8))
+
+
+def test_packed_sequences():
+    rows, lengths = torch.randn(3, 5, 2), torch.tensor([2, 5, 3])
+    expected = torch.nn.utils.rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+    there = rows.cuda().requires_grad_()
+    packed = torch.nn.utils.rnn.pack_padded_sequence(there, lengths, batch_first=True, enforce_sorted=False)
+    assert packed.data.is_cuda and not packed.batch_sizes.is_cuda
+    assert torch.equal(packed.data.detach().cpu(), expected.data)
+    padded, found = torch.nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, padding_value=-1.0)
+    assert padded.is_cuda and torch.equal(found, lengths)
+    wanted, _ = torch.nn.utils.rnn.pad_packed_sequence(expected, batch_first=True, padding_value=-1.0)
+    assert torch.equal(padded.detach().cpu(), wanted)
+    padded.square().sum().backward()
+    kept = torch.arange(5) < lengths[:, None]
+    torch.testing.assert_close(there.grad.cpu(), 2 * rows * kept[..., None])

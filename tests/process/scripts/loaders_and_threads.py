@@ -1,6 +1,7 @@
 """Processes and threads that a script starts for itself once the workers are there."""
 
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,8 @@ class Squares(torch.utils.data.Dataset):
 
 
 def double(row):
+    with open("mapped", "a") as file:
+        file.write(".")
     return {"twice": 2 * row["n"]}
 
 
@@ -42,7 +45,7 @@ print("loader processes see the accelerator:", bool(seen[0]["accelerator"].any()
 del loader
 
 data = Dataset.from_dict({"n": list(range(10))}).map(double, num_proc=2)
-print("map:", data["twice"][:])
+print("map:", data["twice"][:], "calls:", os.path.getsize("mapped"))
 
 with multiprocessing.get_context("fork").Pool(2) as pool:
     print("fork pool:", pool.map(square, range(4)))

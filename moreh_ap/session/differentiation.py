@@ -1,0 +1,163 @@
+"""`torch.autograd.grad`, and `backward(inputs=...)`, where the way leads through calls on workers.
+
+Decides what becomes of gradients of parameters that nobody asked for (they stay what they were), and how gradients of
+parameters and of outputs of a call are found, which are no tensors of the controller's graph. Must not know how a
+backward is carried out.
+
+[Note: how]
+A parameter on workers is asked for through the anchor of its model: autograd then goes through the model's calls. The
+workers put the gradients of before aside, so that what a backward adds is the answer, and put them back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.runtime.messages import TakeGradients
+from moreh_ap.session.state import ModelState, OnWorkers
+
+if TYPE_CHECKING:
+    from moreh_ap.session.model import RemoteModel
+    from moreh_ap.session.outbox import Posted
+
+_apart: ContextVar[Apart | None] = ContextVar("apart", default=None)
+
+
+def apart() -> Apart | None:
+    """Where gradients of parameters are kept apart now; None where they accumulate as usual."""
+    return _apart.get()
+
+
+class Apart:
+    """Models through which a backward went whose gradients of parameters are kept apart from those of before."""
+
+    def __init__(self) -> None:
+        self._replies: dict[RemoteModel, Posted] = {}
+
+    def after_backward(self, model: RemoteModel, reply: Posted) -> None:
+        """Note that a backward of a call of `model` was sent."""
+        self._replies[model] = reply
+
+    def take(self, wanted: dict[RemoteModel, list[str]]) -> dict[tuple[RemoteModel, str], Tensor]:
+        """Returns the gradients of some parameters, those that have one; the workers drop the others."""
+        taken: dict[tuple[RemoteModel, str], Tensor] = {}
+        for model, reply in self._replies.items():
+            names = wanted.get(model, [])
+            present = model.gradients.decode(reply) if names else ()
+            taken.update({(model, name): model.promise_like(name) for name in names if name in present})
+            refs = {name: gradient._cell.value.ref for (of, name), gradient in taken.items() if of is model}  # type: ignore[attr-defined]
+            model.session.outbox.post(TakeGradients(model.owner, refs))
+        self._replies.clear()
+        return taken
+
+
+@contextlib.contextmanager
+def _kept_apart() -> Iterator[Apart]:
+    scope = Apart()
+    token = _apart.set(scope)
+    try:
+        yield scope
+    finally:
+        _apart.reset(token)
+        scope.take({})
+
+
+@dataclass
+class _Asked:
+    """What the inputs of `torch.autograd.grad` are: tensors of the controller's graph, parameters, outputs of calls."""
+
+    in_graph: list[Tensor] = field(default_factory=list)
+    parameters: dict[int, tuple[RemoteModel, str]] = field(default_factory=dict)
+    outputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    removers: list[Callable[[], None]] = field(default_factory=list)
+
+    @staticmethod
+    def of(inputs: Sequence[Any]) -> _Asked:
+        asked = _Asked()
+        for position, tensor in enumerate(inputs):
+            value = tensor._cell.value if isinstance(tensor, VirtualTensor) else None
+            if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState) and value.ref.kind == "param":
+                model = value.owner.live_model()
+                asked.parameters[position] = (model, value.ref.name)
+                asked.in_graph.append(model.anchor)
+            elif asked._watch(position, tensor):
+                asked.in_graph.append(tensor.grad_fn.next_functions[0][0].variable)
+            else:
+                asked.in_graph.append(tensor)
+        return asked
+
+    def _watch(self, position: int, tensor: Any) -> bool:
+        watch = getattr(getattr(tensor, "grad_fn", None), "watch_output", None)
+        found: list[Tensor] = []
+        watcher = None if watch is None else watch(tensor.output_nr, found.append)
+        if watcher is None:
+            return False
+        self.outputs[position] = found
+        self.removers.append(watcher.remove)
+        return True
+
+
+def gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Stands in for `torch.autograd.grad`."""
+    outputs, inputs = args[0], tuple(args[1])
+    asked = _Asked.of(inputs)
+    beyond_graph = {**asked.parameters, **asked.outputs}
+    if not beyond_graph:
+        with _kept_apart(), torch._C.DisableTorchFunctionSubclass():
+            return func(outputs, inputs, *args[2:], **kwargs)
+    wanted: dict[RemoteModel, list[str]] = {}
+    for model, name in asked.parameters.values():
+        wanted.setdefault(model, []).append(name)
+    quiet = {**kwargs, "allow_unused": True, "materialize_grads": False}
+    try:
+        with _kept_apart() as scope:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = list(func(outputs, tuple(asked.in_graph), *args[2:], **quiet))
+            taken = scope.take(wanted)
+    finally:
+        for remove in asked.removers:
+            remove()
+    for position, of in asked.parameters.items():
+        found[position] = taken.get(of)
+    for position, watched in asked.outputs.items():
+        found[position] = watched[0] if watched else None
+    if kwargs.get("materialize_grads"):
+        return tuple(torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(inputs, found))
+    if not kwargs.get("allow_unused") and any(grad is None for grad in found):
+        raise RuntimeError(  # in PyTorch's own words
+            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
+            "this is the desired behavior."
+        )
+    return tuple(found)
+
+
+def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Stands in for `torch.autograd.backward`: with `inputs`, gradients accumulate in these alone."""
+    inputs = kwargs.get("inputs")
+    if inputs is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    options = {"grad_outputs": kwargs.get("grad_tensors"), "retain_graph": kwargs.get("retain_graph")}
+    options["create_graph"] = bool(kwargs.get("create_graph"))
+    found = gradients(torch.autograd.grad, (args[0], inputs), {**options, "allow_unused": True})
+    for tensor, gradient in zip(inputs, found, strict=True):
+        if gradient is not None:
+            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+    return None
+
+
+def backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Stands in for `Tensor.backward`."""
+    names = ("gradient", "retain_graph", "create_graph", "inputs")
+    given = {**dict(zip(names, args[1:])), **kwargs}
+    given["grad_tensors"] = given.pop("gradient", None)
+    return backward(torch.autograd.backward, (args[0],), given)

@@ -1,0 +1,118 @@
+"""`torch.autograd.grad`, gradients of outputs, and what is refused: each compared with one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from one_line_models import OwnTransformer, tiny_llama
+from test_one_line_training import assert_same, batches, on_both
+from torch import nn
+
+from moreh_ap.errors import UnsupportedError
+
+
+@pytest.fixture(params=["replicate=2", "shard=2"], autouse=True)
+def session(request, accelerator):
+    return accelerator(request.param)
+
+
+def small(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+    return model, torch.randn(5, 6).to(device), torch.randint(0, 3, (5,)).to(device)
+
+
+def test_gradients_of_parameters_without_accumulating():
+    def script(device):
+        model, x, y = small(device)
+        F.cross_entropy(model(x), y).backward()
+        loss = F.cross_entropy(model(2 * x), y) + model(x).square().mean()
+        found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        again = torch.autograd.grad(loss, [model[2].weight, model[0].bias])
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), found):
+                parameter -= 0.1 * gradient
+        return found, again, [p.grad for p in model.parameters()], model(x)
+
+    assert_same(*on_both(script))
+
+
+def test_a_kept_gradient_stays_what_it_was():
+    def script(device):
+        model, x, y = small(device)
+        F.cross_entropy(model(x), y).backward()
+        kept = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        F.cross_entropy(model(3 * x), y).backward()
+        return kept, [parameter.grad for parameter in model.parameters()]
+
+    assert_same(*on_both(script))
+
+
+def test_gradients_of_inputs_leave_those_of_parameters_alone():
+    def script(device):
+        model, x, y = small(device)
+        x.requires_grad_()
+        (first,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        F.cross_entropy(model(x.detach()), y).backward()
+        both = torch.autograd.grad(F.cross_entropy(model(x), y), [x, *model.parameters()])
+        F.cross_entropy(model(x), y).backward(inputs=[model[0].weight, x])
+        return first, both, x.grad, [p.grad for p in model.parameters()]
+
+    assert_same(*on_both(script))
+
+
+def test_what_does_not_depend_on_a_tensor_is_said_as_pytorch_says_it():
+    def script(device):
+        model, x, y = small(device)
+        other = nn.Linear(6, 3).to(device)
+        loss = F.cross_entropy(model(x), y)
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(loss, [other.weight, model[0].weight], retain_graph=True)
+        found = torch.autograd.grad(loss, [other.weight, model[0].weight], allow_unused=True, retain_graph=True)
+        assert found[0] is None
+        zeros = torch.autograd.grad(loss, [other.weight], materialize_grads=True)
+        return found[1], zeros
+
+    assert_same(*on_both(script))
+
+
+def test_several_losses_in_one_backward_and_a_graph_that_is_kept():
+    def script(device):
+        model = OwnTransformer().to(device)
+        (ids, labels), (more, targets), *_ = batches(device)
+        losses = [model(ids, labels)[1], model(more, targets)[1]]
+        torch.autograd.backward(losses, retain_graph=True)
+        torch.autograd.backward(losses, [torch.tensor(2.0, device=device)] * 2)
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert_same(*on_both(script))
+
+
+def test_the_gradient_of_one_output_that_another_depends_on():
+    def script(device):
+        model = tiny_llama().to(device)
+        ids, labels = batches(device)[0]
+        out = model(input_ids=ids, labels=labels, output_hidden_states=True)
+        seen = []
+        out.hidden_states[1].retain_grad()
+        out.logits.register_hook(seen.append)
+        out.loss.backward()
+        return out.hidden_states[1].grad, seen
+
+    assert_same(*on_both(script))
+
+
+def test_a_gradient_penalty_is_refused_and_not_left_out():
+    model, x, _ = small("cuda")
+    x.requires_grad_()
+    with pytest.raises(UnsupportedError, match="gradients of gradients"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="gradients of gradients"):
+        model(x).sum().backward(create_graph=True)
+    y = (x**3).sum()  # no model on the way
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second.cpu(), 6 * x.detach().cpu())

@@ -1,0 +1,273 @@
+"""Hooks that a script puts on modules, and attributes that a forward sets: what the script keeps of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_one_line_training import assert_same, on_both
+from torch import Tensor, nn
+
+from moreh_ap.errors import UnsupportedError
+
+
+@pytest.fixture(params=["replicate=2", "shard=2"], autouse=True)
+def session(request, accelerator):
+    return accelerator(request.param)
+
+
+class Net(nn.Module):
+    """A small convolutional network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.second(F.relu(self.first(x)))).mean((2, 3)))
+
+
+def net_and_batch(device):
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 1, 6, 6), torch.randint(0, 5, (5,))
+    return Net().to(device), x.to(device), y.to(device)
+
+
+def gradients(model):
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_a_hook_collects_activations_of_the_whole_batch(capsys):
+    def script(device):
+        model, x, y = net_and_batch(device)
+        seen: dict[str, Tensor] = {}
+
+        def keep(name):
+            def hook(module, args, output):
+                seen[name] = output.detach()
+                print(name, tuple(output.shape), tuple(args[0].shape))
+
+            return hook
+
+        handles = [part.register_forward_hook(keep(name)) for name, part in model.named_children()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        trace = []
+
+        def step():
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+            trace += [seen["first"].clone(), seen["head"].mean()]
+        for handle in handles:
+            handle.remove()
+        seen.clear()
+        step()
+        trace.append(model(x))
+        assert not seen
+        return trace
+
+    expected, got = on_both(script)
+    assert_same(expected, got)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("first", "second", "head"))]
+    assert len(printed) == 18 and printed[:9] == printed[9:]
+
+
+def test_a_loss_of_what_hooks_saw_reaches_the_weights():
+    def script(device):
+        model, x, y = net_and_batch(device)
+        features: list[Tensor] = []
+        model.second.register_forward_hook(lambda module, args, output: features.append(output))
+        (F.cross_entropy(model(x), y) + features[0].square().mean()).backward()
+        return gradients(model)
+
+    assert_same(*on_both(script))
+
+
+def test_grad_cam_in_its_three_ways():
+    def script(device):
+        model, x, _ = net_and_batch(device)
+        kept: dict[str, Tensor] = {}
+
+        def keep_with_gradient(module, args, output):
+            kept["output"] = output
+            output.register_hook(lambda gradient: kept.update(gradient=gradient))
+
+        with_tensor_hook = model.second.register_forward_hook(keep_with_gradient)
+        model(x)[:, 2].sum().backward()
+        maps = [(kept["gradient"].mean((2, 3), keepdim=True) * kept["output"]).sum(1).relu()]
+        with_tensor_hook.remove()
+
+        forward = model.second.register_forward_hook(lambda module, args, output: kept.update(output=output))
+        backward = model.second.register_full_backward_hook(
+            lambda module, grad_input, grad_output: kept.update(into=grad_input[0], out=grad_output[0])
+        )
+        model.zero_grad()
+        model(x)[:, 1].sum().backward()
+        maps += [kept["into"], kept["out"], *gradients(model)]
+        backward.remove()
+
+        kept.clear()
+        scores = model(x)
+        maps += torch.autograd.grad(scores[:, 0].sum(), kept["output"])
+        forward.remove()
+
+        model.first.register_forward_hook(
+            lambda module, args, output: (output.retain_grad(), kept.update(first=output))[1]
+        )
+        model(x).square().mean().backward()
+        return [*maps, kept["first"].grad]
+
+    assert_same(*on_both(script))
+
+
+def test_what_a_hook_returns_counts_and_what_it_keeps_too():
+    def script(device):
+        model, x, y = net_and_batch(device)
+        kept: list[Tensor] = []
+
+        def double(module, args, output):
+            kept.append(output.detach())
+            return 2 * output
+
+        model.first.register_forward_hook(double)
+        model.head.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True)
+        model.first.register_full_backward_hook(lambda module, grad_input, grad_output: kept.append(grad_output[0]))
+        F.cross_entropy(model(x), y).backward()
+        return [*kept, *gradients(model)]
+
+    assert_same(*on_both(script))
+
+
+def test_a_hook_may_end_the_forward():
+    class Enough(Exception):
+        pass
+
+    def script(device):
+        model, x, _ = net_and_batch(device)
+        kept: list[Tensor] = []
+
+        def stop(module, args):
+            kept.append(args[0])
+            raise Enough
+
+        handle = model.head.register_forward_pre_hook(stop)
+        with torch.no_grad(), pytest.raises(Enough):
+            model(x)
+        handle.remove()
+        return [*kept, model(x)]
+
+    assert_same(*on_both(script))
+
+
+def test_a_hook_that_cannot_be_sent_runs_in_the_script():
+    def script(device):
+        model, x, _ = net_and_batch(device)
+        lock, shapes = threading.Lock(), []
+
+        def hook(module, args, output):
+            with lock:
+                shapes.append(tuple(output.shape))
+
+        model.first.register_forward_hook(hook)
+        model(x)
+        return shapes
+
+    expected, got = on_both(script)
+    assert expected == got == [(5, 4, 6, 6)]
+
+
+def test_a_hook_that_needs_the_script_s_process_runs_in_the_script():
+    """As one that logs to a run of wandb does."""
+
+    def script(device):
+        model, x, _ = net_and_batch(device)
+        here, seen = os.getpid(), []
+
+        def hook(module, args, output):
+            if os.getpid() != here:
+                raise RuntimeError("there is no run in this process")
+            seen.append(output.detach())
+
+        model.first.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+        model.second.register_forward_hook(hook)
+        results = [model(x), model(2 * x)]
+        assert len(seen) == 4
+        return [*results, *seen]
+
+    assert_same(*on_both(script))
+
+
+def test_hooks_of_libraries_work_inside_the_model():
+    def script(device):
+        torch.manual_seed(0)
+        with pytest.warns(FutureWarning):
+            model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 2)).to(device)
+        kept: list[Tensor] = []
+        model[1].register_forward_hook(lambda module, args, output: kept.append(output.detach()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 4, device=device)).sum().backward()
+            optimizer.step()
+        return kept
+
+    assert_same(*on_both(script))
+
+
+def test_what_would_be_lost_is_refused():
+    model, x, _ = net_and_batch("cuda")
+    in_place = model.first.register_forward_hook(lambda module, args, output: output.mul_(2) and None)
+    with pytest.raises(UnsupportedError, match="in place"):
+        model(x)
+    in_place.remove()
+    legacy = model.first.register_backward_hook(lambda module, grad_input, grad_output: None)
+    with pytest.raises(UnsupportedError, match="register_full_backward_hook"):
+        model(x)
+    legacy.remove()
+    model.first._is_full_backward_hook = None
+    everywhere = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with pytest.raises(UnsupportedError, match="all modules"):
+            model(x)
+    finally:
+        everywhere.remove()
+    assert model(x).shape == (5, 5)
+
+
+def test_hooks_under_a_tensor_axis_are_refused(accelerator):
+    accelerator("tensor=2")
+    model = nn.Sequential(nn.Linear(4, 4)).cuda()
+    model[0].register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(UnsupportedError, match="no worker has as a whole"):
+        model(torch.ones(4, 4, device="cuda"))
+
+
+class Counting(nn.Module):
+    """A forward that leaves things in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.kept = nn.Linear(4, 4), 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.kept = self.inner(x)
+        return self.kept.sum(1)
+
+
+def test_an_attribute_that_a_forward_sets_is_named_once():
+    model, x = Counting().cuda(), torch.ones(4, 4, device="cuda")
+    with pytest.warns(UserWarning, match=r"sets calls, kept in the workers"):
+        model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.eval()
+        model(x[:2])
