@@ -24,6 +24,7 @@ from moreh_ap.device.facade import Facade
 from moreh_ap.device.generator import Generator
 from moreh_ap.device.random_state import RandomState
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, to_accelerator
+from moreh_ap.integrations.transformers_worker import hand_caches_back
 
 if TYPE_CHECKING:
     from moreh_ap.session.session import Session
@@ -184,9 +185,12 @@ def _redirect_modules(patches: Patches, units: Units) -> None:
         unit, hooks_done = units.find(module, args, kwargs), 0
         while unit is not None:
             try:
-                return call_remotely(*unit, args, kwargs, hooks_done)
+                result = call_remotely(*unit, args, kwargs, hooks_done)
             except RunsHereOnly as hook:
                 unit, hooks_done = units.find(module, args, kwargs), hook.done
+            else:
+                hand_caches_back((*args, *kwargs.values()), result)
+                return result
         if isinstance(parameter, VirtualTensor) and not parameter.is_cuda:
             module._apply(_read_into_controller)  # a model that is to stay on the CPU after all
         return original_call(module, *args, **kwargs)

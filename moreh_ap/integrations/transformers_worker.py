@@ -55,6 +55,23 @@ def complete_unpickled(module: nn.Module) -> None:
             dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(part)), part._can_record_outputs)
 
 
+def hand_caches_back(arguments: tuple[Any, ...], result: Any) -> None:
+    """Have caches that were given to a call be those of its result, as where a forward writes into what it is given.
+
+    Args:
+        arguments: Of the call.
+        result: Of the call; its ``past_key_values`` come from workers, in an object of their own.
+    """
+    returned = getattr(result, "past_key_values", None)
+    if type(returned) not in _CACHES:
+        return
+    for given in arguments:
+        if type(given) is type(returned):
+            vars(given).clear()
+            vars(given).update(vars(returned))
+            result.past_key_values = given
+
+
 def cache_leaves(treespec: pytree.TreeSpec) -> frozenset[int]:
     """Which leaves of a nesting are keys and values in a cache: (batch, heads, positions, width) each."""
     if not _CACHES:  # transformers is not imported; asking sys.modules would find it half imported by another thread

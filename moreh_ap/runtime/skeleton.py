@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +71,9 @@ class NotSent:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python asks whether there is one
+        if name.startswith("_"):  # Python asks whether there is one
             raise AttributeError(name)
-        return self._refuse()
+        return NotSent(self._kind)  # objects keep methods of a lock: the one who calls it is told
 
     __call__ = __enter__ = __exit__ = __iter__ = __next__ = __len__ = __getitem__ = _refuse
 
@@ -85,7 +86,7 @@ def unpickle_skeleton(data: bytes, device: torch.device) -> nn.Module:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
-        if reduced is not NotImplemented:
+        if reduced is not NotImplemented or isinstance(obj, (type, types.FunctionType)):
             return reduced
         reduce = self.dispatch_table.get(type(obj))
         try:
