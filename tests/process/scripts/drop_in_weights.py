@@ -33,7 +33,8 @@ class Tagger(nn.Module):
         alpha, gold = scores[:, 0], scores[:, 0].gather(1, tags[:, :1])[:, 0]
         for t in range(1, words.size(1)):
             alpha = torch.logsumexp(alpha[:, :, None] + self.transitions[None], 1) + scores[:, t]
-            gold = gold + scores[:, t].gather(1, tags[:, t : t + 1])[:, 0] + self.transitions[tags[:, t - 1], tags[:, t]]
+            gold = gold + scores[:, t].gather(1, tags[:, t : t + 1])[:, 0]
+            gold = gold + self.transitions[tags[:, t - 1], tags[:, t]]
         return (torch.logsumexp(alpha, 1) - gold).mean()
 
 
