@@ -10,7 +10,7 @@ import torch
 
 import moreh_ap
 from moreh_ap.device import flavours, patches
-from moreh_ap.integrations import transformers
+from moreh_ap.integrations import accelerate, transformers
 from moreh_ap.option import Options
 from moreh_ap.planner import report
 from moreh_ap.runtime.mesh import WorkerMesh
@@ -63,6 +63,7 @@ class Accelerator:
         self.units = Units(self.session)
         self._patches = patches.install(self.session, self.units)
         transformers.install(self._patches.replace, self._patches.on_undo)
+        accelerate.install(self._patches.on_undo)
 
     def in_use(self) -> bool:
         """True once a model has moved to the workers."""

@@ -54,7 +54,7 @@ class Call:
         group: The workers that share the batch; None is the default group.
         autocast: Dtype of `torch.autocast` around the forward, None for none.
         kinds: The kind of every leaf of the result, where it is known. See [Note: kinds].
-        counts: Whether sums of whole numbers are denominators. See [Note: counts] in `reduction.py`.
+        counts: Whether numbers of true elements are denominators. See [Note: counts] in `reduction.py`.
         target: What to call instead of the module: one of its submodules or bound methods.
     """
 

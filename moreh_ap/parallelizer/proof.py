@@ -61,7 +61,7 @@ class SplitProof:
         kinds: The kind of every leaf of the result; empty where `split` is False.
         reason: Why it cannot be split; empty where it can.
         draws: Of everything drawn from a common stream, how the rows lie in it; empty without such a stream.
-        counts: Whether it can be split only if sums of whole numbers are denominators. See [Note: counts] in
+        counts: Whether it can be split only if numbers of true elements are denominators. See [Note: counts] in
             `reduction.py`.
     """
 

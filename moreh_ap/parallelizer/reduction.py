@@ -11,9 +11,10 @@ divides (a count, a sum of class weights) is called its denominator below; each 
 taken is a site, numbered in the order of execution.
 
 [Note: counts]
-A forward may divide by itself: ``losses.sum() / mask.sum()``. Such a sum of whole numbers over everything is the
-denominator then, and a site; what it is divided by stays as it is. A forward may also use such a sum for something
-else, so this is done only where the proof has failed without it and holds with it.
+A forward may divide by itself: ``losses.sum() / mask.sum()``. The number of true elements of a mask is the denominator
+then, and a site; what is divided stays as it is. A forward may also use such a number for something else, so this is
+done only where the proof has failed without it and holds with it. Sums of other whole numbers are left alone:
+transformers takes one to find packed sequences, in batches of one row only.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ class GlobalReduction(OwnDevice):
         group: The workers that share the batch. None is the default group.
         denominators: The global denominator of every site, where it is known beforehand: nothing is communicated.
         record: Take the local denominators for the global ones: nothing is communicated.
-        counts: Whether sums of whole numbers over everything are denominators too. See [Note: counts].
+        counts: Whether the numbers of true elements of masks are denominators too. See [Note: counts].
 
     Attributes:
-        saw_counts: Whether there were such sums.
+        saw_counts: Whether there were such numbers.
         local_denominators: What this worker contributed, one float64 number a site.
         global_denominators: What was divided by, one float64 number a site.
 
@@ -247,9 +248,9 @@ class MetaReduction(GlobalReduction):
 
 
 def _is_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Says whether a sum is one of whole numbers over everything."""
+    """Says whether a sum is the number of true elements of a whole mask."""
     value = args[0] if args else kwargs.get("input")
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or value.ndim == 0:
+    if not isinstance(value, Tensor) or value.dtype is not torch.bool or value.ndim == 0:
         return False
     return len(args) == 1 and not {"dim", "axis", "keepdim", "out"} & kwargs.keys()
 

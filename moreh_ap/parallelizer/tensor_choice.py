@@ -23,6 +23,7 @@ from torch import nn
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.blocks import block_lists
+from moreh_ap.parallelizer.forwards import has_another_forward
 from moreh_ap.parallelizer.layout import Range
 from moreh_ap.parallelizer.tensor_check import survives
 from moreh_ap.parallelizer.tensor_crossing import Crossing
@@ -81,10 +82,14 @@ class Splitter:
         self._done: set[int] = set()
         self._tried: dict[Any, bool | None] = {}
         self._attention: Attention | None = None
+        self._has_another_forward = has_another_forward(self.module)
 
     def run(self) -> None:
-        """Splits the body, then the vocabulary."""
+        """Splits the body, then the vocabulary: that stays whole where a forward of somebody's may read its weight."""
         vocabulary = find_vocabulary(self.module, self._blocks)
+        if self._has_another_forward:
+            self._note(self.module, "vocabulary whole on every rank: a forward was replaced")
+            vocabulary = ([], [])
         self._done.update(id(part) for found in vocabulary for part in found)
         self._walk(self.module, "")
         self._split_vocabulary(*vocabulary)

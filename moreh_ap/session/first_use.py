@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import PlanError, WorkerLostError
 from moreh_ap.parallelizer.containers import flatten
+from moreh_ap.parallelizer.forwards import has_another_forward
 from moreh_ap.plan import Plan
 from moreh_ap.planner import proven, report
 from moreh_ap.session import equivalence, reduced, verified
@@ -94,7 +95,7 @@ def _rows(call: reduced.Call) -> int | None:
 
 def family_of(root: nn.Module) -> str:
     """Returns the name of the family in the list of proven ones; empty where parts of the model are somebody's own."""
-    if not reduced.is_of_libraries(root) or reduced.has_another_forward(root):
+    if not reduced.is_of_libraries(root) or has_another_forward(root):
         return ""
     model_type = getattr(getattr(root, "config", None), "model_type", "")
     return f"{type(root).__module__}.{type(root).__qualname__} {model_type}"

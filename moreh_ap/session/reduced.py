@@ -8,7 +8,6 @@ real ones. The script's own model, its hooks and its random numbers are not touc
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.blocks import block_lists
 from moreh_ap.parallelizer.containers import flatten
+from moreh_ap.parallelizer.forwards import has_another_forward
 from moreh_ap.plan import Plan
 from moreh_ap.session.equivalence import Subject, Training, as_a_fresh_process, reference
 from moreh_ap.session.reduced_config import cut_config, depth_with_every_kind, reduce_config, without_dropout
@@ -31,8 +31,6 @@ LARGEST_COPY_BYTES = 1 << 30
 _LONGEST = 32
 """Positions of a sequence that are kept where the call allows it."""
 _LIBRARIES = ("torch.", "transformers.")
-_WRAPPERS = (*_LIBRARIES, "accelerate.")
-"""Whose functions around a forward (autocast, casts of its result, hooks) do not change what is computed in it."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -117,27 +115,6 @@ def is_of_libraries(root: nn.Module, but_for_adapters: bool = False) -> bool:
     """Whether every part of a model is a class of transformers or PyTorch, or, if they may be there, of peft."""
     known = (*_LIBRARIES, "peft.") if but_for_adapters else _LIBRARIES
     return all(type(part).__module__.startswith(known) for part in root.modules())
-
-
-def has_another_forward(root: nn.Module) -> bool:
-    """Whether somebody gave a module of the model another forward than its class has."""
-    return any(not _owner(function).startswith(_WRAPPERS) for function in own_forwards(root))
-
-
-def own_forwards(root: nn.Module) -> Iterator[Any]:
-    """Yields the functions that modules of the model have for a forward in place of their class's, wrapped ones too."""
-    for part in root.modules():
-        forward = vars(part).get("forward")
-        while forward is not None:
-            function = getattr(forward, "func", getattr(forward, "__func__", forward))  # of a partial, of a method
-            yield function
-            forward = getattr(function, "__wrapped__", None)
-
-
-def _owner(function: Any) -> str:
-    """The module in which a function is written, whatever it says of itself, with a dot behind."""
-    written = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
-    return f"{written}."
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import moreh_ap
+from moreh_ap.parallelizer.forwards import own_forwards
 from moreh_ap.plan import Plan
-from moreh_ap.session import reduced
 from moreh_ap.session.equivalence import Equivalence
 from moreh_ap.session.remembered import Remembered
 
@@ -60,7 +60,7 @@ def key_of(root: nn.Module, path: str, arguments: str, plan: Plan) -> str:
     parts = [path, arguments, str(plan), json.dumps(_versions()), _own_code()]
     for cls in sorted({type(part) for part in root.modules()}, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"):
         parts += [cls.__module__, cls.__qualname__, _source(cls)]
-    for function in reduced.own_forwards(root):
+    for function in own_forwards(root):
         parts.append(_code(function) if inspect.isfunction(function) else type(function).__qualname__)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")

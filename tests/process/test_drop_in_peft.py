@@ -44,17 +44,17 @@ def test_adapters_of_five_families_are_trained_saved_and_loaded_as_on_one_device
 
 def test_what_scripts_do_with_adapters_gives_the_losses_of_one_device(tmp_path):
     ours, reference = both("drop_in_peft_adapters.py", tmp_path)
-    assert num_losses(reference) > 40
+    assert num_losses(reference) == 50
     assert_same(ours, reference)
 
 
 @pytest.mark.parametrize(
     "script, expected",
-    [("drop_in_peft_trainer.py", 25), ("drop_in_trl_sft.py", 40), ("drop_in_trl_preferences.py", 10)],
+    [("drop_in_peft_trainer.py", 20), ("drop_in_trl_sft.py", 30), ("drop_in_trl_preferences.py", 17)],
 )
 def test_trainers_print_the_numbers_of_one_device(tmp_path, script, expected):
     ours, reference = both(script, tmp_path)
-    assert num_losses(reference) >= expected
+    assert num_losses(reference) == expected
     assert_same(ours, reference)
 
 

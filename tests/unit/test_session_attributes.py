@@ -8,9 +8,9 @@ import types
 import torch
 from torch import nn
 
+from moreh_ap.parallelizer.forwards import has_another_forward
 from moreh_ap.runtime.settings import Settings
 from moreh_ap.session.attributes import Containers
-from moreh_ap.session.reduced import has_another_forward
 
 
 class Layer(nn.Module):
