@@ -7,8 +7,6 @@ parameters, plain attributes, a transformers config, which modules there are) ar
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from moreh_ap.runtime.messages import (
 )
 from moreh_ap.runtime.settings import Settings
 from moreh_ap.runtime.skeleton import pickle_attribute, pickle_skeleton
+from moreh_ap.session import script_line
 from moreh_ap.session.attributes import Containers
 from moreh_ap.session.first_use import plan_on_trial
 from moreh_ap.session.gradients import Gradients
@@ -225,11 +224,10 @@ class RemoteModel:
         news = [name for name in changed if name not in self._warned_of and name not in self.script_hooks.attributes]
         self._warned_of.update(news)
         if news and not self.script_hooks.is_silent:
-            warnings.warn(
+            script_line.warn(
                 f"forward() of {type(self.root).__name__} sets {', '.join(news)} in the workers; in the script "
                 "the attribute stays what it was. Return the value from forward(), or register it as a buffer. "
-                "See: docs/limits.md#models",
-                stacklevel=_frames_to_script(),
+                "See: docs/limits.md#models"
             )
 
     def note_structure(self) -> None:
@@ -260,14 +258,6 @@ class RemoteModel:
 def _parts_of(module: nn.Module) -> tuple[dict[str, nn.Module | None], int, int]:
     """What tells that something was added to a module or taken from it, by whatever way: a ModuleDict sets nothing."""
     return dict(module._modules), len(module._parameters), len(module._buffers)
-
-
-def _frames_to_script() -> int:
-    """How many frames there are up to the first that is neither ours nor PyTorch's, for `warnings.warn`."""
-    frame, count = sys._getframe(2), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("moreh_ap", "torch"):
-        frame, count = frame.f_back, count + 1
-    return count
 
 
 def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:

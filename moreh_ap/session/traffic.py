@@ -1,16 +1,13 @@
 """How many bytes of large tensors travel between the workers and the script in a step, and a word if they are many.
 
-Decides when that is worth a warning and which line of the script it names. Must not know what the tensors are.
+Decides when that is worth a warning. Must not know what the tensors are.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
-from types import FrameType
+from moreh_ap.session import script_line
 
 _MANY_BYTES = 64 << 20
-_NOT_THE_SCRIPT = ("moreh_ap", "torch", "transformers", "accelerate")
 
 
 class SlowPathWarning(UserWarning):
@@ -37,22 +34,10 @@ class Traffic:
 
 
 def _warn(num_bytes: int) -> None:
-    frame = _line_of_script(sys._getframe(2))
-    warnings.warn_explicit(
+    script_line.warn(
         f"{num_bytes / 2**20:.0f} MB of tensors went through this process in one step: what is computed here is not "
         "spread over the devices. Compute it inside a module, or with operations that run on the devices (losses of "
         "torch.nn.functional, softmax, gather, sums and means over dims other than the first); do not print or index "
         "large outputs in every step.",
         SlowPathWarning,
-        frame.f_code.co_filename,
-        frame.f_lineno,
     )
-
-
-def _line_of_script(frame: FrameType) -> FrameType:
-    """The innermost frame outside of libraries; the outermost where there is none."""
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_THE_SCRIPT:
-            return frame
-        frame = frame.f_back
-    return frame

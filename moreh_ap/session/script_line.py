@@ -1,0 +1,20 @@
+"""Warnings that name the line of the script that they are about."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+_NOT_THE_SCRIPT = frozenset({"moreh_ap", "torch", "transformers", "accelerate", "peft", "trl"})
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns of the innermost line that is in no library; of the outermost where there is none such."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _package(frame.f_globals.get("__name__", "")) in _NOT_THE_SCRIPT:
+        frame = frame.f_back
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno)
+
+
+def _package(module: str) -> str:
+    return module.split(".", 1)[0]
