@@ -135,8 +135,13 @@ def moved_bytes(monkeypatch):
     return moved
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2,micro_batches=3"])
-@pytest.mark.parametrize("name", [*STAY, *MOVED])
+@pytest.mark.parametrize(
+    "name, plan",
+    [
+        *((name, "replicate=2") for name in [*STAY, *MOVED]),
+        *((name, "shard=2,micro_batches=3") for name in ("distilled", "weighted_by_row", "changed_output")),
+    ],
+)
 def test_a_loss_of_the_script_s_own(accelerator, moved_bytes, name, plan):
     expected = train({**STAY, **MOVED}[name], "cpu")
     accelerator(plan)
