@@ -20,7 +20,7 @@ inputs = torch.randn(96, 12)
 labels = (inputs.sum(1) > 0).long() + (inputs[:, 0] > 0.5).long()
 train_loader = DataLoader(TensorDataset(inputs[:72], labels[:72]), 8, shuffle=True)
 eval_loader = DataLoader(TensorDataset(inputs[72:], labels[72:]), 7)
-model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Tanh(), torch.nn.Dropout(0.0), torch.nn.Linear(24, 3))
+model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Tanh(), torch.nn.Dropout(0.3), torch.nn.Linear(24, 3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
 model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(

@@ -41,9 +41,9 @@ def gpt(n=2, seed=0):
             n_layer=n,
             n_head=4,
             n_positions=64,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
+            resid_pdrop=0.1,
+            embd_pdrop=0.1,
+            attn_pdrop=0.1,
             bos_token_id=6,
             eos_token_id=5,
             pad_token_id=0,
@@ -61,8 +61,8 @@ def bert(n=2, seed=0, cls=BertModel, **kw):
             num_attention_heads=4,
             intermediate_size=64,
             max_position_embeddings=64,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1,
             **kw,
         )
     )

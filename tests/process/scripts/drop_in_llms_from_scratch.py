@@ -222,7 +222,7 @@ GPT_CONFIG = {
     "emb_dim": 32,
     "n_heads": 4,
     "n_layers": 2,
-    "drop_rate": 0.0,
+    "drop_rate": 0.1,
     "qkv_bias": False,
 }
 torch.manual_seed(123)

@@ -18,14 +18,15 @@ class RNNModel(nn.Module):
         super().__init__()
         self.ntoken, self.nhid, self.nlayers = ntoken, nhid, nlayers
         self.encoder = nn.Embedding(ntoken, ninp)
-        self.rnn = nn.LSTM(ninp, nhid, nlayers)
+        self.drop = nn.Dropout(0.2)
+        self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=0.2)
         self.decoder = nn.Linear(nhid, ntoken)
         nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
 
     def forward(self, input, hidden):
-        output, hidden = self.rnn(self.encoder(input), hidden)
-        decoded = self.decoder(output).view(-1, self.ntoken)
+        output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
+        decoded = self.decoder(self.drop(output)).view(-1, self.ntoken)
         return nn.functional.log_softmax(decoded, dim=1), hidden
 
     def init_hidden(self, bsz):

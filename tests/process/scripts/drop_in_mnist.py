@@ -18,7 +18,7 @@ class Net(nn.Module):
         self.conv1 = nn.Conv2d(1, 8, 3, 1)
         self.bn = nn.BatchNorm2d(8)
         self.conv2 = nn.Conv2d(8, 16, 3, 1)
-        self.dropout = nn.Dropout(0.0)
+        self.dropout = nn.Dropout(0.5)
         self.fc1 = nn.Linear(400, 32)
         self.fc2 = nn.Linear(32, 10)
 

@@ -24,7 +24,7 @@ class GPTConfig:
     n_layer: int = 2
     n_head: int = 4
     n_embd: int = 32
-    dropout: float = 0.0
+    dropout: float = 0.1
 
 
 class SelfAttention(nn.Module):

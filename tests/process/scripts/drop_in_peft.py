@@ -21,7 +21,7 @@ SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
 CONFIGS = {
     "gpt2": GPT2Config(
-        vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1
     ),
     "llama": LlamaConfig(**SMALL, **HEADS),
     "mistral": MistralConfig(**SMALL, **HEADS, sliding_window=8),
@@ -46,7 +46,7 @@ def make_base(name):
 def add_adapter(model, name):
     torch.manual_seed(1)
     task = TaskType.SEQ_CLS if name == "classifier" else TaskType.CAUSAL_LM
-    config = LoraConfig(task_type=task, r=4, lora_alpha=16, lora_dropout=0.0, **ADAPTERS[name])
+    config = LoraConfig(task_type=task, r=4, lora_alpha=16, lora_dropout=0.05, **ADAPTERS[name])
     return get_peft_model(model, config)
 
 

@@ -42,8 +42,8 @@ bc = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
     "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
 }
 
 
@@ -149,9 +149,9 @@ lm = GPT2LMHeadModel(
         n_layer=2,
         n_head=4,
         n_positions=32,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
     )
 )
 lm.config.use_cache = False
@@ -202,9 +202,9 @@ def fresh(out, **kw):
             n_layer=2,
             n_head=4,
             n_positions=32,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
+            resid_pdrop=0.1,
+            embd_pdrop=0.1,
+            attn_pdrop=0.1,
         )
     )
     return Trainer(
