@@ -139,6 +139,12 @@ class VirtualTensor(torch.Tensor):
         value = self._cell.value
         return value.read() if value.stays else self._cell.read_here().tensor
 
+    def new(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A tensor of this one's dtype on its device, of a size or with data: ``x.new(3, 4)``."""
+        plain = [arg.to_host() if isinstance(arg, VirtualTensor) else arg for arg in args]
+        made: Tensor = torch.empty(0, dtype=self.dtype).new(*plain)  # type: ignore[no-untyped-call]
+        return place(made) if self.is_cuda else made
+
     def register_hook(self, hook: Any) -> Any:
         self._refuse_hook_on_parameter("register_hook")
         return self._watch_gradient(_observing(hook)) or super().register_hook(hook)  # type: ignore[no-untyped-call]

@@ -67,7 +67,7 @@ class RemoteModel:
         self.holder = ModelState(session, self)
         self.gradients = Gradients(self)
         self.signatures = Signatures(self)
-        # Autograd enters a remote call through this leaf: parameters themselves never join the controller's graph.
+        # Autograd enters a remote call through this leaf: a call joins no parameter to the controller's graph.
         self.anchor = torch.zeros((), requires_grad=True)
         self.script_hooks = ScriptHooks(root, plan, plan_on_trial() is not None, session.hooks_kept_here)
         self._hook_keys = hook_keys(self.modules)

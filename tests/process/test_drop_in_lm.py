@@ -9,12 +9,12 @@ from drop_in_runs import assert_same, both
 @pytest.mark.parametrize(
     "script, lines",
     [
-        ("drop_in_weights.py", 24),
-        ("drop_in_llms_from_scratch.py", 26),
-        ("drop_in_annotated.py", 7),
-        ("drop_in_distil.py", 30),
-        ("drop_in_seq2seq.py", 20),
-        ("drop_in_generate.py", 28),
+        ("drop_in_weights.py", 22),
+        ("drop_in_llms_from_scratch.py", 24),
+        ("drop_in_annotated.py", 6),
+        ("drop_in_distil.py", 28),
+        ("drop_in_seq2seq.py", 17),
+        ("drop_in_generate.py", 26),
         ("drop_in_trainer_classes.py", 50),
     ],
 )
