@@ -41,12 +41,13 @@ CASES = [
 
 def test_adapters_of_five_families_are_trained_saved_and_loaded_as_on_one_device(tmp_path):
     ours, reference = both("drop_in_peft.py", tmp_path)
-    assert num_losses(reference) == 5 * 10
+    assert num_losses(reference) == 5 * 9
     assert_same(ours, reference)
     with UserScript("drop_in_peft.py", "--load", "adapterscuda", cwd=tmp_path) as script:
         alone = script.succeed().splitlines()
-    assert len(alone) == 5
-    assert_same([line for line in ours if " loaded " in line], alone)
+    trained = sorted(line for line in ours if " trained " in line)
+    assert len(trained) == 5
+    assert_same([line.replace(" trained ", " loaded ") for line in trained], sorted(alone))
 
 
 def test_what_scripts_do_with_adapters_gives_the_losses_of_one_device(tmp_path):
