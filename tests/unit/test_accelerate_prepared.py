@@ -1,0 +1,26 @@
+"""The wrapper that Accelerate puts around a forward travels while the one line is on, and is as before after it."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Callable
+
+import pytest
+
+from moreh_ap.integrations import accelerate
+
+operations = pytest.importorskip("accelerate.utils.operations")
+
+
+def test_a_prepared_forward_is_pickled_until_that_is_undone():
+    undo: list[Callable[[], None]] = []
+    accelerate.install(undo.append)
+    wrapper = operations.ConvertOutputsToFp32(operator.neg)
+    try:
+        assert pickle.loads(pickle.dumps(wrapper))(3) == -3
+    finally:
+        for action in reversed(undo):
+            action()
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(wrapper)
