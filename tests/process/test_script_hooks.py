@@ -9,7 +9,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from test_one_line_training import assert_same, on_both
+from one_line_models import tiny_llama
+from test_one_line_training import assert_same, batches, on_both
 from torch import Tensor, nn
 
 from moreh_ap.errors import UnsupportedError
@@ -220,6 +221,25 @@ def test_hooks_of_libraries_work_inside_the_model():
         return kept
 
     assert_same(*on_both(script))
+
+
+def test_hidden_states_and_keyword_arguments_of_a_transformer():
+    def script(device):
+        model = tiny_llama().to(device)
+        kept: list[Tensor] = []
+        model.model.layers[0].register_forward_hook(
+            lambda module, args, output: kept.append(output[0] if isinstance(output, tuple) else output)
+        )
+        model.model.layers[1].self_attn.register_forward_hook(
+            lambda module, args, kwargs, output: kept.append(kwargs["position_embeddings"][0]), with_kwargs=True
+        )
+        ids, labels = batches(device)[0]
+        model(input_ids=ids, labels=labels).loss.backward()
+        with torch.no_grad():
+            logits = model.eval()(input_ids=ids).logits
+        return *kept, logits, gradients(model)
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
 
 
 def test_what_would_be_lost_is_refused():
