@@ -7,10 +7,6 @@ backward is carried out.
 [Note: how]
 A parameter on workers is asked for through the anchor of its model: autograd then goes through the model's calls. The
 workers put the gradients of before aside, so that what a backward adds is the answer, and put them back afterwards.
-
-[Note: called back]
-PyTorch calls a script back in a backward (hooks, own `autograd.Function`s), with the modes taken off that were on when
-it was called: "cuda" means the accelerator there because the mode is put on again.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moreh_ap.device.redirect import RedirectMode
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.runtime.messages import TakeGradients
 from moreh_ap.session.state import ModelState, OnWorkers
@@ -116,7 +111,7 @@ def gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     asked = _Asked.of(inputs)
     beyond_graph = {**asked.parameters, **asked.outputs}
     if not beyond_graph:
-        with _kept_apart(), torch._C.DisableTorchFunctionSubclass(), RedirectMode():
+        with _kept_apart(), torch._C.DisableTorchFunctionSubclass():
             return func(outputs, inputs, *args[2:], **kwargs)
     wanted: dict[RemoteModel, list[str]] = {}
     for model, name in asked.parameters.values():
@@ -124,7 +119,7 @@ def gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     quiet = {**kwargs, "allow_unused": True, "materialize_grads": False}
     try:
         with _kept_apart() as scope:
-            with torch._C.DisableTorchFunctionSubclass(), RedirectMode():
+            with torch._C.DisableTorchFunctionSubclass():
                 found = list(func(outputs, tuple(asked.in_graph), *args[2:], **quiet))
             taken = scope.take(wanted)
     finally:
@@ -148,7 +143,7 @@ def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Stands in for `torch.autograd.backward`: with `inputs`, gradients accumulate in these alone."""
     inputs = kwargs.get("inputs")
     if inputs is None:
-        with torch._C.DisableTorchFunctionSubclass(), RedirectMode():
+        with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     options = {"grad_outputs": kwargs.get("grad_tensors"), "retain_graph": kwargs.get("retain_graph")}
