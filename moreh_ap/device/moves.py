@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moreh_ap.device import legacy_types
 from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor, to_accelerator, to_host
 from moreh_ap.device.values import InFile
 
@@ -131,6 +132,29 @@ def type_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             name = torch.Tensor.type(tensor)
         on_accelerator = isinstance(tensor, VirtualTensor) and tensor.is_cuda
         return name.replace("torch.", "torch.cuda.", 1) if on_accelerator else name
-    if isinstance(asked, str) and asked.startswith("torch.cuda."):
-        return to_tensor(func, (move(tensor, "cuda"), torch.tensor([]).type(asked.replace("cuda.", "")).dtype), {})
+    dtype = legacy_types.dtype_of(asked)
+    if dtype is not None:
+        return to_tensor(func, (move(tensor, "cuda"), dtype), {})
+    if isinstance(tensor, VirtualTensor) and not isinstance(asked, torch.dtype):
+        return func(move(tensor, "cpu"), *args[1:], **kwargs)  # ``x.type(torch.FloatTensor)`` leaves the accelerator
     return func(*args, **kwargs)
+
+
+def swap(first: Tensor, second: Tensor) -> None:
+    """Exchange what two tensor objects are, as `torch.utils.swap_tensors`, whoever else refers to the first.
+
+    A parameter may have been used before it moves: `torch.nn.utils.weight_norm` computes a weight at once, and a script
+    may try its model on the CPU. A graph of before keeps the memory of before; a backward through it is refused.
+    """
+    if first.is_leaf and first.requires_grad and first._use_count() > 1:  # type: ignore[attr-defined]
+        torch.autograd.graph.get_gradient_edge(first).node.register_prehook(_refuse_backward)
+    first.__class__, second.__class__ = second.__class__, first.__class__
+    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    torch._C._swap_tensor_impl(first, second)  # type: ignore[attr-defined]
+
+
+def _refuse_backward(gradients: Any) -> None:
+    raise RuntimeError(
+        "backward() reached a parameter that has moved to another device since the forward.\n"
+        "Move the model first, then call it."
+    )

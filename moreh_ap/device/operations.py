@@ -120,7 +120,7 @@ def _wrap(result: Any, device: torch.device) -> Any:
 
 def _compute_here(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
     """Read every input, compute on the CPU, write back what the operation changed."""
-    written = _written_arguments(func, args, kwargs)
+    written = written_arguments(func, args, kwargs)
     written_ids = {id(tensor) for tensor in written}
     host_of: dict[int, Tensor] = {}
 
@@ -150,7 +150,8 @@ def _compute_here(func: Any, args: Any, kwargs: Any, device: torch.device) -> An
     return result
 
 
-def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[VirtualTensor]:
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[VirtualTensor]:
+    """The tensors that the operation changes."""
     written: list[Any] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from moreh_ap.device import moves, redirect, refusals, streams
+from moreh_ap.device import legacy_types, moves, redirect, refusals, streams
 from moreh_ap.device.facade import Facade
 from moreh_ap.device.generator import Generator
 from moreh_ap.device.random_state import RandomState
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, to_accelerator
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations.transformers_worker import hand_caches_back
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def install(session: Session, units: Units) -> Patches:
     for holder, functions in (
         (torch.cuda, {**facade.replacements(), **own_streams, **random_state}),
         (torch.cuda.random, random_state),
+        (torch.cuda, legacy_types.replacements()),
         (torch.accelerator, {**facade.accelerator_replacements(), "current_stream": own_streams["current_stream"]}),
     ):
         for name, function in functions.items():
@@ -147,6 +149,16 @@ def _redirect_devices(patches: Patches) -> None:
 
     original_load = patches.replace(torch, "load", load)
 
+    def set_default_tensor_type(asked: Any) -> None:
+        dtype = legacy_types.dtype_of(asked)
+        if dtype is None:
+            original_set_default(asked)
+        else:
+            torch.set_default_dtype(dtype)
+        torch.set_default_device(None if dtype is None else "cuda")
+
+    original_set_default = patches.replace(torch, "set_default_tensor_type", set_default_tensor_type)
+
 
 def _redirect_compiler(patches: Patches) -> None:
     """What is compiled runs as it is written: there is nothing in the controller to make code for."""
@@ -178,8 +190,15 @@ def _redirect_modules(patches: Patches, units: Units) -> None:
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         parameter = next(module.parameters(), None)
-        if parameter is None:
+        # A transform of `torch.func` needs every operation: under one, a model is computed in the controller.
+        if parameter is None or torch._C._functorch.peek_interpreter_stack() is not None:
             return original_call(module, *args, **kwargs)
+        if torch._C._get_tracing_state() is not None and parameter.is_cuda:
+            raise UnsupportedError(
+                f"torch.jit.trace follows operations of this process, and {type(module).__name__} runs on the workers.",
+                allowed="Tracing and exporting models that are on the CPU.",
+                fix="torch.jit.trace(model.cpu(), example.cpu())  # then model.cuda() to go on",
+            )
         if not parameter.is_cuda and has_accelerator_tensor((args, kwargs)):
             module.cuda()  # scripts of the platform call a model with accelerator inputs without moving it first
         unit, hooks_done = units.find(module, args, kwargs), 0
@@ -216,6 +235,12 @@ def _redirect_modules(patches: Patches, units: Units) -> None:
             units.note_moved(module)
 
     original_apply = patches.replace(nn.Module, "_apply", apply)
+
+    def swap_tensors(first: Tensor, second: Tensor) -> None:
+        is_virtual = isinstance(first, VirtualTensor) or isinstance(second, VirtualTensor)
+        (moves.swap if is_virtual else original_swap)(first, second)
+
+    original_swap = patches.replace(torch.utils, "swap_tensors", swap_tensors)
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
         original_set(module, name, value)

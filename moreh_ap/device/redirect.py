@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moreh_ap.device import autocast, moves
 from moreh_ap.device.moves import is_accelerator, move
 from moreh_ap.device.operations import ASKED
-from moreh_ap.device.tensor import VirtualTensor, place, to_accelerator
+from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, place, to_accelerator
 
 _MAY_SHARE_MEMORY = {torch.as_tensor, torch.asarray, torch.frombuffer}
 _FACTORIES = torch_device_context._device_constructors()
@@ -55,8 +55,11 @@ def remove_mode(mode: RedirectMode) -> None:
 def redirect(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call `func`, giving "cuda" the meaning of the accelerator."""
     handler = _HANDLERS.get(func)
-    if handler is not None:
-        return handler(func, args, kwargs)
+    return _make(func, args, kwargs) if handler is None else handler(func, args, kwargs)
+
+
+def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `func` on the device that its arguments, or the defaults, say."""
     device = kwargs.get("device")
     if device is None and func in _FACTORIES:
         device = torch_device_context.CURRENT_DEVICE
@@ -109,6 +112,24 @@ def _pack_or_pad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return rows, move(counts, "cpu")  # numbers of rows, and lengths, are on the CPU on every device
 
 
+def _from_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``torch.tensor([loss, other_loss])``, which PyTorch would read from memory that is not there."""
+    try:
+        return _make(func, args, kwargs)
+    except RuntimeError:
+        if not has_accelerator_tensor(args):  # long lists of numbers are not searched before they fail
+            raise
+    args = (tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args[0]), *args[1:])
+    return _make(func, args, kwargs)
+
+
+def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not isinstance(args[0], VirtualTensor) or not args[0].is_cuda:
+        return func(*args, **kwargs)
+    given = tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args[1:])
+    return to_accelerator(torch.empty(0, dtype=args[0].dtype, device="cpu").new(*given))
+
+
 def _new_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], VirtualTensor):
         return func(*args, **kwargs)
@@ -147,7 +168,11 @@ _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
     torch.Tensor.cpu: moves.cpu_tensor,
     torch.Tensor.pin_memory: moves.pin_memory,
     torch.Tensor.type: moves.type_of,
+    torch.Tensor.new: _new,
     torch.Tensor.new_tensor: _new_tensor,
+    torch.tensor: _from_data,
+    torch.as_tensor: _from_data,
+    torch.asarray: _from_data,
     torch.Tensor.untyped_storage: _untyped_storage,
     torch.Tensor.data_ptr: _data_ptr,
     torch.Tensor.backward: _backward_of_tensor,

@@ -45,5 +45,6 @@ def select_rows(leaves: Sequence[Any], rows: int, chosen: Sequence[int]) -> list
 
 
 def carries_rows(leaf: Any, rows: int) -> bool:
-    """Says whether the leaf is a tensor whose dim 0 counts the rows of a batch of `rows` rows."""
-    return isinstance(leaf, torch.Tensor) and leaf.ndim >= 1 and leaf.shape[0] == rows
+    """Says whether the leaf is a tensor whose dim 0 counts the rows of a batch of `rows` rows; none that is sparse."""
+    is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    return is_dense and leaf.ndim >= 1 and bool(leaf.shape[0] == rows)

@@ -1,10 +1,15 @@
-"""How results nest: what PyTorch's pytrees know, and the user's own dataclasses.
+"""How arguments and results nest: what PyTorch's pytrees know, dataclasses, and other objects that can be pickled.
 
-Decides that every tensor of a result is found. Must not know what is done with the leaves.
+Decides that every tensor is found. Must not know what is done with the leaves.
+
+[Note: objects]
+A batch of a data library or a `torch.distributions.Normal` is taken apart as pickle would do it: what its class is made
+with, and its state, nest on. What is put together again is another object with equal attributes.
 """
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import io
 import pickle
@@ -13,38 +18,70 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from moreh_ap.errors import UnsupportedError
 
+_PROTOCOL = 2  # the first by which an object is its class, arguments of `__new__`, and state
+
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves and nesting of `tree`; dataclasses nest by their fields.
+    """Leaves and nesting of `tree`; dataclasses nest by their fields, objects as [Note: objects] says.
 
     Raises:
-        UnsupportedError: A leaf is an object with tensors inside that nobody knows how to take apart.
+        UnsupportedError: A leaf is an object with tensors inside that cannot be taken apart.
     """
-    leaves, treespec = pytree.tree_flatten(tree)
-    strangers = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
-    if strangers:
-        for cls in strangers:
-            register(cls)
-        return flatten(tree)
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) and _hides_tensors(leaf):
-            raise UnsupportedError(
-                f"A {type(leaf).__name__} with tensors inside was passed to or returned by a model.",
-                allowed="Tensors in tuples, lists, dicts, named tuples, dataclasses and transformers outputs.",
-                fix="return a tuple, a dict or a dataclass",
-            )
-    return leaves, treespec
+    while True:
+        try:
+            leaves, treespec = pytree.tree_flatten(tree)
+        except RecursionError:
+            raise _refusal("An object", "that leads back to itself") from None
+        strangers = [leaf for leaf in leaves if _is_stranger(leaf)]
+        if not strangers:
+            return leaves, treespec
+        for leaf in strangers:
+            if not dataclasses.is_dataclass(leaf) and not _is_reducible(leaf):
+                raise _refusal(f"A {type(leaf).__name__}", "with tensors inside")
+            register(type(leaf))
+
+
+def _is_stranger(leaf: Any) -> bool:
+    if isinstance(leaf, (torch.Tensor, type)):
+        return False
+    return dataclasses.is_dataclass(leaf) or _hides_tensors(leaf)
+
+
+def _is_reducible(value: Any) -> bool:
+    """Whether pickle would take `value` apart; modules are not to be, as they are no arguments but parts of a model."""
+    if isinstance(value, nn.Module):
+        return False
+    try:
+        return isinstance(value.__reduce_ex__(_PROTOCOL), tuple)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return False
+
+
+def _refusal(what: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} {why} was passed to or returned by a model.",
+        allowed="Tensors in tuples, lists, dicts, dataclasses and other objects that pickle takes apart; no modules.",
+        fix="return a tuple, a dict or a dataclass",
+    )
 
 
 def register(cls: Any) -> None:
-    """Make pytrees take instances of a dataclass apart by their fields."""
+    """Make pytrees take instances of a dataclass, or of another class, apart."""
     if cls in pytree.SUPPORTED_NODES:
         return
+    if dataclasses.is_dataclass(cls):
+        _register_dataclass(cls)
+    else:
+        pytree.register_pytree_node(cls, _reduce, lambda parts, function: _rebuild(cls, function, *parts))
+
+
+def _register_dataclass(cls: Any) -> None:
     names = [field.name for field in dataclasses.fields(cls)]
 
     def take_apart(value: Any) -> tuple[list[Any], None]:
@@ -59,9 +96,37 @@ def register(cls: Any) -> None:
     pytree.register_pytree_node(cls, take_apart, put_together)
 
 
+def _reduce(value: Any) -> tuple[list[Any], Any]:
+    """What an object is made with, its state, its items as a list and as a dict; and the function that makes it."""
+    function, arguments, *rest = value.__reduce_ex__(_PROTOCOL)
+    state, items, pairs = [*rest, None, None, None][:3]
+    if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+        function, arguments = None, arguments[1:]
+    return [arguments, state, None if items is None else list(items), None if pairs is None else dict(pairs)], function
+
+
+def _rebuild(cls: Any, function: Any, arguments: Any, state: Any, items: Any, pairs: Any) -> Any:
+    made = cls.__new__(cls, *arguments) if function is None else function(*arguments)
+    if items:
+        made.extend(items)
+    for key, value in (pairs or {}).items():
+        made[key] = value
+    if state is None:
+        return made
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+        return made
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    if attributes:
+        vars(made).update(attributes)
+    for name, value in (slots or {}).items():
+        object.__setattr__(made, name, value)
+    return made
+
+
 def register_containers(treespec: TreeSpec) -> None:
-    """Make known the dataclasses of a nesting that another process took apart."""
-    if dataclasses.is_dataclass(treespec.type):
+    """Make known the classes of a nesting that another process took apart."""
+    if treespec.type is not None and treespec.type not in pytree.SUPPORTED_NODES:
         register(treespec.type)
     for child in treespec.children():
         register_containers(child)

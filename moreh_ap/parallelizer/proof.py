@@ -33,7 +33,7 @@ from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.loading import local_part
 from moreh_ap.parallelizer.pipeline import PipelinedPass
 from moreh_ap.parallelizer.reduction import GlobalReduction
-from moreh_ap.parallelizer.rehearsal import NoDropout, buffers_restored, untouched
+from moreh_ap.parallelizer.rehearsal import NoDropout, state_restored, untouched
 from moreh_ap.parallelizer.sharding import compute_dtype, recover, settle
 from moreh_ap.parallelizer.stages import stages_of
 from moreh_ap.parallelizer.tensor_split import SplitTensor
@@ -181,7 +181,7 @@ class _Probe:
         for chosen in (self._chosen[:1], self._chosen):
             args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
             recorders.append(DrawRecorder())
-            with buffers_restored(call.module), recorders[-1]:
+            with state_restored(call.module), recorders[-1]:
                 ForwardPass(call, args, kwargs, reduction=GlobalReduction(call.device, record=True))
             if not recorders[-1].drawn:
                 return
@@ -261,12 +261,12 @@ class _Probe:
         args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
         first = self._chosen.index(chosen[0])
         call = replace(self.call, draws=self.draws, share=Share(first, first + len(chosen), len(self._chosen)))
-        with buffers_restored(call.module) as buffers:
+        with state_restored(call.module):
             with nullcontext() if self.draws else NoDropout():
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else ForwardPass
                 done = run(call, args, kwargs, reduction=reduction)
-            after = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+            after = {name: buffer.detach().clone() for name, buffer in call.module.named_buffers()}
         self._buffers = self._buffers or after
         for name, value in after.items():
             if not _close(value, self._buffers[name], self._tolerance):

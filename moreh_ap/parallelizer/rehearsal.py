@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from moreh_ap.parallelizer.sharding import settle
@@ -28,6 +28,8 @@ _DROPOUTS = {
     torch.alpha_dropout,
     torch.feature_dropout,
 }
+
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class NoDropout(TorchFunctionMode):
@@ -48,21 +50,32 @@ class NoDropout(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def buffers_restored(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Gives the buffers by name, and puts their values back after the block."""
-    buffers = dict(module.named_buffers())
-    values = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+def state_restored(module: nn.Module) -> Iterator[None]:
+    """Puts buffers, their values, and what `forward` may set (``self.hidden = hidden``) back after the block."""
+    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    before = [(part, dict(part._buffers), _attributes(part)) for part in module.modules()]
     try:
-        yield buffers
+        yield
     finally:
-        for name, buffer in buffers.items():
-            if not torch.equal(buffer, values[name]):
-                buffer.data.copy_(values[name])  # `.data`: a graph that has kept the buffer is not told of the change
+        for part, buffers, attributes in before:
+            part._buffers.clear()
+            part._buffers.update(buffers)
+            for name in _attributes(part).keys() - attributes.keys():
+                del vars(part)[name]
+            vars(part).update(attributes)
+        for buffer, value in values:
+            if not torch.equal(buffer, value):
+                buffer.data.copy_(value)  # `.data`: a graph that has kept the buffer is not told of the change
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What the class of a module keeps in its instances."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES and name[0] != "_"}
 
 
 @contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Puts gradients, buffers and random numbers back after the block, which prints nothing."""
+    """Puts gradients, state and random numbers back after the block, which prints nothing."""
     settle(module)
     params = list(module.parameters())
     grads = [param.grad for param in params]
@@ -70,7 +83,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
         param.grad = None
     device = next((p.device for p in params if p.device.type == "cuda"), None)
     silence = contextlib.redirect_stdout(io.StringIO())
-    with torch.random.fork_rng(devices=[] if device is None else [device]), silence, buffers_restored(module):
+    with torch.random.fork_rng(devices=[] if device is None else [device]), silence, state_restored(module):
         try:
             yield
         finally:

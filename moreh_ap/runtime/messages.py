@@ -7,6 +7,7 @@ replayed to a fresh worker. All workers receive the same commands in the same or
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,21 +32,32 @@ class StateRef(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorData:
-    """A whole tensor as bytes. `on_device`: put it on the worker's device rather than in its host memory."""
+    """A whole tensor as bytes. `on_device`: put it on the worker's device rather than in its host memory.
+
+    What has no strides (a sparse tensor) is in PyTorch's own format.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     data: bytes
     on_device: bool = True
+    is_strided: bool = True
 
     @staticmethod
     def of(tensor: Tensor, on_device: bool = True) -> TensorData:
-        """Encode a CPU tensor of any dtype and strides."""
+        """Encode a CPU tensor of any dtype, strides and layout."""
+        if tensor.layout is not torch.strided:
+            buffer = io.BytesIO()
+            torch.save(tensor.detach(), buffer)
+            return TensorData(tensor.dtype, tuple(tensor.shape), buffer.getvalue(), on_device, is_strided=False)
         flat = tensor.detach().contiguous().reshape(-1)
         return TensorData(tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes(), on_device)
 
     def tensor(self) -> Tensor:
         """Decode into a CPU tensor that owns its memory."""
+        if not self.is_strided:
+            loaded: Tensor = torch.load(io.BytesIO(self.data), weights_only=True)
+            return loaded
         if not self.data:  # no elements: frombuffer refuses an empty buffer
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)

@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.runtime.messages import TensorData
@@ -107,7 +108,28 @@ class _SkeletonPickler(_Pickler):
         if stub is not None:
             return stub
         # A tensor that is an ordinary attribute of a module travels with its value.
-        return TensorData.of(obj.cpu(), on_device=obj.device.type != "cpu")
+        return TensorData.of(obj.detach().cpu(), on_device=obj.device.type != "cpu")
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            return _reduce_parametrized(obj)
+        return super().reducer_override(obj)
+
+
+def _reduce_parametrized(module: nn.Module) -> Any:
+    """Pickles a module with parametrizations, which PyTorch refuses because it gives each a class of its own."""
+    base = parametrize.type_before_parametrizations(module)
+    names = tuple(module.parametrizations)  # type: ignore[arg-type]
+    return _make_parametrized, (base, names), vars(module).copy()
+
+
+def _make_parametrized(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """Returns a bare module of class `base` whose tensors `names` are properties; its state is still to come."""
+    module = base.__new__(base)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
 
 
 class _SkeletonUnpickler(pickle.Unpickler):

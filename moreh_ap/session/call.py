@@ -139,7 +139,8 @@ class Call:
             Backward(self.id, encoded, retain, training, separate=apart is not None, watched=watched)
         )
         if apart is None:
-            self.model.gradients.after_backward(self._backward_kind, reply)
+            reached_from = tuple(gradient is not None for gradient in gradients)
+            self.model.gradients.after_backward((*self._backward_kind, reached_from), reply)
         else:
             apart.after_backward(self.model, reply)
         if watched:

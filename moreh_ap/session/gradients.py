@@ -1,7 +1,7 @@
 """Which parameters have a gradient on the workers, known without asking them at every step.
 
-A backward pass answers which parameters have a gradient now. The controller predicts that from the last backward of the
-same kind, so that ``optimizer.zero_grad()`` need not wait; the first backward of a kind is waited for.
+A backward pass answers which parameters have a gradient now. The controller predicts that from an earlier backward of
+the same kind, so that ``optimizer.zero_grad()`` need not wait; the first backward of a kind is waited for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from moreh_ap.session.model import RemoteModel
     from moreh_ap.session.outbox import Posted
 
+Kind = tuple[int, int, tuple[bool, ...]]
+"""Signature of a call, what was changed in the model before it, and which of its outputs have a gradient."""
 
 _OWN_REFERENCES = 2  # the variable and the argument of getrefcount: whoever else refers to a handle is the script
 
@@ -29,16 +31,17 @@ class Gradients:
     def __init__(self, model: RemoteModel) -> None:
         self._model = model
         self._present: set[str] = set()
-        self._patterns: dict[tuple[int, int], frozenset[str]] = {}
-        self._unknown: list[tuple[tuple[int, int], Posted]] = []
+        self._patterns: dict[Kind, frozenset[str]] = {}
+        self._unknown: list[tuple[Kind, frozenset[str] | None, Posted]] = []
         self._changes = 0  # counts everything that makes a late answer of a backward out of date
         self._handles: dict[str, VirtualTensor] = {}
 
-    def after_backward(self, kind: tuple[int, int], reply: Posted) -> None:
-        """Note that a backward was sent; calls of one `kind` reach the same parameters."""
+    def after_backward(self, kind: Kind, reply: Posted) -> None:
+        """Note that a backward was sent; those of one `kind` reach the same parameters."""
+        before = None if self._unknown else frozenset(self._present)
         expected = self._patterns.get(kind)
         if expected is None:
-            self._unknown.append((kind, reply))
+            self._unknown.append((kind, before, reply))
             return
         self._present |= expected
         self._changes += 1
@@ -48,11 +51,18 @@ class Gradients:
             if answered.failed():
                 return
             found = self.decode(answered)
-            self._patterns[kind] = found
+            self._learn(kind, before, found)
             if self._changes == sent_at:
                 self._present = set(found)
 
         reply.add_done_callback(compare)
+
+    def _learn(self, kind: Kind, before: frozenset[str] | None, found: frozenset[str]) -> None:
+        """Which of the gradients that were there already a backward has reached, its answer does not tell."""
+        if before is not None and not before:
+            self._patterns[kind] = found
+        elif before is not None and kind in self._patterns:
+            self._patterns[kind] |= found - before
 
     def get(self, name: str) -> Tensor | None:
         """A handle on the gradient of parameter `name`, or None if it has none."""
@@ -105,10 +115,11 @@ class Gradients:
         model.session.outbox.post_clear(ref)
 
     def _settle(self) -> None:
-        for kind, reply in self._unknown:
+        for kind, before, reply in self._unknown:
             reply.result()
-            self._patterns[kind] = self.decode(reply)
-            self._present |= self._patterns[kind]
+            found = self.decode(reply)
+            self._learn(kind, before, found)
+            self._present |= found
         self._unknown.clear()
 
     def decode(self, reply: Any) -> frozenset[str]:

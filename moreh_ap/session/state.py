@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moreh_ap.device.operations import meta_of
+from moreh_ap.device.operations import meta_of, written_arguments
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Here, Value
 from moreh_ap.runtime.messages import RunOperation, StateRef, TensorData
@@ -134,6 +134,8 @@ class StateHolder:
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
 
         aliases_input = func._schema.is_mutable
+        if not all(isinstance(tensor._cell.value, OnWorkers) for tensor in written_arguments(func, args, kwargs)):
+            return NotImplemented
         metas = () if aliases_input else func(*meta_of(args), **meta_of(kwargs))
         result = tree_map_only(Tensor, lambda meta: self.promise(meta, placement), metas)
         refs: Any = tuple(_as_argument(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))

@@ -22,6 +22,13 @@ from moreh_ap.session.session import Session
         ("drop_in_mnist.py", 9),
         ("drop_in_lstm.py", 11),
         ("drop_in_gan.py", 24),
+        ("drop_in_vision.py", 12),
+        ("drop_in_diffusion.py", 6),
+        ("drop_in_rl.py", 17),
+        ("drop_in_sequences.py", 16),
+        ("drop_in_objects.py", 22),
+        ("drop_in_penalties.py", 27),
+        ("drop_in_surgery.py", 41),
     ],
 )
 def test_a_public_style_script_prints_the_numbers_of_one_device(tmp_path, script, losses):

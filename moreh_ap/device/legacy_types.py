@@ -1,0 +1,62 @@
+"""``torch.cuda.FloatTensor`` and its kin: types that make, name and recognize tensors on the accelerator.
+
+Many older scripts write ``Tensor = torch.cuda.FloatTensor if cuda else torch.FloatTensor`` and call it, pass it to
+`Tensor.type`, or make it the default. Must not know where values are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moreh_ap.device.tensor import VirtualTensor, to_accelerator
+
+_DTYPES = {
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "ByteTensor": torch.uint8,
+    "CharTensor": torch.int8,
+    "ShortTensor": torch.int16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "BoolTensor": torch.bool,
+}
+
+
+class _AcceleratorType(type):
+    """What such a type is asked; as those of PyTorch, which are no classes to derive from either."""
+
+    dtype: torch.dtype
+    is_cuda = True
+    is_sparse = False
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Tensor:
+        """A tensor of that size, or with these values."""
+        kwargs.pop("device", None)
+        host = [arg.cpu() if isinstance(arg, VirtualTensor) else arg for arg in args]
+        return to_accelerator(getattr(torch, cls.__name__)(*host, **kwargs))
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, VirtualTensor) and instance.is_cuda and instance.dtype == cls.dtype
+
+    def __repr__(cls) -> str:
+        return f"<class 'torch.cuda.{cls.__name__}'>"
+
+
+def replacements() -> dict[str, Any]:
+    """The types by their names in `torch.cuda`."""
+    return {
+        name: _AcceleratorType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
+        for name, dtype in _DTYPES.items()
+    }
+
+
+def dtype_of(asked: Any) -> torch.dtype | None:
+    """The dtype that a type of the accelerator, or its name, stands for; None for anything else."""
+    if isinstance(asked, str) and asked.startswith("torch.cuda."):
+        return _DTYPES.get(asked.removeprefix("torch.cuda."))
+    return asked.dtype if isinstance(asked, _AcceleratorType) else None

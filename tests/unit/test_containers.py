@@ -1,0 +1,66 @@
+"""Objects with tensors inside: taken apart and put together again, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Categorical, Independent, Normal
+from torch.utils._pytree import tree_unflatten
+
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.parallelizer.containers import flatten, pickle_treespec, unpickle_treespec
+
+
+class Batch:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+class Point:
+    __slots__ = ("x", "y")
+
+
+class Fields(dict[str, Any]):
+    name = ""
+
+
+class Rows(list[Any]):
+    pass
+
+
+def again(value: Any) -> Any:
+    leaves, treespec = flatten(value)
+    assert sum(isinstance(leaf, torch.Tensor) for leaf in leaves) > 0
+    assert not any(isinstance(leaf, (Batch, Point, Fields, Rows)) for leaf in leaves)
+    return tree_unflatten(leaves, unpickle_treespec(pickle_treespec(treespec)))
+
+
+def test_a_distribution_is_the_same_afterwards():
+    normal, choice = again((Independent(Normal(torch.zeros(3, 2), torch.ones(2)), 1), Categorical(torch.ones(3, 4))))
+    assert normal.log_prob(torch.zeros(3, 2)).shape == (3,)
+    assert torch.equal(choice.probs, torch.full((3, 4), 0.25))
+
+
+def test_objects_nest():
+    point, fields = Point(), Fields(a=torch.ones(2), b=Rows([torch.zeros(1), 7]))
+    point.x, point.y = torch.ones(3), "y"
+    fields.name = "fields"
+    made = again([Batch(point=point, fields=fields, inner=Batch(z=torch.ones(4)), size=8)])[0]
+    assert made.size == 8 and made.point.y == "y" and made.point.x.shape == (3,) and made.inner.z.shape == (4,)
+    assert type(made.fields) is Fields and made.fields.name == "fields" and type(made.fields["b"]) is Rows
+    assert made.fields["b"][1] == 7
+
+
+def test_what_cannot_be_taken_apart_is_refused():
+    circle = Batch(tensor=torch.ones(1))
+    circle.self = circle
+    with pytest.raises(UnsupportedError, match="A Linear with tensors inside"):
+        flatten([nn.Linear(2, 2)])
+    with pytest.raises(UnsupportedError, match="leads back to itself"):
+        flatten([circle])
+    tensor = torch.ones(1)
+    with pytest.raises(UnsupportedError, match="A function with tensors inside"):
+        flatten([lambda: tensor])

@@ -1,0 +1,22 @@
+"""Module trees as they travel to workers: what PyTorch itself would not pickle."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from moreh_ap.runtime.skeleton import pickle_skeleton, unpickle_skeleton
+
+
+def test_a_parametrized_module_arrives_with_its_parametrizations():
+    first, second = nn.Linear(3, 4), nn.Linear(4, 2)
+    model = nn.Sequential(parametrizations.weight_norm(first), parametrizations.spectral_norm(second))
+    copy = unpickle_skeleton(pickle_skeleton(model), torch.device("cpu"))
+    assert [name for name, _ in copy.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert all(parameter.is_meta for parameter in copy.parameters())
+    copy.to_empty(device="cpu").load_state_dict(model.state_dict())
+    x = torch.ones(2, 3)
+    assert torch.equal(copy.eval()(x), model.eval()(x))
+    parametrize.remove_parametrizations(copy[0], "weight")
+    assert type(copy[0]) is nn.Linear and torch.equal(copy(x), model(x))
