@@ -90,6 +90,11 @@ class _Drawn:
     order: tuple[int, ...]
 
 
+def state_of_stream() -> bytes:
+    """Where the CPU's stream stands, as `torch.get_rng_state` tells it."""
+    return torch.default_generator.get_state().numpy().tobytes()
+
+
 class DrawRecorder(TorchFunctionMode):
     """While active, notes everything that is drawn, in order."""
 
@@ -212,7 +217,7 @@ class SharedDraws(TorchFunctionMode):
         return args[0].copy_(own) if func._schema.is_mutable else own.clone()
 
     def _next_draw(self) -> Rows | None:
-        state = hash(torch.default_generator.get_state().numpy().tobytes())
+        state = hash(state_of_stream())
         number = self._number_of.setdefault(state, self._next)
         if number == self._next:
             self._next += 1

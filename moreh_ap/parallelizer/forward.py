@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.containers import flatten
-from moreh_ap.parallelizer.draws import Rows, Share, SharedDraws
+from moreh_ap.parallelizer.draws import Rows, Share, SharedDraws, state_of_stream
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.placement import OwnDevice
 from moreh_ap.parallelizer.reduction import GlobalReduction
@@ -165,7 +165,7 @@ class ForwardPass:
         args, kwargs = tree_unflatten(leaves, spec)
         self._draws = call.shared_draws()
         call.seed_generators(chunk)
-        stream = torch.default_generator.get_state()
+        stream = state_of_stream()
         draws = self._draws or nullcontext()
         try:
             with torch.set_grad_enabled(call.grad), reduction or call.reduction(), call.autocasting(), draws:
@@ -175,7 +175,7 @@ class ForwardPass:
             raise
         if not call.grad:
             settle(call.module)
-        self.drew = not torch.equal(stream, torch.default_generator.get_state())
+        self.drew = stream != state_of_stream()
         self._results, self.treespec = flatten(result)
         self._num_own = len(flatten(result.result)[0]) if isinstance(result, Report) else len(self._results)
         self._freed = False

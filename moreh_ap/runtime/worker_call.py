@@ -9,13 +9,13 @@ import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
-import torch
 from torch import Tensor
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.batch import row_range
 from moreh_ap.parallelizer.containers import pickle_treespec
+from moreh_ap.parallelizer.draws import state_of_stream
 from moreh_ap.parallelizer.forward import ForwardPass
 from moreh_ap.parallelizer.loading import full_tensor, gathered, whole_shape
 from moreh_ap.parallelizer.mesh import Axis
@@ -55,7 +55,7 @@ class WorkerCall:
         knows_nesting = model.applied.tensor is not None and run.treespec is not None
         self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
         self._input_gradients: dict[int, Tensor | None] = {}
-        self._stream = torch.default_generator.get_state().numpy().tobytes() if run.drew else None
+        self._stream = state_of_stream() if run.drew else None
         self._moment = model.moment()
 
     def reply(self) -> ForwardReply | None:
