@@ -133,8 +133,11 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _draws(func, kwargs or {}):
-            order = sorted(range(result.ndim), key=lambda dim: -result.stride(dim))
+        if _draws(func, args, kwargs or {}):
+            if not isinstance(result, Tensor):  # fused attention with dropout
+                raise UnsharedDraw(f"{func._opname} draws random numbers that nobody sees")
+            strides = result.stride()
+            order = sorted(range(result.ndim), key=lambda dim: -strides[dim])
             self.drawn.append(_Drawn(func._opname, tuple(result.shape), tuple(order)))
         return result
 
@@ -237,12 +240,21 @@ class _Sharing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return self._shared.draw(func, args, kwargs) if _draws(func, kwargs) else func(*args, **kwargs)
+        return self._shared.draw(func, args, kwargs) if _draws(func, args, kwargs) else func(*args, **kwargs)
 
 
-def _draws(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Says whether an operation draws from the common stream; a generator of the model's own is its own affair."""
-    return torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Says whether an operation draws from the common stream; a generator of the model's own is its own affair.
+
+    Fused attention is marked as one that draws, and does only with a probability above zero.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0)
 
 
 def _drawn_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
