@@ -106,6 +106,11 @@ def test_nothing_is_recorded_of_a_forward_that_draws_nothing():
     assert recorded(lambda x: x.sin()) == ()
 
 
+def test_fused_attention_without_dropout_draws_nothing():
+    heads = BATCH.reshape(4, 6, 2, 4).transpose(1, 2)
+    assert recorded(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), heads) == ()
+
+
 def test_a_generator_of_the_model_s_own_is_left_alone():
     generator = torch.Generator().manual_seed(3)
     assert recorded(lambda x: x + torch.rand(x.shape, generator=generator)) == ()
