@@ -139,7 +139,7 @@ class VirtualTensor(torch.Tensor):
         value = self._cell.value
         return value.read() if value.stays else self._cell.read_here().tensor
 
-    def new(self, *args: Any, **kwargs: Any) -> Tensor:
+    def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """A tensor of this one's dtype on its device, of a size or with data: ``x.new(3, 4)``."""
         plain = [arg.to_host() if isinstance(arg, VirtualTensor) else arg for arg in args]
         made: Tensor = torch.empty(0, dtype=self.dtype).new(*plain)  # type: ignore[no-untyped-call]
