@@ -287,7 +287,7 @@ class WorkerModel:
             return tensors
         own = list(tensors)
         for index in nesting.cache_tensors():
-            if not local[index]:
+            if not local[index] and tensors[index].dim() == 4:  # others are counts of positions
                 own[index] = torch.cat([tensors[index][:, start:stop] for start, stop in tensor.cache_ranges], dim=1)
         return own
 
