@@ -7,6 +7,7 @@ parameters, plain attributes, a transformers config, which modules there are) ar
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class RemoteModel:
         self._config = self._config_snapshot()
         self._changes: list[tuple[str, str, Any]] = []
         self._containers = Containers(dict(root.named_modules()))
-        self._parts = [_parts_of(module) for module in self.modules]
+        self._parts = _parts_of(self.modules)
         self._warned_of: set[str] = set()
         self._path_of = {id(module): path for path, module in root.named_modules()}
         self._built: Posted
@@ -239,7 +240,8 @@ class RemoteModel:
         return self.stale or hook_keys(self.modules) != self._hook_keys or self._has_other_parts()
 
     def _has_other_parts(self) -> bool:
-        return any(_parts_of(module) != known for module, known in zip(self.modules, self._parts))
+        parts = _parts_of(self.modules)
+        return len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts))
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
@@ -255,9 +257,10 @@ class RemoteModel:
         self.session.outbox.release(ReleaseModel(self.owner))
 
 
-def _parts_of(module: nn.Module) -> tuple[dict[str, nn.Module | None], int, int]:
-    """What tells that something was added to a module or taken from it, by whatever way: a ModuleDict sets nothing."""
-    return dict(module._modules), len(module._parameters), len(module._buffers)
+def _parts_of(modules: list[nn.Module]) -> list[nn.Module | Tensor | None]:
+    """What the modules consist of, by whatever way it came there: ``layers.insert(0, layer)`` sets no attribute."""
+    own = (registry for module in modules for registry in (module._modules, module._parameters, module._buffers))
+    return [part for registry in own for part in registry.values()]
 
 
 def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:
