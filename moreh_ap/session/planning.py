@@ -22,6 +22,7 @@ from moreh_ap.planner.space import Constraints, tensor_degrees_of
 from moreh_ap.session import ran_out
 from moreh_ap.session.machine import Machine, machine_of
 from moreh_ap.session.profiling import profile_model, shape_of, trains_weights
+from moreh_ap.session.script_hooks import has_hooks_of_script
 from moreh_ap.session.session import Session
 from moreh_ap.session.watch import Expected, corrections_of
 
@@ -79,12 +80,13 @@ def choose_plan_for(
     profile = profile_model(root, shape, call)
     # Where dropout is compared with one device's, only devices that share the batch draw the same (`draws.py`).
     draws_apart = machine.cluster.device.name == "CPU" and draws_random_numbers(root)()
+    shares_batch_only = draws_apart or has_hooks_of_script(root)
     practice = replace(machine.practice, trains_weights=trains_weights(root))
     task = Task(
         profile,
         machine.cluster,
         rows or 1,
-        constraints_of(options, "" if draws_apart else family, profile, shape, machine),
+        constraints_of(options, "" if shares_batch_only else family, profile, shape, machine),
         practice,
         machine.coefficients,
         corrections_of(machine.key),

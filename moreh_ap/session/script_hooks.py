@@ -261,6 +261,13 @@ def _top_level(given: Any, indices: Any) -> list[int | None]:
     return [index if isinstance(value, Tensor) and value.requires_grad else None for value, index in pairs]
 
 
+def has_hooks_of_script(root: nn.Module) -> bool:
+    """Whether the script has put a hook on the module or a part of it."""
+    kinds = (*_FORWARD, *_BACKWARD)
+    hooks = (hook for part in root.modules() for kind in kinds for hook in getattr(part, kind).values())
+    return not all(map(_is_of_library, hooks))
+
+
 def _is_of_library(hook: Any) -> bool:
     """Whether a library put the hook there: it does its work inside the model."""
     while isinstance(hook, functools.partial):

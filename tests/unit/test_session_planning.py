@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moreh_ap.option import Options
 from moreh_ap.planner.coefficients import COEFFICIENTS
@@ -15,6 +16,7 @@ from moreh_ap.planner.proven import proven_kinds
 from moreh_ap.planner.shapes import TransformerShape, profile_of
 from moreh_ap.session.machine import Machine
 from moreh_ap.session.planning import constraints_of
+from moreh_ap.session.script_hooks import has_hooks_of_script
 
 LLAMA = "transformers.models.llama.modeling_llama.LlamaForCausalLM llama"
 SHAPE = TransformerShape(4, 256, 768, 8, 4, 32, 2000)
@@ -68,3 +70,13 @@ def test_state_goes_to_host_memory_only_where_that_is_another_memory():
 )
 def test_an_option_is_passed_on(name, value):
     assert getattr(left(**{name: value}), name) == value != getattr(left(), name)
+
+
+def test_a_hook_of_the_script_is_told_from_those_of_libraries():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2)))
+    assert not has_hooks_of_script(model)
+    handle = model[0].register_forward_hook(lambda module, args, output: None)
+    assert has_hooks_of_script(model)
+    handle.remove()
+    model.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+    assert has_hooks_of_script(model)
