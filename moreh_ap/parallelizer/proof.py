@@ -129,7 +129,8 @@ def _attempt(step: Callable[[], None], module: nn.Module) -> str:
         return str(refusal)
     except Exception as error:  # the forward itself raised: on fewer rows than it was written for, or always
         recover(module)
-        return f"the forward of a few rows raised {type(error).__name__}: {error}"
+        first_line = str(error).partition("\n")[0]
+        return f"the forward of a few rows raised {type(error).__name__}: {first_line}"
     return ""
 
 
