@@ -34,6 +34,13 @@ def row_range(rank: int, world: int, rows: int) -> tuple[int, int]:
     return start, start + each + (rank < extra)
 
 
+def own_entries(tensor: torch.Tensor, rank: int, world: int, rows: int) -> torch.Tensor:
+    """Returns a worker's part of a tensor with one or several entries a row in dim 0, one after the other."""
+    entries = tensor.shape[0] // rows
+    start, stop = row_range(rank, world, rows)
+    return tensor[start * entries : stop * entries]
+
+
 def slice_rows(leaves: Sequence[Any], rows: int, start: int, stop: int) -> list[Any]:
     """Returns the leaves with every tensor of `rows` rows cut to rows `start:stop`; all others stay whole."""
     return [leaf[start:stop] if carries_rows(leaf, rows) else leaf for leaf in leaves]

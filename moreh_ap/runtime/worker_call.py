@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations import transformers_worker
-from moreh_ap.parallelizer.batch import row_range
+from moreh_ap.parallelizer.batch import own_entries, row_range
 from moreh_ap.parallelizer.containers import pickle_treespec
 from moreh_ap.parallelizer.draws import state_of_stream
 from moreh_ap.parallelizer.forward import ForwardPass
@@ -135,6 +135,7 @@ class WorkerCall:
                 "plans without micro-batches and pipeline",
                 'plan="replicate=2"',
             )
+        axis, rows = self._inputs.axis, self._inputs.rows
         local: list[Tensor | None] = []
         whole = iter(gradients)
         for index, shape in enumerate(self._run.shapes):
@@ -142,22 +143,15 @@ class WorkerCall:
             is_local = isinstance(gradient, Part) and gradient.rows is not None
             if isinstance(gradient, Part):
                 gradient = gradient.tensor
-            if gradient is not None and not is_local and self._proof.split and self._proof.kinds[index] == "rows":
-                gradient = self._own_rows(gradient)
+            is_split = self._proof.split and self._proof.kinds[index] == "rows"
+            if gradient is not None and rows is not None and is_split and not is_local:
+                gradient = own_entries(gradient, axis.rank, axis.size, rows)
             local.append(gradient)
         with self.model.computing_later(self._moment):
             answered = iter(self._run.backward(local, retain_graph=retain_graph))
         self._input_gradients = {
             index: next(answered) for index, wanted in enumerate(self._inputs.wants_grad) if wanted
         }
-
-    def _own_rows(self, gradient: Tensor) -> Tensor:
-        # An output may have several entries a row, one after the other: (batch x positions, ...).
-        axis, rows = self._inputs.axis, self._inputs.rows
-        assert rows is not None
-        entries = gradient.shape[0] // rows
-        start, stop = row_range(axis.rank, axis.size, rows)
-        return gradient[start * entries : stop * entries]
 
     def output_gradient(self, index: int) -> LeafReply | None:
         """The whole gradient of a watched output: rows where the output has rows; None if nothing depends on it."""

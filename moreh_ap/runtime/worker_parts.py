@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from moreh_ap.parallelizer.batch import row_range
+from moreh_ap.parallelizer.batch import own_entries, row_range
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.runtime.messages import (
     MAX_INLINE_BYTES,
@@ -47,12 +47,8 @@ class Part:
     answers: bool
 
     def own_rows(self, whole: Tensor) -> Tensor:
-        """This worker's rows of a tensor with one or several entries a row in dim 0, one after the other."""
-        if self.rows is None:
-            return whole
-        entries = whole.shape[0] // self.rows
-        start, stop = row_range(self.axis.rank, self.axis.size, self.rows)
-        return whole[start * entries : stop * entries]
+        """This worker's rows of a tensor that is whole."""
+        return whole if self.rows is None else own_entries(whole, self.axis.rank, self.axis.size, self.rows)
 
     def num_entries(self, whole: int) -> int:
         """How long a dim is here that has `whole` entries over all workers."""

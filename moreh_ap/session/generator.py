@@ -9,6 +9,8 @@ import struct
 
 import torch
 
+from moreh_ap.parallelizer.draws import state_of_stream
+
 _64_BITS = 0xFFFFFFFFFFFFFFFF
 _SEED_AND_OFFSET = struct.Struct("<QQ")
 
@@ -62,7 +64,7 @@ class ProcessGenerator(AcceleratorGenerator):
     """
 
     def state(self) -> bytes:
-        return super().state() + _state_of_process()
+        return super().state() + state_of_stream()
 
     def set_state(self, state: bytes) -> None:
         super().set_state(state)
@@ -71,11 +73,7 @@ class ProcessGenerator(AcceleratorGenerator):
             self.go_on_from(of_process)
 
     def common_stream(self) -> bytes | None:
-        return _state_of_process()
+        return state_of_stream()
 
     def go_on_from(self, stream: bytes) -> None:
         torch.default_generator.set_state(torch.frombuffer(bytearray(stream), dtype=torch.uint8))
-
-
-def _state_of_process() -> bytes:
-    return torch.default_generator.get_state().numpy().tobytes()

@@ -23,11 +23,12 @@ from moreh_ap.runtime.messages import (
     MAX_INLINE_BYTES,
     Expanded,
     NumRows,
+    PartRef,
     RowsOf,
     RunOnParts,
     TensorData,
 )
-from moreh_ap.session.parts import BatchRows, InParts, Located, Parts, PartValue, PartView
+from moreh_ap.session.parts import BatchRows, InParts, Located, PartValue, PartView
 
 if TYPE_CHECKING:
     from moreh_ap.session.outbox import Posted
@@ -153,15 +154,16 @@ class Operation:
             sent: Arguments as workers get them, where they differ.
             packet: What workers run instead of the operation.
         """
-        parts, metas = Parts(self.session), self.metas()
+        metas = self.metas()
         outputs = [leaf for leaf in tree_leaves(metas) if isinstance(leaf, Tensor)]
-        refs = [parts.new_ref() for _ in outputs]
+        refs = [PartRef(self.session.outbox.new_id()) for _ in outputs]
         reply = self._post(follows, tuple(ref.number for ref in refs), sums, sent, packet)
         batch = None if sums else self.batch
         values = []
         for number, (ref, meta) in enumerate(zip(refs, outputs)):
             comes_along = batch is None and _num_bytes(meta) <= MAX_INLINE_BYTES
-            values.append(parts.keep(ref, batch, meta, reply if comes_along else None, number))
+            answer = reply if comes_along else None
+            values.append(PartValue(self.session, ref, batch, _num_bytes(meta), answer, number))
         if self.func.is_view:
             return self._views(metas, values)
         left = iter(values)
@@ -340,7 +342,10 @@ def _class_loss(operation: Operation) -> Any:
     scores, target, reduction = operation.args[0], operation.argument("target"), operation.argument("reduction")
     if not _share_rows(operation, scores, target):
         return NotImplemented
-    follows: Follows = lambda tensor: tensor is scores or tensor is target  # noqa: E731
+
+    def follows(tensor: Tensor) -> bool:
+        return tensor is scores or tensor is target
+
     if reduction == _NONE:
         return operation.run(follows)
     total, weight = operation.having(reduction=_SUM).run(follows, sums=True)

@@ -69,48 +69,36 @@ class InParts(Protocol):
     def located(self) -> Located | None: ...
 
 
-class Parts:
-    """Names parts, and runs operations on them.
-
-    Args:
-        session: Where the workers are.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    def keep(self, ref: PartRef, batch: BatchRows | None, meta: Tensor, reply: Posted | None, index: int) -> PartValue:
-        """A value for parts that workers are about to have under `ref`."""
-        value = PartValue(self.session, Located(ref, batch), meta.numel() * meta.element_size(), reply, index)
-        weakref.finalize(value, self.session.outbox.release, ReleaseParts((ref.number,)))
-        return value
-
-    def new_ref(self) -> PartRef:
-        """A name that no parts have."""
-        return PartRef(self.session.outbox.new_id())
-
-
 class PartValue(Value):
-    """A tensor of which workers hold parts.
+    """A tensor of which workers hold parts, until nobody here has it any more.
 
     Args:
         session: Where the workers are.
-        located: What workers know it by.
+        ref: What workers know it by, or are about to.
+        batch: Whose rows they have; None: each has all of it.
         num_bytes: Of the whole tensor.
         reply: The answer to the command that made it.
         index: Which of the results in the answer it is.
     """
 
-    __slots__ = ("_index", "_located", "_reply", "_seen", "num_bytes", "session")
+    __slots__ = ("_index", "_located", "_number", "_reply", "_seen", "num_bytes", "session")
 
     session: Session
 
     def __init__(
-        self, session: Session, located: Located, num_bytes: int, reply: Posted | None = None, index: int = 0
+        self,
+        session: Session,
+        ref: PartRef,
+        batch: BatchRows | None,
+        num_bytes: int,
+        reply: Posted | None = None,
+        index: int = 0,
     ) -> None:
-        self.session, self._located, self.num_bytes = session, located, num_bytes
+        self.session, self._located, self.num_bytes = session, Located(ref, batch), num_bytes
+        self._number = ref.number
         self._reply, self._index = reply, index
         self._seen: Tensor | None = None
+        weakref.finalize(self, session.outbox.release, ReleaseParts((ref.number,)))
 
     def located(self) -> Located:
         """Where the parts are."""
@@ -147,11 +135,6 @@ class PartValue(Value):
     def changed_there(self) -> None:
         """Workers changed it in place."""
         self._seen = None
-
-    @property
-    def _number(self) -> int:
-        assert isinstance(self._located.ref, PartRef)
-        return self._located.ref.number
 
 
 class PartView(View):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 
-_NOT_THE_SCRIPT = frozenset({"moreh_ap", "torch", "transformers", "accelerate", "peft", "trl"})
+from moreh_ap.parallelizer.reports import LIBRARIES
+
+_NOT_THE_SCRIPT = frozenset({*LIBRARIES, "trl"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
