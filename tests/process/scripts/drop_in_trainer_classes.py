@@ -141,19 +141,25 @@ back = AutoModelForSequenceClassification.from_pretrained(f"{FOLDER}/saved").to(
 with torch.no_grad():
     print("back", back(**tokenizer("w1 w2 w3", return_tensors="pt").to(device)).logits.tolist())
 # own optimizer and schedule, causal LM, neftune alpha 0 -> off, gradient checkpointing
-set_seed(0)
-lm = GPT2LMHeadModel(
-    GPT2Config(
-        vocab_size=made_up_words.VOCABULARY,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=32,
-        resid_pdrop=0.1,
-        embd_pdrop=0.1,
-        attn_pdrop=0.1,
+
+
+def causal_model():
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=made_up_words.VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=32,
+            resid_pdrop=0.1,
+            embd_pdrop=0.1,
+            attn_pdrop=0.1,
+        )
     )
-)
+
+
+set_seed(0)
+lm = causal_model()
 lm.config.use_cache = False
 rows = [dict(tokenizer(s)) for s in made_up_words.sentences(24, 4)]
 for r_ in rows:
@@ -195,18 +201,7 @@ class Stop(TrainerCallback):
 
 def fresh(out, **kw):
     set_seed(0)
-    lm = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=made_up_words.VOCABULARY,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=32,
-            resid_pdrop=0.1,
-            embd_pdrop=0.1,
-            attn_pdrop=0.1,
-        )
-    )
+    lm = causal_model()
     return Trainer(
         lm,
         TrainingArguments(out, max_steps=6, learning_rate=1e-3, save_strategy="steps", save_steps=100, **common),
