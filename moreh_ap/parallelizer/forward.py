@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Call:
         group: The workers that share the batch; None is the default group.
         autocast: Dtype of `torch.autocast` around the forward, None for none.
         kinds: The kind of every leaf of the result, where it is known. See [Note: kinds].
+        attributes: Of attributes that the forward may answer, the kinds of their leaves; None if it may answer all.
         counts: Whether numbers of true elements are denominators. See [Note: counts] in `reduction.py`.
         target: What to call instead of the module: one of its submodules or bound methods.
     """
@@ -71,6 +72,7 @@ class Call:
     stream: Tensor | None = None
     draws: tuple[Rows | None, ...] = ()
     share: Share | None = None
+    attributes: Mapping[str, tuple[str, ...]] | None = None
 
     @property
     def num_workers(self) -> int:
@@ -144,6 +146,8 @@ class ForwardPass:
         differentiable: For each leaf whether a gradient may be given to `backward`.
         treespec: How the leaves nest.
         inputs: The tensor leaves of the arguments that `backward` answers gradients for.
+        attributes: How many leaves each attribute has that the forward set; they are the last ones of `outputs`.
+        left_out: Names of attributes that it set and that are not among them.
         drew: Whether anything was drawn from the CPU's stream, which stands behind it now.
         watched: Leaves of the result whose whole gradients the next `backward` keeps in `output_gradients`.
         output_gradients: What the last `backward` found for `watched`; nothing where nothing depends on the leaf.
@@ -169,7 +173,7 @@ class ForwardPass:
         draws = self._draws or nullcontext()
         try:
             with torch.set_grad_enabled(call.grad), reduction or call.reduction(), call.autocasting(), draws:
-                result = _invoke(call, args, kwargs)
+                result, self.left_out = _invoke(call, args, kwargs)
         except BaseException:
             recover(call.module)
             raise
@@ -177,7 +181,14 @@ class ForwardPass:
             settle(call.module)
         self.drew = stream != state_of_stream()
         self._results, self.treespec = flatten(result)
-        self._num_own = len(flatten(result.result)[0]) if isinstance(result, Report) else len(self._results)
+        self.attributes: dict[str, int] = {}
+        self._num_own = len(self._results)
+        if isinstance(result, Report):
+            self.attributes = {name: len(flatten(value)[0]) for name, value in result.attributes.items()}
+            self._num_own = len(flatten(result.result)[0])
+        if call.kinds is not None and call.attributes is not None:
+            kinds = (kind for name in self.attributes for kind in call.attributes[name])
+            self._call = replace(call, kinds=(*call.kinds, *kinds))
         self._freed = False
         self.watched: Sequence[int] = ()
         self.output_gradients: dict[int, Tensor] = {}
@@ -186,6 +197,11 @@ class ForwardPass:
 
     has_result = True
     """Whether this worker has the outputs; in a pipeline some have none."""
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """The kind of every leaf of the result. See [Note: kinds]."""
+        return self._call.kinds or ("same",) * len(self._results)
 
     @property
     def shapes(self) -> list[Any]:
@@ -246,7 +262,8 @@ class ForwardPass:
         enters_at_end = any(grad is not None for grad in output_grads[: self._num_own])
         if not enters_at_end and fsdp_roots(self._call.module):
             raise UnsupportedError(
-                "backward() starts at tensors that hooks saw, at no output of the model, which is sharded or in bf16.",
+                "backward() starts at tensors that hooks saw, or at attributes, and at no output of the model, which "
+                "is sharded or in bf16.",
                 allowed="A loss with an output of the model in it, or a plan that does not shard, in float32.",
                 fix=f'...(plan="replicate={self._call.num_workers}", mixed_precision=False)',
             )
@@ -282,12 +299,12 @@ def _own_leaf(leaf: Any, grad: bool) -> Any:
     return leaf.detach().requires_grad_(grad and leaf.requires_grad)
 
 
-def _invoke(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the module's result, or, where hooks of the script are on it, a `Report`."""
-    result = with_report(call.module, lambda: _run(call, args, kwargs))
+def _invoke(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Returns the module's result, a `Report` if it leaves more than that, and names of what is left out of it."""
+    result, left_out = with_report(call.module, lambda: _run(call, args, kwargs), call.attributes)
     if isinstance(result, Report) and result.ended_by is not None:
         recover(call.module)
-    return result
+    return result, left_out
 
 
 def _run(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

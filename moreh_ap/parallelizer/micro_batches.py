@@ -72,6 +72,8 @@ class DeferredForward:
 
     has_result = True
     """Whether this worker has the outputs; in a pipeline some have none."""
+    left_out: Sequence[str] = ()
+    """See `ForwardPass`; pieces set attributes several times, and none of them is answered."""
 
     @property
     def computed(self) -> bool:
@@ -139,7 +141,7 @@ class DeferredForward:
                 MetaReduction(self._call.device, counts=self._call.counts) as reduction,
                 self._observed(meta_module, reduction),
             ):
-                result = with_report(meta_module, lambda: meta_module(*args, **kwargs))
+                result, _ = with_report(meta_module, lambda: meta_module(*args, **kwargs))
         except Exception:  # whatever a model does with a value that meta tensors do not have
             return None
         return *flatten(result), reduction.local_denominators
@@ -183,7 +185,7 @@ class DeferredForward:
     def _chunk_grads(self, output_grads: Sequence[Tensor | None], chunk: int) -> list[Tensor | None]:
         start, stop = self._chunk_range(chunk)
         grads: list[Tensor | None] = []
-        for kind, grad in zip(self._kinds, output_grads, strict=True):
+        for kind, grad in zip(self.kinds, output_grads, strict=True):
             if grad is None or kind == "share":
                 grads.append(grad)
             else:
@@ -193,12 +195,13 @@ class DeferredForward:
         return grads
 
     @property
-    def _kinds(self) -> tuple[str, ...]:
+    def kinds(self) -> Sequence[str]:
+        """The kind of every leaf of the result. See [Note: kinds] in `forward.py`."""
         return self._call.kinds or ("same",) * len(self.shapes)
 
     def _join(self, chunks: list[list[Any]]) -> Sequence[Any]:
         """Returns the leaves of the whole slice from those of its pieces."""
-        return _Joined(self._kinds, chunks)
+        return _Joined(self.kinds, chunks)
 
 
 class _Joined(Sequence[Any]):

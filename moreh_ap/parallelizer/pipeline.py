@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ class PipelinedPass:
 
     Same interface as `ForwardPass`; `has_result` says whether this worker has the outputs.
     """
+
+    attributes: Mapping[str, int] = MappingProxyType({})
+    """No attribute is answered: each worker has parts of the model."""
 
     def __init__(
         self,

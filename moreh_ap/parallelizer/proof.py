@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ class SplitProof:
 
     Attributes:
         split: Whether slices of the batch give exactly what the whole batch gives.
-        kinds: The kind of every leaf of the result; empty where `split` is False.
+        kinds: The kind of every leaf of the result but for attributes; empty where `split` is False.
+        attributes: The kinds of the leaves of each attribute that the forward sets.
         reason: Why it cannot be split; empty where it can.
         draws: Of everything drawn from a common stream, how the rows lie in it; empty without such a stream.
         counts: Whether it can be split only if numbers of true elements are denominators. See [Note: counts] in
@@ -70,6 +71,7 @@ class SplitProof:
     reason: str
     counts: bool = False
     draws: tuple[Rows | None, ...] = ()
+    attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class _Refused(Exception):
@@ -118,7 +120,11 @@ def _prove(probe: _Probe) -> SplitProof:
             "results that the last stage computes, calls under torch.no_grad(), or plans with pipeline=1",
             'plan="shard=2"',
         )
-    return SplitProof(True, _of_last_stage(probe.kinds, call), "", call.counts, probe.draws)
+    kinds = probe.kinds
+    attributes: dict[str, tuple[str, ...]] = {}
+    for name, number in reversed(list(probe.attributes.items())):
+        kinds, attributes[name] = kinds[: len(kinds) - number], kinds[len(kinds) - number :]
+    return SplitProof(True, _of_last_stage(kinds, call), "", call.counts, probe.draws, attributes)
 
 
 def _attempt(step: Callable[[], None], module: nn.Module) -> str:
@@ -158,6 +164,7 @@ class _Probe:
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
         self.kinds: tuple[str, ...] = ()
+        self.attributes: Mapping[str, int] = {}
         self.draws: tuple[Rows | None, ...] = ()
         self.has_unknown = False
         self.saw_counts = False
@@ -208,12 +215,13 @@ class _Probe:
             self._singles.append(self._run([row], reduction))
             counted.append(reduction.local_denominators)
         _check_denominators(denominators, counted)
+        self.attributes = common.attributes
         self.has_unknown = isinstance(common, PipelinedPass) and any(map(_is_unknown, common.outputs))
         if any(single.treespec != common.treespec for single in self._singles):
             raise _Refused("the result of one row nests differently from that of several")
         self.kinds = tuple(
-            _kind(index, leaf, [single.outputs[index] for single in self._singles], self._tolerance)
-            for index, leaf in enumerate(common.outputs)
+            _kind(name, leaf, [single.outputs[index] for single in self._singles], self._tolerance)
+            for index, (name, leaf) in enumerate(zip(_names_of(common), common.outputs, strict=True))
         )
 
     def compare_gradients(self) -> None:
@@ -282,14 +290,20 @@ def _check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Ten
             raise _Refused(f"mean {site} of the forward counts {float(whole)} together but {parts} row by row")
 
 
-def _kind(index: int, common: Any, singles: Sequence[Any], tolerance: float) -> str:
+def _names_of(run: ForwardPass | PipelinedPass) -> list[str]:
+    """Returns what the leaves of a result are called in a refusal."""
+    of_attributes = [f"attribute {name}" for name, number in run.attributes.items() for _ in range(number)]
+    return [f"output {index}" for index in range(len(run.outputs) - len(of_attributes))] + of_attributes
+
+
+def _kind(name: str, common: Any, singles: Sequence[Any], tolerance: float) -> str:
     if not isinstance(common, Tensor):
         if any(type(s) is not type(common) for s in singles):
-            raise _Refused(f"output {index} has another type for some rows")
+            raise _Refused(f"{name} has another type for some rows")
         if all(_equal(s, common) for s in singles):
             return "const"
         if isinstance(common, (str, bytes, int, float, complex, torch.dtype, torch.device)):
-            raise _Refused(f"output {index} ({common!r}) differs from row to row")
+            raise _Refused(f"{name} ({common!r}) differs from row to row")
         return "opaque"
     if _follows(common, singles) and _close(torch.cat(list(map(local_part, singles))), common, tolerance):
         return "rows"
@@ -302,7 +316,7 @@ def _kind(index: int, common: Any, singles: Sequence[Any], tolerance: float) -> 
         if adds_up:
             return "share"
     raise _Refused(
-        f"output {index} of shape {tuple(common.shape)} is not what its rows give one by one: rows look at each other"
+        f"{name} of shape {tuple(common.shape)} is not what its rows give one by one: rows look at each other"
     )
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from moreh_ap.parallelizer.attributes import has_memory, own_attributes
 from moreh_ap.parallelizer.sharding import settle
 
 _DROPOUTS = {
@@ -28,8 +29,6 @@ _DROPOUTS = {
     torch.alpha_dropout,
     torch.feature_dropout,
 }
-
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class NoDropout(TorchFunctionMode):
@@ -53,24 +52,32 @@ class NoDropout(TorchFunctionMode):
 def state_restored(module: nn.Module) -> Iterator[None]:
     """Puts buffers, their values, and what `forward` may set (``self.hidden = hidden``) back after the block."""
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    before = [(part, dict(part._buffers), _attributes(part)) for part in module.modules()]
+    before = [(part, dict(part._buffers), own_attributes(part)) for part in module.modules()]
+    kept = [value for _, _, attributes in before for value in attributes.values()]
+    tensors = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is None)
+    values += [(tensor, tensor.detach().clone()) for tensor in tensors if has_memory(tensor)]
+    containers = [(value, value.copy()) for value in kept if type(value) in (list, dict, set)]
     try:
         yield
     finally:
         for part, buffers, attributes in before:
             part._buffers.clear()
             part._buffers.update(buffers)
-            for name in _attributes(part).keys() - attributes.keys():
+            for name in own_attributes(part).keys() - attributes.keys():
                 del vars(part)[name]
             vars(part).update(attributes)
+        for container, contents in containers:
+            _refill(container, contents)
         for buffer, value in values:
             if not torch.equal(buffer, value):
                 buffer.data.copy_(value)  # `.data`: a graph that has kept the buffer is not told of the change
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What the class of a module keeps in its instances."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES and name[0] != "_"}
+def _refill(container: Any, contents: Any) -> None:
+    """Gives a list, dict or set the items that it had."""
+    container.clear()
+    add = container.extend if isinstance(container, list) else container.update
+    add(contents)
 
 
 @contextlib.contextmanager

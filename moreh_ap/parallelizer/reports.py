@@ -7,22 +7,25 @@ A hook of the script runs in every worker, on its rows: what it returns counts t
 the model's own code. Whatever it keeps for the script would be lost. So the worker answers what the hook was given, as
 further leaves of the result, and the hook runs once more where the script is, on whole tensors; what it prints in a
 worker is dropped, and what it returns there.
+
+[Note: attributes]
+What a forward sets on parts of the model (``self.last_loss = loss``) is answered in the same way, if it is made of
+tensors and plain values: the script finds it on its own module, and may go backward from it. In a worker it stays as it
+is. What was set to something else, or what the proof of splitting did not see, is left out, and the script is told.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import UnsupportedError
-
-LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers", "moreh_ap")
-"""Packages whose hooks and modules do their work inside the model: nothing of theirs is reported."""
+from moreh_ap.parallelizer.attributes import num_leaves, reported_attributes
 
 _ATTRIBUTE = "_moreh_has_reported_hooks"
 
@@ -34,11 +37,17 @@ class Report(NamedTuple):
         result: What the module returned; None if a hook ended the forward.
         seen: ``{number of a hook: what it was given}``, in the order in which hooks ran.
         ended_by: The exception with which a hook ended the forward, in words; None if none did.
+        attributes: What was set on parts of the model, ``{path and name: value}``. See [Note: attributes].
     """
 
     result: Any
     seen: list[dict[int, tuple[Any, ...]]]
     ended_by: str | None
+    attributes: dict[str, Any]
+
+    def without_attributes(self) -> Any:
+        """Returns what would have been answered if no attribute had been set."""
+        return self._replace(attributes={}) if self.seen or self.ended_by is not None else self.result
 
 
 class HookEnded(Exception):
@@ -97,14 +106,44 @@ class QuietHook:
             return self._hook(module, *given)
 
 
-def with_report(module: nn.Module, run: Callable[[], Any]) -> Any:
-    """Returns the result of `run`, a forward of `module`; a `Report` if hooks of the script are on it.
+def with_report(
+    module: nn.Module, run: Callable[[], Any], known: Mapping[str, tuple[str, ...]] | None = None
+) -> tuple[Any, list[str]]:
+    """Runs a forward of `module` and looks what it leaves.
+
+    Args:
+        module: The model.
+        run: The forward.
+        known: The attributes that may be answered, and the kinds of their leaves; None for all.
+
+    Returns:
+        The result of `run`, a `Report` if there is more to answer, and the names of attributes that are left out.
 
     Raises:
         UnsupportedError: A tensor that a hook was given was changed in place afterwards.
     """
+    attributes = reported_attributes(module)
+    before = {} if attributes is None else attributes.marks()
+    result, seen, ended_by = _with_hooks(module, run)
+    found: dict[str, Any] = {}
+    left_out: list[str] = []
+    changed = {} if attributes is None else attributes.changed(before)
+    for name, value in changed.items():
+        number = num_leaves(value)
+        if number is not None and (known is None or number == len(known.get(name, ()))):
+            found[name] = value
+        else:
+            left_out.append(name)
+    reports = bool(found) or _has_reported_hooks(module)
+    return Report(result, seen, ended_by, found) if reports else result, left_out
+
+
+def _with_hooks(
+    module: nn.Module, run: Callable[[], Any]
+) -> tuple[Any, list[dict[int, tuple[Any, ...]]], str | None]:
+    """The result of `run`, what hooks of the script on the module were given, and what ended the forward early."""
     if not _has_reported_hooks(module):
-        return run()
+        return run(), [], None
     seen: list[tuple[int, tuple[Any, ...], list[tuple[Tensor, int]]]] = []
     _RECORDER.seen = seen
     ended_by, result = None, None
@@ -118,7 +157,7 @@ def with_report(module: nn.Module, run: Callable[[], Any]) -> Any:
         for tensor, version in tensors:
             if tensor._version != version:
                 raise _changed_in_place(tensor)
-    return Report(result, [{number: given} for number, given, _ in seen], ended_by)
+    return result, [{number: given} for number, given, _ in seen], ended_by
 
 
 def _has_reported_hooks(module: nn.Module) -> bool:
@@ -145,33 +184,3 @@ def _changed_in_place(tensor: Tensor) -> UnsupportedError:
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
-
-# -- attributes --------------------------------------------------------------------------------------------------------
-
-
-def attributes_of(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Returns what tells whether attributes change, ``{(path, name): value}``, of parts whose class is the user's."""
-    return {
-        (path, name): (value, len(value) if isinstance(value, (list, dict, set)) else None)
-        for path, part in module.named_modules()
-        if _is_of_user(type(part))
-        for name, value in vars(part).items()
-        if not name.startswith("_") and name != "training"
-    }
-
-
-def changed_attributes(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> tuple[str, ...]:
-    """Returns the names of attributes that a forward set, such as ``encoder.attention``."""
-    changed = (
-        key for key, (value, length) in after.items() if key not in before or not _same(before[key], value, length)
-    )
-    return tuple(f"{path}.{name}".lstrip(".") for path, name in changed)
-
-
-def _same(before: tuple[Any, int | None], value: Any, length: int | None) -> bool:
-    return before[0] is value and before[1] == length
-
-
-def _is_of_user(cls: type) -> bool:
-    """Whether the class, or one that it is derived from (FSDP2 derives another), is none of a library."""
-    return any(base.__module__.split(".")[0] not in (*LIBRARIES, "builtins", "typing") for base in cls.__mro__)

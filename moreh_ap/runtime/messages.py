@@ -229,7 +229,7 @@ class ForwardReply:
     mode: "split" (each has its rows of the outputs), "whole" (each has all), "stages" (the last stage has them).
     rows: How many rows of the batch the worker has; None if it has all.
     stream: Where the random stream stands after the call; None if nothing was drawn from it.
-    changed_attributes: What the forward of a first call set, such as ``encoder.attention``.
+    left_out: Attributes that the forward set and that are not among the leaves, such as ``encoder.cache``.
     """
 
     pickled_treespec: bytes
@@ -238,7 +238,7 @@ class ForwardReply:
     note: str
     rows: int | None = None
     stream: bytes | None = None
-    changed_attributes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The mathematics is the parallelizer's; this module translates between messages a
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
@@ -47,9 +48,9 @@ class WorkerCall:
         run: ForwardPass | DeferredForward,
         proof: SplitProof,
         inputs: InputRoles,
-        changed_attributes: tuple[str, ...] = (),
+        left_out: Sequence[str] = (),
     ) -> None:
-        self._changed_attributes = changed_attributes
+        self._left_out = tuple(left_out)
         self.model, self._run, self._proof, self._inputs = model, run, proof, inputs
         self._answers = run.has_result and model.applied.position.tensor.rank == 0
         knows_nesting = model.applied.tensor is not None and run.treespec is not None
@@ -69,7 +70,7 @@ class WorkerCall:
             self._proof.reason,
             self._num_own_rows(),
             self._stream,
-            self._changed_attributes,
+            self._left_out,
         )
         return reply if self._answers else None
 
@@ -90,7 +91,7 @@ class WorkerCall:
         """This worker's part of an output; None if it has no result. Every worker has to call it."""
         if not len(self._run.outputs):
             return None
-        is_split = self._proof.split and self._proof.kinds[index] == "rows"
+        is_split = self._run.kinds[index] == "rows"
         whole = gathered(self.output(index))  # logits may be split by vocabulary
         return Part(whole, self._inputs.axis, self._inputs.rows if is_split else None, self._answers)
 
@@ -106,7 +107,7 @@ class WorkerCall:
         shape = self._run.shapes[index]
         if not isinstance(shape, Tensor):
             return LeafReply("const", (), None, False, _pickle_constant(shape))
-        kind = self._proof.kinds[index] if self._proof.split else "same"
+        kind = self._run.kinds[index]
         layout = self.model.cache_layout(shape) if index in self._in_cache else None
         few = self._run.computed and shape.numel() * shape.element_size() <= MAX_INLINE_BYTES
         data = None
@@ -143,7 +144,7 @@ class WorkerCall:
             is_local = isinstance(gradient, Part) and gradient.rows is not None
             if isinstance(gradient, Part):
                 gradient = gradient.tensor
-            is_split = self._proof.split and self._proof.kinds[index] == "rows"
+            is_split = self._run.kinds[index] == "rows"
             if gradient is not None and rows is not None and is_split and not is_local:
                 gradient = own_entries(gradient, axis.rank, axis.size, rows)
             local.append(gradient)
@@ -161,7 +162,7 @@ class WorkerCall:
             return None
         # What every worker computes alike is used by each for its rows; a share of a sum gets the gradient of the sum.
         kinds = {"rows": "rows", "same": "share", "share": "same"}
-        kind = kinds[self._proof.kinds[index]] if self._proof.split else "same"
+        kind = kinds[self._run.kinds[index]] if self._proof.split else "same"
         return LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, TensorData.of(gradient.cpu()).data)
 
     def input_gradient(self, index: int) -> LeafReply | None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
+from moreh_ap.parallelizer.attributes import Attributes, report_attributes
 from moreh_ap.parallelizer.batch import carries_rows, num_rows, row_range, slice_rows
 from moreh_ap.parallelizer.containers import unpickle_treespec
 from moreh_ap.parallelizer.draws import Share
@@ -28,7 +29,6 @@ from moreh_ap.parallelizer.loading import fill
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.own_collectives import keep_to_own_rows
 from moreh_ap.parallelizer.proof import SplitProof, prove_split
-from moreh_ap.parallelizer.reports import attributes_of, changed_attributes
 from moreh_ap.parallelizer.run import run_forward
 from moreh_ap.parallelizer.sharding import prepare, set_requires_grad, settle
 from moreh_ap.parallelizer.tensor_random import draws_random_numbers
@@ -81,7 +81,13 @@ class WorkerModel:
         self._settings = Settings()  # a changed attribute may couple the rows
         self._values: dict[tuple[str, str], Any] = {}
         self._originals: dict[tuple[str, str], Any] = {}
-        self._known_signatures: set[int] = set()
+        # A part of a model, or of its rows, sets a part of what one device would find: then it is only noticed.
+        self._unseen: Attributes | None = None
+        if self.plan.tensor == self.plan.pipeline == self.plan.micro_batches == 1:
+            report_attributes(self.module)
+        else:
+            self._unseen = Attributes(self.module)
+            self._marks = self._unseen.marks()
 
     def _unpickle(self, command: BuildModel) -> nn.Module:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device)
@@ -106,6 +112,18 @@ class WorkerModel:
             self._originals.setdefault((path, name), getattr(holder, last, None))
             self._values[path, name] = pickle.loads(pickled)
             self._set_attribute(path, name, self._values[path, name])
+        if self._unseen is not None:  # what the script sets, no forward has set
+            now = self._unseen.marks()
+            names = {f"{path}.{name}".lstrip(".") for path, name, _ in changes}
+            self._marks.update((name, now[name]) for name in names & now.keys())
+
+    def _changed_unseen(self) -> list[str]:
+        """Attributes that forwards have set, since the last time, and that are not answered with their results."""
+        if self._unseen is None:
+            return []
+        changed = list(self._unseen.changed(self._marks))
+        self._marks = self._unseen.marks()
+        return changed
 
     def _set_attribute(self, path: str, name: str, value: Any) -> None:
         for root in (self.module, self._meta_module):
@@ -248,7 +266,13 @@ class WorkerModel:
             start, stop = row_range(axis.rank, axis.size, rows)
             share = Share(start, stop, rows)
             call = replace(
-                call, mode="split", kinds=proof.kinds, counts=proof.counts, draws=proof.draws, share=share
+                call,
+                mode="split",
+                kinds=proof.kinds,
+                counts=proof.counts,
+                draws=proof.draws,
+                share=share,
+                attributes=proof.attributes,
             )
             parts = slice_rows(tensors, rows, start, stop)
             tensors = [whole if is_local else part for whole, part, is_local in zip(tensors, parts, local)]
@@ -258,14 +282,11 @@ class WorkerModel:
         ]
         args, kwargs = self._arguments(call, nesting, tensors)
         meta = None if self._meta_module is None else self._meta_module.get_submodule(signature.path)
-        is_known = signature.signature in self._known_signatures
-        self._known_signatures.add(signature.signature)
-        before = {} if is_known else attributes_of(self.module)
         run = run_forward(call, args, kwargs, plan=self.plan, rows=rows, meta_module=meta)
-        changed = () if is_known else changed_attributes(before, attributes_of(self.module))
+        left_out = [*run.left_out, *self._changed_unseen()]
         if self._draws_apart(call):
             proof = replace(proof, reason=". ".join(filter(None, (proof.reason, _DRAWN_APART))))
-        return WorkerCall(self, run, proof, InputRoles(axis, rows, carried, command.wants_grad), changed)
+        return WorkerCall(self, run, proof, InputRoles(axis, rows, carried, command.wants_grad), left_out)
 
     def _draws_apart(self, call: Call) -> bool:
         """Whether the model drops something, and devices have masks that one device would not have."""

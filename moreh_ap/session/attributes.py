@@ -1,21 +1,23 @@
 """Lists, dicts and sets among the attributes of a model's modules, which scripts change in place.
 
 Decides which of them have other contents than workers know: setting an attribute is seen as it happens, ``.append`` is
-not. Looked at are those that hold nothing but plain values. Must not know workers or messages.
+not. Looked at are those that hold nothing but plain values and tensors; another tensor is a change, other values in it
+are none. Must not know workers or messages.
 """
 
 from __future__ import annotations
 
 import copy
 import enum
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
 from torch import nn
 
-_KINDS = (list, dict, set, OrderedDict)
+_KINDS = (list, dict, set, OrderedDict, defaultdict)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_ITEMS = (*_PLAIN, torch.Tensor)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -35,7 +37,7 @@ class Containers:
     def note(self, path: str, module: nn.Module, name: str, value: Any) -> None:
         """Workers know, or are about to be told, that the attribute is `value` as it is now."""
         if name not in _OF_EVERY_MODULE and type(value) in _KINDS and _is_plain(value):
-            self._known[path, name] = vars(module), copy.deepcopy(value)
+            self._known[path, name] = vars(module), _copy(value)
         else:
             self._known.pop((path, name), None)
 
@@ -48,16 +50,36 @@ class Containers:
                 continue
             if type(value) in _KINDS and _is_plain(value):
                 changes.append((*key, value))
-                self._known[key] = attributes, copy.deepcopy(value)
+                self._known[key] = attributes, _copy(value)
             else:
                 del self._known[key]
         return changes
 
 
+def _copy(value: Any) -> Any:
+    """Other containers with the same items."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copy, value))
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = _copy(item)
+        return copied
+    return value.copy() if isinstance(value, set) else value
+
+
 def _same(value: Any, known: Any) -> bool:
+    if value is known:
+        return True
+    if type(value) is not type(known) or isinstance(value, torch.Tensor):
+        return False
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(known) and all(map(_same, value, known))
+    if isinstance(value, dict):
+        return value.keys() == known.keys() and all(_same(value[key], known[key]) for key in known)
     try:
         return bool(value == known)
-    except Exception:  # a tensor, or another object with a comparison of its own, is in it now
+    except Exception:  # an object with a comparison of its own is in it now
         return False
 
 
@@ -66,4 +88,4 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, dict):
         return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    return isinstance(value, _PLAIN)
+    return isinstance(value, _ITEMS)

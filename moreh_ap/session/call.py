@@ -56,7 +56,6 @@ class Call:
         self.structure: Structure | None = None
         self.plan = model.plan
         self._backward_kind: tuple[int, int] = (0, 0)
-        self.changed_attributes: tuple[str, ...] = ()
         self._watchers: list[tuple[list[int], Watcher]] = []
         weakref.finalize(self, model.session.outbox.release, ReleaseCalls((self.id,)))
 
@@ -98,7 +97,7 @@ class Call:
             replies = self.reply.result()
             expected = Structure.of(replies)
             signatures.learn(key, expected, grad=grad)
-            self.changed_attributes = _answered(replies)[0].changed_attributes
+            model.note_left_out(_answered(replies)[0].left_out)
         else:
             self.reply.add_done_callback(lambda reply: _check_structure(model, key, expected, reply))
         if stream is not None:  # what the script draws next comes after what the forward drew
@@ -254,7 +253,7 @@ def call_remotely(
         model.session.generator.set_state(random_state)
         model.note_structure()
         raise
-    model.warn_of_attributes(call.changed_attributes)
+    model.warn_of_attributes()
     return result
 
 
@@ -376,10 +375,14 @@ def _check_structure(model: RemoteModel, key: Any, expected: Structure, reply: P
     if reply.failed():
         return
     found = Structure.of(reply.result())
+    if found.attributes:  # set in some calls only: this one did not wait for it, others will
+        model.signatures.never_predict(key)
+    model.note_left_out((*found.attributes, *_answered(reply.result())[0].left_out))
+    found = found.without_attributes()
     if found.draws and not expected.draws:
         model.signatures.learn(key, found, grad=True)
     if not found.promises_the_same(expected):
-        model.signatures.forget(key)
+        model.signatures.never_predict(key)
         shapes = [leaf.shape for leaf in expected.leaves], [leaf.shape for leaf in found.leaves]
         model.session.mesh.fail(
             ExactnessError(

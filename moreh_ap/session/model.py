@@ -79,6 +79,7 @@ class RemoteModel:
         self._containers = Containers(dict(root.named_modules()))
         self._parts = _parts_of(self.modules)
         self._warned_of: set[str] = set()
+        self._left_out: dict[str, None] = {}  # in their order
         self._path_of = {id(module): path for path, module in root.named_modules()}
         self._built: Posted
         self._placements: dict[str, str] | None = None
@@ -220,9 +221,27 @@ class RemoteModel:
         config = getattr(self.root, "config", None)
         return dict(vars(config)) if hasattr(config, "__dict__") else {}
 
-    def warn_of_attributes(self, changed: tuple[str, ...]) -> None:
+    def take_attributes(self, attributes: dict[str, Any]) -> None:
+        """A forward has set attributes of submodules: they have these values here, too."""
+        for full_name, value in attributes.items():
+            path, _, name = full_name.rpartition(".")
+            if full_name not in self.script_hooks.attributes:
+                part = self.root.get_submodule(path)
+                vars(part)[name] = value
+                self._containers.note(path, part, name, value)
+
+    def note_replayed(self) -> None:
+        """Hooks have changed lists and dicts of submodules here as they did in the workers."""
+        self._containers.take_changes()
+
+    def note_left_out(self, names: tuple[str, ...]) -> None:
+        """A forward has set attributes that did not come here, or not in time."""
+        self._left_out.update(dict.fromkeys(names))
+
+    def warn_of_attributes(self) -> None:
         """Say once of each attribute that a forward has set it in the workers, where the script cannot see it."""
-        news = [name for name in changed if name not in self._warned_of and name not in self.script_hooks.attributes]
+        news = [name for name in self._left_out if name not in {*self._warned_of, *self.script_hooks.attributes}]
+        self._left_out.clear()
         self._warned_of.update(news)
         if news and not self.script_hooks.is_silent:
             script_line.warn(

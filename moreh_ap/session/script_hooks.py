@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.parallelizer.reports import LIBRARIES, QuietHook, Report, ReportedHook
+from moreh_ap.parallelizer.attributes import LIBRARIES
+from moreh_ap.parallelizer.reports import QuietHook, Report, ReportedHook
 
 if TYPE_CHECKING:
     from moreh_ap.plan import Plan
@@ -150,11 +151,11 @@ class ScriptHooks:
     # -- running them here -----------------------------------------------------------------------------------------
 
     def run(self, call: Call, tree: Any, leaves: list[Any], done: int = 0) -> Any:
-        """Run the forward hooks of a call; returns the module's result.
+        """Run the forward hooks of a call, and set the attributes that it set; returns the module's result.
 
         Args:
             call: The call.
-            tree: How the result nests, a `Report` where there are hooks.
+            tree: How the result nests, a `Report` where it is not all that the call left.
             leaves: Its leaves.
             done: How many of them have run already, in a call that ended before its end.
 
@@ -181,10 +182,12 @@ class ScriptHooks:
                     self._watch(call, module, given, indices[number])
         finally:
             _replaying.reset(token)
+        call.model.note_replayed()
         if report.ended_by is not None:
             hook = self._hooks[next(iter(report.seen[-1]))]
             self._refuse_to_call_again(hook, report.ended_by)
             raise RunsHereOnly(len(report.seen), hook.key)
+        call.model.take_attributes(report.attributes)
         return report.result
 
     def _refuse_to_call_again(self, hook: _Hook, raised: str) -> None:

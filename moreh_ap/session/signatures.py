@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from moreh_ap.parallelizer.containers import pickle_treespec, unpickle_treespec
+from moreh_ap.parallelizer.containers import flatten, pickle_treespec, unpickle_treespec
+from moreh_ap.parallelizer.reports import Report
 from moreh_ap.planner import report
 from moreh_ap.runtime.messages import DefineSignature, ForwardReply, LeafReply
 from moreh_ap.session.parts import BatchRows
@@ -53,7 +54,10 @@ class LeafTemplate:
 
 @dataclass(frozen=True)
 class Structure:
-    """How a call's result nests, what its leaves are, whether the call drew random numbers, and who had which rows."""
+    """How a call's result nests, what its leaves are, whether the call drew random numbers, and who had which rows.
+
+    `attributes` are those that the forward set: their values are the last of the leaves.
+    """
 
     treespec: TreeSpec
     leaves: tuple[LeafTemplate, ...]
@@ -61,6 +65,7 @@ class Structure:
     note: str
     draws: bool
     batch: BatchRows | None
+    attributes: tuple[str, ...] = ()
 
     @staticmethod
     def of(replies: list[ForwardReply | None]) -> Structure:
@@ -80,13 +85,26 @@ class Structure:
             )
         first_answer = answered[0]
         own_rows = tuple(None if reply is None else reply.rows for reply in replies)
+        treespec = unpickle_treespec(first_answer.pickled_treespec)
+        report = tree_unflatten(list(range(len(leaves))), treespec)
         return Structure(
-            unpickle_treespec(first_answer.pickled_treespec),
+            treespec,
             tuple(leaves),
             first_answer.mode,
             first_answer.note,
             draws=any(reply.stream is not None for reply in answered),
             batch=None if first_answer.rows is None else BatchRows(own_rows),
+            attributes=tuple(report.attributes) if isinstance(report, Report) else (),
+        )
+
+    def without_attributes(self) -> Structure:
+        """What it would be had the forward set none."""
+        if not self.attributes:
+            return self
+        report: Report = tree_unflatten(list(range(len(self.leaves))), self.treespec)
+        indices, treespec = flatten(report.without_attributes())
+        return replace(
+            self, treespec=treespec, leaves=tuple(self.leaves[index] for index in indices), attributes=()
         )
 
     def promises_the_same(self, other: Structure) -> bool:
@@ -98,8 +116,12 @@ class Structure:
         ]
 
     def predictable(self) -> bool:
-        """True if another call of the same signature must give the same structure: no leaf is a computed number."""
-        return all(leaf.kind != "const" or leaf.constant in (None, True, False) for leaf in self.leaves)
+        """True if another call of the same signature must give the same structure.
+
+        No leaf is a computed number, and no attribute is set: that may depend on everything.
+        """
+        constants = (leaf.constant for leaf in self.leaves if leaf.kind == "const")
+        return not self.attributes and all(constant in (None, True, False) for constant in constants)
 
 
 class Signatures:
@@ -108,6 +130,8 @@ class Signatures:
     def __init__(self, model: RemoteModel) -> None:
         self._model = model
         self._structures: dict[Any, Structure] = {}
+        self._unpredictable: set[Any] = set()
+        self._attributes: set[str] = set()
         self._notes: set[str] = set()
 
     def define(self, path: str, treespec: TreeSpec, constants: list[Any]) -> int:
@@ -126,14 +150,18 @@ class Signatures:
         if grad and structure.note and structure.note not in self._notes:
             self._notes.add(structure.note)
             print(report.info(structure.note), flush=True)
-        if structure.predictable():
+        if not self._attributes.issuperset(structure.attributes):
+            self._structures.clear()  # calls that set it to None, as it was, are to be looked at again
+            self._attributes.update(structure.attributes)
+        if structure.predictable() and key not in self._unpredictable:
             if len(self._structures) >= _MAX_STRUCTURES:
                 self._structures.clear()
             self._structures[key] = structure
 
-    def forget(self, key: Any) -> None:
-        """The structure of calls with `key` turned out to be another."""
+    def never_predict(self, key: Any) -> None:
+        """The structure of a call with `key` turned out to be another than that of an earlier one."""
         self._structures.pop(key, None)
+        self._unpredictable.add(key)
 
 
 def pickle_constants(constants: list[Any]) -> bytes:

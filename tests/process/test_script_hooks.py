@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 
 import pytest
 import torch
@@ -268,26 +267,3 @@ def test_hooks_under_a_tensor_axis_are_refused(accelerator):
     model[0].register_forward_hook(lambda module, args, output: None)
     with pytest.raises(UnsupportedError, match="no worker has as a whole"):
         model(torch.ones(4, 4, device="cuda"))
-
-
-class Counting(nn.Module):
-    """A forward that leaves things in attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.calls, self.kept = nn.Linear(4, 4), 0, None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.kept = self.inner(x)
-        return self.kept.sum(1)
-
-
-def test_an_attribute_that_a_forward_sets_is_named_once():
-    model, x = Counting().cuda(), torch.ones(4, 4, device="cuda")
-    with pytest.warns(UserWarning, match=r"sets calls, kept in the workers"):
-        model(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.eval()
-        model(x[:2])

@@ -1,0 +1,275 @@
+"""Attributes that a forward sets: a script finds on its model what one device would have put there."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_one_line_training import assert_same, on_both
+from torch import Tensor, nn
+
+PLANS = ["replicate=2", "shard=2", "replicate=2,recompute=full"]
+
+
+class Block(nn.Module):
+    """Keeps what one looks at later: weights of attention for every head, and the mean of what it adds."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qk, self.mlp = nn.Linear(width, 2 * width), nn.Sequential(nn.Linear(width, width), nn.GELU())
+        self.attention: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, dim=-1)
+        self.attention = (q @ k.transpose(1, 2)).softmax(-1)
+        self.seen = {"largest": self.attention.amax((1, 2)), "length": x.shape[1]}
+        return x + self.mlp(self.attention @ x)
+
+
+class Keeping(nn.Module):
+    """A language model as in llama2.c: the loss is an attribute, None where there are no targets."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 11)
+        self.last_loss: Tensor | None = None
+        self._calls = 0
+
+    @property
+    def calls(self) -> int:
+        return self._calls
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        self._calls += 1
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        if targets is None:
+            self.last_loss = None
+            return self.head(x[:, [-1]])
+        logits = self.head(x)
+        self.last_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits
+
+
+def keeping(device):
+    torch.manual_seed(0)
+    model = Keeping().to(device)
+    return model, torch.optim.SGD(model.parameters(), lr=0.3)
+
+
+def tokens(device, rows=6):
+    batch = torch.randint(0, 11, (rows, 9))
+    return batch[:, :-1].to(device), batch[:, 1:].to(device)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_loss_and_more_kept_in_attributes(accelerator, plan):
+    def script(device):
+        model, optimizer = keeping(device)
+        trace = []
+        model.eval()
+        with torch.no_grad():  # evaluated before it is trained: there the loss was None, and is None
+            model(tokens(device)[0])
+        trace.append(torch.tensor(model.last_loss is None))
+        model.train()
+        for step in range(4):
+            x, y = tokens(device, rows=6 - step)
+            logits = model(x, y)
+            loss = model.last_loss + 0 * logits.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace += [loss.detach(), model.blocks[1].attention.detach(), model.blocks[0].seen["largest"].detach()]
+            trace += [torch.tensor(model.blocks[0].seen["length"]), torch.tensor(model.calls)]
+        with torch.no_grad():
+            model(tokens(device)[0])
+        return [*trace, torch.tensor(model.last_loss is None), *model.parameters()]
+
+    accelerator(plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+class Watching(nn.Module):
+    """The style transfer tutorial: layers that pass their input on, and keep a loss."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self.target = target.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = F.mse_loss(x, self.target)
+        return x
+
+
+def test_losses_of_layers_without_the_output(accelerator):
+    def script(device):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).to(device).eval()
+        style = torch.rand(1, 3, 8, 8).to(device)
+        with torch.no_grad():
+            first, last = layers[0](style), layers(style)
+        watched = [Watching(first), Watching(last)]
+        model = nn.Sequential(layers[0], watched[0], layers[1], layers[2], watched[1]).requires_grad_(False)
+        image = torch.rand(1, 3, 8, 8).to(device).requires_grad_()
+        optimizer = torch.optim.LBFGS([image], max_iter=3)
+        trace = []
+
+        def closure():
+            optimizer.zero_grad()
+            model(image)
+            loss = sum(layer.loss for layer in watched)
+            loss.backward()
+            trace.append(loss.detach())
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return [*trace, image.detach()]
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+class Experts(nn.Module):
+    """Mixture of experts: what balances the load looks at the whole batch, and is added to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 3), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        share = F.one_hot(weights.argmax(-1), 3).float().mean(0)
+        self.balance = 3 * (share * weights.mean(0)).sum()
+        return sum(weights[:, [n]] * expert(x) for n, expert in enumerate(self.experts))
+
+
+@pytest.mark.parametrize("plan", PLANS[:2])
+def test_what_depends_on_the_whole_batch_does_so_in_an_attribute(accelerator, plan):
+    def script(device):
+        torch.manual_seed(0)
+        model = nn.Sequential(Experts(), nn.Tanh(), Experts()).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        trace = []
+        for _ in range(3):
+            x = torch.randn(6, 6).to(device)
+            loss = (model(x) - x).square().mean()
+            loss = loss + 0.1 * sum(part.balance for part in model if isinstance(part, Experts))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss.detach())
+        return [*trace, *model.parameters()]
+
+    accelerator(plan)
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+class Collecting(nn.Module):
+    """A forward that gathers what it sees in a list which the script empties, and a running mean in a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen, self.mean = nn.Linear(4, 4), [], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        self.seen.append(x.detach())
+        batch = x.detach().mean(0)
+        self.mean = batch if self.mean is None else 0.9 * self.mean + 0.1 * batch
+        return x.sum(1)
+
+
+def test_lists_that_the_script_empties_and_a_state_of_the_whole_batch(accelerator):
+    def script(device):
+        torch.manual_seed(0)
+        model, trace = Collecting().to(device), []
+        for _ in range(5):
+            model(torch.randn(6, 4).to(device)).sum().backward()
+            trace += [torch.tensor(len(model.seen)), model.seen[-1], model.mean]
+            model.seen.clear()
+        model.mean = torch.zeros(4).to(device)
+        model(torch.ones(6, 4).to(device))
+        return [*trace, model.mean, *(parameter.grad for parameter in model.parameters())]
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_through_attributes_and_a_model_that_is_saved_copied_and_changed(accelerator):
+    def script(device):
+        torch.manual_seed(0)
+        model, _ = keeping(device)
+        x, y = tokens(device)
+        logits = model(x, y)
+        block = model.blocks[0]
+        block.attention.retain_grad()
+        seen: list[Tensor] = []
+        logits.register_hook(seen.append)
+        (model.last_loss + 0.3 * block.attention.square().sum()).backward()
+        trace = [block.attention.grad, *seen, *(parameter.grad for parameter in model.parameters())]
+        model.zero_grad()
+        with torch.no_grad():
+            model(x, y)
+        whole = io.BytesIO()
+        torch.save(model, whole)
+        whole.seek(0)
+        loaded, copied = torch.load(whole, weights_only=False), copy.deepcopy(model)
+        model.head = nn.Linear(16, 11).to(device)
+        for other in (model, loaded, copied):
+            other(x, y).sum().backward()
+            trace += [other.last_loss.detach(), other.embed.weight.grad]
+        return trace
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+class Now(nn.Module):
+    """Attributes that cannot come to the script, or come in some calls only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.step = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor, look: Tensor) -> Tensor:
+        x = self.inner(x)
+        if look.item() > 0:
+            self.looked = x.detach()
+        self.norm = nn.Identity
+        return x
+
+
+def test_what_does_not_come_to_the_script_is_named_once(accelerator):
+    accelerator("replicate=2")
+    model, x = Now().cuda(), torch.ones(4, 4, device="cuda")
+    with pytest.warns(UserWarning, match=r"sets norm in the workers"):
+        model(x, torch.zeros(()))
+    model(x, torch.zeros(()))
+    with pytest.warns(UserWarning, match=r"sets looked in the workers"):
+        model(x, torch.ones(())).sum().item()
+        model(x, torch.ones(())).sum().item()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, torch.ones(())).sum().item()
+
+
+@pytest.mark.parametrize("plan", ["micro_batches=2,replicate=2", "tensor=2"])
+def test_under_plans_that_divide_a_forward_attributes_stay_in_the_workers(accelerator, plan):
+    accelerator(plan)
+    model, _ = keeping("cuda")
+    x, y = tokens("cuda")
+    with pytest.warns(UserWarning, match=r"sets .*last_loss.* in the workers"):
+        for _ in range(3):  # pieces of a batch run when backward asks for them, and answers come later
+            model(x, y).sum().backward()
+            model.head.bias.grad.sum().item()
+    assert model.last_loss is None
