@@ -37,25 +37,27 @@ class Attributes:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._parts = [
-            (f"{path}." if path else "", part) for path, part in root.named_modules() if _is_of_user(type(part))
-        ]
+        self._parts = [(path, part) for path, part in root.named_modules() if _is_of_user(type(part))]
 
     def marks(self) -> Marks:
         """Returns how the attributes are now."""
-        return {
-            path + name: _mark(value) for path, part in self._parts for name, value in _kept(part, _OF_THIS_PACKAGE)
-        }
+        return {name: _mark(value) for name, value in self._values()}
 
     def changed(self, before: Marks) -> dict[str, Any]:
         """Returns the attributes that were set or changed since, and their values, in the order of their names."""
-        found = {
-            path + name: value
-            for path, part in self._parts
-            for name, value in _kept(part, _OF_THIS_PACKAGE)
-            if path + name not in before or not _is_marked(value, before[path + name])
-        }
-        return dict(sorted(found.items()))
+        now = dict(self._values())
+        news = (name for name in sorted(now) if name not in before or not _is_marked(now[name], before[name]))
+        return {name: now[name] for name in news}
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for path, part in self._parts:
+            for name, value in _kept(part, _OF_THIS_PACKAGE):
+                yield full_name(path, name), value
+
+
+def full_name(path: str, name: str) -> str:
+    """Returns what an attribute of the part at `path` is called."""
+    return f"{path}.{name}" if path else name
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def has_memory(tensor: Tensor) -> bool:
 def _mark(value: Any) -> Any:
     """What is compared later: no tensor is kept alive for it, as the forward that sets a new one frees the old one."""
     if isinstance(value, Tensor):
-        return weakref.ref(value), value._version
+        return weakref.ref(value), _version_of(value)
     if isinstance(value, (list, tuple)):
         return value, [_mark(item) for item in value] if len(value) <= _MAX_LOOKED_INTO else len(value)
     if isinstance(value, dict):
@@ -109,7 +111,7 @@ def _is_marked(value: Any, mark: tuple[Any, Any]) -> bool:
     was, inside = mark
     if isinstance(value, Tensor):
         is_it = isinstance(was, weakref.ref) and was() is value
-        return is_it and bool(inside == value._version)
+        return is_it and bool(inside == _version_of(value))
     if isinstance(value, _PLAIN):
         return type(was) is type(value) and was == value
     if was is not value:
@@ -119,6 +121,11 @@ def _is_marked(value: Any, mark: tuple[Any, Any]) -> bool:
     if isinstance(inside, dict):
         return inside.keys() == value.keys() and all(_is_marked(value[key], inside[key]) for key in inside)
     return bool(inside is None or inside == len(value))
+
+
+def _version_of(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():  # to look whether it changed is not to read it
+        return tensor._version
 
 
 def _is_of_user(cls: type) -> bool:

@@ -30,6 +30,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.draws import Rows, Share, SharedDraws, state_of_stream
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
+from moreh_ap.parallelizer.kept import set_attribute, split_kept
 from moreh_ap.parallelizer.placement import OwnDevice
 from moreh_ap.parallelizer.reduction import GlobalReduction
 from moreh_ap.parallelizer.reports import Report, with_report
@@ -301,6 +302,9 @@ def _own_leaf(leaf: Any, grad: bool) -> Any:
 
 def _invoke(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Returns the module's result, a `Report` if it leaves more than that, and names of what is left out of it."""
+    kwargs, kept = split_kept(kwargs)
+    for name, value in kept.items():
+        set_attribute(call.module, name, value)
     result, left_out = with_report(call.module, lambda: _run(call, args, kwargs), call.attributes)
     if isinstance(result, Report) and result.ended_by is not None:
         recover(call.module)

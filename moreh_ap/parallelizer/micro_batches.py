@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -72,8 +73,9 @@ class DeferredForward:
 
     has_result = True
     """Whether this worker has the outputs; in a pipeline some have none."""
-    left_out: Sequence[str] = ()
+    attributes: Mapping[str, int] = MappingProxyType({})
     """See `ForwardPass`; pieces set attributes several times, and none of them is answered."""
+    left_out: Sequence[str] = ()
 
     @property
     def computed(self) -> bool:

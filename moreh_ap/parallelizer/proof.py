@@ -16,7 +16,7 @@ weights inside forward fail here, and the forward then runs whole: slower, still
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +30,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.batch import carries_rows, select_rows
 from moreh_ap.parallelizer.draws import DrawRecorder, Rows, Share, UnsharedDraw, draws_of
 from moreh_ap.parallelizer.forward import Call, ForwardPass
+from moreh_ap.parallelizer.kept import Reads
 from moreh_ap.parallelizer.loading import local_part
 from moreh_ap.parallelizer.pipeline import PipelinedPass
 from moreh_ap.parallelizer.reduction import GlobalReduction
@@ -104,6 +105,30 @@ def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
             with_counts = _prove(_Probe(replace(call, counts=True), args, kwargs, rows))
             found = with_counts  # its reason, too, says more
     return found
+
+
+def find_reads(
+    call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int | None, names: Collection[str]
+) -> set[str]:
+    """Returns which attributes the forward of `call` reads before it sets them itself, of those called `names`.
+
+    A forward of a few rows that ends early tells of those that it has come to. It leaves nothing. A collective, as
+    `prove_split`.
+    """
+    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+    if rows is not None and rows > 1:
+        leaves = select_rows(leaves, rows, _choose_rows(leaves, rows))
+    args, kwargs = tree_unflatten(leaves, spec)
+    call = replace(call, mode="whole", seed=None, kinds=None, counts=False, grad=False)
+    reads = Reads(call.module, names)
+
+    def run() -> None:
+        with reads, NoDropout():
+            ForwardPass(call, args, kwargs, reduction=GlobalReduction(call.device, record=True))
+
+    with untouched(call.module):
+        _attempt(run, call.module)
+    return reads.found
 
 
 def _prove(probe: _Probe) -> SplitProof:

@@ -242,6 +242,13 @@ class ForwardReply:
 
 
 @dataclass(frozen=True)
+class ReadsAttributes:
+    """The answer to a `Forward` that has not run: it reads attributes that earlier ones set, and was not given them."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ReadOutputs:
     """Answer outputs of a call: each worker its rows or share, the first alone what is the same everywhere.
 

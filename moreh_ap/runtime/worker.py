@@ -113,13 +113,15 @@ class WorkerExecutor:
         self._signatures[command.signature] = command
 
     @_execute.register
-    def _(self, command: messages.Forward) -> messages.ForwardReply | None:
+    def _(self, command: messages.Forward) -> messages.ForwardReply | messages.ReadsAttributes | None:
         if command.grad:
             self._clock.forward_begins()
         signature = self._signatures[command.signature]
         tensors = [self._argument(data) for data in command.tensors]
         local = [isinstance(data, messages.OutputRef) for data in command.tensors]
         call = self._models[signature.owner].forward(signature, command, tensors, local)
+        if isinstance(call, messages.ReadsAttributes):
+            return call
         self._calls[command.call_id] = call
         return call.reply()
 

@@ -18,17 +18,18 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
-from moreh_ap.parallelizer.attributes import Attributes, report_attributes
+from moreh_ap.parallelizer.attributes import Attributes, full_name, report_attributes
 from moreh_ap.parallelizer.batch import carries_rows, num_rows, row_range, slice_rows
 from moreh_ap.parallelizer.containers import unpickle_treespec
 from moreh_ap.parallelizer.draws import Share
 from moreh_ap.parallelizer.forward import Call
 from moreh_ap.parallelizer.held import Held
+from moreh_ap.parallelizer.kept import split_kept
 from moreh_ap.parallelizer.layout import TensorLayout
 from moreh_ap.parallelizer.loading import fill
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.own_collectives import keep_to_own_rows
-from moreh_ap.parallelizer.proof import SplitProof, prove_split
+from moreh_ap.parallelizer.proof import SplitProof, find_reads, prove_split
 from moreh_ap.parallelizer.run import run_forward
 from moreh_ap.parallelizer.sharding import prepare, set_requires_grad, settle
 from moreh_ap.parallelizer.tensor_random import draws_random_numbers
@@ -38,6 +39,7 @@ from moreh_ap.runtime.messages import (
     DefineSignature,
     ExampleCall,
     Forward,
+    ReadsAttributes,
     StateRef,
     TensorSlot,
 )
@@ -82,6 +84,8 @@ class WorkerModel:
         self._values: dict[tuple[str, str], Any] = {}
         self._originals: dict[tuple[str, str], Any] = {}
         # A part of a model, or of its rows, sets a part of what one device would find: then it is only noticed.
+        self._kept: set[str] = set()  # attributes that forwards have set
+        self._found_reads: dict[Any, tuple[str, ...]] = {}
         self._unseen: Attributes | None = None
         if self.plan.tensor == self.plan.pipeline == self.plan.micro_batches == 1:
             report_attributes(self.module)
@@ -114,7 +118,7 @@ class WorkerModel:
             self._set_attribute(path, name, self._values[path, name])
         if self._unseen is not None:  # what the script sets, no forward has set
             now = self._unseen.marks()
-            names = {f"{path}.{name}".lstrip(".") for path, name, _ in changes}
+            names = {full_name(path, name) for path, name, _ in changes}
             self._marks.update((name, now[name]) for name in names & now.keys())
 
     def _changed_unseen(self) -> list[str]:
@@ -241,8 +245,8 @@ class WorkerModel:
 
     def forward(
         self, signature: DefineSignature, command: Forward, tensors: list[Tensor], local: list[bool]
-    ) -> WorkerCall:
-        """Run the call on this worker's rows, or on the whole batch where it cannot be split."""
+    ) -> WorkerCall | ReadsAttributes:
+        """Run the call on this worker's rows, or on the whole batch where it cannot be split; or ask for attributes."""
         if command.training is not None:
             self.set_training(command.training)
         module = self.module.get_submodule(signature.path)
@@ -261,7 +265,11 @@ class WorkerModel:
             target=None if module is self.module else module,
             stream=self._stream(command),
         )
-        proof = self._proof(call, signature, nesting, tensors, carried, rows)
+        kind = self._kind_of_call(call, signature, tensors, carried)
+        reads = self._reads((kind, frozenset(self._kept)), call, nesting, tensors, rows)
+        if reads:
+            return ReadsAttributes(reads)
+        proof = self._proof(kind, call, nesting, tensors, rows)
         if proof.split and rows is not None:
             start, stop = row_range(axis.rank, axis.size, rows)
             share = Share(start, stop, rows)
@@ -283,6 +291,7 @@ class WorkerModel:
         args, kwargs = self._arguments(call, nesting, tensors)
         meta = None if self._meta_module is None else self._meta_module.get_submodule(signature.path)
         run = run_forward(call, args, kwargs, plan=self.plan, rows=rows, meta_module=meta)
+        self._kept.update(run.attributes)
         left_out = [*run.left_out, *self._changed_unseen()]
         if self._draws_apart(call):
             proof = replace(proof, reason=". ".join(filter(None, (proof.reason, _DRAWN_APART))))
@@ -327,32 +336,43 @@ class WorkerModel:
         keeps_no_cache = call.grad and (self.applied.stages is not None or self.plan.recompute != "none")
         return args, without_cache(self.module, kwargs) if keeps_no_cache else kwargs
 
+    def _kind_of_call(
+        self, call: Call, signature: DefineSignature, tensors: list[Tensor], carried: list[bool]
+    ) -> tuple[Any, ...]:
+        """What calls have in common of which the same is true."""
+        kinds_of_input = tuple((tensor.dim(), tensor.dtype, rowed) for tensor, rowed in zip(tensors, carried))
+        training = bytes(module.training for module in self._modules)
+        settings = (signature.path, signature.pickled_treespec, signature.pickled_constants, self._settings.number)
+        return (settings, kinds_of_input, training, call.grad, call.autocast)
+
+    def _reads(
+        self, kind: Any, call: Call, nesting: _Nesting, tensors: list[Tensor], rows: int | None
+    ) -> tuple[str, ...]:
+        """Which attributes a call reads that earlier ones have set, of those that it is not given."""
+        if not self._kept:
+            return ()
+        if kind not in self._found_reads:
+            args, kwargs = self._arguments(call, nesting, tensors)
+            names = self._kept.difference(split_kept(kwargs)[1])
+            self._found_reads[kind] = tuple(sorted(find_reads(call, args, kwargs, rows, names)))
+        return self._found_reads[kind]
+
     def _proof(
-        self,
-        call: Call,
-        signature: DefineSignature,
-        nesting: _Nesting,
-        tensors: list[Tensor],
-        carried: list[bool],
-        rows: int | None,
+        self, kind: Any, call: Call, nesting: _Nesting, tensors: list[Tensor], rows: int | None
     ) -> SplitProof:
         """Whether calls like this one may be split; found out once for each kind of call."""
         workers, pieces = call.num_workers, self.plan.micro_batches if call.grad else 1
         if workers * pieces == 1 or rows is None or rows < workers:
             reason = f"{_COMPUTED_WHOLE}: the batch has fewer rows than there are devices" if workers > 1 else ""
             return SplitProof(False, (), reason)
-        kinds_of_input = tuple((tensor.dim(), tensor.dtype, rowed) for tensor, rowed in zip(tensors, carried))
-        training = bytes(module.training for module in self._modules)
-        settings = (signature.path, signature.pickled_treespec, signature.pickled_constants, self._settings.number)
-        key = (settings, kinds_of_input, training, call.grad, call.autocast)
-        if key not in self._proofs:
+        if kind not in self._proofs:
             args, kwargs = self._arguments(call, nesting, tensors)
             proof = prove_split(call, args, kwargs, rows)
             if not proof.split:
                 what = _COMPUTED_WHOLE if workers > 1 else _NOT_CUT
                 proof = replace(proof, reason=f"{what}: {proof.reason}")
-            self._proofs[key] = proof
-        return self._proofs[key]
+            self._proofs[kind] = proof
+        return self._proofs[kind]
 
 
 def _holder_of(root: nn.Module, path: str, name: str) -> tuple[Any, str]:

@@ -28,6 +28,7 @@ from moreh_ap.runtime.messages import (
     ReadInputGradients,
     ReadOutputGradient,
     ReadOutputs,
+    ReadsAttributes,
     ReleaseCalls,
     StateRef,
     TensorData,
@@ -95,6 +96,9 @@ class Call:
         self.reply = session.outbox.submit(forward)
         if expected is None:
             replies = self.reply.result()
+            reads = next((reply for reply in replies if isinstance(reply, ReadsAttributes)), None)
+            if reads is not None:
+                raise ReadsKept(reads.names)
             expected = Structure.of(replies)
             signatures.learn(key, expected, grad=grad)
             model.note_left_out(_answered(replies)[0].left_out)
@@ -191,6 +195,18 @@ class Call:
         return data
 
 
+class ReadsKept(Exception):
+    """A forward reads attributes that earlier ones have set: it is called once more, and given them.
+
+    Args:
+        names: The attributes.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__(*names)
+        self.names = names
+
+
 class RemovableWatcher:
     """What hooks return: `remove` ends them."""
 
@@ -230,10 +246,31 @@ def call_remotely(
             allowed="Random numbers of the accelerator's own stream in forward(), or drawn before the call.",
             fix="noise = torch.randn(shape, generator=generator, device='cuda'); model(x, noise)",
         )
+    random_state = model.session.generator.state()
+    try:
+        call, structure, result = _call(model, path, args, {**kwargs, **model.kept_values(path)})
+    except ReadsKept as forward:
+        model.session.generator.set_state(random_state)
+        model.pass_on(path, forward.names)
+        return call_remotely(model, path, args, kwargs, hooks_done)
+    try:
+        result = model.script_hooks.run(call, structure.treespec, result, hooks_done)
+    except RunsHereOnly as hook:
+        model.session.hooks_kept_here.add(hook.key)
+        model.session.generator.set_state(random_state)
+        model.note_structure()
+        raise
+    model.warn_of_attributes()
+    return result
+
+
+def _call(
+    model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Call, Structure, list[Any]]:
+    """Send a call; returns it, how its result nests, and the leaves of that."""
     leaves, treespec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    random_state = model.session.generator.state() if model.script_hooks else b""
     signature = model.signatures.define(path, treespec, constants)
     call = Call(model)
     trainable = model.has_trainable_parameters() or any(tensor.requires_grad for tensor in tensors)
@@ -245,16 +282,7 @@ def call_remotely(
         structure = call.send(signature, tensors, grad=False)
         outputs = _promises(call, structure)
     values = iter(outputs)
-    result = [leaf.constant if leaf.kind == "const" else next(values) for leaf in structure.leaves]
-    try:
-        result = model.script_hooks.run(call, structure.treespec, result, hooks_done)
-    except RunsHereOnly as hook:
-        model.session.hooks_kept_here.add(hook.key)
-        model.session.generator.set_state(random_state)
-        model.note_structure()
-        raise
-    model.warn_of_attributes()
-    return result
+    return call, structure, [leaf.constant if leaf.kind == "const" else next(values) for leaf in structure.leaves]
 
 
 class OutputValue(Value):
@@ -373,6 +401,16 @@ def _answered(replies: list[Any]) -> list[Any]:
 def _check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Posted) -> None:
     """Runs when a predicted answer arrives: a forward whose shapes depend on values must not pass unnoticed."""
     if reply.failed():
+        return
+    reads = next((answer for answer in reply.result() if isinstance(answer, ReadsAttributes)), None)
+    if reads is not None:
+        model.session.mesh.fail(
+            ExactnessError(
+                f"A forward reads {', '.join(reads.names)}, which others set in some calls only.",
+                allowed="Attributes that every forward of the same arguments sets.",
+                fix=f"self.{reads.names[0].rpartition('.')[2]} = None  # in the calls that do not set it",
+            )
+        )
         return
     found = Structure.of(reply.result())
     if found.attributes:  # set in some calls only: this one did not wait for it, others will

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Value
 from moreh_ap.errors import PlanError, UnsupportedError
+from moreh_ap.parallelizer.attributes import full_name
 from moreh_ap.parallelizer.containers import flatten, pickle_treespec
+from moreh_ap.parallelizer.kept import KEPT
 from moreh_ap.plan import Plan
 from moreh_ap.runtime.messages import (
     BuildModel,
@@ -80,6 +83,7 @@ class RemoteModel:
         self._parts = _parts_of(self.modules)
         self._warned_of: set[str] = set()
         self._left_out: dict[str, None] = {}  # in their order
+        self._passed_on: dict[str, set[str]] = {}
         self._path_of = {id(module): path for path, module in root.named_modules()}
         self._built: Posted
         self._placements: dict[str, str] | None = None
@@ -181,7 +185,8 @@ class RemoteModel:
         """A plain attribute of a submodule was set: the workers learn of it before the next call."""
         path = self._path_of[id(module)]
         self._containers.note(path, module, name, value)
-        self._changes.append((path, name, value))
+        if not self._is_passed_on(full_name(path, name), value):
+            self._changes.append((path, name, value))
 
     def send_changes(self) -> bytes | None:
         """Post what changed since the last call; the training flags, if they changed, go with the call itself."""
@@ -190,7 +195,9 @@ class RemoteModel:
             changed = {key: value for key, value in config.items() if self._config.get(key, self) != value}
             self._changes += [("", f"config.{key}", value) for key, value in changed.items()]
             self._config = config
-        self._changes += self._containers.take_changes()
+        for path, name, value in self._containers.take_changes():
+            if not self._is_passed_on(full_name(path, name), value):
+                self._changes.append((path, name, value))
         if self._changes:
             changes = tuple((path, name, pickle_attribute(value)) for path, name, value in self._changes)
             self._changes = []
@@ -223,12 +230,30 @@ class RemoteModel:
 
     def take_attributes(self, attributes: dict[str, Any]) -> None:
         """A forward has set attributes of submodules: they have these values here, too."""
-        for full_name, value in attributes.items():
-            path, _, name = full_name.rpartition(".")
-            if full_name not in self.script_hooks.attributes:
+        for name, value in attributes.items():
+            path, _, last = name.rpartition(".")
+            if name not in self.script_hooks.attributes:
                 part = self.root.get_submodule(path)
-                vars(part)[name] = value
-                self._containers.note(path, part, name, value)
+                vars(part)[last] = value
+                self._containers.note(path, part, last, value)
+
+    def pass_on(self, path: str, names: tuple[str, ...]) -> None:
+        """Forwards of the part at `path` read these attributes: from now on they are given what is here."""
+        self._passed_on.setdefault(path, set()).update(names)
+
+    def kept_values(self, path: str) -> dict[str, Any]:
+        """What is passed with every call of the part at `path` beside its arguments."""
+        kept = {}
+        for name in sorted(self._passed_on.get(path, ())):
+            path, _, last = name.rpartition(".")
+            value = vars(self.root.get_submodule(path)).get(last)
+            if self._is_passed_on(name, value):
+                kept[name] = value
+        return {KEPT: kept} if kept else {}
+
+    def _is_passed_on(self, name: str, value: Any) -> bool:
+        is_read = any(name in names for names in self._passed_on.values())
+        return is_read and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
     def note_replayed(self) -> None:
         """Hooks have changed lists and dicts of submodules here as they did in the workers."""

@@ -273,3 +273,76 @@ def test_under_plans_that_divide_a_forward_attributes_stay_in_the_workers(accele
             model(x, y).sum().backward()
             model.head.bias.grad.sum().item()
     assert model.last_loss is None
+
+
+class Cell(nn.Module):
+    """A recurrent layer that keeps its state, one step a call: what it learns goes through all of them."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.inner, self.across, self.keeps, self.state = nn.Linear(4, 5), nn.Linear(5, 5), keeps, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.state
+        x = self.inner(x)
+        if before is not None:
+            x = x + self.across(before).tanh()
+        self.state = x if self.keeps == "rows" else x.mean(0)
+        return x.square()
+
+
+@pytest.mark.parametrize("plan", PLANS[:2])
+@pytest.mark.parametrize("keeps", ["rows", "mean"])
+def test_a_state_that_the_next_call_reads(accelerator, plan, keeps):
+    def script(device):
+        torch.manual_seed(0)
+        model = Cell(keeps).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trace = []
+        for _ in range(3):
+            loss = sum(model(torch.randn(6, 4).to(device)).mean() for _ in range(3))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace += [loss.detach(), model.state.detach()]
+            model.state = model.state.detach()
+        return [*trace, *model.parameters()]
+
+    accelerator(plan)
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+class TwoSteps(nn.Module):
+    """One part keeps what another part, called by itself, reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = Encoder(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(torch.cat([x, self.encode.context], 1))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.context = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> None:
+        self.context = self.inner(x).tanh()
+
+
+def test_what_one_part_keeps_is_read_by_another_call(accelerator):
+    def script(device):
+        torch.manual_seed(0)
+        model, trace = TwoSteps().to(device), []
+        for _ in range(3):
+            model.encode(torch.randn(6, 4).to(device))
+            loss = model(torch.randn(6, 4).to(device)).square().sum(1).mean()
+            model.zero_grad()
+            loss.backward()
+            trace += [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+        return trace
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
