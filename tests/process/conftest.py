@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from drop_in_runs import BothInTurn
 from parallelizer_team import Team
 
 from moreh_ap import device
+from moreh_ap.errors import PlanError
 from moreh_ap.option import Options
 from moreh_ap.plan import Plan
 from moreh_ap.session.session import Session
 
+HERE = Path(__file__).parent
+USUAL_DEVICES = 2
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the tests of this folder so that workers start seldom.
+
+    Files with tests that use `accelerator` follow each other; in a file, tests that need as many workers do.
+    """
+    places = [place for place, item in enumerate(items) if item.path.is_relative_to(HERE)]
+    tests = [items[place] for place in places]
+    files = list(dict.fromkeys(item.path for item in tests))
+    users = {item.path for item in tests if _uses_accelerator(item)}
+    devices = {item: _num_devices(item) for item in tests}
+    tests.sort(
+        key=lambda item: (
+            item.path not in users,
+            files.index(item.path),
+            devices[item] != USUAL_DEVICES,
+            devices[item],
+        )
+    )
+    for place, item in zip(places, tests, strict=True):
+        items[place] = item
+
+
+def _uses_accelerator(item: pytest.Item) -> bool:
+    return "accelerator" in getattr(item, "fixturenames", ())
+
+
+def _num_devices(item: pytest.Item) -> int:
+    """How many devices the plan has that is a parameter of `item`, if one is."""
+    if _uses_accelerator(item) and hasattr(item, "callspec"):
+        for value in item.callspec.params.values():
+            with contextlib.suppress(PlanError):
+                return Plan.parse(str(getattr(value, "text", value))).num_devices
+    return USUAL_DEVICES
+
 
 @pytest.fixture(scope="module")
-def accelerator() -> Iterator[Callable[[str], Session]]:
+def accelerator(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Session]]:
     """``accelerator(plan)`` enables the one line with that plan and returns its session.
 
-    Workers are kept while the number of devices stays the same: a plan is chosen at a model's first call, so later
-    tests only change the session's options.
+    Workers are kept while the number of devices stays the same, also for the next file if its first test uses them: a
+    plan is chosen at a model's first call, so later tests only change the session's options.
     """
 
     def enable(plan: str, **options: object) -> Session:
@@ -35,7 +77,10 @@ def accelerator() -> Iterator[Callable[[str], Session]]:
         return current.session
 
     yield enable
-    device.disable()
+    tests = request.session.items
+    last = max(place for place, item in enumerate(tests) if item.path == request.path)
+    if not any(_uses_accelerator(item) for item in tests[last + 1 : last + 2]):
+        device.disable()
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +89,11 @@ def team() -> Iterator[Team]:
     team = Team()
     yield team
     team.close()
+
+
+@pytest.fixture(scope="module")
+def both_in_turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothInTurn]:
+    """``both_in_turn(script, folder)``: what a script prints with and without the one line."""
+    both = BothInTurn(tmp_path_factory.mktemp("in-turn"))
+    yield both
+    both.close()

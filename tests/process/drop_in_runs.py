@@ -1,12 +1,13 @@
-"""Runs a whole script with and without the one line, and compares what it prints; must not know what a script does."""
+"""Runs scripts with and without the one line, and compares what they print; must not know what a script does."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-from user_script import UserScript
+from user_script import SCRIPTS, UserScript
 
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
@@ -17,10 +18,79 @@ def both(script: str, folder: Path) -> tuple[list[str], list[str]]:
         UserScript(script, "--ap", cwd=folder, MOREH_NUM_DEVICES="2") as ours,
         UserScript(script, cwd=folder) as reference,
     ):
-        outputs = ours.succeed(), reference.succeed()
-    # Trainer's own lines hold times; `[info]` is the log of the one line.
-    kept = [[line for line in out.splitlines() if line and line[0] not in "[{"] for out in outputs]
-    return kept[0], kept[1]
+        return _for_the_user(ours.succeed()), _for_the_user(reference.succeed())
+
+
+class BothInTurn:
+    """As `both`, for scripts that share their processes: libraries are imported, and workers started, once.
+
+    Args:
+        folder: Takes what the processes write.
+        plan: What scripts take that ask for no plan, so that none depends on what was measured of the machine.
+    """
+
+    def __init__(self, folder: Path, plan: str = "replicate=2") -> None:
+        self._folder, self._plan = folder, plan
+        self._processes: tuple[InTurn, ...] = ()
+
+    def __call__(self, script: str, folder: Path) -> tuple[list[str], list[str]]:
+        if not self._processes:
+            self._processes = InTurn(self._folder, self._plan), InTurn(self._folder)
+        ours, reference = self._processes
+        try:
+            ours.start(folder, script, "--ap")
+            reference.start(folder, script)
+            return _for_the_user(ours.output()), _for_the_user(reference.output())
+        except BaseException:  # what is left of a script that failed must not reach the next
+            self._processes = ()
+            ours.kill()
+            reference.kill()
+            raise
+
+    def close(self) -> None:
+        """Fails if a process does not end well."""
+        for process in self._processes:
+            process.close()
+
+
+class InTurn:
+    """A process that runs one script after the other; arguments as `UserScript`'s, for `in_turn.py`."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self._script = UserScript("in_turn.py", *arguments, cwd=folder, text=None, MOREH_NUM_DEVICES="2")
+        self._num_started = self._begin = 0
+
+    def start(self, folder: Path, script: str, *arguments: str) -> None:
+        """Lets the process run `script` in `folder`."""
+        self._begin = len(self._script.out)
+        self._num_started += 1
+        stdin = self._script.process.stdin
+        stdin.write(json.dumps([str(folder), str(SCRIPTS / script), *arguments]) + "\n")
+        stdin.flush()
+
+    def output(self) -> str:
+        """Returns what the script has printed, once it has ended well."""
+        end = f"\nend of script {self._num_started}: "
+        self._script.wait_for_output(end)
+        out, _, how = self._script.out[self._begin :].partition(end)
+        assert how.startswith("well"), f"{out}\n{self._script.err}"
+        return out
+
+    def close(self) -> None:
+        """Ends the process; fails if it does not end well."""
+        with self._script as script:
+            script.process.stdin.close()
+            script.succeed()
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        with self._script:
+            pass
+
+
+def _for_the_user(out: str) -> list[str]:
+    """Lines without those of Trainer, which hold times, and those of the one line's log."""
+    return [line for line in out.splitlines() if line and line[0] not in "[{"]
 
 
 def assert_same(ours: list[str], reference: list[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from drop_in_runs import assert_same, both
+from drop_in_runs import assert_same
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from drop_in_runs import assert_same, both
         ("drop_in_trainer_classes.py", 50),
     ],
 )
-def test_a_language_model_s_script_prints_what_one_device_prints(tmp_path, script, lines):
-    ours, reference = both(script, tmp_path)
+def test_a_language_model_s_script_prints_what_one_device_prints(both_in_turn, tmp_path, script, lines):
+    ours, reference = both_in_turn(script, tmp_path)
     assert len(reference) >= lines, reference
     assert_same(ours, reference)

@@ -7,7 +7,7 @@ from functools import partial
 import peft_models
 import pytest
 import torch
-from drop_in_runs import assert_same, both, num_losses
+from drop_in_runs import assert_same, num_losses
 from peft_models import batch, lora_gpt2, lora_llama
 from torch import nn
 from user_script import UserScript
@@ -39,8 +39,8 @@ CASES = [
 ]
 
 
-def test_adapters_of_five_families_are_trained_saved_and_loaded_as_on_one_device(tmp_path):
-    ours, reference = both("drop_in_peft.py", tmp_path)
+def test_adapters_of_five_families_are_trained_saved_and_loaded_as_on_one_device(both_in_turn, tmp_path):
+    ours, reference = both_in_turn("drop_in_peft.py", tmp_path)
     assert num_losses(reference) == 5 * 9
     assert_same(ours, reference)
     with UserScript("drop_in_peft.py", "--load", "adapterscuda", cwd=tmp_path) as script:
@@ -50,8 +50,8 @@ def test_adapters_of_five_families_are_trained_saved_and_loaded_as_on_one_device
     assert_same([line.replace(" trained ", " loaded ") for line in trained], sorted(alone))
 
 
-def test_what_scripts_do_with_adapters_gives_the_losses_of_one_device(tmp_path):
-    ours, reference = both("drop_in_peft_adapters.py", tmp_path)
+def test_what_scripts_do_with_adapters_gives_the_losses_of_one_device(both_in_turn, tmp_path):
+    ours, reference = both_in_turn("drop_in_peft_adapters.py", tmp_path)
     assert num_losses(reference) == 50
     assert_same(ours, reference)
 
@@ -60,8 +60,8 @@ def test_what_scripts_do_with_adapters_gives_the_losses_of_one_device(tmp_path):
     "script, expected",
     [("drop_in_peft_trainer.py", 20), ("drop_in_trl_sft.py", 30), ("drop_in_trl_preferences.py", 17)],
 )
-def test_trainers_print_the_numbers_of_one_device(tmp_path, script, expected):
-    ours, reference = both(script, tmp_path)
+def test_trainers_print_the_numbers_of_one_device(both_in_turn, tmp_path, script, expected):
+    ours, reference = both_in_turn(script, tmp_path)
     assert num_losses(reference) == expected
     assert_same(ours, reference)
 

@@ -30,11 +30,11 @@ class UserScript:
     Args:
         *arguments: What follows ``python``; names of files in `scripts` are found there.
         cwd: The working directory, which takes the output too.
-        text: What it reads from standard input.
+        text: What it reads from standard input; None: what is written to `process.stdin` while it runs.
         **variables: Environment variables to set; None takes one away.
     """
 
-    def __init__(self, *arguments: object, cwd: Path, text: str = "", **variables: str | None) -> None:
+    def __init__(self, *arguments: object, cwd: Path, text: str | None = "", **variables: str | None) -> None:
         self.id = uuid.uuid4().hex
         self.folder = cwd / f"run-{self.id[:8]}"
         self.folder.mkdir()
@@ -44,7 +44,7 @@ class UserScript:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MOREH_")}
         given = {**ENVIRONMENT, **kept, **variables}
         environment |= {_RUN_VARIABLE: self.id} | {name: value for name, value in given.items() if value is not None}
-        (self.folder / "stdin").write_text(text)
+        (self.folder / "stdin").write_text(text or "")
         with (
             open(self.folder / "stdin") as stdin,
             open(self.folder / "stdout", "w") as stdout,
@@ -54,10 +54,11 @@ class UserScript:
                 [sys.executable, *words],
                 cwd=cwd,
                 env=environment,
-                stdin=stdin,
+                stdin=subprocess.PIPE if text is None else stdin,
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
+                text=True,
             )
 
     def __enter__(self) -> UserScript:
