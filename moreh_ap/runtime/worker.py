@@ -91,6 +91,7 @@ class WorkerExecutor:
 
     @_execute.register
     def _(self, command: messages.BuildModel) -> dict[str, str]:
+        self._models.pop(command.owner, None)  # where it is laid out again
         self._models[command.owner] = model = WorkerModel(command, self._device)
         self._clock.restart()
         return model.placements()
@@ -147,6 +148,16 @@ class WorkerExecutor:
         gradients = [self._gradient(data) for data in command.gradients]
         call.backward(gradients, command.retain_graph, command.watched)
         return call.model.gradient_flags()
+
+    @_execute.register
+    def _(self, command: messages.Differentiate) -> messages.ForwardReply | None:
+        self._clock.backward_begins()
+        source = self._calls[command.of]
+        if command.training is not None:
+            source.model.set_training(command.training)
+        call = source.differentiate(command, [self._gradient(data) for data in command.gradients])
+        self._calls[command.call_id] = call
+        return call.reply()
 
     def _gradient(self, data: TensorData | messages.PartRef | None) -> Tensor | Part | None:
         if isinstance(data, messages.PartRef):
