@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -242,7 +243,12 @@ class WorkerExecutor:
                 self._models[ref.owner].set_gradient(ref.name, data.tensor())
                 continue
             held = self._state(ref)
-            if held is not None:
+            if held is None:
+                continue
+            # Batch normalisation changes its statistics without telling autograd, wherever it is computed.
+            is_buffer = ref.kind == "buffer"
+            unnoticed = torch.autograd._unsafe_preserve_version_counter(held.tensor) if is_buffer else nullcontext()
+            with unnoticed:
                 held.write(data.tensor())
 
     @_execute.register

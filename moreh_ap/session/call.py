@@ -65,6 +65,8 @@ class Call:
         self.backward_kind: tuple[Hashable, ...] = ()
         """Backward passes of one kind reach the same parameters, if they start at the same outputs."""
         self._watchers: list[tuple[list[int], Watcher]] = []
+        self.input_gradients: weakref.WeakSet[InputGradient] = weakref.WeakSet()
+        """Of the last backward, as far as somebody still has them."""
         weakref.finalize(self, model.session.outbox.release, ReleaseCalls((self.id,)))
 
     def send(self, tensors: list[Tensor], grad: bool) -> Structure:
@@ -134,6 +136,9 @@ class Call:
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Send the gradients of the outputs; parameters' gradients accumulate on the workers, unless kept apart."""
+        for before in self.input_gradients:  # this backward is not the first: workers keep those of the last
+            before.read()
+        self.input_gradients.clear()
         encoded, training = self.encode_gradients(gradients), self.changed_training()
         session, apart = self.model.session, differentiation.apart()
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -329,17 +334,21 @@ class OutputValue(Value):
 class InputGradient(Value):
     """The gradient that a backward pass left on the workers for one tensor that was given to a call."""
 
-    __slots__ = ("call", "index")
+    __slots__ = ("_seen", "call", "index")
 
     def __init__(self, call: Call, index: int) -> None:
         self.call, self.index = call, index
+        self._seen: Tensor | None = None
+        call.input_gradients.add(self)
 
     def ready(self) -> bool:
-        return False
+        return self._seen is not None
 
     def read(self) -> Tensor:
-        replies = self.call.model.session.outbox.submit(ReadInputGradients(self.call.id, self.index)).result()
-        return join(_answered(replies))
+        if self._seen is None:
+            replies = self.call.model.session.outbox.submit(ReadInputGradients(self.call.id, self.index)).result()
+            self._seen = join(_answered(replies))
+        return self._seen
 
 
 class _RemoteCall(torch.autograd.Function):

@@ -101,3 +101,16 @@ def test_the_gradient_of_one_output_that_another_depends_on():
         return out.hidden_states[1].grad, seen
 
     assert_same(*on_both(script))
+
+
+def test_gradients_of_several_backward_passes_through_one_call():
+    def script(device):
+        model, x, _ = small(device)
+        x.requires_grad_()
+        y = model(x)
+        y.sum().backward(retain_graph=True)
+        y.square().sum().backward(retain_graph=True)
+        first, second = (torch.autograd.grad((k * y).sum(), x, retain_graph=True) for k in (1, 3))
+        return x.grad, first, second
+
+    assert_same(*on_both(script))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from test_one_line_training import assert_same, on_both
@@ -131,6 +134,18 @@ def test_gradients_of_parameters_go_into_another_loss():
     assert_same(*on_both(script))
 
 
+def test_a_call_with_computed_parameters_changes_the_statistics_of_the_model():
+    def script(device):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)).to(device), batch(device)
+        first = torch.autograd.grad(model(x).square().mean(), list(model.parameters()), create_graph=True)
+        fast = {name: p - 0.1 * gradient for (name, p), gradient in zip(model.named_parameters(), first)}
+        torch.func.functional_call(model, fast, (x,)).square().mean().backward()
+        return gradients_of(model), list(model.buffers()), model(2 * x), list(model.buffers())
+
+    assert_same(*on_both(script))
+
+
 def test_parameters_that_the_script_uses_itself_count_too():
     def script(device):
         model, x = critic(device), batch(device)
@@ -180,12 +195,12 @@ def test_large_gradients_another_model_before_and_rows_fewer_than_devices():
     assert_same(*on_both(script))
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(16), nn.Dropout(0.3)], ids=["norm", "dropout"])
+@pytest.mark.parametrize("layer", [partial(nn.BatchNorm1d, 16), partial(nn.Dropout, 0.3)], ids=["norm", "dropout"])
 def test_rows_that_look_at_each_other_and_random_numbers(layer):
     class Network(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.layer, self.last = nn.Linear(6, 16), layer, nn.Linear(16, 1)
+            self.first, self.layer, self.last = nn.Linear(6, 16), layer(), nn.Linear(16, 1)
 
         def forward(self, x):
             hidden = checkpoint(lambda h: self.layer(h).tanh(), self.first(x), use_reentrant=False)
@@ -303,6 +318,7 @@ def test_a_plan_of_the_planner_gives_way(accelerator):
         return trace, model.state_dict()
 
     device.disable()  # workers that know no other model
-    session = accelerator("replicate=2", plan=None, num_micro_batches=2)
+    session = accelerator("replicate=2", num_micro_batches=2)
+    session.options = replace(session.options, plan=None)
     assert_same(*on_both(script))
     assert session.outbox.times_restarted

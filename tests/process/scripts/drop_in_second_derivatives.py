@@ -71,8 +71,8 @@ def compute_gradient_penalty(D, real_samples, fake_samples):
 
 
 generator, discriminator = Generator().to(device), Discriminator().to(device)
-optimizer_G = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
-optimizer_D = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
+optimizer_G = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999), eps=1e-5)
+optimizer_D = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999), eps=1e-5)
 images = torch.rand(48, *IMG_SHAPE) * 2 - 1
 for i in range(6):
     real_imgs = images[8 * i : 8 * i + 8].to(device)
