@@ -112,6 +112,10 @@ class Plan:
         """Number of stages of the pipeline, 1 without one."""
         return self.pipeline * self.stages_per_device
 
+    def whole_model(self) -> Plan:
+        """Returns the plan for the same devices under which each has the whole model, and a call runs at once."""
+        return Plan(self.num_devices, offload=self.offload)
+
     def __str__(self) -> str:
         shown = []
         for one in fields(self):

@@ -46,6 +46,10 @@ _TAKES_BOTH_DEVICES = {
 }
 
 
+# Arguments that an operation changes though its schema does not say so.
+_WRITES_UNSAID = {aten.native_batch_norm.default: ("running_mean", "running_var")}
+
+
 class _Asked(threading.local):
     """Arguments of the function of PyTorch that this thread has called, while it runs; None in a backward pass."""
 
@@ -153,8 +157,10 @@ def _compute_here(func: Any, args: Any, kwargs: Any, device: torch.device) -> An
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[VirtualTensor]:
     """The tensors that the operation changes."""
     written: list[Any] = []
+    unsaid = _WRITES_UNSAID.get(func, ())
     for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        is_said = argument.alias_info is not None and argument.alias_info.is_write
+        if is_said or argument.name in unsaid:
             written += tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name))
     return [tensor for tensor in written if isinstance(tensor, VirtualTensor)]
 

@@ -181,15 +181,21 @@ class ForwardPass:
         if not call.grad:
             settle(call.module)
         self.drew = stream != state_of_stream()
-        self._results, self.treespec = flatten(result)
-        self.attributes: dict[str, int] = {}
-        self._num_own = len(self._results)
         if isinstance(result, Report):
             self.attributes = {name: len(flatten(value)[0]) for name, value in result.attributes.items()}
             self._num_own = len(flatten(result.result)[0])
         if call.kinds is not None and call.attributes is not None:
             kinds = (kind for name in self.attributes for kind in call.attributes[name])
             self._call = replace(call, kinds=(*call.kinds, *kinds))
+        self._keep(result)
+
+    attributes: Mapping[str, int] = {}
+    left_out: Sequence[str] = ()
+    _num_own: int | None = None
+
+    def _keep(self, result: Any) -> None:
+        """Sets what is known of the result, whose history is kept for a backward."""
+        self._results, self.treespec = flatten(result)
         self._freed = False
         self.watched: Sequence[int] = ()
         self.output_gradients: dict[int, Tensor] = {}
@@ -233,23 +239,15 @@ class ForwardPass:
 
     def accumulate(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
         """Like `backward`, and leaves sums over workers that GradientSync makes to the caller."""
-        if self._freed:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time (or directly access saved tensors after they have "
-                "already been freed). Specify retain_graph=True if you need to backward through the graph a second "
-                "time."
-            )
         roots, grads = [], []
-        for index, (result, grad) in enumerate(zip(self._results, output_grads, strict=True)):
-            if grad is not None and isinstance(result, Tensor) and result.requires_grad:
-                roots.append(result)
-                grads.append(self._call.output_gradient(index, result, grad))
+        for index, result, grad in self._reached(output_grads):
+            roots.append(result)
+            grads.append(self._call.output_gradient(index, result, grad))
         if roots:
             self._refuse_to_enter_inside(output_grads)
             try:
-                again = nullcontext() if self._draws is None else self._draws.again()
-                with again, self._watching():
-                    torch.autograd.backward(roots, grads, retain_graph=retain_graph)
+                with self._drawing_again(), self._watching():
+                    torch.autograd.backward(roots, grads, retain_graph=retain_graph or self._shares_history)
             except BaseException:
                 recover(self._call.module)
                 raise
@@ -257,6 +255,50 @@ class ForwardPass:
             self._freed = True
             self._results = [None] * len(self._results)
         return [self._take_gradient(leaf) for leaf in self.inputs]
+
+    def differentiate(self, output_grads: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns the gradients of `wanted` with their history, None for those on which nothing depends.
+
+        Args:
+            output_grads: As for `backward`.
+            wanted: Tensors from which the result was computed. See [Note: scales] in `gradient_pass.py`.
+        """
+        is_whole = self._call.mode == "whole"
+        roots, grads = [], []
+        for index, result, grad in self._reached(output_grads):
+            roots.append(result)
+            grads.append(grad.to(result.dtype) if is_whole else self._call.output_gradient(index, result, grad))
+        leaves = [leaf for leaf in wanted if leaf.requires_grad]
+        if not roots or not leaves:
+            return [None] * len(wanted)
+        with self._drawing_again():
+            found = iter(torch.autograd.grad(roots, leaves, grads, create_graph=True, allow_unused=True))
+        return [next(found) if leaf.requires_grad else None for leaf in wanted]
+
+    _shares_history = False
+    """Whether somebody else may go backward through what led to the result, which a backward must not free then."""
+
+    def _reached(self, output_grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor, Tensor]]:
+        """Returns number, result with its history, and gradient of the leaves where a backward begins.
+
+        Raises:
+            RuntimeError: The history is gone.
+        """
+        if self._freed:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time (or directly access saved tensors after they have "
+                "already been freed). Specify retain_graph=True if you need to backward through the graph a second "
+                "time."
+            )
+        return [
+            (index, result, grad)
+            for index, (result, grad) in enumerate(zip(self._results, output_grads, strict=True))
+            if grad is not None and isinstance(result, Tensor) and result.requires_grad
+        ]
+
+    def _drawing_again(self) -> AbstractContextManager[Any]:
+        """Returns what has to be active while blocks may be computed again, with the random numbers they had."""
+        return nullcontext() if self._draws is None else self._draws.again()
 
     def _refuse_to_enter_inside(self, output_grads: Sequence[Tensor | None]) -> None:
         """FSDP2 gathers a block for its backward when a gradient comes to the block's output."""

@@ -278,6 +278,26 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class Differentiate:
+    """Backpropagate through call `of` so that its gradients can be differentiated again: they are a call of its own.
+
+    Its arguments are the `gradients` that are there and the inputs of the other call; its results are the gradients of
+    these inputs, then those of the outputs in `watched`, then those of `parameters`. Answers a `ForwardReply`.
+
+    wants_grad: For each of the gradients, whether its own gradient is wanted.
+    training: As in `Backward`.
+    """
+
+    call_id: int
+    of: int
+    gradients: tuple[TensorData | PartRef | None, ...]
+    wants_grad: tuple[bool, ...]
+    watched: tuple[int, ...]
+    parameters: tuple[str, ...]
+    training: bytes | None = None
+
+
+@dataclass(frozen=True)
 class TakeGradients:
     """Keep parameters' gradients of separate backward passes under other names; those of before are there again."""
 

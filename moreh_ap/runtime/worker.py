@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ class WorkerExecutor:
 
     @_execute.register
     def _(self, command: messages.BuildModel) -> dict[str, str]:
+        self._models.pop(command.owner, None)  # where it is laid out again
         self._models[command.owner] = model = WorkerModel(command, self._device)
         self._clock.restart()
         return model.placements()
@@ -149,6 +151,16 @@ class WorkerExecutor:
         gradients = [self._gradient(data) for data in command.gradients]
         call.backward(gradients, command.retain_graph, command.watched)
         return call.model.gradient_flags()
+
+    @_execute.register
+    def _(self, command: messages.Differentiate) -> messages.ForwardReply | None:
+        self._clock.backward_begins()
+        source = self._calls[command.of]
+        if command.training is not None:
+            source.model.set_training(command.training)
+        call = source.differentiate(command, [self._gradient(data) for data in command.gradients])
+        self._calls[command.call_id] = call
+        return call.reply()
 
     def _gradient(self, data: TensorData | messages.PartRef | None) -> Tensor | Part | None:
         if isinstance(data, messages.PartRef):
@@ -233,7 +245,12 @@ class WorkerExecutor:
                 self._models[ref.owner].set_gradient(ref.name, data.tensor())
                 continue
             held = self._state(ref)
-            if held is not None:
+            if held is None:
+                continue
+            # Batch normalisation changes its statistics without telling autograd, wherever it is computed.
+            is_buffer = ref.kind == "buffer"
+            unnoticed = torch.autograd._unsafe_preserve_version_counter(held.tensor) if is_buffer else nullcontext()
+            with unnoticed:
                 held.write(data.tensor())
 
     @_execute.register

@@ -18,16 +18,20 @@ from moreh_ap.parallelizer.batch import own_entries, row_range
 from moreh_ap.parallelizer.containers import pickle_treespec
 from moreh_ap.parallelizer.draws import state_of_stream
 from moreh_ap.parallelizer.forward import ForwardPass
+from moreh_ap.parallelizer.gradient_pass import GradientPass
 from moreh_ap.parallelizer.loading import full_tensor, gathered, whole_shape
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.micro_batches import DeferredForward
 from moreh_ap.parallelizer.pipeline import PipelinedForward
 from moreh_ap.parallelizer.proof import SplitProof
-from moreh_ap.runtime.messages import MAX_INLINE_BYTES, ForwardReply, LeafReply, TensorData
+from moreh_ap.runtime.messages import MAX_INLINE_BYTES, Differentiate, ForwardReply, LeafReply, TensorData
 from moreh_ap.runtime.worker_parts import Part
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.worker_model import WorkerModel
+
+_KIND_OF_GRADIENT = {"rows": "rows", "same": "share", "share": "same"}
+"""What every worker computes alike is used by each for its rows; a share of a sum gets the gradient of the sum."""
 
 
 class InputRoles(NamedTuple):
@@ -136,6 +140,41 @@ class WorkerCall:
                 "plans without micro-batches and pipeline",
                 'plan="replicate=2"',
             )
+        local = self._own_gradients(gradients)
+        with self.model.computing_later(self._moment):
+            answered = iter(self._run.backward(local, retain_graph=retain_graph))
+        self._input_gradients = {
+            index: next(answered) for index, wanted in enumerate(self._inputs.wants_grad) if wanted
+        }
+
+    def differentiate(self, command: Differentiate, gradients: list[Tensor | Part | None]) -> WorkerCall:
+        """The gradients of this call as a call of their own. See [Note: a call like others] in `gradient_pass.py`."""
+        assert isinstance(self._run, ForwardPass)  # the controller asks under no other plan
+        kinds, carried = self._run.kinds if self._proof.split else (), self._inputs.carried
+        wanted = [index for index, wants in enumerate(self._inputs.wants_grad) if wants]
+        parameters = [held.tensor for name in command.parameters if (held := self.model.parameter(name)) is not None]
+        result_kinds: list[str] = []
+        if self._proof.split:
+            result_kinds = ["rows" if carried[index] else "share" for index in wanted]
+            result_kinds += [_KIND_OF_GRADIENT[kinds[index]] for index in command.watched]
+            result_kinds += ["share"] * len(parameters)
+        own = self._own_gradients(gradients)
+        tensors = [index for index, shape in enumerate(self._run.shapes) if isinstance(shape, Tensor)]
+        given = [index for index in tensors if own[index] is not None]
+        wants_grad = dict(zip(tensors, command.wants_grad, strict=True))
+        for index in given:
+            own[index] = own[index].detach().requires_grad_(wants_grad[index])  # type: ignore[union-attr]
+        run = GradientPass(self._run, own, tuple(result_kinds), command.watched, parameters)  # type: ignore[arg-type]
+        inputs = InputRoles(
+            self._inputs.axis,
+            self._inputs.rows,
+            [bool(kinds) and kinds[index] == "rows" for index in given] + [carried[index] for index in wanted],
+            (*(wants_grad[index] for index in given), *(True for _ in wanted)),
+        )
+        return WorkerCall(self.model, run, SplitProof(self._proof.split, tuple(result_kinds), ""), inputs)
+
+    def _own_gradients(self, gradients: list[Tensor | Part | None]) -> list[Tensor | None]:
+        """For each leaf of the result this worker's part of its gradient."""
         axis, rows = self._inputs.axis, self._inputs.rows
         local: list[Tensor | None] = []
         whole = iter(gradients)
@@ -148,11 +187,7 @@ class WorkerCall:
             if gradient is not None and rows is not None and is_split and not is_local:
                 gradient = own_entries(gradient, axis.rank, axis.size, rows)
             local.append(gradient)
-        with self.model.computing_later(self._moment):
-            answered = iter(self._run.backward(local, retain_graph=retain_graph))
-        self._input_gradients = {
-            index: next(answered) for index, wanted in enumerate(self._inputs.wants_grad) if wanted
-        }
+        return local
 
     def output_gradient(self, index: int) -> LeafReply | None:
         """The whole gradient of a watched output: rows where the output has rows; None if nothing depends on it."""
@@ -160,9 +195,7 @@ class WorkerCall:
         gradient = self._run.output_gradients.get(index)
         if gradient is None or not self._answers:
             return None
-        # What every worker computes alike is used by each for its rows; a share of a sum gets the gradient of the sum.
-        kinds = {"rows": "rows", "same": "share", "share": "same"}
-        kind = kinds[self._run.kinds[index]] if self._proof.split else "same"
+        kind = _KIND_OF_GRADIENT[self._run.kinds[index]] if self._proof.split else "same"
         return LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, TensorData.of(gradient.cpu()).data)
 
     def input_gradient(self, index: int) -> LeafReply | None:

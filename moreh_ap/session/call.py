@@ -8,7 +8,7 @@ gradients of the outputs; gradients of parameters stay on the workers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -48,29 +48,39 @@ Watcher = Callable[[dict[int, Tensor]], object]
 
 
 class Call:
-    """One forward pass on the workers, kept there while somebody here may still need it."""
+    """One forward pass on the workers, kept there while somebody here may still need it.
 
-    def __init__(self, model: RemoteModel) -> None:
-        self.model = model
+    Args:
+        model: The model.
+        signature: What is called, see `signatures`.
+    """
+
+    def __init__(self, model: RemoteModel, signature: int) -> None:
+        self.model, self._signature = model, signature
         self.id = model.session.outbox.new_id()
         self.reply: Posted | None = None
         self.structure: Structure | None = None
         self.plan = model.plan
-        self._backward_kind: tuple[int, int] = (0, 0)
+        self.kind: Hashable = None
+        """Calls of one kind have equal structures."""
+        self.backward_kind: tuple[Hashable, ...] = ()
+        """Backward passes of one kind reach the same parameters, if they start at the same outputs."""
         self._watchers: list[tuple[list[int], Watcher]] = []
+        self.input_gradients: weakref.WeakSet[InputGradient] = weakref.WeakSet()
+        """Of the last backward, as far as somebody still has them."""
         weakref.finalize(self, model.session.outbox.release, ReleaseCalls((self.id,)))
 
-    def send(self, signature: int, tensors: list[Tensor], grad: bool) -> Structure:
+    def send(self, tensors: list[Tensor], grad: bool) -> Structure:
         """Send the forward; returns the structure of its result, waiting only if it cannot be predicted."""
-        model = self.model
+        model, signature = self.model, self._signature
         session, signatures = model.session, model.signatures
         training = model.send_changes()
         if not grad:
             session.traffic.next_step()
-        self._backward_kind = (signature, model.settings.number)
+        self.backward_kind = (signature, model.settings.number)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         wants_grad = tuple(grad and tensor.requires_grad for tensor in tensors)
-        key = (
+        self.kind = (
             signature,
             tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors),
             wants_grad,
@@ -79,7 +89,7 @@ class Call:
             model.settings.number,
             autocast,
         )
-        expected = signatures.structure(key)
+        expected = signatures.structure(self.kind)
         rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
         stream = session.generator.common_stream() if expected is None or expected.draws else None
         forward = Forward(
@@ -93,20 +103,28 @@ class Call:
             training=training,
             autocast_dtype=autocast,
         )
-        self.reply = session.outbox.submit(forward)
+        reply = self.reply = session.outbox.submit(forward)
+        structure = self.await_structure(expected, grad=grad)
+        if stream is not None:  # what the script draws next comes after what the forward drew
+            after = next((answer.stream for answer in _answered(reply.result()) if answer.stream), stream)
+            session.generator.go_on_from(after)
+        return structure
+
+    def await_structure(self, expected: Structure | None, *, grad: bool) -> Structure:
+        """The structure of the result, once the call was sent; waits for it unless it is expected."""
+        model, kind, reply = self.model, self.kind, self.reply
+        assert reply is not None
         if expected is None:
-            replies = self.reply.result()
-            reads = next((reply for reply in replies if isinstance(reply, ReadsAttributes)), None)
+            replies = reply.result()
+            reads = next((answer for answer in replies if isinstance(answer, ReadsAttributes)), None)
             if reads is not None:
                 raise ReadsKept(reads.names)
             expected = Structure.of(replies)
-            signatures.learn(key, expected, grad=grad)
+            model.signatures.learn(kind, expected, grad=grad)
             model.note_left_out(_answered(replies)[0].left_out)
         else:
-            self.reply.add_done_callback(lambda reply: _check_structure(model, key, expected, reply))
-        if stream is not None:  # what the script draws next comes after what the forward drew
-            after = next((reply.stream for reply in _answered(self.reply.result()) if reply.stream), stream)
-            session.generator.go_on_from(after)
+            known = expected
+            reply.add_done_callback(lambda reply: _check_structure(model, kind, known, reply))
         self.structure = expected
         return expected
 
@@ -121,29 +139,20 @@ class Call:
         return join(parts)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Send the gradients of the outputs; parameters' gradients accumulate on the workers, unless kept apart.
-
-        Raises:
-            UnsupportedError: A graph of the backward itself is asked for.
-        """
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "create_graph=True: gradients of gradients are not computed on the accelerator in this version.",
-                allowed="backward() and torch.autograd.grad() without create_graph.",
-                fix='model.to("cpu")  # a gradient penalty works on the CPU',
-            )
-        encoded = tuple(None if grad is None else self._encode_gradient(grad, n) for n, grad in enumerate(gradients))
+        """Send the gradients of the outputs; parameters' gradients accumulate on the workers, unless kept apart."""
+        for before in self.input_gradients:  # this backward is not the first: workers keep those of the last
+            before.read()
+        self.input_gradients.clear()
+        encoded, training = self.encode_gradients(gradients), self.changed_training()
         session, apart = self.model.session, differentiation.apart()
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        # What was set since (adapters back on after another call) counts where a model recomputes its blocks itself.
-        training = None if self.model.has_left() else self.model.send_changes()
-        watched = tuple(sorted({index for indices, _ in self._watchers for index in indices}))
+        watched = self.watched()
         reply = session.outbox.post_soon(
             Backward(self.id, encoded, retain, training, separate=apart is not None, watched=watched)
         )
         if apart is None:
             reached_from = tuple(gradient is not None for gradient in gradients)
-            self.model.gradients.after_backward((*self._backward_kind, reached_from), reply)
+            self.model.gradients.after_backward((*self.backward_kind, reached_from), reply)
         else:
             apart.after_backward(self.model, reply)
         if watched:
@@ -151,8 +160,14 @@ class Call:
             present: dict[int, Tensor] = {
                 index: place(gradient) for index, gradient in found.items() if gradient is not None
             }
-            for _, watcher in reversed(self._watchers):
-                watcher(present)
+            self.tell_watchers(present)
+
+    def changed_training(self) -> bytes | None:
+        """Training flags that were set since the call, and whatever else was.
+
+        It counts (adapters back on after another call) where a model recomputes its blocks itself.
+        """
+        return None if self.model.has_left() else self.model.send_changes()
 
     def _read_output_gradient(self, index: int) -> Tensor | None:
         answered = _answered(self.model.session.outbox.submit(ReadOutputGradient(self.id, index)).result())
@@ -165,6 +180,15 @@ class Call:
         entry = (indices, watcher)
         self._watchers.append(entry)
         return RemovableWatcher(lambda: self._watchers.remove(entry) if entry in self._watchers else None)
+
+    def watched(self) -> tuple[int, ...]:
+        """The leaves of the result whose gradients somebody watches."""
+        return tuple(sorted({index for indices, _ in self._watchers for index in indices}))
+
+    def tell_watchers(self, found: dict[int, Tensor]) -> None:
+        """Give all watchers the gradients that there are."""
+        for _, watcher in reversed(self._watchers):
+            watcher(found)
 
     def watch_output(self, output: int, watcher: Callable[[Tensor], object]) -> RemovableWatcher | None:
         """As `watch`, for one tensor of the result by its number among them.
@@ -179,6 +203,10 @@ class Call:
             return None
         index = tensors[output]
         return self.watch([index], lambda found: watcher(found[index]) if index in found else None)
+
+    def encode_gradients(self, gradients: Sequence[Tensor | None]) -> tuple[TensorData | PartRef | None, ...]:
+        """How gradients of the outputs travel."""
+        return tuple(None if one is None else self._encode_gradient(one, index) for index, one in enumerate(gradients))
 
     def _encode_gradient(self, gradient: Tensor, index: int) -> TensorData | PartRef:
         """How the gradient of an output travels: by name if each worker has its rows of it, else as bytes."""
@@ -272,17 +300,27 @@ def _call(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     signature = model.signatures.define(path, treespec, constants)
-    call = Call(model)
+    call = Call(model, signature)
     trainable = model.has_trainable_parameters() or any(tensor.requires_grad for tensor in tensors)
     if torch.is_grad_enabled() and trainable:
-        outputs = list(_RemoteCall.apply(model.anchor, call, signature, *tensors))
-        structure = call.structure
-        assert structure is not None
+        result, structure = send_as_node(call, tensors)
     else:
-        structure = call.send(signature, tensors, grad=False)
-        outputs = _promises(call, structure)
-    values = iter(outputs)
-    return call, structure, [leaf.constant if leaf.kind == "const" else next(values) for leaf in structure.leaves]
+        structure = call.send(tensors, grad=False)
+        result = _with_constants(_promises(call, structure), structure)
+    return call, structure, result
+
+
+def send_as_node(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], Structure]:
+    """Send a call as one node of the controller's autograd graph; returns the leaves of its result."""
+    outputs = list(_RemoteCall.apply(call.model.anchor, call, *tensors))
+    assert call.structure is not None
+    return _with_constants(outputs, call.structure), call.structure
+
+
+def _with_constants(tensors: Sequence[Tensor], structure: Structure) -> list[Any]:
+    """The leaves of a result of which `tensors` are the tensors."""
+    values = iter(tensors)
+    return [leaf.constant if leaf.kind == "const" else next(values) for leaf in structure.leaves]
 
 
 class OutputValue(Value):
@@ -325,27 +363,32 @@ class OutputValue(Value):
 class InputGradient(Value):
     """The gradient that a backward pass left on the workers for one tensor that was given to a call."""
 
-    __slots__ = ("call", "index")
+    __slots__ = ("_seen", "call", "index")
 
     def __init__(self, call: Call, index: int) -> None:
         self.call, self.index = call, index
+        self._seen: Tensor | None = None
+        call.input_gradients.add(self)
 
     def ready(self) -> bool:
-        return False
+        return self._seen is not None
 
     def read(self) -> Tensor:
-        replies = self.call.model.session.outbox.submit(ReadInputGradients(self.call.id, self.index)).result()
-        return join(_answered(replies))
+        if self._seen is None:
+            replies = self.call.model.session.outbox.submit(ReadInputGradients(self.call.id, self.index)).result()
+            self._seen = join(_answered(replies))
+        return self._seen
 
 
 class _RemoteCall(torch.autograd.Function):
-    """Stands for a whole remote forward in the controller's autograd graph."""
+    """Stands for a whole remote call in the controller's autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: Call, signature: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        structure = call.send(signature, list(tensors), grad=True)
+        structure = call.send(list(tensors), grad=True)
         ctx.watch_output = call.watch_output  # tensors reach it through their `grad_fn`
+        ctx.save_for_backward(*(tensor for tensor in tensors if tensor.requires_grad))
         ctx.call, ctx.inputs = call, [(tensor.shape, tensor.dtype) for tensor in tensors]
         outputs = _promises(call, structure)
         templates = [leaf for leaf in structure.leaves if leaf.kind != "const"]
@@ -354,15 +397,21 @@ class _RemoteCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        wanted = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():  # create_graph=True
+            from moreh_ap.session.gradient_call import differentiate
+
+            found = iter(differentiate(ctx.call, gradients, ctx.saved_tensors))
+            return (None, None, *(next(found) if wants else None for wants in wanted))
         ctx.call.backward(gradients)
         input_gradients: list[Tensor | None] = []
         for index, (shape, dtype) in enumerate(ctx.inputs):
-            if not ctx.needs_input_grad[index + 3]:
+            if not wanted[index]:
                 input_gradients.append(None)
                 continue
             meta = torch.empty(shape, dtype=dtype, device="meta")
             input_gradients.append(VirtualTensor(Cell(InputGradient(ctx.call, index), ACCELERATOR), meta))
-        return (None, None, None, *input_gradients)
+        return (None, None, *input_gradients)
 
 
 def _promises(call: Call, structure: Structure) -> list[VirtualTensor]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.runtime.messages import TakeGradients
 from moreh_ap.session.state import ModelState, OnWorkers
 
@@ -37,20 +38,37 @@ def apart() -> Apart | None:
 
 
 class Apart:
-    """Models through which a backward went whose gradients of parameters are kept apart from those of before."""
+    """Models through which a backward went whose gradients of parameters are kept apart from those of before.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: The parameters of each model that are asked for.
+    """
+
+    def __init__(self, wanted: dict[RemoteModel, list[str]]) -> None:
+        self._wanted = wanted
         self._replies: dict[RemoteModel, Posted] = {}
+        self._with_graph: dict[tuple[RemoteModel, str], Tensor] = {}
+
+    def asked(self, model: RemoteModel) -> list[str]:
+        """The parameters of a model that are asked for."""
+        return self._wanted.get(model, [])
+
+    def add(self, model: RemoteModel, gradients: dict[str, Tensor | None]) -> None:
+        """Note gradients that have a graph; those of several calls add up."""
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                before = self._with_graph.get((model, name))
+                self._with_graph[model, name] = gradient if before is None else before + gradient
 
     def after_backward(self, model: RemoteModel, reply: Posted) -> None:
         """Note that a backward of a call of `model` was sent."""
         self._replies[model] = reply
 
-    def take(self, wanted: dict[RemoteModel, list[str]]) -> dict[tuple[RemoteModel, str], Tensor]:
-        """Returns the gradients of some parameters, those that have one; the workers drop the others."""
-        taken: dict[tuple[RemoteModel, str], Tensor] = {}
+    def take(self) -> dict[tuple[RemoteModel, str], Tensor]:
+        """Returns the gradients of what is asked for, of those that have one; the workers drop all others."""
+        taken, self._with_graph = self._with_graph, {}
         for model, reply in self._replies.items():
-            names = wanted.get(model, [])
+            names = self.asked(model)
             present = model.gradients.decode(reply) if names else ()
             taken.update({(model, name): model.promise_like(name) for name in names if name in present})
             refs = {name: gradient._cell.value.ref for (of, name), gradient in taken.items() if of is model}  # type: ignore[attr-defined]
@@ -58,16 +76,21 @@ class Apart:
         self._replies.clear()
         return taken
 
+    def drop(self) -> None:
+        """Have the workers drop what was not taken."""
+        self._wanted = {}
+        self.take()
+
 
 @contextlib.contextmanager
-def _kept_apart() -> Iterator[Apart]:
-    scope = Apart()
+def _kept_apart(wanted: dict[RemoteModel, list[str]]) -> Iterator[Apart]:
+    scope = Apart(wanted)
     token = _apart.set(scope)
     try:
         yield scope
     finally:
         _apart.reset(token)
-        scope.take({})
+        scope.drop()
 
 
 @dataclass
@@ -83,11 +106,10 @@ class _Asked:
     def of(inputs: Sequence[Any]) -> _Asked:
         asked = _Asked()
         for position, tensor in enumerate(inputs):
-            value = tensor._cell.value if isinstance(tensor, VirtualTensor) else None
-            if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState) and value.ref.kind == "param":
-                model = value.owner.live_model()
-                asked.parameters[position] = (model, value.ref.name)
-                asked.in_graph.append(model.anchor)
+            parameter = _on_workers(tensor)
+            if parameter is not None:
+                asked.parameters[position] = parameter
+                asked.in_graph.append(parameter[0].anchor)
             elif asked._watch(position, tensor):
                 asked.in_graph.append(tensor.grad_fn.next_functions[0][0].variable)
             else:
@@ -105,28 +127,39 @@ class _Asked:
         return True
 
 
+def _on_workers(tensor: Any) -> tuple[RemoteModel, str] | None:
+    """The model and the name of a parameter that workers keep; None for any other tensor."""
+    value = tensor._cell.value if isinstance(tensor, VirtualTensor) else None
+    if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState) and value.ref.kind == "param":
+        return value.owner.live_model(), value.ref.name
+    return None
+
+
 def gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Stands in for `torch.autograd.grad`."""
     outputs, inputs = args[0], tuple(args[1])
     asked = _Asked.of(inputs)
     beyond_graph = {**asked.parameters, **asked.outputs}
     if not beyond_graph:
-        with _kept_apart(), torch._C.DisableTorchFunctionSubclass():
+        with _kept_apart({}), torch._C.DisableTorchFunctionSubclass():
             return func(outputs, inputs, *args[2:], **kwargs)
     wanted: dict[RemoteModel, list[str]] = {}
     for model, name in asked.parameters.values():
         wanted.setdefault(model, []).append(name)
     quiet = {**kwargs, "allow_unused": True, "materialize_grads": False}
+    parameters = [inputs[position] for position in asked.parameters]
     try:
-        with _kept_apart() as scope:
+        with _kept_apart(wanted) as scope:
             with torch._C.DisableTorchFunctionSubclass():
-                found = list(func(outputs, tuple(asked.in_graph), *args[2:], **quiet))
-            taken = scope.take(wanted)
+                found = list(func(outputs, (*asked.in_graph, *parameters), *args[2:], **quiet))
+            taken = scope.take()
     finally:
         for remove in asked.removers:
             remove()
-    for position, of in asked.parameters.items():
-        found[position] = taken.get(of)
+    used_here = found[len(inputs) :]  # what the script computes with a parameter itself: a penalty on weights
+    for (position, of), gradient in zip(asked.parameters.items(), used_here):
+        found[position] = _sum(taken.get(of), gradient)
+    del found[len(inputs) :]
     for position, watched in asked.outputs.items():
         found[position] = watched[0] if watched else None
     if kwargs.get("materialize_grads"):
@@ -139,6 +172,12 @@ def gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tuple(found)
 
 
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
 def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Stands in for `torch.autograd.backward`: with `inputs`, gradients accumulate in these alone."""
     inputs = kwargs.get("inputs")
@@ -146,6 +185,8 @@ def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if kwargs.get("create_graph") and any(map(_on_workers, inputs)):
+        raise graph_of_kept_gradients()
     options = {"grad_outputs": kwargs.get("grad_tensors"), "retain_graph": kwargs.get("retain_graph")}
     options["create_graph"] = bool(kwargs.get("create_graph"))
     found = gradients(torch.autograd.grad, (args[0], inputs), {**options, "allow_unused": True})
@@ -153,6 +194,15 @@ def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if gradient is not None:
             tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
     return None
+
+
+def graph_of_kept_gradients() -> UnsupportedError:
+    """What is raised where parameters would keep gradients that can be differentiated."""
+    return UnsupportedError(
+        "backward(create_graph=True): parameters keep their gradients on the workers, without a graph.",
+        allowed="torch.autograd.grad(..., create_graph=True) for inputs or parameters.",
+        fix="gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)",
+    )
 
 
 def backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

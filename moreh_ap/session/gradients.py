@@ -7,6 +7,7 @@ the same kind, so that ``optimizer.zero_grad()`` need not wait; the first backwa
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from moreh_ap.session.model import RemoteModel
     from moreh_ap.session.outbox import Posted
 
-Kind = tuple[int, int, tuple[bool, ...]]
-"""Signature of a call, what was changed in the model before it, and which of its outputs have a gradient."""
+Kind = tuple[Hashable, ...]
+"""What is called, what was changed in the model before it, and which of its outputs have a gradient."""
 
 _OWN_REFERENCES = 2  # the variable and the argument of getrefcount: whoever else refers to a handle is the script
 

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_leaves
 
-from moreh_ap.runtime.messages import Forward, OutputRef, RunOnParts, RunOperation, TakeGradients, TensorData
+from moreh_ap.runtime.messages import (
+    Differentiate,
+    Forward,
+    OutputRef,
+    RunOnParts,
+    RunOperation,
+    TakeGradients,
+    TensorData,
+)
 
 if TYPE_CHECKING:
     from moreh_ap.session.outbox import Posted
@@ -50,6 +58,11 @@ class Journal:
     def is_bound_to_layout(self) -> bool:
         """Whether a command counts on how workers share tensors, which differs between plans."""
         return any(_counts_on_layout(command) for message in self._messages for command in message.commands)
+
+    @property
+    def differentiates_gradients(self) -> bool:
+        """Whether a command needs, on each worker, the whole model and what a call computed."""
+        return any(isinstance(command, Differentiate) for message in self._messages for command in message.commands)
 
     def messages(self) -> tuple[Message, ...]:
         """Everything noted, oldest first."""

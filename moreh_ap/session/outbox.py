@@ -198,13 +198,14 @@ class Outbox:
         Raises:
             Exception: What these workers raised meanwhile.
         """
-        self._mesh = restart.mesh
-        self.times_restarted += 1
-        self._messages_sent = self._messages_answered = 0
-        self._stale_definitions = True  # these workers know those of the journal alone
-        for message in self.journal.messages():
-            commands = [restart.change(command) for command in message.commands]
-            self._listen(self._send(commands, list(message.posted)), self.times_restarted)
+        with self._lock:
+            self._mesh = restart.mesh
+            self.times_restarted += 1
+            self._messages_sent = self._messages_answered = 0
+            self._stale_definitions = True  # these workers know those of the journal alone
+            for message in self.journal.messages():
+                commands = [restart.change(command) for command in message.commands]
+                self._listen(self._send(commands, list(message.posted)), self.times_restarted)
 
     def _send(self, commands: list[Any], posted: list[Posted]) -> Reply:
         reply = self._mesh.submit(Batch(tuple(commands)))

@@ -1,4 +1,6 @@
-"""Going on under another plan when the workers run out of memory before a model's first step is through.
+"""Going on under another plan, before a model's first step is through, when the chosen one turns out not to do.
+
+Workers ran out of memory, or the script differentiates gradients, which most plans do not allow.
 
 Decides which plan comes next and what the script is told if there is none. Must not know how commands are kept or sent
 again (`journal`, `outbox`).
@@ -6,10 +8,11 @@ again (`journal`, `outbox`).
 [Note: what is done once more]
 Until the first optimizer step is through, everything that the workers know of a model came from the controller or from
 files: its values, the calls, what was done to gradients. All of it is in the journal. When a worker runs out of memory,
-its peers may wait for it in a collective for ever, so all workers are started anew; they are told the same with another
-plan in the message that builds the model. Promises that the script holds are then kept by the new workers, and since
-every plan gives the same numbers, the script notices nothing but the time. After the first step the workers' state is
-nowhere else: then the error goes to the script, and what is remembered of it makes the next run choose better.
+its peers may wait for it in a collective for ever, so all workers are started anew (otherwise the same go on); they are
+told the same with another plan in the message that builds the model. Promises that the script holds are then kept by
+workers under that plan, and since every plan gives the same numbers, the script notices nothing but the time. After the
+first step the workers' state is nowhere else: then the error goes to the script, and what is remembered of it makes the
+next run choose better.
 """
 
 from __future__ import annotations
@@ -21,11 +24,15 @@ from typing import Any
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Value
 from moreh_ap.errors import PlanError
+from moreh_ap.plan import Plan
 from moreh_ap.planner import explain, proven, report
+from moreh_ap.planner.ranking import Candidate
 from moreh_ap.planner.remedies import nothing_fits
 from moreh_ap.planner.search import search
+from moreh_ap.runtime.mesh import WorkerMesh
 from moreh_ap.runtime.messages import BuildModel
 from moreh_ap.session import first_use, ran_out
+from moreh_ap.session.journal import Journal
 from moreh_ap.session.model import RemoteModel
 from moreh_ap.session.outbox import Restart
 from moreh_ap.session.planning import Planned, say, write_selected
@@ -56,6 +63,7 @@ class Recovery:
         self._models: list[_Model] = []
         self._largest: Planned | None = None
         session.outbox.on_error = self._on_error
+        session.lay_out_again = self.lay_out_again
 
     def take_on(self, remote: RemoteModel, planned: Planned, values: Values) -> None:
         """A model was built; `values` are those of its tensors before.
@@ -80,7 +88,7 @@ class Recovery:
         failed = model.planned.expected
         ran_out.remember(failed, error)
         try:
-            model.planned = planned = _next_best(model.planned, bound_to_layout=journal.is_bound_to_layout)
+            model.planned = planned = _next_best(model.planned, journal)
         except PlanError as nothing:
             self._give_up()
             # Of its own type, so that a script that tries smaller batches catches it.
@@ -91,8 +99,34 @@ class Recovery:
                 report.plan_line(planned.plan, f"the next that fits: {explain.prediction(planned.chosen)}"),
             ]
         )
+        return self._restart(self._session.restart_workers(), planned)
+
+    def lay_out_again(self, remote: RemoteModel, plan: Plan, reason: str) -> bool:
+        """Lays a model out under `plan`, and has the workers do once more what they were told.
+
+        Returns:
+            False, and nothing is done, if the script gave the plan, the workers' state is nowhere else any more, what
+            they were told does not suit another plan, or `plan` does not fit.
+        """
+        journal = self._session.outbox.journal
+        model = next((one for one in self._models if one.remote is remote), None)
+        if model is None or not journal.is_open or model.planned.is_given:
+            return False
+        before, task = model.planned.plan, model.planned.task
+        if journal.is_bound_to_layout and before.tensor * before.pipeline > 1:
+            return False
+        candidate = Candidate(plan, task.memory_of(plan), task.usable_bytes, task.step_of(plan))
+        if not candidate.fits:
+            return False
+        model.planned = planned = model.planned.instead(candidate)
+        say([report.info(reason), report.plan_line(plan, explain.prediction(candidate))])
+        self._session.outbox.flush()
+        self._session.outbox.restart(self._restart(self._session.mesh, planned))
+        return True
+
+    def _restart(self, mesh: WorkerMesh, planned: Planned) -> Restart:
+        """Has models stand for what the workers of `mesh` are about to be told; `planned` is what is new."""
         write_selected(planned.plan, planned.task)
-        mesh = self._session.restart_workers()
         for one in self._models:
             one.remote.laid_out_again(one.planned.plan)
             self._session.job.has_model(type(one.remote.root).__name__, str(one.planned.plan))
@@ -120,7 +154,7 @@ class Recovery:
         self._session.outbox.restart(Restart(self._session.restart_workers(), lambda command: command))
 
 
-def _next_best(planned: Planned, *, bound_to_layout: bool) -> Planned:
+def _next_best(planned: Planned, journal: Journal) -> Planned:
     """Returns the fastest plan that needs less memory than the one that ran out.
 
     Raises:
@@ -138,7 +172,10 @@ def _next_best(planned: Planned, *, bound_to_layout: bool) -> Planned:
     for candidate in ranking.candidates[: ranking.num_fitting]:
         plan = candidate.plan
         is_proven = not proven.kinds_to_prove(plan) or proven.is_proven(planned.family, plan)
-        if is_proven and not (bound_to_layout and plan.tensor * plan.pipeline > 1):
+        shares_rows_only = plan.tensor * plan.pipeline == 1
+        if not is_proven or (journal.is_bound_to_layout and not shares_rows_only):
+            continue
+        if not journal.differentiates_gradients or plan == plan.whole_model():
             return planned.instead(candidate)
     needed, usable = failed.memory.reserved_bytes, planned.task.usable_bytes
     there_are = f"{round(usable)} ({usable / 2**30:.2f} GiB) are available"

@@ -7,10 +7,12 @@ that is `model`, `call` and `optimizer`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from moreh_ap.option import Options
+from moreh_ap.plan import Plan
 from moreh_ap.runtime.mesh import WorkerMesh
 from moreh_ap.runtime.messages import (
     DescribeDevice,
@@ -28,6 +30,9 @@ from moreh_ap.session.jobs import Job
 from moreh_ap.session.outbox import Outbox
 from moreh_ap.session.traffic import Traffic
 from moreh_ap.session.watch import Watch
+
+if TYPE_CHECKING:
+    from moreh_ap.session.model import RemoteModel
 
 
 class Session:
@@ -51,6 +56,7 @@ class Session:
         self.traffic = Traffic()
         self.watch: Watch | None = None
         self._devices: list[DeviceInfo] | None = None
+        self.lay_out_again: Callable[[RemoteModel, Plan, str], bool] | None = None  # see `recovery`
         self.hooks_kept_here: set[int] = set()  # see `script_hooks.RunsHereOnly`
 
     def synchronize(self) -> None:

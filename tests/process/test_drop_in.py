@@ -28,6 +28,7 @@ from moreh_ap.session.session import Session
         ("drop_in_objects.py", 22),
         ("drop_in_penalties.py", 27),
         ("drop_in_surgery.py", 41),
+        ("drop_in_second_derivatives.py", 24),
     ],
 )
 def test_a_public_style_script_prints_the_numbers_of_one_device(both_in_turn, tmp_path, script, losses):
