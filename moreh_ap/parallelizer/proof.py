@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.batch import carries_rows, select_rows
-from moreh_ap.parallelizer.draws import DrawRecorder, Rows, Share, UnsharedDraw, draws_of
+from moreh_ap.parallelizer.draws import Draw, DrawRecorder, Share, UnsharedDraw, draws_of
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.loading import local_part
 from moreh_ap.parallelizer.pipeline import PipelinedPass
@@ -69,7 +69,7 @@ class SplitProof:
     kinds: tuple[str, ...]
     reason: str
     counts: bool = False
-    draws: tuple[Rows | None, ...] = ()
+    draws: tuple[Draw, ...] = ()
 
 
 class _Refused(Exception):
@@ -158,7 +158,7 @@ class _Probe:
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
         self.kinds: tuple[str, ...] = ()
-        self.draws: tuple[Rows | None, ...] = ()
+        self.draws: tuple[Draw, ...] = ()
         self.has_unknown = False
         self.saw_counts = False
         self.call = call

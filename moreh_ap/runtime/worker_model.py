@@ -242,14 +242,13 @@ class WorkerModel:
             autocast=command.autocast_dtype,
             target=None if module is self.module else module,
             stream=self._stream(command),
+            host_stream=None if command.streams is None else command.streams.host,
         )
         proof = self._proof(call, signature, nesting, tensors, carried, rows)
         if proof.split and rows is not None:
             start, stop = row_range(axis.rank, axis.size, rows)
             share = Share(start, stop, rows)
-            call = replace(
-                call, mode="split", kinds=proof.kinds, counts=proof.counts, draws=proof.draws, share=share
-            )
+            call = replace(call, mode="split", kinds=proof.kinds, counts=proof.counts, draws=proof.draws, share=share)
             parts = slice_rows(tensors, rows, start, stop)
             tensors = [whole if is_local else part for whole, part, is_local in zip(tensors, parts, local)]
         tensors = self._own_heads(nesting, tensors, local)
@@ -276,9 +275,10 @@ class WorkerModel:
 
     def _stream(self, command: Forward) -> Tensor | None:
         """The one stream that all workers draw from; None for stages, which each draw from one of their own."""
-        if command.stream is None or (command.grad and self.applied.stages is not None):
+        stream = None if command.streams is None else command.streams.torch
+        if stream is None or (command.grad and self.applied.stages is not None):
             return None
-        return torch.frombuffer(bytearray(command.stream), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(stream), dtype=torch.uint8)
 
     def _own_heads(self, nesting: _Nesting, tensors: list[Tensor], local: list[bool]) -> list[Tensor]:
         """The tensors, those of a cache cut to the heads that this worker computes."""

@@ -81,7 +81,7 @@ class Call:
         )
         expected = signatures.structure(key)
         rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
-        stream = session.generator.common_stream() if expected is None or expected.draws else None
+        streams = session.generator.streams() if expected is None or expected.draws else None
         forward = Forward(
             call_id=self.id,
             signature=signature,
@@ -89,7 +89,7 @@ class Call:
             wants_grad=wants_grad,
             grad=grad,
             seed=session.generator.next_seed(),
-            stream=stream,
+            streams=streams,
             training=training,
             autocast_dtype=autocast,
         )
@@ -101,8 +101,8 @@ class Call:
             self.changed_attributes = _answered(replies)[0].changed_attributes
         else:
             self.reply.add_done_callback(lambda reply: _check_structure(model, key, expected, reply))
-        if stream is not None:  # what the script draws next comes after what the forward drew
-            after = next((reply.stream for reply in _answered(self.reply.result()) if reply.stream), stream)
+        if streams is not None:  # what the script draws next comes after what the forward drew
+            after = next((reply.streams for reply in _answered(self.reply.result()) if reply.streams), streams)
             session.generator.go_on_from(after)
         self.structure = expected
         return expected
@@ -234,7 +234,8 @@ def call_remotely(
     leaves, treespec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    random_state = model.session.generator.state() if model.script_hooks else b""
+    generator = model.session.generator
+    random_state = (generator.state(), generator.streams()) if model.script_hooks else None
     signature = model.signatures.define(path, treespec, constants)
     call = Call(model)
     trainable = model.has_trainable_parameters() or any(tensor.requires_grad for tensor in tensors)
@@ -251,7 +252,9 @@ def call_remotely(
         result = model.script_hooks.run(call, structure.treespec, result, hooks_done)
     except RunsHereOnly as hook:
         model.session.hooks_kept_here.add(hook.key)
-        model.session.generator.set_state(random_state)
+        if random_state is not None:
+            generator.set_state(random_state[0])
+            generator.go_on_from(random_state[1])
         model.note_structure()
         raise
     model.warn_of_attributes(call.changed_attributes)
@@ -377,7 +380,15 @@ def _check_structure(model: RemoteModel, key: Any, expected: Structure, reply: P
         return
     found = Structure.of(reply.result())
     if found.draws and not expected.draws:
-        model.signatures.learn(key, found, grad=True)
+        model.signatures.forget(key)
+        model.session.mesh.fail(
+            ExactnessError(
+                "A forward drew random numbers, and the same call had drawn none before: they are not those of one "
+                "device.",
+                allowed="A forward that, in one mode and with such arguments, draws always or never.",
+                fix="torch.rand(()) in every forward, and a condition on what it gives",
+            )
+        )
     if not found.promises_the_same(expected):
         model.signatures.forget(key)
         shapes = [leaf.shape for leaf in expected.leaves], [leaf.shape for leaf in found.leaves]

@@ -1,6 +1,6 @@
 """Loads a checkpoint under a plan, calls the model once, and prints the peak resident memory of every worker.
 
-    python load_under_plan.py FOLDER PLAN
+python load_under_plan.py FOLDER PLAN
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Trains a random Llama for two steps under a plan and prints the peak resident memory of every worker.
 
-    python peak_under_plan.py PLAN HIDDEN LAYERS BATCH LENGTH
+python peak_under_plan.py PLAN HIDDEN LAYERS BATCH LENGTH
 """
 
 import sys
