@@ -30,6 +30,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.draws import Draw, Share, SharedDraws
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
+from moreh_ap.parallelizer.parameter_writes import parameters_kept
 from moreh_ap.parallelizer.placement import OwnDevice
 from moreh_ap.parallelizer.reduction import GlobalReduction
 from moreh_ap.parallelizer.reports import Report, with_report
@@ -292,7 +293,8 @@ def _own_leaf(leaf: Any, grad: bool) -> Any:
 
 def _invoke(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Returns the module's result, or, where hooks of the script are on it, a `Report`."""
-    result = with_report(call.module, lambda: _run(call, args, kwargs))
+    with parameters_kept(call.module):
+        result = with_report(call.module, lambda: _run(call, args, kwargs))
     if isinstance(result, Report) and result.ended_by is not None:
         recover(call.module)
     return result

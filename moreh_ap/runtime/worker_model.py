@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.batch import carries_rows, num_rows, row_range, slice_rows
@@ -30,7 +31,7 @@ from moreh_ap.parallelizer.own_collectives import keep_to_own_rows
 from moreh_ap.parallelizer.proof import SplitProof, prove_split
 from moreh_ap.parallelizer.reports import attributes_of, changed_attributes
 from moreh_ap.parallelizer.run import run_forward
-from moreh_ap.parallelizer.sharding import prepare, set_requires_grad, settle
+from moreh_ap.parallelizer.sharding import fsdp_roots, prepare, set_requires_grad, settle
 from moreh_ap.parallelizer.tensor_random import draws_random_numbers
 from moreh_ap.plan import Plan
 from moreh_ap.runtime.messages import (
@@ -266,6 +267,16 @@ class WorkerModel:
             proof = replace(proof, reason=". ".join(filter(None, (proof.reason, _DRAWN_APART))))
         return WorkerCall(self, run, proof, InputRoles(axis, rows, carried, command.wants_grad), changed)
 
+    def _require_whole_parameters(self, name: str) -> None:
+        """Refuse a forward that changes a parameter, where a worker has a part of it, or a forward runs twice."""
+        plan, is_sharded = self.plan, bool(fsdp_roots(self.module))
+        if is_sharded or plan.tensor > 1 or plan.pipeline > 1 or plan.recompute != "none":
+            raise UnsupportedError(
+                f"forward changes the parameter {name} itself, which plan={str(plan)!r} splits or computes twice.",
+                allowed="Plans with replicate alone, in float32, for such a model.",
+                fix=f'...(plan="replicate={plan.num_devices}", mixed_precision=False)',
+            )
+
     def _draws_apart(self, call: Call) -> bool:
         """Whether the model drops something, and devices have masks that one device would not have."""
         if not (call.grad and self._drops()):
@@ -327,6 +338,8 @@ class WorkerModel:
         if key not in self._proofs:
             args, kwargs = self._arguments(call, nesting, tensors)
             proof = prove_split(call, args, kwargs, rows)
+            if proof.written:
+                self._require_whole_parameters(proof.written)
             if not proof.split:
                 what = _COMPUTED_WHOLE if workers > 1 else _NOT_CUT
                 proof = replace(proof, reason=f"{what}: {proof.reason}")
