@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from moreh_ap.parallelizer.blocks import OF_EVERY_MODULE
 from moreh_ap.parallelizer.sharding import settle
 from moreh_ap.parallelizer.streams import host_untouched
 
@@ -29,8 +30,6 @@ _DROPOUTS = {
     torch.alpha_dropout,
     torch.feature_dropout,
 }
-
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class NoDropout(TorchFunctionMode):
@@ -71,7 +70,7 @@ def state_restored(module: nn.Module) -> Iterator[None]:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """What the class of a module keeps in its instances."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES and name[0] != "_"}
+    return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE and name[0] != "_"}
 
 
 @contextlib.contextmanager
