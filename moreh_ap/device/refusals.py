@@ -1,4 +1,4 @@
-"""What scripts for several processes have, and those for one device have not: explained where the script calls it.
+"""What scripts for several devices have around a model: as on one device, or explained where the script calls it.
 
 Decides which of it is refused, and what the script's author reads. What runs in one process stays as it is.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from moreh_ap.device.moves import require_accelerator
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations.import_hook import when_imported
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
     from moreh_ap.device.patches import Patches
 
 _WRAPPERS = {
-    "torch.nn.parallel.data_parallel": "DataParallel",
     "torch.nn.parallel.distributed": "DistributedDataParallel",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
 }
 
 
 def install(patches: Patches) -> None:
-    """Have wrappers for several devices, and process groups of several processes, refused."""
+    """Have `DataParallel` wrap the one device there is; other wrappers, and groups of several processes, refused."""
+    data_parallel = "torch.nn.parallel.data_parallel"
+    patches.on_undo(when_imported(data_parallel, functools.partial(_wrap_one_device, patches)))
     for module, name in _WRAPPERS.items():
         patches.on_undo(when_imported(module, functools.partial(_refuse_wrapper, patches, name=name)))
     # `fully_shard` is imported by name: its first step is looked up when it is called.
@@ -37,6 +39,22 @@ def install(patches: Patches) -> None:
     patches.on_undo(when_imported(fully_shard, functools.partial(_refuse_fully_shard, patches)))
     if torch.distributed.is_available():
         _refuse_process_groups(patches)
+
+
+def _wrap_one_device(patches: Patches, module: ModuleType) -> None:
+    """Has `DataParallel` call its module and nothing else, as it does where it finds no device to share with."""
+    cls: Any = module.DataParallel
+
+    def init(
+        self: nn.Module, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
+    ) -> None:
+        for device in (*(device_ids or ()), *(() if output_device is None else (output_device,))):
+            require_accelerator(device)
+        original(self, module, device_ids, output_device, dim)
+        module.to("cuda")
+
+    original = patches.replace(cls, "__init__", functools.wraps(cls.__init__)(init))
+    patches.replace(module, "_get_available_device_type", lambda: None)
 
 
 def _refuse_wrapper(patches: Patches, module: ModuleType, name: str) -> None:

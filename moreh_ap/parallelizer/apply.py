@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer import gradient_sync, stages, streaming
-from moreh_ap.parallelizer.blocks import block_lists, repeated_blocks
+from moreh_ap.parallelizer.blocks import block_lists, modules_aside, repeated_blocks
 from moreh_ap.parallelizer.layout import TensorLayout
 from moreh_ap.parallelizer.mesh import TENSOR_AXIS, Position
 from moreh_ap.parallelizer.recompute import apply_recompute
@@ -99,6 +99,14 @@ def apply_plan(
     Raises:
         PlanError: The model cannot be split so; the text says why and what can be done instead.
     """
+    aside = modules_aside(module)
+    if aside and (uses_fsdp(plan) or plan.tensor * plan.pipeline > 1):
+        raise PlanError(
+            f"{type(module).__name__} keeps a {type(aside[0]).__name__} in a list or dict of Python, where "
+            f"plan={str(plan)!r} does not find it",
+            "plans with replicate alone in float32, or nn.ModuleList and nn.ModuleDict",
+            f'plan="replicate={plan.num_devices}", mixed_precision=False',
+        )
     position = Position.of(mesh)
     tensor = None
     if plan.tensor > 1:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.parallelizer.blocks import OF_EVERY_MODULE
 from moreh_ap.parallelizer.containers import flatten
 
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers", "moreh_ap")
@@ -21,7 +22,6 @@ LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers", "moreh_
 
 _OF_THIS_PACKAGE = "_moreh_"
 _ATTRIBUTE = f"{_OF_THIS_PACKAGE}attributes"
-_OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MAX_LOOKED_INTO = 64  # of a longer container (a vocabulary) only the length is compared
 
@@ -67,7 +67,7 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 def _kept(module: nn.Module, hidden: str) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        if name not in _OF_MODULES and not name.startswith(hidden):
+        if name not in OF_EVERY_MODULE and not name.startswith(hidden):
             yield name, value
 
 

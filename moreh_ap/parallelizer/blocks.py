@@ -6,8 +6,12 @@ Decides what counts as a block. Must not know plans, devices or what is done wit
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from torch import nn
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Names of the attributes that PyTorch itself keeps in a module."""
 
 
 def block_lists(module: nn.Module) -> dict[str, list[nn.Module]]:
@@ -53,3 +57,32 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 def _owns_its_parameters(block: nn.Module, uses: Counter[int]) -> bool:
     inside = Counter(id(p) for sub in block.modules() for p in sub._parameters.values() if p is not None)
     return all(uses[key] == count for key, count in inside.items())
+
+
+def modules_aside(module: nn.Module) -> list[nn.Module]:
+    """Returns modules that PyTorch does not count among those of `module`, and that have parameters of it.
+
+    They are in lists or dicts of Python among its attributes, and their parameters in an `nn.ParameterList` beside.
+    """
+    known, own = set(map(id, module.modules())), set(map(id, module.parameters()))
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+
+    def look(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            for part in value.modules():
+                if id(part) not in known and any(id(parameter) in own for parameter in part._parameters.values()):
+                    found[id(part)] = part
+            return
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, (nn.Module, dict, list, tuple)):
+                look(item)
+
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name not in OF_EVERY_MODULE and isinstance(value, (dict, list, tuple)):
+                look(value)
+    return list(found.values())

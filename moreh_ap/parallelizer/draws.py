@@ -11,9 +11,10 @@ without the one line. On GPUs each worker has a stream of its own (`Call.seed`).
 
 [Note: which dim has the rows]
 A shape alone does not tell: (8, 64) may be 8 rows or the 8 heads of every row. So a forward of two rows and one of one
-row are compared (`draws_of`): the dim that doubled has the rows. In later forwards of the kind the same draws come in
-the same order. A draw whose numbers depend on the values of other rows cannot be shared. Which number goes where
-follows the order of dims in memory, which is that of the two rows: one row leaves it open.
+row are compared (`draws_of`): the dim that doubled has the rows. In later forwards of the kind, a draw by an operation
+of the same name with as many dims has them there too. Where such draws differ from each other, the same ones have to
+come in the same order. A draw whose numbers depend on the values of other rows cannot be shared. Which number goes
+where follows the order of dims in memory, which is that of the two rows: one row leaves it open.
 
 [Note: drawn again]
 A checkpointed block draws once more in backward, from the state that it drew from in forward. That state is by what a
@@ -34,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.streams import state_of_stream
 
 _MAY_DRAW = frozenset(
     {
@@ -82,17 +84,24 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Draw:
+    """An operation of a forward that draws: its name, how many dims it draws, and how the rows lie in them.
+
+    `rows` is None where every row sees the same numbers.
+    """
+
+    name: str
+    num_dims: int
+    rows: Rows | None
+
+
+@dataclass(frozen=True)
 class _Drawn:
     """One operation that drew: its name, the shape of what it drew, and the order of the dims in memory."""
 
     name: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
-
-
-def state_of_stream() -> bytes:
-    """Where the CPU's stream stands, as `torch.get_rng_state` tells it."""
-    return torch.default_generator.get_state().numpy().tobytes()
 
 
 class DrawRecorder(TorchFunctionMode):
@@ -142,8 +151,8 @@ class _Recording(TorchDispatchMode):
         return result
 
 
-def draws_of(one_row: Sequence[_Drawn], two_rows: Sequence[_Drawn]) -> tuple[Rows | None, ...]:
-    """Returns for each draw of a forward how the rows lie in it, None where every row sees the same numbers.
+def draws_of(one_row: Sequence[_Drawn], two_rows: Sequence[_Drawn]) -> tuple[Draw, ...]:
+    """Returns the draws of a forward, in order.
 
     Args:
         one_row: What a forward of one row drew.
@@ -154,7 +163,7 @@ def draws_of(one_row: Sequence[_Drawn], two_rows: Sequence[_Drawn]) -> tuple[Row
     """
     if [draw.name for draw in one_row] != [draw.name for draw in two_rows]:
         raise UnsharedDraw("how often random numbers are drawn depends on the rows")
-    return tuple(_rows_in(one, two) for one, two in zip(one_row, two_rows))
+    return tuple(Draw(two.name, len(two.shape), _rows_in(one, two)) for one, two in zip(one_row, two_rows))
 
 
 def _rows_in(one: _Drawn, two: _Drawn) -> Rows | None:
@@ -175,14 +184,15 @@ class SharedDraws(TorchFunctionMode):
     torch function modes.
 
     Args:
-        draws: Of each draw of the forward, as `draws_of` tells it, how the rows lie in it.
+        draws: The draws of such a forward, as `draws_of` tells them.
         share: The rows that are computed here.
     """
 
-    def __init__(self, draws: Sequence[Rows | None], share: Share) -> None:
+    def __init__(self, draws: Sequence[Draw], share: Share) -> None:
         super().__init__()
         self._draws, self._share = draws, share
         self._next = 0
+        self._by_order = False
         self._number_of: dict[int, int] = {}  # by the state of the stream before the draw
         self._is_drawing = False
 
@@ -198,11 +208,12 @@ class SharedDraws(TorchFunctionMode):
 
     def draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of an operation that draws, for the rows that are computed here."""
-        rows = None if self._is_drawing else self._next_draw()
+        drawn = _drawn_shape(func, args, kwargs)
+        rows = None if self._is_drawing else self._rows_of(func._opname, len(drawn))
         if rows is None:
             return func(*args, **kwargs)
         dim = rows.dim
-        share, drawn = self._share, _drawn_shape(func, args, kwargs)
+        share = self._share
         entries, rest = divmod(drawn[dim], share.stop - share.start)
         if rest:
             raise ExactnessError(
@@ -219,18 +230,38 @@ class SharedDraws(TorchFunctionMode):
         own = whole.narrow(dim, share.start * entries, (share.stop - share.start) * entries)
         return args[0].copy_(own) if func._schema.is_mutable else own.clone()
 
-    def _next_draw(self) -> Rows | None:
-        state = hash(state_of_stream())
-        number = self._number_of.setdefault(state, self._next)
+    def end(self) -> None:
+        """The forward is over.
+
+        Raises:
+            ExactnessError: It drew less often than before, and which draw was which was told by their order.
+        """
+        if self._by_order and self._next < len(self._draws):
+            raise _other_draws(
+                f"a forward draws random numbers {self._next} times, and {len(self._draws)} times before"
+            )
+
+    def _rows_of(self, name: str, num_dims: int) -> Rows | None:
+        """How the rows lie in what is drawn next. See [Note: which dim has the rows]."""
+        number = self._number_of.setdefault(hash(state_of_stream()), self._next)
         if number == self._next:
             self._next += 1
-        if number >= len(self._draws):
-            raise ExactnessError(
-                f"a forward draws random numbers more than the {len(self._draws)} times it did before",
-                "the same number of draws in every forward of a kind",
-                "torch.rand(()) every time, and a condition on what it gives",
-            )
-        return self._draws[number]
+        found = {draw.rows for draw in self._draws if (draw.name, draw.num_dims) == (name, num_dims)}
+        if len(found) == 1:
+            return found.pop()
+        in_order = self._draws[number] if number < len(self._draws) else None
+        if in_order is None or (in_order.name, in_order.num_dims) != (name, num_dims):
+            raise _other_draws(f"a forward draws {num_dims}-dimensional random numbers with {name}, and did not before")
+        self._by_order = True
+        return in_order.rows
+
+
+def _other_draws(fact: str) -> ExactnessError:
+    return ExactnessError(
+        fact,
+        "the same draws in every forward of a kind",
+        "torch.rand(()) every time, and a condition on what it gives",
+    )
 
 
 class _Sharing(TorchDispatchMode):
@@ -261,6 +292,8 @@ def _drawn_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...
     place = _place_of_size(func)
     if place is not None:
         return tuple(args[place]) if place < len(args) else tuple(kwargs["size"])
+    if func._opname == "randperm":
+        return (args[0],)
     if func._opname == "multinomial":
         return (*args[0].shape[:-1], args[1])
     return torch.broadcast_shapes(*(arg.shape for arg in args if isinstance(arg, Tensor)))

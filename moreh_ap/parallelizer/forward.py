@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,14 +29,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.containers import flatten
-from moreh_ap.parallelizer.draws import Rows, Share, SharedDraws, state_of_stream
+from moreh_ap.parallelizer.draws import Draw, Share, SharedDraws
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.kept import set_attribute, split_kept
+from moreh_ap.parallelizer.parameter_writes import parameters_kept
 from moreh_ap.parallelizer.placement import OwnDevice
 from moreh_ap.parallelizer.reduction import GlobalReduction
 from moreh_ap.parallelizer.reports import Report, with_report
 from moreh_ap.parallelizer.sharding import fsdp_roots, recover, settle
 from moreh_ap.parallelizer.streaming import streaming_of
+from moreh_ap.parallelizer.streams import set_state_of_host, state_of_host, state_of_stream
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Call:
         seed: Where the random numbers of the call start; None leaves the generators as they are.
         stream: The state of the one stream that all workers draw from, as `torch.get_rng_state` gives it. It comes
             before `seed`.
-        draws: Of everything that a split call draws from that stream, how the rows lie in it (`draws.py`).
+        host_stream: Where Python's random numbers and NumPy's start; None leaves them where they are.
+        draws: What a split call draws from that stream (`draws.py`).
         share: The rows that this worker, or this piece of its rows, draws for.
         group: The workers that share the batch; None is the default group.
         autocast: Dtype of `torch.autocast` around the forward, None for none.
@@ -71,7 +75,8 @@ class Call:
     counts: bool = False
     target: Callable[..., Any] | None = None
     stream: Tensor | None = None
-    draws: tuple[Rows | None, ...] = ()
+    host_stream: bytes | None = None
+    draws: tuple[Draw, ...] = ()
     share: Share | None = None
     attributes: Mapping[str, tuple[str, ...]] | None = None
 
@@ -100,6 +105,8 @@ class Call:
 
         Each stage of a pipeline has own ones too; workers that split layers among them have equal ones.
         """
+        if self.host_stream is not None:
+            set_state_of_host(self.host_stream)
         if self.stream is not None:
             torch.default_generator.set_state(self.stream)
             return
@@ -114,8 +121,9 @@ class Call:
 
     def shared_draws(self) -> SharedDraws | None:
         """Returns what draws this worker's part of the batch's random numbers in one `ForwardPass`."""
-        shares = self.stream is not None and self.share is not None and self.draws
-        return SharedDraws(self.draws, self.share) if shares else None  # type: ignore[arg-type]
+        if self.stream is None or self.share is None:
+            return None
+        return SharedDraws(self.draws, self.share)
 
     def gradient_scale(self, leaf: int) -> float:
         """Returns by what the gradient of a leaf of the result is multiplied. See [Note: kinds]."""
@@ -149,7 +157,7 @@ class ForwardPass:
         inputs: The tensor leaves of the arguments that `backward` answers gradients for.
         attributes: How many leaves each attribute has that the forward set; they are the last ones of `outputs`.
         left_out: Names of attributes that it set and that are not among them.
-        drew: Whether anything was drawn from the CPU's stream, which stands behind it now.
+        drew: Whether anything was drawn from the CPU's stream or the host's, which stand behind it now.
         watched: Leaves of the result whose whole gradients the next `backward` keeps in `output_gradients`.
         output_gradients: What the last `backward` found for `watched`; nothing where nothing depends on the leaf.
     """
@@ -170,17 +178,19 @@ class ForwardPass:
         args, kwargs = tree_unflatten(leaves, spec)
         self._draws = call.shared_draws()
         call.seed_generators(chunk)
-        stream = state_of_stream()
+        streams = state_of_stream(), state_of_host()
         draws = self._draws or nullcontext()
         try:
             with torch.set_grad_enabled(call.grad), reduction or call.reduction(), call.autocasting(), draws:
                 result, self.left_out = _invoke(call, args, kwargs)
+            if self._draws is not None:
+                self._draws.end()
         except BaseException:
             recover(call.module)
             raise
         if not call.grad:
             settle(call.module)
-        self.drew = stream != state_of_stream()
+        self.drew = streams != (state_of_stream(), state_of_host())
         if isinstance(result, Report):
             self.attributes = {name: len(flatten(value)[0]) for name, value in result.attributes.items()}
             self._num_own = len(flatten(result.result)[0])
@@ -189,7 +199,7 @@ class ForwardPass:
             self._call = replace(call, kinds=(*call.kinds, *kinds))
         self._keep(result)
 
-    attributes: Mapping[str, int] = {}
+    attributes: Mapping[str, int] = MappingProxyType({})
     left_out: Sequence[str] = ()
     _num_own: int | None = None
 
@@ -347,7 +357,8 @@ def _invoke(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tup
     kwargs, kept = split_kept(kwargs)
     for name, value in kept.items():
         set_attribute(call.module, name, value)
-    result, left_out = with_report(call.module, lambda: _run(call, args, kwargs), call.attributes)
+    with parameters_kept(call.module):
+        result, left_out = with_report(call.module, lambda: _run(call, args, kwargs), call.attributes)
     if isinstance(result, Report) and result.ended_by is not None:
         recover(call.module)
     return result, left_out

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moreh_ap.errors import LoadError
+from moreh_ap.parallelizer.blocks import modules_aside
 from moreh_ap.parallelizer.layout import TensorLayout
 from moreh_ap.parallelizer.sharding import fsdp_modules
 from moreh_ap.parallelizer.sources import TensorSource as TensorSource
@@ -136,8 +137,15 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
     """Gives the tensors of `names` memory on `device`, without values, and ties again what that took apart."""
     tensors = _tensors_by_name(module)
     held = {id(tensors[same[0]]) for same in names}
+    aside = modules_aside(module)
     with torch.no_grad():
         module._apply(lambda t: torch.empty_like(t, device=device) if id(t) in held else t)
+    if aside:
+        now = _tensors_by_name(module)
+        allocated = {id(tensor): now[name] for name, tensor in tensors.items()}
+        for outside in aside:
+            for own in (outside._parameters, outside._buffers):
+                own.update({name: allocated.get(id(tensor), tensor) for name, tensor in own.items()})  # type: ignore[misc]
     for first, *others in names:
         tensor = _tensors_by_name(module)[first] if others else None
         for name in others:

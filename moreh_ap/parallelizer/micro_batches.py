@@ -30,6 +30,7 @@ from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
 from moreh_ap.parallelizer.reduction import GlobalReduction, MetaReduction
 from moreh_ap.parallelizer.reports import with_report
 from moreh_ap.parallelizer.sharding import fsdp_roots
+from moreh_ap.parallelizer.streams import set_state_of_host, state_of_host
 
 
 class DeferredForward:
@@ -115,16 +116,20 @@ class DeferredForward:
 
     @property
     def drew(self) -> bool:
-        """Whether the call draws from the CPU's stream, which stands behind all of it now."""
-        if not self._call.draws:
+        """Whether the call draws from the CPU's stream or the host's, which stand behind all of it now."""
+        if not (self._call.draws or self.draws_from_host):
             return False
         self._run_chunk(replace(self._call, grad=False), 0)  # every piece draws for the whole batch
         return True
 
     def _dry_run(self, meta_module: nn.Module | None) -> tuple[list[Any], Any, list[Tensor]]:
+        if self._call.host_stream is not None:
+            set_state_of_host(self._call.host_stream)
+        before = state_of_host()
         found = None if meta_module is None or self._call.target else self._run_on_meta(meta_module)
         if not self._everywhere(found is not None):
             found = self._run_without_gradients()
+        self.draws_from_host = state_of_host() != before
         leaves, spec, local = found  # type: ignore[misc]  # None was replaced on every worker
         denominators = torch.stack(local) if local else torch.empty(0, dtype=torch.float64)
         if local and self._call.num_workers > 1:

@@ -142,6 +142,12 @@ class PipelinedForward(DeferredForward):
                 'plan="shard=2"',
             )
         super().__init__(call, args, kwargs, num_chunks, rows, meta_module)
+        if self.draws_from_host:
+            raise UnsupportedError(
+                "forward draws from Python's random or from NumPy, and each stage of a pipeline would draw others",
+                "random numbers of torch, or plans with pipeline=1",
+                'plan="shard=2"',
+            )
         self.has_result = self._stages.axis.rank == self._stages.last_worker
         if call.kinds is not None and len(call.kinds) != len(self.shapes):
             raise UnsupportedError(
@@ -311,9 +317,7 @@ def _stages(module: nn.Module) -> Stages:
     return found
 
 
-def _roots(
-    call: Call, results: Sequence[Any], grads: Sequence[Tensor | None]
-) -> tuple[list[Tensor], list[Tensor]]:
+def _roots(call: Call, results: Sequence[Any], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
     roots, given = [], []
     for index, (result, grad) in enumerate(zip(results, grads, strict=True)):
         if grad is not None and isinstance(result, Tensor) and result.requires_grad:

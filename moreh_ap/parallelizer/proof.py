@@ -16,8 +16,8 @@ weights inside forward fail here, and the forward then runs whole: slower, still
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,10 +28,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.batch import carries_rows, select_rows
-from moreh_ap.parallelizer.draws import DrawRecorder, Rows, Share, UnsharedDraw, draws_of
+from moreh_ap.parallelizer.draws import Draw, DrawRecorder, Share, UnsharedDraw, draws_of
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.kept import Reads
 from moreh_ap.parallelizer.loading import local_part
+from moreh_ap.parallelizer.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.pipeline import PipelinedPass
 from moreh_ap.parallelizer.reduction import GlobalReduction
 from moreh_ap.parallelizer.rehearsal import NoDropout, state_restored, untouched
@@ -63,6 +64,7 @@ class SplitProof:
         attributes: The kinds of the leaves of each attribute that the forward sets.
         reason: Why it cannot be split; empty where it can.
         draws: Of everything drawn from a common stream, how the rows lie in it; empty without such a stream.
+        written: A parameter that the forward itself changes; empty where it changes none.
         counts: Whether it can be split only if numbers of true elements are denominators. See [Note: counts] in
             `reduction.py`.
     """
@@ -71,8 +73,9 @@ class SplitProof:
     kinds: tuple[str, ...]
     reason: str
     counts: bool = False
-    draws: tuple[Rows | None, ...] = ()
+    draws: tuple[Draw, ...] = ()
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    written: str = ""
 
 
 class _Refused(Exception):
@@ -138,7 +141,8 @@ def _prove(probe: _Probe) -> SplitProof:
     for step in steps:
         reason = _attempt(step, call.module)
         if not _everywhere(reason == "", call):
-            return SplitProof(False, (), reason or "another worker found that rows look at each other")
+            reason = reason or "another worker found that rows look at each other"
+            return SplitProof(False, (), reason, written=probe.written)
     if not _everywhere(not probe.has_unknown, call):
         raise UnsupportedError(
             "a result of a training call is on an earlier stage of the pipeline (hidden states of every layer?)",
@@ -190,7 +194,7 @@ class _Probe:
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
         self.kinds: tuple[str, ...] = ()
         self.attributes: Mapping[str, int] = {}
-        self.draws: tuple[Rows | None, ...] = ()
+        self.draws: tuple[Draw, ...] = ()
         self.has_unknown = False
         self.saw_counts = False
         self.call = call
@@ -198,6 +202,8 @@ class _Probe:
         self._rows = rows
         self._chosen = _choose_rows(self._leaves, rows)
         self._tolerance = _tolerance(call)
+        self.written = ""
+        self._writes_nothing = False
         self._buffers: dict[str, Tensor] = {}
         self._singles: list[ForwardPass | PipelinedPass] = []
         self._weights: list[Tensor | None] = []
@@ -214,7 +220,7 @@ class _Probe:
         for chosen in (self._chosen[:1], self._chosen):
             args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
             recorders.append(DrawRecorder())
-            with state_restored(call.module), recorders[-1]:
+            with self._from_the_same_state(), recorders[-1]:
                 ForwardPass(call, args, kwargs, reduction=GlobalReduction(call.device, record=True))
             if not recorders[-1].drawn:
                 return
@@ -286,6 +292,22 @@ class _Probe:
             param.grad = None
         return gradients
 
+    @contextmanager
+    def _from_the_same_state(self) -> Iterator[None]:
+        """Puts buffers, attributes and parameters back after the block.
+
+        Raises:
+            _Refused: Parameters were changed: workers would change them by what they see of the rows.
+        """
+        module = self.call.module
+        writes = None if self._writes_nothing else WrittenParameters(module)
+        with state_restored(module), writes or nullcontext():
+            yield
+        self._writes_nothing = writes is None or not writes.names
+        if writes is not None and writes.names:
+            self.written = writes.names[0]
+            raise _Refused(f"the forward changes parameter {self.written}")
+
     def _run(self, chosen: Sequence[int], reduction: GlobalReduction) -> ForwardPass | PipelinedPass:
         """Runs the chosen rows, from the same buffers every time.
 
@@ -295,7 +317,7 @@ class _Probe:
         args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
         first = self._chosen.index(chosen[0])
         call = replace(self.call, draws=self.draws, share=Share(first, first + len(chosen), len(self._chosen)))
-        with state_restored(call.module):
+        with self._from_the_same_state():
             with nullcontext() if self.draws else NoDropout():
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else ForwardPass

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from moreh_ap.parallelizer.attributes import has_memory, own_attributes
 from moreh_ap.parallelizer.sharding import settle
+from moreh_ap.parallelizer.streams import host_untouched
 
 _DROPOUTS = {
     F.dropout,
@@ -90,7 +91,8 @@ def untouched(module: nn.Module) -> Iterator[None]:
         param.grad = None
     device = next((p.device for p in params if p.device.type == "cuda"), None)
     silence = contextlib.redirect_stdout(io.StringIO())
-    with torch.random.fork_rng(devices=[] if device is None else [device]), silence, state_restored(module):
+    random = torch.random.fork_rng(devices=[] if device is None else [device])
+    with random, host_untouched(), silence, state_restored(module):
         try:
             yield
         finally:

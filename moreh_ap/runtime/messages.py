@@ -16,6 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from moreh_ap.parallelizer.sources import TensorSource
+    from moreh_ap.parallelizer.streams import Streams
 
 
 MAX_INLINE_BYTES = 16 * 1024
@@ -186,7 +187,7 @@ class DefineSignature:
 class Forward:
     """Run a forward pass. `tensors` are the tensor leaves of the arguments in order; answers a `ForwardReply`.
 
-    Random numbers go on from `stream`, a state as `torch.get_rng_state` gives it; where None they start at `seed`.
+    Random numbers go on from `streams`; those of PyTorch, where it has none for them, start at `seed`.
     """
 
     call_id: int
@@ -195,7 +196,7 @@ class Forward:
     wants_grad: tuple[bool, ...]
     grad: bool
     seed: int
-    stream: bytes | None
+    streams: Streams | None
     training: bytes | None
     autocast_dtype: torch.dtype | None
 
@@ -228,7 +229,7 @@ class ForwardReply:
 
     mode: "split" (each has its rows of the outputs), "whole" (each has all), "stages" (the last stage has them).
     rows: How many rows of the batch the worker has; None if it has all.
-    stream: Where the random stream stands after the call; None if nothing was drawn from it.
+    streams: Where random streams stand after the call; None if nothing was drawn from them.
     left_out: Attributes that the forward set and that are not among the leaves, such as ``encoder.cache``.
     """
 
@@ -237,7 +238,7 @@ class ForwardReply:
     mode: str
     note: str
     rows: int | None = None
-    stream: bytes | None = None
+    streams: Streams | None = None
     left_out: tuple[str, ...] = ()
 
 

@@ -55,26 +55,27 @@ def pickle_attribute(value: Any) -> bytes:
 
 
 class NotSent:
-    """Stands in a worker for an object of the script that cannot be pickled; whoever uses it is told.
+    """Stands in a worker for an object that stays in the script; whoever uses it is told.
 
     Args:
         kind: The object's class.
+        why: Why it stays there.
     """
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, kind: str, why: str = "it cannot be pickled") -> None:
+        self._kind, self._why = kind, why
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
-            f"forward uses a {self._kind}, which is in the script's process alone: it cannot be pickled.",
-            allowed="forward may use what can be pickled: no open files, locks, generators or connections.",
+            f"forward uses a {self._kind}, which is in the script's process alone: {self._why}.",
+            allowed="What can be pickled (no open files, no locks), and modules in nn.ModuleList or nn.ModuleDict.",
             fix="call the model, then use it in the script",
         )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Python asks whether there is one
             raise AttributeError(name)
-        return NotSent(self._kind)  # objects keep methods of a lock: the one who calls it is told
+        return NotSent(self._kind, self._why)  # objects keep methods of a lock: the one who calls it is told
 
     __call__ = __enter__ = __exit__ = __iter__ = __next__ = __len__ = __getitem__ = _refuse
 
@@ -111,9 +112,17 @@ class _SkeletonPickler(_Pickler):
         return TensorData.of(obj.detach().cpu(), on_device=obj.device.type != "cpu")
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
-            return _reduce_parametrized(obj)
+        if isinstance(obj, nn.Module):
+            if self._has_parameters_of_others(obj):
+                return NotSent, (type(obj).__qualname__, "it has trainable parameters that are none of the model's")
+            if parametrize.is_parametrized(obj):
+                return _reduce_parametrized(obj)
         return super().reducer_override(obj)
+
+    def _has_parameters_of_others(self, module: nn.Module) -> bool:
+        """A module in a list of Python: workers would have a copy that is never trained."""
+        own = (parameter for parameter in module._parameters.values() if parameter is not None)
+        return any(p.requires_grad and p.is_cuda and id(p) not in self._stubs for p in own)
 
 
 def _reduce_parametrized(module: nn.Module) -> Any:

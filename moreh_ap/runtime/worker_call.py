@@ -16,7 +16,6 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.batch import own_entries, row_range
 from moreh_ap.parallelizer.containers import pickle_treespec
-from moreh_ap.parallelizer.draws import state_of_stream
 from moreh_ap.parallelizer.forward import ForwardPass
 from moreh_ap.parallelizer.gradient_pass import GradientPass
 from moreh_ap.parallelizer.loading import full_tensor, gathered, whole_shape
@@ -24,6 +23,7 @@ from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.micro_batches import DeferredForward
 from moreh_ap.parallelizer.pipeline import PipelinedForward
 from moreh_ap.parallelizer.proof import SplitProof
+from moreh_ap.parallelizer.streams import Streams, state_of_host, state_of_stream
 from moreh_ap.runtime.messages import MAX_INLINE_BYTES, Differentiate, ForwardReply, LeafReply, TensorData
 from moreh_ap.runtime.worker_parts import Part
 
@@ -60,7 +60,7 @@ class WorkerCall:
         knows_nesting = model.applied.tensor is not None and run.treespec is not None
         self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
         self._input_gradients: dict[int, Tensor | None] = {}
-        self._stream = state_of_stream() if run.drew else None
+        self._streams = Streams(state_of_stream(), state_of_host()) if run.drew else None
         self._moment = model.moment()
 
     def reply(self) -> ForwardReply | None:
@@ -73,7 +73,7 @@ class WorkerCall:
             mode,
             self._proof.reason,
             self._num_own_rows(),
-            self._stream,
+            self._streams,
             self._left_out,
         )
         return reply if self._answers else None

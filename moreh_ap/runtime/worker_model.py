@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.attributes import Attributes, full_name, report_attributes
@@ -31,7 +32,7 @@ from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.own_collectives import keep_to_own_rows
 from moreh_ap.parallelizer.proof import SplitProof, find_reads, prove_split
 from moreh_ap.parallelizer.run import run_forward
-from moreh_ap.parallelizer.sharding import prepare, set_requires_grad, settle
+from moreh_ap.parallelizer.sharding import fsdp_roots, prepare, set_requires_grad, settle
 from moreh_ap.parallelizer.tensor_random import draws_random_numbers
 from moreh_ap.plan import Plan
 from moreh_ap.runtime.messages import (
@@ -264,6 +265,7 @@ class WorkerModel:
             autocast=command.autocast_dtype,
             target=None if module is self.module else module,
             stream=self._stream(command),
+            host_stream=None if command.streams is None else command.streams.host,
         )
         kind = self._kind_of_call(call, signature, tensors, carried)
         reads = self._reads((kind, frozenset(self._kept)), call, nesting, tensors, rows)
@@ -297,6 +299,16 @@ class WorkerModel:
             proof = replace(proof, reason=". ".join(filter(None, (proof.reason, _DRAWN_APART))))
         return WorkerCall(self, run, proof, InputRoles(axis, rows, carried, command.wants_grad), left_out)
 
+    def _require_whole_parameters(self, name: str) -> None:
+        """Refuse a forward that changes a parameter, where a worker has a part of it, or a forward runs twice."""
+        plan, is_sharded = self.plan, bool(fsdp_roots(self.module))
+        if is_sharded or plan.tensor > 1 or plan.pipeline > 1 or plan.recompute != "none":
+            raise UnsupportedError(
+                f"forward changes the parameter {name} itself, which plan={str(plan)!r} splits or computes twice.",
+                allowed="Plans with replicate alone, in float32, for such a model.",
+                fix=f'...(plan="replicate={plan.num_devices}", mixed_precision=False)',
+            )
+
     def _draws_apart(self, call: Call) -> bool:
         """Whether the model drops something, and devices have masks that one device would not have."""
         if not (call.grad and self._drops()):
@@ -306,9 +318,10 @@ class WorkerModel:
 
     def _stream(self, command: Forward) -> Tensor | None:
         """The one stream that all workers draw from; None for stages, which each draw from one of their own."""
-        if command.stream is None or (command.grad and self.applied.stages is not None):
+        stream = None if command.streams is None else command.streams.torch
+        if stream is None or (command.grad and self.applied.stages is not None):
             return None
-        return torch.frombuffer(bytearray(command.stream), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(stream), dtype=torch.uint8)
 
     def _own_heads(self, nesting: _Nesting, tensors: list[Tensor], local: list[bool]) -> list[Tensor]:
         """The tensors, those of a cache cut to the heads that this worker computes."""
@@ -368,6 +381,8 @@ class WorkerModel:
         if kind not in self._proofs:
             args, kwargs = self._arguments(call, nesting, tensors)
             proof = prove_split(call, args, kwargs, rows)
+            if proof.written:
+                self._require_whole_parameters(proof.written)
             if not proof.split:
                 what = _COMPUTED_WHOLE if workers > 1 else _NOT_CUT
                 proof = replace(proof, reason=f"{what}: {proof.reason}")

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from moreh_ap.parallelizer.blocks import OF_EVERY_MODULE
+
 _KINDS = (list, dict, set, OrderedDict, defaultdict)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _ITEMS = (*_PLAIN, torch.Tensor)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Containers:
@@ -36,7 +37,7 @@ class Containers:
 
     def note(self, path: str, module: nn.Module, name: str, value: Any) -> None:
         """Workers know, or are about to be told, that the attribute is `value` as it is now."""
-        if name not in _OF_EVERY_MODULE and type(value) in _KINDS and _is_plain(value):
+        if name not in OF_EVERY_MODULE and type(value) in _KINDS and _is_plain(value):
             self._known[path, name] = vars(module), _copy(value)
         else:
             self._known.pop((path, name), None)

@@ -18,6 +18,7 @@ from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, place
 from moreh_ap.device.values import Cell, Value
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.containers import flatten
+from moreh_ap.parallelizer.streams import Streams
 from moreh_ap.runtime.messages import (
     MAX_INLINE_BYTES,
     Backward,
@@ -91,7 +92,7 @@ class Call:
         )
         expected = signatures.structure(self.kind)
         rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
-        stream = session.generator.common_stream() if expected is None or expected.draws else None
+        streams = session.generator.streams() if expected is None or expected.draws else None
         forward = Forward(
             call_id=self.id,
             signature=signature,
@@ -99,14 +100,14 @@ class Call:
             wants_grad=wants_grad,
             grad=grad,
             seed=session.generator.next_seed(),
-            stream=stream,
+            streams=streams,
             training=training,
             autocast_dtype=autocast,
         )
         reply = self.reply = session.outbox.submit(forward)
         structure = self.await_structure(expected, grad=grad)
-        if stream is not None:  # what the script draws next comes after what the forward drew
-            after = next((answer.stream for answer in _answered(reply.result()) if answer.stream), stream)
+        if streams is not None:  # what the script draws next comes after what the forward drew
+            after = next((answer.streams for answer in _answered(reply.result()) if answer.streams), streams)
             session.generator.go_on_from(after)
         return structure
 
@@ -274,22 +275,30 @@ def call_remotely(
             allowed="Random numbers of the accelerator's own stream in forward(), or drawn before the call.",
             fix="noise = torch.randn(shape, generator=generator, device='cuda'); model(x, noise)",
         )
-    random_state = model.session.generator.state()
+    generator = model.session.generator
+    random_state = (generator.state(), generator.streams()) if model.may_be_called_again() else None
     try:
         call, structure, result = _call(model, path, args, {**kwargs, **model.kept_values(path)})
     except ReadsKept as forward:
-        model.session.generator.set_state(random_state)
+        _draw_again(model, random_state)
         model.pass_on(path, forward.names)
         return call_remotely(model, path, args, kwargs, hooks_done)
     try:
         result = model.script_hooks.run(call, structure.treespec, result, hooks_done)
     except RunsHereOnly as hook:
         model.session.hooks_kept_here.add(hook.key)
-        model.session.generator.set_state(random_state)
+        _draw_again(model, random_state)
         model.note_structure()
         raise
     model.warn_of_attributes()
     return result
+
+
+def _draw_again(model: RemoteModel, random_state: tuple[bytes, Streams] | None) -> None:
+    """Go on from the random numbers from which a call drew that is made once more."""
+    if random_state is not None:
+        model.session.generator.set_state(random_state[0])
+        model.session.generator.go_on_from(random_state[1])
 
 
 def _call(
@@ -467,7 +476,15 @@ def _check_structure(model: RemoteModel, key: Any, expected: Structure, reply: P
     model.note_left_out((*found.attributes, *_answered(reply.result())[0].left_out))
     found = found.without_attributes()
     if found.draws and not expected.draws:
-        model.signatures.learn(key, found, grad=True)
+        model.signatures.never_predict(key)
+        model.session.mesh.fail(
+            ExactnessError(
+                "A forward drew random numbers, and the same call had drawn none before: they are not those of one "
+                "device.",
+                allowed="A forward that, in one mode and with such arguments, draws always or never.",
+                fix="torch.rand(()) in every forward, and a condition on what it gives",
+            )
+        )
     if not found.promises_the_same(expected):
         model.signatures.never_predict(key)
         shapes = [leaf.shape for leaf in expected.leaves], [leaf.shape for leaf in found.leaves]

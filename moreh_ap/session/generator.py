@@ -9,7 +9,7 @@ import struct
 
 import torch
 
-from moreh_ap.parallelizer.draws import state_of_stream
+from moreh_ap.parallelizer.streams import Streams, set_state_of_host, state_of_host, state_of_stream
 
 _64_BITS = 0xFFFFFFFFFFFFFFFF
 _SEED_AND_OFFSET = struct.Struct("<QQ")
@@ -49,12 +49,13 @@ class AcceleratorGenerator:
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _64_BITS
         return (mixed ^ (mixed >> 31)) >> 1
 
-    def common_stream(self) -> bytes | None:
-        """The state that all workers go on from in the next remote forward; None: from `next_seed`, each on its own."""
-        return None
+    def streams(self) -> Streams:
+        """What all workers go on from in the next remote forward; PyTorch's numbers from `next_seed`, each its own."""
+        return Streams(None, state_of_host())
 
-    def go_on_from(self, stream: bytes) -> None:
-        """A remote forward left the common stream there."""
+    def go_on_from(self, streams: Streams) -> None:
+        """A remote forward left the streams there."""
+        set_state_of_host(streams.host)
 
 
 class ProcessGenerator(AcceleratorGenerator):
@@ -70,10 +71,16 @@ class ProcessGenerator(AcceleratorGenerator):
         super().set_state(state)
         of_process = state[_SEED_AND_OFFSET.size :]
         if of_process:  # a checkpoint of an accelerator of GPUs has none
-            self.go_on_from(of_process)
+            _set_state_of_stream(of_process)
 
-    def common_stream(self) -> bytes | None:
-        return state_of_stream()
+    def streams(self) -> Streams:
+        return Streams(state_of_stream(), state_of_host())
 
-    def go_on_from(self, stream: bytes) -> None:
-        torch.default_generator.set_state(torch.frombuffer(bytearray(stream), dtype=torch.uint8))
+    def go_on_from(self, streams: Streams) -> None:
+        super().go_on_from(streams)
+        if streams.torch is not None:
+            _set_state_of_stream(streams.torch)
+
+
+def _set_state_of_stream(state: bytes) -> None:
+    torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

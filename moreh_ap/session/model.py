@@ -237,6 +237,10 @@ class RemoteModel:
                 vars(part)[last] = value
                 self._containers.note(path, part, last, value)
 
+    def may_be_called_again(self) -> bool:
+        """Whether a call may have to be made once more: with a hook run here, or given what others have set."""
+        return len(self.script_hooks) > 0 or self.signatures.sets_attributes()
+
     def pass_on(self, path: str, names: tuple[str, ...]) -> None:
         """Forwards of the part at `path` read these attributes: from now on they are given what is here."""
         self._passed_on.setdefault(path, set()).update(names)

@@ -25,6 +25,7 @@ from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.attributes import LIBRARIES
 from moreh_ap.parallelizer.reports import QuietHook, Report, ReportedHook
+from moreh_ap.parallelizer.streams import host_untouched
 
 if TYPE_CHECKING:
     from moreh_ap.plan import Plan
@@ -205,10 +206,11 @@ class ScriptHooks:
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         is_sent = hook.key in self._sent
-        random_state = torch.default_generator.get_state()
-        returned = hook.run(hook.module, *given)
-        if is_sent:  # what it draws, it has drawn in the workers
-            torch.default_generator.set_state(random_state)
+        with contextlib.ExitStack() as stack:
+            if is_sent:  # what it draws, it has drawn in the workers
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                stack.enter_context(host_untouched())
+            returned = hook.run(hook.module, *given)
         changed = versions != [tensor._version for tensor in tensors]
         if changed or (returned is not None and not is_sent):
             raise UnsupportedError(

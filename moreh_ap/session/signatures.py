@@ -80,9 +80,7 @@ class Structure:
             shape = first.shape
             if first.kind == "rows":
                 shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-            leaves.append(
-                LeafTemplate(first.kind, shape, first.dtype, first.differentiable, has_parts=first.has_parts)
-            )
+            leaves.append(LeafTemplate(first.kind, shape, first.dtype, first.differentiable, has_parts=first.has_parts))
         first_answer = answered[0]
         own_rows = tuple(None if reply is None else reply.rows for reply in replies)
         treespec = unpickle_treespec(first_answer.pickled_treespec)
@@ -92,7 +90,7 @@ class Structure:
             tuple(leaves),
             first_answer.mode,
             first_answer.note,
-            draws=any(reply.stream is not None for reply in answered),
+            draws=any(reply.streams is not None for reply in answered),
             batch=None if first_answer.rows is None else BatchRows(own_rows),
             attributes=tuple(report.attributes) if isinstance(report, Report) else (),
         )
@@ -111,9 +109,7 @@ class Structure:
         """True if a script could not tell results of the two apart before reading a value."""
         # A named tuple that `forward` defines anew has another class in each result.
         nest_alike = self.treespec == other.treespec or repr(self.treespec) == repr(other.treespec)
-        return nest_alike and [leaf.promised() for leaf in self.leaves] == [
-            leaf.promised() for leaf in other.leaves
-        ]
+        return nest_alike and [leaf.promised() for leaf in self.leaves] == [leaf.promised() for leaf in other.leaves]
 
     def predictable(self) -> bool:
         """True if another call of the same signature must give the same structure.
@@ -157,6 +153,10 @@ class Signatures:
             if len(self._structures) >= _MAX_STRUCTURES:
                 self._structures.clear()
             self._structures[key] = structure
+
+    def sets_attributes(self) -> bool:
+        """Whether a forward has set attributes so far."""
+        return bool(self._attributes)
 
     def never_predict(self, key: Any) -> None:
         """The structure of a call with `key` turned out to be another than that of an earlier one."""

@@ -35,12 +35,9 @@ def four_lines(error: pytest.ExceptionInfo[UnsupportedError]) -> bool:
 
 
 def test_wrappers_for_several_devices(model):
-    with pytest.raises(UnsupportedError, match="DataParallel around a Sequential") as error:
-        nn.DataParallel(model)
-    assert four_lines(error) and "model.module becomes model" in str(error.value)
     with pytest.raises(UnsupportedError, match="DistributedDataParallel around a Sequential") as error:
         nn.parallel.DistributedDataParallel(model, device_ids=[0])
-    assert four_lines(error)
+    assert four_lines(error) and "model.module becomes model" in str(error.value)
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     with pytest.raises(UnsupportedError, match="fully_shard around a Sequential") as error:
@@ -49,6 +46,18 @@ def test_wrappers_for_several_devices(model):
     with pytest.raises(UnsupportedError, match="FullyShardedDataParallel around a Sequential") as error:
         FullyShardedDataParallel(model)
     assert four_lines(error)
+
+
+def test_data_parallel_is_around_the_one_device_that_there_is(model):
+    x = torch.ones(4, 4, device="cuda")
+    wrapped = nn.DataParallel(nn.Linear(4, 2)), nn.DataParallel(model, device_ids=[0]), nn.DataParallel(model).cuda()
+    for wrapper in wrapped:
+        assert next(wrapper.parameters()).is_cuda and next(iter(wrapper.state_dict())).startswith("module.")
+        wrapper(x).sum().backward()
+        assert torch.equal(wrapper(x), wrapper.module(x))
+    assert model[0].weight.grad is not None
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        nn.DataParallel(model, device_ids=[0, 1])
 
 
 @pytest.mark.parametrize("given", [{"backend": "nccl"}, {"backend": "gloo"}, {"backend": "gloo", "world_size": 4}])
@@ -73,10 +82,12 @@ def test_a_process_group_of_one_works_beside_the_workers(model, tmp_path):
 
 
 def test_an_error_ends_at_the_script_s_line(tmp_path):
-    with UserScript("-c", LEFT_IN_THE_SCRIPT.format(line="model = nn.DataParallel(model)"), cwd=tmp_path) as script:
+    with UserScript(
+        "-c", LEFT_IN_THE_SCRIPT.format(line="model = nn.parallel.DistributedDataParallel(model)"), cwd=tmp_path
+    ) as script:
         assert script.wait() == 1
     assert 'File "<string>", line 6, in <module>' in script.err
-    assert "Try: model  # in place of DataParallel(model); model.module becomes model" in script.err
+    assert "Try: model  # in place of DistributedDataParallel(model); model.module becomes model" in script.err
 
 
 def test_a_generator_is_not_passed_to_a_model(model):

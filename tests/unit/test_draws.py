@@ -144,7 +144,36 @@ def test_draws_inside_a_function_that_nobody_knows_are_refused(monkeypatch):
         recorded(lambda x: F.dropout(x, 0.5))
 
 
-def test_a_forward_that_draws_more_often_than_it_did_is_an_error():
+def test_a_forward_that_draws_more_often_than_it_did_shares_what_is_drawn_as_before():
     draws = recorded(lambda x: F.dropout(x, 0.5))
-    with pytest.raises(ExactnessError, match="more than the 1 times"), SharedDraws(draws, Share(0, 2, 4)):
-        F.dropout(F.dropout(BATCH[:2], 0.5), 0.5)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    wanted = F.dropout(F.dropout(BATCH, 0.5), 0.5)
+    for start in (0, 2):
+        torch.set_rng_state(state)
+        with SharedDraws(draws, Share(start, start + 2, 4)):
+            assert torch.equal(F.dropout(F.dropout(BATCH[start : start + 2], 0.5), 0.5), wanted[start : start + 2])
+
+
+def test_a_draw_that_was_not_there_before_is_an_error():
+    draws = recorded(lambda x: F.dropout(x, 0.5))
+    with (
+        pytest.raises(ExactnessError, match="1-dimensional random numbers with rand"),
+        SharedDraws(draws, Share(0, 2, 4)),
+    ):
+        F.dropout(BATCH[:2], 0.5)
+        torch.rand(2)
+
+
+def test_draws_of_which_some_are_skipped_are_told_apart_or_refused():
+    draws = recorded(lambda x: F.dropout(x, 0.5) + torch.rand(4, *x.shape[1:])[0])
+    both = recorded(lambda x: F.dropout(x.mT, 0.5).mT + F.dropout(x, 0.5))
+    shared = SharedDraws(draws, Share(0, 2, 4))
+    with shared:
+        torch.rand(4, *BATCH.shape[1:])
+    shared.end()
+    shared = SharedDraws(both, Share(0, 2, 4))
+    with shared:
+        F.dropout(BATCH[:2].mT, 0.5)
+    with pytest.raises(ExactnessError, match="1 times, and 2 times before"):
+        shared.end()

@@ -1,0 +1,64 @@
+"""Where random streams stand: that of PyTorch on the CPU, and those that Python's `random` and NumPy draw from.
+
+Decides what a state is and how it is put back. Must not know who draws, or what.
+
+[Note: streams of the host]
+A forward may flip a coin with `random` or `numpy.random` (LayerDrop, masks of speech models, self-conditioning). One
+process has one stream of each, whatever its device. So a call of such a forward carries their states, every worker goes
+on from them and flips the same coin, and the script goes on from where the forward left them. A forward that draws for
+each row fails the proof that rows are independent, and runs whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+
+class Streams(NamedTuple):
+    """What a remote forward goes on from, or left.
+
+    Attributes:
+        torch: The state of PyTorch's CPU generator; None where workers have streams of their own.
+        host: The states of Python's and NumPy's streams, as `state_of_host` tells them.
+    """
+
+    torch: bytes | None
+    host: bytes
+
+
+def state_of_stream() -> bytes:
+    """Where the CPU's stream stands, as `torch.get_rng_state` tells it."""
+    return torch.default_generator.get_state().numpy().tobytes()
+
+
+def state_of_host() -> bytes:
+    """Where Python's stream stands, and NumPy's if somebody has imported it."""
+    numpy = sys.modules.get("numpy.random")
+    return pickle.dumps((random.getstate(), None if numpy is None else numpy.get_state(legacy=False)))
+
+
+def set_state_of_host(state: bytes) -> None:
+    """Go on where Python's stream and NumPy's were."""
+    of_python, of_numpy = pickle.loads(state)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        from numpy.random import set_state
+
+        set_state(of_numpy)
+
+
+@contextlib.contextmanager
+def host_untouched() -> Iterator[None]:
+    """Puts Python's and NumPy's streams back after the block."""
+    state = state_of_host()
+    try:
+        yield
+    finally:
+        set_state_of_host(state)
