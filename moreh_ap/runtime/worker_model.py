@@ -208,7 +208,9 @@ class WorkerModel:
         if held is None or ref.kind == "param":
             return held
         if held.tensor.grad is None:
-            raise RuntimeError(f"the gradient of {ref.name} was read, but it is None: it was cleared in the meantime")
+            raise RuntimeError(
+                f"the gradient of {ref.name} was read, but it is None: no backward reached it since it was cleared"
+            )
         return self._held(_alias(held.tensor.grad), ref.name)
 
     def set_gradient(self, name: str, whole: Tensor) -> None:
@@ -219,6 +221,10 @@ class WorkerModel:
         if held.tensor.grad is None:
             held.tensor.grad = torch.zeros_like(held.tensor)
         self._held(held.tensor.grad, name).write(whole)
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether a parameter has a gradient here."""
+        return self._parameters[name].grad is not None
 
     def clear_gradient(self, name: str) -> None:
         """Set a gradient to None."""

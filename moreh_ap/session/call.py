@@ -105,7 +105,8 @@ class Call:
             autocast_dtype=autocast,
         )
         reply = self.reply = session.outbox.submit(forward)
-        structure = self.await_structure(expected, grad=grad)
+        # What is drawn may decide what comes out: after a call that draws nothing of its result is expected.
+        structure = self.await_structure(None if streams is not None else expected, grad=grad)
         if streams is not None:  # what the script draws next comes after what the forward drew
             after = next((answer.streams for answer in _answered(reply.result()) if answer.streams), streams)
             session.generator.go_on_from(after)

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.containers import flatten
+from moreh_ap.parallelizer.streams import host_untouched
 from moreh_ap.plan import Plan
 
 STEPS = 5
@@ -134,6 +135,7 @@ def as_a_fresh_process() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     with (
         torch.random.fork_rng(devices=[]),
+        host_untouched(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cuda", enabled=False),
@@ -163,6 +165,8 @@ def train(subject: Subject, device: str) -> Training:
 
 def _train(module: nn.Module, called: nn.Module, subject: Subject, device: str) -> Training:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trained:  # a model that only answers, with frozen weights: all of them are compared
+        trained = [parameter.requires_grad_() for parameter in module.parameters() if parameter.is_floating_point()]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=EPSILON)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
