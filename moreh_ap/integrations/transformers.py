@@ -5,6 +5,7 @@ The only module that knows transformers' internals. It must not import transform
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -55,8 +56,8 @@ def install(replace: Callable[[Any, str, Any], Any], on_undo: Callable[[Callable
 class LazyCheckpoint:
     """Stands for `safetensors.safe_open`: whole tensors are promised as `InFile` values instead of being read."""
 
-    def __init__(self, handle: Any, file: str) -> None:
-        self._handle, self._file = handle, str(file)
+    def __init__(self, handle: Any, file: str | os.PathLike[str]) -> None:
+        self._handle, self._file = handle, os.path.abspath(file)  # others read it, and later, from where they are
 
     @staticmethod
     def opener(original: Any) -> Callable[..., LazyCheckpoint]:

@@ -77,7 +77,7 @@ class Normalised(nn.Module):
         return F.cross_entropy(self.layers(x_BF), labels_B)
 
 
-def tiny_llama() -> nn.Module:
+def tiny_llama(layers: int = 2) -> nn.Module:
     """A Llama with grouped-query attention and tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -85,7 +85,7 @@ def tiny_llama() -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

@@ -7,6 +7,8 @@ import shutil
 import pytest
 from user_script import UserScript
 
+from moreh_ap.session.machine import FILE
+
 pytestmark = pytest.mark.process
 
 
@@ -19,10 +21,12 @@ def run(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory):
-    """A folder in which the machine's rates are remembered, so that they are measured once."""
+    """The machine's rates, so that they are measured once."""
+    if FILE.path.exists():
+        return FILE.path
     folder = tmp_path_factory.mktemp("machine")
     run(folder, "forward", 8)
-    return folder / "machine.json"
+    return folder / FILE.path.name
 
 
 @pytest.fixture

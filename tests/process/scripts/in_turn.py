@@ -26,6 +26,8 @@ for number, line in enumerate(sys.stdin, start=1):
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
         how = "well"
+    except SystemExit as exit:
+        how = "badly" if exit.code else "well"
     except BaseException:
         traceback.print_exc()
         how = "badly"
