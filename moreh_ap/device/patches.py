@@ -138,6 +138,9 @@ def _redirect_devices(patches: Patches) -> None:
     patches.replace(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     patches.replace(torch.Tensor, "is_pinned", lambda tensor, device=None: False)
 
+    # ``torch.Tensor([loss, other_loss])``: a class, which no mode sees
+    patches.replace(torch.Tensor, "__new__", staticmethod(legacy_types.with_host_values(torch.Tensor.__new__)))
+
     acceptable = torch.backends.cudnn.is_acceptable
     # `nn.LSTM` asks whether to lay its weights out for cuDNN, and warns if there is none; workers ask for themselves.
     patches.replace(
