@@ -6,12 +6,14 @@ Many older scripts write ``Tensor = torch.cuda.FloatTensor if cuda else torch.Fl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from moreh_ap.device.tensor import VirtualTensor, to_accelerator
+from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, to_accelerator
 
 _DTYPES = {
     "HalfTensor": torch.float16,
@@ -45,6 +47,20 @@ class _AcceleratorType(type):
 
     def __repr__(cls) -> str:
         return f"<class 'torch.cuda.{cls.__name__}'>"
+
+
+def with_host_values(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns `torch.Tensor.__new__` that takes lists with numbers on the accelerator in them, as those on a GPU."""
+
+    def make(cls: type, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return new(cls, *args, **kwargs)
+        except RuntimeError:
+            if not (args and isinstance(args[0], (list, tuple)) and has_accelerator_tensor(args)):
+                raise
+        return new(cls, *tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args), **kwargs)
+
+    return make
 
 
 def replacements() -> dict[str, Any]:

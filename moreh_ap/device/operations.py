@@ -44,8 +44,6 @@ _TAKES_BOTH_DEVICES = {
     aten.index_put_.default,
     aten._index_put_impl_.default,
 }
-
-
 # Arguments that an operation changes though its schema does not say so.
 _WRITES_UNSAID = {aten.native_batch_norm.default: ("running_mean", "running_var")}
 

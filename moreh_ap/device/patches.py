@@ -128,15 +128,19 @@ def _redirect_devices(patches: Patches) -> None:
             start(thread)
 
     start = patches.replace(threading.Thread, "_bootstrap_inner", bootstrap)
+
     # A mode is off while it handles a call: functions of the script that a backward runs would be without it.
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         with redirect.RedirectMode():
             return original_run_backward(*args, **kwargs)
 
     original_run_backward = patches.replace(torch.autograd, "_engine_run_backward", run_backward)
+
     # DataLoader's pinning thread calls these on ordinary tensors.
     patches.replace(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     patches.replace(torch.Tensor, "is_pinned", lambda tensor, device=None: False)
+    # ``torch.Tensor([loss, other_loss])``: a class, which no mode sees.
+    patches.replace(torch.Tensor, "__new__", staticmethod(legacy_types.with_host_values(torch.Tensor.__new__)))
 
     acceptable = torch.backends.cudnn.is_acceptable
     # `nn.LSTM` asks whether to lay its weights out for cuDNN, and warns if there is none; workers ask for themselves.

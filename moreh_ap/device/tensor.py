@@ -25,6 +25,7 @@ from moreh_ap.errors import UnsupportedError
 
 ACCELERATOR = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 _OWN_REFERENCES = 3  # the attribute, a variable and the argument of getrefcount: any other is an alias or a view
 
 
@@ -32,21 +33,25 @@ class VirtualTensor(torch.Tensor):
     """A tensor on the accelerator. Create one with `to_accelerator` or let a session promise one."""
 
     _cell: Cell
+    _compressed: torch.layout | None = None
 
     @staticmethod
     def __new__(cls, cell: Cell, like: Tensor, requires_grad: bool = False) -> VirtualTensor:
         """A handle on `cell` with the shape, strides and dtype of `like` (a meta tensor will do)."""
+        is_compressed = like.layout in _COMPRESSED  # PyTorch has no wrapper of such a layout
         handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
-            strides=like.stride(),
-            storage_offset=like.storage_offset(),
+            strides=None if is_compressed else like.stride(),
+            storage_offset=None if is_compressed else like.storage_offset(),
             dtype=like.dtype,
-            layout=like.layout,
+            layout=torch.sparse_coo if is_compressed else like.layout,
             device=CPU,
             requires_grad=requires_grad,
         )
         handle._cell = cell
+        if is_compressed:
+            handle._compressed = like.layout
         return handle  # type: ignore[no-any-return]
 
     # -- what Python code asks a tensor --------------------------------------------------------------------------
@@ -62,6 +67,18 @@ class VirtualTensor(torch.Tensor):
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
         return self._cell.device.type == "cpu"
+
+    @property
+    def layout(self) -> torch.layout:  # type: ignore[override]
+        return self._compressed or torch.Tensor.layout.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return self.layout is torch.sparse_coo
+
+    @property
+    def is_sparse_csr(self) -> bool:  # type: ignore[override]
+        return self.layout is torch.sparse_csr
 
     def get_device(self) -> int:
         return self._cell.device.index if self.is_cuda else -1

@@ -162,6 +162,12 @@ class ForwardPass:
         output_gradients: What the last `backward` found for `watched`; nothing where nothing depends on the leaf.
     """
 
+    attributes: Mapping[str, int] = MappingProxyType({})
+    left_out: Sequence[str] = ()
+    _num_own: int | None = None
+    _shares_history = False
+    """Whether somebody else may go backward through what led to the result, which a backward must not free then."""
+
     def __init__(
         self,
         call: Call,
@@ -198,10 +204,6 @@ class ForwardPass:
             kinds = (kind for name in self.attributes for kind in call.attributes[name])
             self._call = replace(call, kinds=(*call.kinds, *kinds))
         self._keep(result)
-
-    attributes: Mapping[str, int] = MappingProxyType({})
-    left_out: Sequence[str] = ()
-    _num_own: int | None = None
 
     def _keep(self, result: Any) -> None:
         """Sets what is known of the result, whose history is kept for a backward."""
@@ -284,9 +286,6 @@ class ForwardPass:
         with self._drawing_again():
             found = iter(torch.autograd.grad(roots, leaves, grads, create_graph=True, allow_unused=True))
         return [next(found) if leaf.requires_grad else None for leaf in wanted]
-
-    _shares_history = False
-    """Whether somebody else may go backward through what led to the result, which a backward must not free then."""
 
     def _reached(self, output_grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor, Tensor]]:
         """Returns number, result with its history, and gradient of the leaves where a backward begins.

@@ -399,7 +399,8 @@ class _RemoteCall(torch.autograd.Function):
         structure = call.send(list(tensors), grad=True)
         ctx.watch_output = call.watch_output  # tensors reach it through their `grad_fn`
         ctx.save_for_backward(*(tensor for tensor in tensors if tensor.requires_grad))
-        ctx.call, ctx.inputs = call, [(tensor.shape, tensor.dtype) for tensor in tensors]
+        ctx.call = call
+        ctx.inputs = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
         outputs = _promises(call, structure)
         templates = [leaf for leaf in structure.leaves if leaf.kind != "const"]
         ctx.mark_non_differentiable(*(out for out, leaf in zip(outputs, templates) if not leaf.differentiable))
@@ -407,16 +408,15 @@ class _RemoteCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        wanted = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # create_graph=True
             from moreh_ap.session.gradient_call import differentiate
 
             found = iter(differentiate(ctx.call, gradients, ctx.saved_tensors))
-            return (None, None, *(next(found) if wants else None for wants in wanted))
+            return (None, None, *(next(found) if requires_grad else None for *_, requires_grad in ctx.inputs))
         ctx.call.backward(gradients)
         input_gradients: list[Tensor | None] = []
-        for index, (shape, dtype) in enumerate(ctx.inputs):
-            if not wanted[index]:
+        for index, (shape, dtype, requires_grad) in enumerate(ctx.inputs):
+            if not requires_grad:
                 input_gradients.append(None)
                 continue
             meta = torch.empty(shape, dtype=dtype, device="meta")

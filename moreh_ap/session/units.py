@@ -84,8 +84,8 @@ class Units:
         return root if root is not None and any(part is module for part in root.modules()) else module
 
     def _build(self, root: nn.Module, module: nn.Module, args: Any, kwargs: Any) -> tuple[RemoteModel, str] | None:
-        if any(tensor.grad_fn is not None for tensor in _state_tensors(root)):
-            return None  # a function of tensors that the script computed (`functional_call`): so is its result, here
+        if any(parameter.grad_fn is not None for parameter in root.parameters()):
+            return None  # the script computed it (`functional_call`): the result is a function of that, here
         if not _is_on_accelerator(root):
             root = module
         if not _is_on_accelerator(root):

@@ -11,7 +11,6 @@ from test_one_line_training import assert_same, on_both
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moreh_ap import device
 from moreh_ap.errors import UnsupportedError
 
 
@@ -40,6 +39,27 @@ def penalty(model, x):
     out = model(x)
     (gradient,) = torch.autograd.grad(out, x, grad_outputs=torch.ones_like(out), create_graph=True, retain_graph=True)
     return ((gradient.flatten(1).norm(2, dim=1) - 1) ** 2).mean()
+
+
+def test_a_plan_of_the_planner_gives_way(accelerator):
+    """It does not know what a script will ask for. Comes first: these workers know no other model that is trained."""
+
+    def script(device):
+        model, trace = critic(device, nn.Softplus), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            x = batch(device)
+            loss = model(x).mean() + penalty(model, x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss)
+        return trace, model.state_dict()
+
+    session = accelerator("replicate=2", num_micro_batches=2)
+    session.options = replace(session.options, plan=None)
+    assert_same(*on_both(script))
+    assert session.outbox.times_restarted
 
 
 def test_a_gradient_penalty_trains_as_on_one_device():
@@ -300,25 +320,3 @@ def test_an_output_that_is_watched_by_a_second_derivative():
     hidden.retain_grad()
     with pytest.raises(UnsupportedError, match="a hook, retain_grad"):
         gradient.square().sum().backward()
-
-
-def test_a_plan_of_the_planner_gives_way(accelerator):
-    """The planner does not know what a script will ask for; before the first step the model can be laid out again."""
-
-    def script(where):
-        model, trace = critic(where, nn.Softplus), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            x = batch(where)
-            loss = model(x).mean() + penalty(model, x)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            trace.append(loss)
-        return trace, model.state_dict()
-
-    device.disable()  # workers that know no other model
-    session = accelerator("replicate=2", num_micro_batches=2)
-    session.options = replace(session.options, plan=None)
-    assert_same(*on_both(script))
-    assert session.outbox.times_restarted

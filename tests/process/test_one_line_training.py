@@ -391,6 +391,15 @@ def test_each_way_of_calling_is_proven_by_itself():
     assert_same(*on_both(script))
 
 
+def test_lists_of_losses_become_tensors():
+    def script(device):
+        model, (batch, *_) = OwnTransformer().to(device), batches(device)
+        losses = [model(*batch)[1].detach() for _ in range(2)]
+        return torch.Tensor(losses), torch.tensor(losses), torch.Tensor([[losses[0], 1.0], [2, losses[1]]]).mean()
+
+    assert_same(*on_both(script))
+
+
 def test_a_second_backward_needs_its_graph():
     model = OwnTransformer().cuda()
     ids, labels = batches("cuda")[0]

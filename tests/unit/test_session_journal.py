@@ -8,7 +8,16 @@ import torch
 from moreh_ap.plan import Plan
 from moreh_ap.planner.footprint import MemoryEstimate
 from moreh_ap.planner.ranking import Candidate, Corrections
-from moreh_ap.runtime.messages import Batch, Forward, OutputRef, RunOperation, StateRef, Synchronize, TensorData
+from moreh_ap.runtime.messages import (
+    Batch,
+    Differentiate,
+    Forward,
+    OutputRef,
+    RunOperation,
+    StateRef,
+    Synchronize,
+    TensorData,
+)
 from moreh_ap.session import journal, ran_out
 from moreh_ap.session.outbox import Outbox, Restart
 from moreh_ap.session.tuning import plans_to_try
@@ -104,7 +113,9 @@ def test_a_journal_knows_what_another_layout_would_break():
     assert noted.is_bound_to_layout
     noted.open()
     noted.note((RunOperation("aten::add.Tensor", (), {}, ()),), ())
-    assert noted.is_bound_to_layout
+    assert noted.is_bound_to_layout and not noted.differentiates_gradients
+    noted.note((Differentiate(1, 0, (), (), (), ()),), ())
+    assert noted.differentiates_gradients
 
 
 @pytest.mark.parametrize(

@@ -269,3 +269,18 @@ def test_packed_sequences():
     padded.square().sum().backward()
     kept = torch.arange(5) < lengths[:, None]
     torch.testing.assert_close(there.grad.cpu(), 2 * rows * kept[..., None])
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+def test_sparse_tensors_of_every_layout(layout):
+    host = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 3.0]]).to_sparse(layout=layout)
+    tensor, x = host.cuda(), torch.ones(3, 2).cuda().requires_grad_()
+    assert tensor.is_cuda and tensor.layout is layout and tensor.cpu().layout is layout
+    assert (tensor.is_sparse, tensor.is_sparse_csr) == (host.is_sparse, host.is_sparse_csr)
+    product = torch.sparse.mm(tensor, x)
+    (product + tensor @ x).sum().backward()
+    assert torch.equal(product.cpu(), torch.tensor([[2.0, 2.0], [4.0, 4.0]]))
+    assert torch.equal(x.grad.cpu(), torch.tensor([[2.0, 2.0], [4.0, 4.0], [6.0, 6.0]]))
+    assert torch.equal(tensor.t().to_dense().cpu(), host.to_dense().t())
+    if layout is torch.sparse_csr:
+        assert tensor.crow_indices().tolist() == [0, 1, 3] and tensor.values().is_cuda

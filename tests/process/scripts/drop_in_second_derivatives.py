@@ -5,16 +5,20 @@ With --ap it has the one line; prints every loss.
 
 import sys
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import autograd
+from torch.autograd import Variable
 
 if "--ap" in sys.argv:
     torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+Tensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor
 torch.manual_seed(0)
+np.random.seed(0)
 
 # -- WGAN-GP, in the way of eriklindernoren/PyTorch-GAN ------------------------------------------------------------
 
@@ -54,10 +58,10 @@ class Discriminator(nn.Module):
 
 
 def compute_gradient_penalty(D, real_samples, fake_samples):
-    alpha = torch.rand(real_samples.size(0), 1, 1, 1).to(device)
+    alpha = Tensor(np.random.random((real_samples.size(0), 1, 1, 1)))
     interpolates = (alpha * real_samples + (1 - alpha) * fake_samples).requires_grad_(True)
     d_interpolates = D(interpolates)
-    fake = torch.ones(real_samples.shape[0], 1, device=device)
+    fake = Variable(Tensor(real_samples.shape[0], 1).fill_(1.0), requires_grad=False)
     gradients = autograd.grad(
         outputs=d_interpolates,
         inputs=interpolates,
@@ -75,9 +79,9 @@ optimizer_G = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.99
 optimizer_D = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999), eps=1e-5)
 images = torch.rand(48, *IMG_SHAPE) * 2 - 1
 for i in range(6):
-    real_imgs = images[8 * i : 8 * i + 8].to(device)
+    real_imgs = Variable(images[8 * i : 8 * i + 8].type(Tensor))
     optimizer_D.zero_grad()
-    z = torch.randn(real_imgs.shape[0], LATENT_DIM).to(device)
+    z = Variable(Tensor(np.random.normal(0, 1, (real_imgs.shape[0], LATENT_DIM))))
     fake_imgs = generator(z)
     penalty = compute_gradient_penalty(discriminator, real_imgs.data, fake_imgs.data)
     d_loss = -torch.mean(discriminator(real_imgs)) + torch.mean(discriminator(fake_imgs)) + LAMBDA_GP * penalty
