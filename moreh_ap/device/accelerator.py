@@ -108,7 +108,8 @@ def _slow_imports() -> tuple[str, ...]:
 
 
 def _log(line: str) -> None:
-    print(line, flush=True)
+    """Prints a line at once, so that what the script prints meanwhile in its own thread does not come into it."""
+    print(line + "\n", end="", flush=True)
 
 
 def _log_progress(stage: str, done: int, total: int) -> None:

@@ -38,6 +38,7 @@ from moreh_ap.parallelizer.reduction import GlobalReduction
 from moreh_ap.parallelizer.rehearsal import NoDropout, state_restored, untouched
 from moreh_ap.parallelizer.sharding import compute_dtype, recover, settle
 from moreh_ap.parallelizer.stages import stages_of
+from moreh_ap.parallelizer.streams import seeded_state_of_host, state_of_host
 from moreh_ap.parallelizer.tensor_split import SplitTensor
 
 TOLERANCE_FP32 = 2e-5
@@ -52,6 +53,9 @@ The bias of an attention key has a gradient of zero but for rounding: relative t
 """
 
 _MAX_COMPARED_PARAMETERS = 24
+
+_COINS = 6
+"""With how many other states of Python's and NumPy's streams a forward that draws from them is followed too."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,16 @@ class _Probe:
         Raises:
             UnsharedDraw: They do not tell.
         """
-        call = replace(self.call, grad=False)
+        self.call.seed_generators()
+        before = state_of_host()
+        self.draws = self._draws_with(self.call.host_stream)
+        if state_of_host() != before:  # coins of Python or NumPy: what is drawn may depend on how they fall
+            for seed in range(_COINS):
+                found = self._draws_with(seeded_state_of_host(seed))
+                self.draws += tuple(dict.fromkeys(draw for draw in found if draw not in self.draws))
+
+    def _draws_with(self, host_stream: bytes | None) -> tuple[Draw, ...]:
+        call = replace(self.call, grad=False, host_stream=host_stream)
         recorders = []
         for chosen in (self._chosen[:1], self._chosen):
             args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
@@ -223,8 +236,8 @@ class _Probe:
             with self._from_the_same_state(), recorders[-1]:
                 ForwardPass(call, args, kwargs, reduction=GlobalReduction(call.device, record=True))
             if not recorders[-1].drawn:
-                return
-        self.draws = draws_of(*(recorder.drawn for recorder in recorders))
+                return ()
+        return draws_of(*(recorder.drawn for recorder in recorders))
 
     def compare_outputs(self) -> None:
         """Runs the rows together and one by one, and finds the kinds.

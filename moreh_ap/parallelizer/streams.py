@@ -54,6 +54,15 @@ def set_state_of_host(state: bytes) -> None:
         set_state(of_numpy)
 
 
+def seeded_state_of_host(seed: int) -> bytes:
+    """Where the streams stand after ``random.seed(seed)`` and ``numpy.random.seed(seed)``."""
+    with host_untouched():
+        random.seed(seed)
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed(seed)
+        return state_of_host()
+
+
 @contextlib.contextmanager
 def host_untouched() -> Iterator[None]:
     """Puts Python's and NumPy's streams back after the block."""

@@ -43,7 +43,7 @@ def pickle_skeleton(module: nn.Module) -> bytes:
         for name, tensor in {**buffers, **parameters}.items()
     }
     buffer = io.BytesIO()
-    _SkeletonPickler(buffer, stubs).dump(module)
+    _SkeletonPickler(buffer, stubs, set(map(id, module.modules()))).dump(module)
     return buffer.getvalue()
 
 
@@ -98,9 +98,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
 
 
 class _SkeletonPickler(_Pickler):
-    def __init__(self, file: Any, stubs: dict[int, TensorStub]) -> None:
+    def __init__(self, file: Any, stubs: dict[int, TensorStub], registered: set[int]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._stubs = stubs
+        self._stubs, self._registered = stubs, registered
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
@@ -121,8 +121,9 @@ class _SkeletonPickler(_Pickler):
 
     def _has_parameters_of_others(self, module: nn.Module) -> bool:
         """A module in a list of Python: workers would have a copy that is never trained."""
-        own = (parameter for parameter in module._parameters.values() if parameter is not None)
-        return any(p.requires_grad and p.is_cuda and id(p) not in self._stubs for p in own)
+        if id(module) in self._registered:
+            return False
+        return any(p.requires_grad and p.is_cuda and id(p) not in self._stubs for p in module.parameters())
 
 
 def _reduce_parametrized(module: nn.Module) -> Any:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.containers import flatten
-from moreh_ap.parallelizer.streams import host_untouched
+from moreh_ap.parallelizer.streams import host_untouched, state_of_host, state_of_stream
 from moreh_ap.plan import Plan
 
 STEPS = 5
@@ -131,7 +131,7 @@ class Equivalence:
 
 @contextlib.contextmanager
 def as_a_fresh_process() -> Iterator[None]:
-    """Inside, PyTorch is as it starts, whatever the script has set around its call; the random stream is put back."""
+    """Inside, PyTorch is as it starts, whatever the script has set around its call; random streams are put back."""
     dtype = torch.get_default_dtype()
     with (
         torch.random.fork_rng(devices=[]),
@@ -227,13 +227,13 @@ def reference(subject: Subject) -> Training:
         Exception: Whatever the module raises.
     """
     with as_a_fresh_process():
-        before = torch.get_rng_state()
+        before = state_of_stream(), state_of_host()
         training = train(subject, "cpu")
-        if not torch.equal(before, torch.get_rng_state()):
+        if before != (state_of_stream(), state_of_host()):
             subject.module.eval()
-            before = torch.get_rng_state()
+            before = state_of_stream(), state_of_host()
             training = train(subject, "cpu")
-            if not torch.equal(before, torch.get_rng_state()):
+            if before != (state_of_stream(), state_of_host()):
                 raise PlanError("the forward draws random numbers, also in evaluation", "a deterministic forward")
     if not all(map(isfinite, [*training.losses, *training.norms])):
         raise PlanError(f"in one process the losses are {training.losses}", "losses that are numbers")
