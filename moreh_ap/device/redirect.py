@@ -98,6 +98,17 @@ def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0].memory.tensor_address if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
 
 
+def _set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``parameter.data = value`` of a parameter on the CPU and a value on the accelerator: the parameter moves there."""
+    tensor, value = args
+    if isinstance(tensor, VirtualTensor) or not isinstance(value, VirtualTensor):
+        return func(*args, **kwargs)
+    moved: Tensor = value.detach().requires_grad_(tensor.requires_grad)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    moves.swap(tensor, torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
+    return None
+
+
 def _whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Computes in the controller what PyTorch composes with tensors of its own making, which would lie on the CPU."""
     moved = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor) and leaf.is_cuda]
@@ -175,6 +186,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
     torch.asarray: _from_data,
     torch.Tensor.untyped_storage: _untyped_storage,
     torch.Tensor.data_ptr: _data_ptr,
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.backward: _backward_of_tensor,
     torch.autograd.backward: _backward,
     torch.autograd.grad: _grad,

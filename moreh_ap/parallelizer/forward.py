@@ -30,6 +30,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.draws import Rows, Share, SharedDraws, state_of_stream
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
+from moreh_ap.parallelizer.host_streams import start_host_streams
 from moreh_ap.parallelizer.placement import OwnDevice
 from moreh_ap.parallelizer.reduction import GlobalReduction
 from moreh_ap.parallelizer.reports import Report, with_report
@@ -49,6 +50,7 @@ class Call:
         seed: Where the random numbers of the call start; None leaves the generators as they are.
         stream: The state of the one stream that all workers draw from, as `torch.get_rng_state` gives it. It comes
             before `seed`.
+        host_streams: Where Python's and numpy's streams start, as `host_streams.py` gives it.
         draws: Of everything that a split call draws from that stream, how the rows lie in it (`draws.py`).
         share: The rows that this worker, or this piece of its rows, draws for.
         group: The workers that share the batch; None is the default group.
@@ -70,6 +72,7 @@ class Call:
     counts: bool = False
     target: Callable[..., Any] | None = None
     stream: Tensor | None = None
+    host_streams: bytes | None = None
     draws: tuple[Rows | None, ...] = ()
     share: Share | None = None
     attributes: Mapping[str, tuple[str, ...]] | None = None
@@ -149,6 +152,7 @@ class ForwardPass:
         attributes: How many leaves each attribute has that the forward set; they are the last ones of `outputs`.
         left_out: Names of attributes that it set and that are not among them.
         drew: Whether anything was drawn from the CPU's stream, which stands behind it now.
+        host_streams: Where Python's and numpy's streams stand after the call; None if nothing was drawn from them.
         watched: Leaves of the result whose whole gradients the next `backward` keeps in `output_gradients`.
         output_gradients: What the last `backward` found for `watched`; nothing where nothing depends on the leaf.
     """
@@ -169,7 +173,7 @@ class ForwardPass:
         args, kwargs = tree_unflatten(leaves, spec)
         self._draws = call.shared_draws()
         call.seed_generators(chunk)
-        stream = state_of_stream()
+        stream, drawn_on_host = state_of_stream(), start_host_streams(call.host_streams)
         draws = self._draws or nullcontext()
         try:
             with torch.set_grad_enabled(call.grad), reduction or call.reduction(), call.autocasting(), draws:
@@ -180,6 +184,7 @@ class ForwardPass:
         if not call.grad:
             settle(call.module)
         self.drew = stream != state_of_stream()
+        self.host_streams = drawn_on_host()
         self._results, self.treespec = flatten(result)
         self.attributes: dict[str, int] = {}
         self._num_own = len(self._results)

@@ -26,6 +26,7 @@ from moreh_ap.parallelizer.batch import row_range, slice_rows
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
+from moreh_ap.parallelizer.host_streams import start_host_streams
 from moreh_ap.parallelizer.reduction import GlobalReduction, MetaReduction
 from moreh_ap.parallelizer.reports import with_report
 from moreh_ap.parallelizer.sharding import fsdp_roots
@@ -47,6 +48,7 @@ class DeferredForward:
         differentiable: For each leaf whether a gradient may be given to `backward`.
         treespec: How the leaves nest.
         inputs: The tensor leaves of the arguments that `backward` answers gradients for.
+        host_streams: Where Python's and numpy's streams stand after the call; None if nothing was drawn from them.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class DeferredForward:
             self._rows = stop - start
         self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._outputs: Sequence[Any] | None = None
+        self.host_streams: bytes | None = None
         self.shapes, self.treespec, self._denominators = self._dry_run(meta_module)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in self.shapes]
 
@@ -135,6 +138,7 @@ class DeferredForward:
         for real, meta in zip(self._call.module.modules(), meta_module.modules(), strict=False):
             meta.training = real.training
         args, kwargs = tree_unflatten(self._leaves, self._spec)
+        drawn_on_host = start_host_streams(self._call.host_streams)
         try:
             with (
                 torch.no_grad(),
@@ -144,6 +148,7 @@ class DeferredForward:
                 result, _ = with_report(meta_module, lambda: meta_module(*args, **kwargs))
         except Exception:  # whatever a model does with a value that meta tensors do not have
             return None
+        self.host_streams = drawn_on_host()
         return *flatten(result), reduction.local_denominators
 
     def _observed(self, meta_module: nn.Module, reduction: MetaReduction) -> AbstractContextManager[None]:
@@ -154,6 +159,7 @@ class DeferredForward:
         args, kwargs = tree_unflatten(self._leaves, self._spec)
         recorder = GlobalReduction(self._call.device, record=True, counts=self._call.counts)
         done = ForwardPass(replace(self._call, grad=False), args, kwargs, reduction=recorder)
+        self.host_streams = done.host_streams
         return done.outputs, done.treespec, recorder.local_denominators
 
     def _everywhere(self, ok: bool) -> bool:

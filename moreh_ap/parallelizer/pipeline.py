@@ -142,6 +142,12 @@ class PipelinedForward(DeferredForward):
                 'plan="shard=2"',
             )
         super().__init__(call, args, kwargs, num_chunks, rows, meta_module)
+        if self.host_streams is not None:
+            raise UnsupportedError(
+                "the forward draws from Python's or numpy's random numbers: stages would not draw the same",
+                "torch's random numbers in forward(), such numbers drawn before the call, or plans with pipeline=1",
+                'plan="shard=2"',
+            )
         self.has_result = self._stages.axis.rank == self._stages.last_worker
         if call.kinds is not None and len(call.kinds) != len(self.shapes):
             raise UnsupportedError(

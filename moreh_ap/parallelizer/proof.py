@@ -30,6 +30,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.batch import carries_rows, select_rows
 from moreh_ap.parallelizer.draws import DrawRecorder, Rows, Share, UnsharedDraw, draws_of
 from moreh_ap.parallelizer.forward import Call, ForwardPass
+from moreh_ap.parallelizer.host_streams import host_streams
 from moreh_ap.parallelizer.loading import local_part
 from moreh_ap.parallelizer.pipeline import PipelinedPass
 from moreh_ap.parallelizer.reduction import GlobalReduction
@@ -92,7 +93,8 @@ def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
     """
     if rows < 2:
         return SplitProof(False, (), "the batch has one row")
-    call = replace(call, mode="whole", seed=None, kinds=None, counts=False)
+    start = call.host_streams or host_streams()
+    call = replace(call, mode="whole", seed=None, host_streams=start, kinds=None, counts=False)
     with untouched(call.module):
         probe = _Probe(call, args, kwargs, rows)
         found = _prove(probe)
@@ -174,6 +176,7 @@ class _Probe:
         self._chosen = _choose_rows(self._leaves, rows)
         self._tolerance = _tolerance(call)
         self._buffers: dict[str, Tensor] = {}
+        self._drawn_on_host: set[bytes | None] = set()
         self._singles: list[ForwardPass | PipelinedPass] = []
         self._weights: list[Tensor | None] = []
         self._wanted: dict[str, Tensor | None] = {}
@@ -277,6 +280,9 @@ class _Probe:
                 done = run(call, args, kwargs, reduction=reduction)
             after = {name: buffer.detach().clone() for name, buffer in call.module.named_buffers()}
         self._buffers = self._buffers or after
+        self._drawn_on_host.add(None if isinstance(done, PipelinedPass) else done.host_streams)
+        if len(self._drawn_on_host) > 1:
+            raise _Refused("how much is drawn from Python's or numpy's random numbers depends on the rows")
         for name, value in after.items():
             if not _close(value, self._buffers[name], self._tolerance):
                 raise _Refused(f"buffer {name} gathers what it sees of the rows")

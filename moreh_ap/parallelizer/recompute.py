@@ -8,7 +8,7 @@ A worker's forward runs under torch function modes: CUDA devices mean this worke
 of the global batch (`reduction.py`), dropout may be off (`rehearsal.py`). The backward runs outside of them. So a block
 remembers the modes of its forward and runs again under the same ones; the denominators that the forward summed over
 workers are used once more, so nothing is communicated for them and nothing can differ. Random numbers and autocast are
-put back by `torch.utils.checkpoint`.
+put back by `torch.utils.checkpoint`, those of Python and numpy here.
 
 [Note: run twice, counted once]
 A forward may change things: running statistics in buffers, a key-value cache among its arguments. Buffers are put back
@@ -33,6 +33,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from moreh_ap.parallelizer.host_streams import host_streams, host_streams_restored, set_host_streams
 from moreh_ap.parallelizer.reduction import GlobalReduction
 from moreh_ap.parallelizer.selective import KeptResults
 
@@ -99,6 +100,7 @@ class _Surroundings:
         self._block = block
         self._modes = _get_current_function_mode_stack()
         self._sites: list[slice] = []
+        self._host_streams = host_streams()
         self._kept = KeptResults() if selective else None
 
     @contextmanager
@@ -121,7 +123,8 @@ class _Surroundings:
             for mode, sites in zip(self._modes, self._sites, strict=True)
         ]
         try:
-            with _function_modes(modes):
+            with _function_modes(modes), host_streams_restored():
+                set_host_streams(self._host_streams)
                 if self._kept is None:
                     yield
                 else:

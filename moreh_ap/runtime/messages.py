@@ -187,6 +187,7 @@ class Forward:
     """Run a forward pass. `tensors` are the tensor leaves of the arguments in order; answers a `ForwardReply`.
 
     Random numbers go on from `stream`, a state as `torch.get_rng_state` gives it; where None they start at `seed`.
+    Python's and numpy's go on from `host_streams` likewise.
     """
 
     call_id: int
@@ -196,6 +197,7 @@ class Forward:
     grad: bool
     seed: int
     stream: bytes | None
+    host_streams: bytes | None
     training: bytes | None
     autocast_dtype: torch.dtype | None
 
@@ -229,6 +231,7 @@ class ForwardReply:
     mode: "split" (each has its rows of the outputs), "whole" (each has all), "stages" (the last stage has them).
     rows: How many rows of the batch the worker has; None if it has all.
     stream: Where the random stream stands after the call; None if nothing was drawn from it.
+    host_streams: The same of Python's and numpy's streams.
     left_out: Attributes that the forward set and that are not among the leaves, such as ``encoder.cache``.
     """
 
@@ -238,6 +241,7 @@ class ForwardReply:
     note: str
     rows: int | None = None
     stream: bytes | None = None
+    host_streams: bytes | None = None
     left_out: tuple[str, ...] = ()
 
 

@@ -325,9 +325,10 @@ class WorkerExecutor:
 
     @_execute.register
     def _(self, command: messages.GradientNorm) -> None:
-        parts = [held for held in map(self._state, self._lists[command.tensors]) if held is not None]
+        parts = self._present(command.tensors)
         norm = total_norm([part.local for part in parts if part.counts], command.norm_type, self._device.torch_device)
-        self._temporaries[command.output] = Held(norm, parts[0].position)
+        model = self._models.get(self._lists[command.tensors][0].owner)  # of which this stage may have no part
+        self._temporaries[command.output] = Held(norm, parts[0].position if model is None else model.applied.position)
 
     @_execute.register
     def _(self, command: messages.ClipGradients) -> None:
@@ -335,9 +336,14 @@ class WorkerExecutor:
         norm = self._state(command.total_norm)
         assert norm is not None
         scale = (command.max_norm / (norm.tensor + 1e-6)).clamp(max=1.0)
-        for held in map(self._state, self._lists[command.tensors]):
-            if held is not None:
-                held.local.mul_(scale)
+        for held in self._present(command.tensors):
+            held.local.mul_(scale)
+
+    def _present(self, tensors: int) -> list[Held]:
+        """This worker's parts of the tensors in a list, without gradients that were expected and are not there."""
+        expected = self._lists[tensors]
+        refs = [ref for ref in expected if ref.kind != "grad" or self._models[ref.owner].has_gradient(ref.name)]
+        return [held for held in map(self._state, refs) if held is not None]
 
     # -- the device ------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class WorkerCall:
         self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
         self._input_gradients: dict[int, Tensor | None] = {}
         self._stream = state_of_stream() if run.drew else None
+        self._host_streams = run.host_streams
         self._moment = model.moment()
 
     def reply(self) -> ForwardReply | None:
@@ -70,6 +71,7 @@ class WorkerCall:
             self._proof.reason,
             self._num_own_rows(),
             self._stream,
+            self._host_streams,
             self._left_out,
         )
         return reply if self._answers else None

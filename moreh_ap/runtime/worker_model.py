@@ -203,7 +203,9 @@ class WorkerModel:
         if held is None or ref.kind == "param":
             return held
         if held.tensor.grad is None:
-            raise RuntimeError(f"the gradient of {ref.name} was read, but it is None: it was cleared in the meantime")
+            raise RuntimeError(
+                f"the gradient of {ref.name} was read, but it is None: no backward reached it since it was cleared"
+            )
         return self._held(_alias(held.tensor.grad), ref.name)
 
     def set_gradient(self, name: str, whole: Tensor) -> None:
@@ -214,6 +216,10 @@ class WorkerModel:
         if held.tensor.grad is None:
             held.tensor.grad = torch.zeros_like(held.tensor)
         self._held(held.tensor.grad, name).write(whole)
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether a parameter has a gradient here."""
+        return self._parameters[name].grad is not None
 
     def clear_gradient(self, name: str) -> None:
         """Set a gradient to None."""
@@ -260,6 +266,7 @@ class WorkerModel:
             autocast=command.autocast_dtype,
             target=None if module is self.module else module,
             stream=self._stream(command),
+            host_streams=command.host_streams,
         )
         proof = self._proof(call, signature, nesting, tensors, carried, rows)
         if proof.split and rows is not None:

@@ -18,6 +18,7 @@ from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, place
 from moreh_ap.device.values import Cell, Value
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.containers import flatten
+from moreh_ap.parallelizer.host_streams import host_streams, set_host_streams
 from moreh_ap.runtime.messages import (
     MAX_INLINE_BYTES,
     Backward,
@@ -81,6 +82,7 @@ class Call:
         expected = signatures.structure(key)
         rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
         stream = session.generator.common_stream() if expected is None or expected.draws else None
+        on_host = host_streams() if expected is None or expected.draws_on_host else None
         forward = Forward(
             call_id=self.id,
             signature=signature,
@@ -89,6 +91,7 @@ class Call:
             grad=grad,
             seed=session.generator.next_seed(),
             stream=stream,
+            host_streams=on_host,
             training=training,
             autocast_dtype=autocast,
         )
@@ -100,9 +103,12 @@ class Call:
             model.note_left_out(_answered(replies)[0].left_out)
         else:
             self.reply.add_done_callback(lambda reply: _check_structure(model, key, expected, reply))
-        if stream is not None:  # what the script draws next comes after what the forward drew
-            after = next((reply.stream for reply in _answered(self.reply.result()) if reply.stream), stream)
-            session.generator.go_on_from(after)
+        if stream is not None or on_host is not None:  # the script's next draw comes after what the forward drew
+            answered = _answered(self.reply.result())
+            if after := next((reply.stream for reply in answered if reply.stream), None):
+                session.generator.go_on_from(after)
+            if after := next((reply.host_streams for reply in answered if reply.host_streams), None):
+                set_host_streams(after)
         self.structure = expected
         return expected
 
@@ -233,7 +239,7 @@ def call_remotely(
     leaves, treespec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    random_state = model.session.generator.state() if model.script_hooks else b""
+    random_state = (model.session.generator.state(), host_streams()) if model.script_hooks else None
     signature = model.signatures.define(path, treespec, constants)
     call = Call(model)
     trainable = model.has_trainable_parameters() or any(tensor.requires_grad for tensor in tensors)
@@ -250,7 +256,9 @@ def call_remotely(
         result = model.script_hooks.run(call, structure.treespec, result, hooks_done)
     except RunsHereOnly as hook:
         model.session.hooks_kept_here.add(hook.key)
-        model.session.generator.set_state(random_state)
+        if random_state is not None:
+            model.session.generator.set_state(random_state[0])
+            set_host_streams(random_state[1])
         model.note_structure()
         raise
     model.warn_of_attributes()
@@ -381,6 +389,14 @@ def _check_structure(model: RemoteModel, key: Any, expected: Structure, reply: P
     found = found.without_attributes()
     if found.draws and not expected.draws:
         model.signatures.learn(key, found, grad=True)
+    if found.draws_on_host and not expected.draws_on_host:
+        model.session.mesh.fail(
+            ExactnessError(
+                "A forward draws from Python's or numpy's random numbers, and did not when it was first called so.",
+                allowed="A forward that draws from them in every call, or in none.",
+                fix="draw = random.random()  # every time, and a condition on what it gives",
+            )
+        )
     if not found.promises_the_same(expected):
         model.signatures.never_predict(key)
         shapes = [leaf.shape for leaf in expected.leaves], [leaf.shape for leaf in found.leaves]

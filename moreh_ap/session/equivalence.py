@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.containers import flatten
+from moreh_ap.parallelizer.host_streams import host_streams_restored
 from moreh_ap.plan import Plan
 
 STEPS = 5
@@ -134,6 +135,7 @@ def as_a_fresh_process() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     with (
         torch.random.fork_rng(devices=[]),
+        host_streams_restored(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cuda", enabled=False),

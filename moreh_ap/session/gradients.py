@@ -1,7 +1,13 @@
 """Which parameters have a gradient on the workers, known without asking them at every step.
 
-A backward pass answers which parameters have a gradient now. The controller predicts that from an earlier backward of
-the same kind, so that ``optimizer.zero_grad()`` need not wait; the first backward of a kind is waited for.
+A backward pass answers which parameters have a gradient now. Where the first backward of a kind has reached all
+parameters, the controller expects that of the next, so that ``optimizer.zero_grad()`` need not wait. Any other backward
+is waited for when somebody looks at gradients.
+
+[Note: expected too many]
+Layers that are dropped by chance, or experts that no token goes to, have no gradient now and then. A gradient that is
+expected and is not there does no harm: workers pass over it in norms and when they clip, as PyTorch does. One that is
+there and not expected would be forgotten by `zero_grad`; that is why less than all is never expected.
 """
 
 from __future__ import annotations
@@ -59,10 +65,10 @@ class Gradients:
 
     def _learn(self, kind: Kind, before: frozenset[str] | None, found: frozenset[str]) -> None:
         """Which of the gradients that were there already a backward has reached, its answer does not tell."""
-        if before is not None and not before:
-            self._patterns[kind] = found
-        elif before is not None and kind in self._patterns:
-            self._patterns[kind] |= found - before
+        if before is not None and not before and kind not in self._patterns:
+            trainable = {name for name, parameter in self._model.parameters.items() if parameter.requires_grad}
+            if trainable <= found:
+                self._patterns[kind] = found
 
     def get(self, name: str) -> Tensor | None:
         """A handle on the gradient of parameter `name`, or None if it has none."""

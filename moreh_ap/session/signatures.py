@@ -64,6 +64,7 @@ class Structure:
     mode: str
     note: str
     draws: bool
+    draws_on_host: bool
     batch: BatchRows | None
     attributes: tuple[str, ...] = ()
 
@@ -93,6 +94,7 @@ class Structure:
             first_answer.mode,
             first_answer.note,
             draws=any(reply.stream is not None for reply in answered),
+            draws_on_host=any(reply.host_streams is not None for reply in answered),
             batch=None if first_answer.rows is None else BatchRows(own_rows),
             attributes=tuple(report.attributes) if isinstance(report, Report) else (),
         )
