@@ -96,19 +96,19 @@ class Call:
             autocast_dtype=autocast,
         )
         self.reply = session.outbox.submit(forward)
-        if expected is None:
+        if expected is None or stream is not None or on_host is not None:  # chance may decide what comes out
             replies = self.reply.result()
             expected = Structure.of(replies)
             signatures.learn(key, expected, grad=grad)
-            model.note_left_out(_answered(replies)[0].left_out)
-        else:
-            self.reply.add_done_callback(lambda reply: _check_structure(model, key, expected, reply))
-        if stream is not None or on_host is not None:  # the script's next draw comes after what the forward drew
-            answered = _answered(self.reply.result())
+            answered = _answered(replies)
+            model.note_left_out(answered[0].left_out)
+            # What the script draws next comes after what the forward drew.
             if after := next((reply.stream for reply in answered if reply.stream), None):
                 session.generator.go_on_from(after)
             if after := next((reply.host_streams for reply in answered if reply.host_streams), None):
                 set_host_streams(after)
+        else:
+            self.reply.add_done_callback(lambda reply: _check_structure(model, key, expected, reply))
         self.structure = expected
         return expected
 

@@ -165,6 +165,8 @@ def train(subject: Subject, device: str) -> Training:
 
 def _train(module: nn.Module, called: nn.Module, subject: Subject, device: str) -> Training:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trained:  # a model that only answers, with frozen weights: all of them are compared
+        trained = [parameter.requires_grad_() for parameter in module.parameters() if parameter.is_floating_point()]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=EPSILON)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
