@@ -52,13 +52,13 @@ class _AcceleratorType(type):
 def with_host_values(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Returns `torch.Tensor.__new__` that takes lists with numbers on the accelerator in them, as those on a GPU."""
 
-    def make(cls: type, *args: Any, **kwargs: Any) -> Tensor:
+    def make(*args: Any, **kwargs: Any) -> Tensor:  # dynamo compares signatures, and takes this one for any
         try:
-            return new(cls, *args, **kwargs)
+            return new(*args, **kwargs)
         except RuntimeError:
-            if not (args and isinstance(args[0], (list, tuple)) and has_accelerator_tensor(args)):
+            if not (len(args) > 1 and isinstance(args[1], (list, tuple)) and has_accelerator_tensor(args)):
                 raise
-        return new(cls, *tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args), **kwargs)
+        return new(*tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args), **kwargs)
 
     return make
 

@@ -91,6 +91,11 @@ def num_leaves(value: Any) -> int | None:
     return len(leaves) if is_known else None
 
 
+def is_same_container(value: Any, mark: Any) -> bool:
+    """Returns whether an attribute is the list, dict or set that it was when it was marked."""
+    return isinstance(value, (list, dict, set)) and mark is not None and mark[0] is value
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Returns whether the tensor can be read: FSDP2 frees the memory of whole parameters after a forward."""
     return tensor.numel() == 0 or tensor.untyped_storage().size() > 0

@@ -35,7 +35,7 @@ from moreh_ap.parallelizer.kept import set_attribute, split_kept
 from moreh_ap.parallelizer.parameter_writes import parameters_kept
 from moreh_ap.parallelizer.placement import OwnDevice
 from moreh_ap.parallelizer.reduction import GlobalReduction
-from moreh_ap.parallelizer.reports import Report, with_report
+from moreh_ap.parallelizer.reports import Report, Run, with_report
 from moreh_ap.parallelizer.sharding import fsdp_roots, recover, settle
 from moreh_ap.parallelizer.streaming import streaming_of
 from moreh_ap.parallelizer.streams import set_state_of_host, state_of_host, state_of_stream
@@ -157,6 +157,7 @@ class ForwardPass:
         inputs: The tensor leaves of the arguments that `backward` answers gradients for.
         attributes: How many leaves each attribute has that the forward set; they are the last ones of `outputs`.
         left_out: Names of attributes that it set and that are not among them.
+        gathered: Names of attributes, lists and the like, to which it added.
         drew: Whether anything was drawn from the CPU's stream or the host's, which stand behind it now.
         watched: Leaves of the result whose whole gradients the next `backward` keeps in `output_gradients`.
         output_gradients: What the last `backward` found for `watched`; nothing where nothing depends on the leaf.
@@ -164,6 +165,7 @@ class ForwardPass:
 
     attributes: Mapping[str, int] = MappingProxyType({})
     left_out: Sequence[str] = ()
+    gathered: Sequence[str] = ()
     _num_own: int | None = None
     _shares_history = False
     """Whether somebody else may go backward through what led to the result, which a backward must not free then."""
@@ -188,7 +190,7 @@ class ForwardPass:
         draws = self._draws or nullcontext()
         try:
             with torch.set_grad_enabled(call.grad), reduction or call.reduction(), call.autocasting(), draws:
-                result, self.left_out = _invoke(call, args, kwargs)
+                result, self.left_out, self.gathered = _invoke(call, args, kwargs)
             if self._draws is not None:
                 self._draws.end()
         except BaseException:
@@ -351,16 +353,16 @@ def _own_leaf(leaf: Any, grad: bool) -> Any:
     return leaf.detach().requires_grad_(grad and leaf.requires_grad)
 
 
-def _invoke(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Returns the module's result, a `Report` if it leaves more than that, and names of what is left out of it."""
+def _invoke(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
+    """Runs the module, given attributes that earlier forwards have set."""
     kwargs, kept = split_kept(kwargs)
     for name, value in kept.items():
         set_attribute(call.module, name, value)
     with parameters_kept(call.module):
-        result, left_out = with_report(call.module, lambda: _run(call, args, kwargs), call.attributes)
-    if isinstance(result, Report) and result.ended_by is not None:
+        done = with_report(call.module, lambda: _run(call, args, kwargs), call.attributes)
+    if isinstance(done.result, Report) and done.result.ended_by is not None:
         recover(call.module)
-    return result, left_out
+    return done
 
 
 def _run(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

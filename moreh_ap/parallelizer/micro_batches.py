@@ -148,7 +148,7 @@ class DeferredForward:
                 MetaReduction(self._call.device, counts=self._call.counts) as reduction,
                 self._observed(meta_module, reduction),
             ):
-                result, _ = with_report(meta_module, lambda: meta_module(*args, **kwargs))
+                result = with_report(meta_module, lambda: meta_module(*args, **kwargs)).result
         except Exception:  # whatever a model does with a value that meta tensors do not have
             return None
         return *flatten(result), reduction.local_denominators

@@ -47,6 +47,7 @@ class PipelinedPass:
 
     attributes: Mapping[str, int] = MappingProxyType({})
     """No attribute is answered: each worker has parts of the model."""
+    gathered: Sequence[str] = ()
 
     def __init__(
         self,

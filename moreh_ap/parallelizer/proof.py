@@ -260,6 +260,8 @@ class _Probe:
             counted.append(reduction.local_denominators)
         _check_denominators(denominators, counted)
         self.attributes = common.attributes
+        if common.gathered:
+            raise _Refused(f"attribute {common.gathered[0]} gathers what it sees of the rows")
         self.has_unknown = isinstance(common, PipelinedPass) and any(map(_is_unknown, common.outputs))
         if any(single.treespec != common.treespec for single in self._singles):
             raise _Refused("the result of one row nests differently from that of several")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.parallelizer.attributes import num_leaves, reported_attributes
+from moreh_ap.parallelizer.attributes import is_same_container, num_leaves, reported_attributes
 
 _ATTRIBUTE = "_moreh_has_reported_hooks"
 
@@ -48,6 +48,20 @@ class Report(NamedTuple):
     def without_attributes(self) -> Any:
         """Returns what would have been answered if no attribute had been set."""
         return self._replace(attributes={}) if self.seen or self.ended_by is not None else self.result
+
+
+class Run(NamedTuple):
+    """A forward that has run.
+
+    Attributes:
+        result: What it returned; a `Report` if it left more than that.
+        left_out: Names of attributes that it set, and that are not in the report.
+        gathered: Names of lists, dicts and sets to which it added.
+    """
+
+    result: Any
+    left_out: list[str]
+    gathered: list[str]
 
 
 class HookEnded(Exception):
@@ -108,16 +122,13 @@ class QuietHook:
 
 def with_report(
     module: nn.Module, run: Callable[[], Any], known: Mapping[str, tuple[str, ...]] | None = None
-) -> tuple[Any, list[str]]:
+) -> Run:
     """Runs a forward of `module` and looks what it leaves.
 
     Args:
         module: The model.
         run: The forward.
         known: The attributes that may be answered, and the kinds of their leaves; None for all.
-
-    Returns:
-        The result of `run`, a `Report` if there is more to answer, and the names of attributes that are left out.
 
     Raises:
         UnsupportedError: A tensor that a hook was given was changed in place afterwards.
@@ -135,7 +146,8 @@ def with_report(
         else:
             left_out.append(name)
     reports = bool(found) or _has_reported_hooks(module)
-    return Report(result, seen, ended_by, found) if reports else result, left_out
+    gathered = [name for name, value in changed.items() if is_same_container(value, before.get(name))]
+    return Run(Report(result, seen, ended_by, found) if reports else result, left_out, gathered)
 
 
 def _with_hooks(
