@@ -45,9 +45,12 @@ class Attributes:
 
     def changed(self, before: Marks) -> dict[str, Any]:
         """Returns the attributes that were set or changed since, and their values, in the order of their names."""
-        now = dict(self._values())
-        news = (name for name in sorted(now) if name not in before or not _is_marked(now[name], before[name]))
-        return {name: now[name] for name in news}
+        found = {
+            name: value
+            for name, value in self._values()
+            if name not in before or not _is_marked(value, before[name])
+        }
+        return {name: found[name] for name in sorted(found)}
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         for path, part in self._parts:
@@ -66,9 +69,10 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _kept(module: nn.Module, hidden: str) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if name not in OF_EVERY_MODULE and not name.startswith(hidden):
-            yield name, value
+    values = vars(module)
+    for name in values.keys() - OF_EVERY_MODULE:  # in C: this is done before and after every forward
+        if not name.startswith(hidden):
+            yield name, values[name]
 
 
 def report_attributes(module: nn.Module) -> None:
@@ -103,6 +107,8 @@ def has_memory(tensor: Tensor) -> bool:
 
 def _mark(value: Any) -> Any:
     """What is compared later: no tensor is kept alive for it, as the forward that sets a new one frees the old one."""
+    if isinstance(value, _PLAIN):
+        return value, None
     if isinstance(value, Tensor):
         return weakref.ref(value), _version_of(value)
     if isinstance(value, (list, tuple)):
