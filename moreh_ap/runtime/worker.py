@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.integrations import transformers_worker
@@ -283,7 +285,9 @@ class WorkerExecutor:
         arguments = tree_map_only(
             (StateRef, TensorData), self._operand, (command.arguments, command.keyword_arguments), is_leaf=_is_ref
         )
-        with torch.no_grad():
+        if func._schema.is_mutable and not any(isinstance(leaf, DTensor) for leaf in tree_leaves(arguments[0][:1])):
+            arguments = tree_map_only(DTensor, DTensor.full_tensor, arguments)  # what is written is whole
+        with torch.no_grad(), implicit_replication():  # what is no shard is the same on every worker
             result = func(*arguments[0], **arguments[1])
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         source = next((held for held in operands if held is not None), None)

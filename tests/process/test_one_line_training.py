@@ -303,6 +303,25 @@ def test_a_saved_checkpoint_is_read_by_the_workers_alone(tmp_path, monkeypatch):
     assert_same(reference(**batch).loss, there.loss)
 
 
+def test_parameters_meet_buffers_outside_of_the_model():
+    """As pruning has them: under a sharded plan one is a part, the other whole."""
+
+    def script(device):
+        model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+        model[0].register_buffer("mask", (torch.arange(20).reshape(5, 4) % 3 > 0).float())
+        model, x = model.to(device), torch.ones(6, 4).to(device)
+        model(x).sum().backward()
+        layer = model[0]
+        with torch.no_grad():
+            pruned = layer.weight * layer.mask
+            layer.weight.mul_(layer.mask)
+            layer.mask.add_(layer.weight)
+            gradient = layer.weight.grad * layer.mask
+        return pruned.cpu(), model(x).detach().cpu(), layer.mask.cpu(), layer.weight.detach().cpu(), gradient.cpu()
+
+    assert_same(*on_both(script), atol=1e-5)
+
+
 def test_a_loaded_model_may_stay_on_the_cpu(tmp_path):
     from transformers import AutoModelForCausalLM
 
