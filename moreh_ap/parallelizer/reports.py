@@ -45,10 +45,6 @@ class Report(NamedTuple):
     ended_by: str | None
     attributes: dict[str, Any]
 
-    def without_attributes(self) -> Any:
-        """Returns what would have been answered if no attribute had been set."""
-        return self._replace(attributes={}) if self.seen or self.ended_by is not None else self.result
-
 
 class Run(NamedTuple):
     """A forward that has run.

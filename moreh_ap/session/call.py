@@ -475,7 +475,6 @@ def _check_structure(model: RemoteModel, key: Any, expected: Structure, reply: P
     if found.attributes:  # set in some calls only: this one did not wait for it, others will
         model.signatures.never_predict(key)
     model.note_left_out((*found.attributes, *_answered(reply.result())[0].left_out))
-    found = found.without_attributes()
     if found.draws and not expected.draws:
         model.signatures.never_predict(key)
         model.session.mesh.fail(

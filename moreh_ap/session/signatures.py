@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
-from moreh_ap.parallelizer.containers import flatten, pickle_treespec, unpickle_treespec
+from moreh_ap.parallelizer.containers import pickle_treespec, unpickle_treespec
 from moreh_ap.parallelizer.reports import Report
 from moreh_ap.planner import report
 from moreh_ap.runtime.messages import DefineSignature, ForwardReply, LeafReply
@@ -84,7 +84,6 @@ class Structure:
         first_answer = answered[0]
         own_rows = tuple(None if reply is None else reply.rows for reply in replies)
         treespec = unpickle_treespec(first_answer.pickled_treespec)
-        report = tree_unflatten(list(range(len(leaves))), treespec)
         return Structure(
             treespec,
             tuple(leaves),
@@ -92,24 +91,24 @@ class Structure:
             first_answer.note,
             draws=any(reply.streams is not None for reply in answered),
             batch=None if first_answer.rows is None else BatchRows(own_rows),
-            attributes=tuple(report.attributes) if isinstance(report, Report) else (),
-        )
-
-    def without_attributes(self) -> Structure:
-        """What it would be had the forward set none."""
-        if not self.attributes:
-            return self
-        report: Report = tree_unflatten(list(range(len(self.leaves))), self.treespec)
-        indices, treespec = flatten(report.without_attributes())
-        return replace(
-            self, treespec=treespec, leaves=tuple(self.leaves[index] for index in indices), attributes=()
+            attributes=tuple(treespec.children()[-1].context) if treespec.context is Report else (),
         )
 
     def promises_the_same(self, other: Structure) -> bool:
-        """True if a script could not tell results of the two apart before reading a value."""
+        """True if a script could not tell results of the two apart before reading a value, but for attributes."""
+        (nesting, leaves), (other_nesting, other_leaves) = self._without_attributes(), other._without_attributes()
         # A named tuple that `forward` defines anew has another class in each result.
-        nest_alike = self.treespec == other.treespec or repr(self.treespec) == repr(other.treespec)
-        return nest_alike and [leaf.promised() for leaf in self.leaves] == [leaf.promised() for leaf in other.leaves]
+        nest_alike = nesting == other_nesting or repr(nesting) == repr(other_nesting)
+        return nest_alike and [leaf.promised() for leaf in leaves] == [leaf.promised() for leaf in other_leaves]
+
+    def _without_attributes(self) -> tuple[list[TreeSpec], tuple[LeafTemplate, ...]]:
+        """How the result and what hooks were given nest, and the leaves of both."""
+        if self.treespec.context is not Report:
+            return [self.treespec], self.leaves
+        result, seen, ended_by, _ = self.treespec.children()
+        no_hook_ran = seen.num_leaves == 0 and self.leaves[result.num_leaves].constant is None
+        nesting = [result] if no_hook_ran else [result, seen, ended_by]
+        return nesting, self.leaves[: sum(part.num_leaves for part in nesting)]
 
     def predictable(self) -> bool:
         """True if another call of the same signature must give the same structure.
