@@ -166,6 +166,20 @@ def test_a_call_with_computed_parameters_changes_the_statistics_of_the_model():
     assert_same(*on_both(script))
 
 
+def test_functions_of_torch_autograd_functional():
+    def script(device):
+        model, x = critic(device), batch(device, 6)
+
+        def energy(row):
+            return model(row[None]).sum()
+
+        hessian = torch.autograd.functional.hessian(energy, x)
+        jacobian = torch.autograd.functional.jacobian(model, batch(device, 4, 6))
+        return hessian, jacobian, torch.autograd.functional.hvp(energy, x, torch.ones(6).to(device))
+
+    assert_same(*on_both(script))
+
+
 def test_parameters_that_the_script_uses_itself_count_too():
     def script(device):
         model, x = critic(device), batch(device)
