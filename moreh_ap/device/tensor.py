@@ -178,13 +178,13 @@ class VirtualTensor(torch.Tensor):
                     before = torch.Tensor.grad.__get__(tensor)  # type: ignore[union-attr]
                 torch.Tensor.grad.__set__(tensor, gradient if before is None else before + gradient)  # type: ignore[union-attr]
 
-        if self._watch_gradient(keep) is None:
+        if self._watch_gradient(keep, adds_up=True) is None:
             super().retain_grad()  # type: ignore[no-untyped-call]
 
-    def _watch_gradient(self, watcher: Callable[[Tensor], None]) -> Any:
+    def _watch_gradient(self, watcher: Callable[[Tensor], None], adds_up: bool = False) -> Any:
         """Have whoever computed this tensor elsewhere tell its gradient; None if autograd knows it here."""
         watch = getattr(self.grad_fn, "watch_output", None)
-        return None if watch is None else watch(self.output_nr, watcher)
+        return None if watch is None else watch(self.output_nr, watcher, adds_up)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         self._refuse_hook_on_parameter("register_post_accumulate_grad_hook")

@@ -219,6 +219,14 @@ class ForwardPass:
     has_result = True
     """Whether this worker has the outputs; in a pipeline some have none."""
 
+    def leaf(self, index: int) -> Any:
+        """Returns a leaf of the result with its history, None where that is gone."""
+        return self._results[index]
+
+    def kind(self, index: int) -> str:
+        """Returns the kind of that leaf."""
+        return self.kinds[index]
+
     @property
     def kinds(self) -> Sequence[str]:
         """The kind of every leaf of the result. See [Note: kinds]."""
@@ -270,7 +278,9 @@ class ForwardPass:
             self._results = [None] * len(self._results)
         return [self._take_gradient(leaf) for leaf in self.inputs]
 
-    def differentiate(self, output_grads: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> list[Tensor | None]:
+    def differentiate(
+        self, output_grads: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
         """Returns the gradients of `wanted` with their history, None for those on which nothing depends.
 
         Args:
@@ -282,12 +292,12 @@ class ForwardPass:
         for index, result, grad in self._reached(output_grads):
             roots.append(result)
             grads.append(grad.to(result.dtype) if is_whole else self._call.output_gradient(index, result, grad))
-        leaves = [leaf for leaf in wanted if leaf.requires_grad]
+        leaves = [leaf for leaf in wanted if leaf is not None and leaf.requires_grad]
         if not roots or not leaves:
             return [None] * len(wanted)
         with self._drawing_again():
             found = iter(torch.autograd.grad(roots, leaves, grads, create_graph=True, allow_unused=True))
-        return [next(found) if leaf.requires_grad else None for leaf in wanted]
+        return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in wanted]
 
     def _reached(self, output_grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor, Tensor]]:
         """Returns number, result with its history, and gradient of the leaves where a backward begins.
@@ -331,8 +341,8 @@ class ForwardPass:
         def keep(index: int) -> Callable[[Tensor], None]:
             return lambda grad: self.output_gradients.update({index: grad.detach() * scale})
 
-        leaves = [(index, self._results[index]) for index in self.watched]
-        hooks = [leaf.register_hook(keep(index)) for index, leaf in leaves if leaf.requires_grad]
+        leaves = [(index, self.leaf(index)) for index in self.watched]
+        hooks = [leaf.register_hook(keep(index)) for index, leaf in leaves if leaf is not None and leaf.requires_grad]
         try:
             yield
         finally:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ class GradientPass(ForwardPass):
         source: The other pass.
         output_grads: As for its `backward`; those whose own gradients are wanted require one.
         kinds: The kinds of the results.
-        watched: Leaves of its result whose gradients are wanted too.
+        watched: Leaves of its result, see `leaf`, whose gradients are wanted too.
         parameters: Parameters whose gradients are wanted too.
 
     Attributes:
@@ -50,10 +51,10 @@ class GradientPass(ForwardPass):
         watched: Sequence[int] = (),
         parameters: Sequence[nn.Parameter] = (),
     ) -> None:
-        self._call = replace(source._call, kinds=kinds)
+        self._source, self._call = source, replace(source._call, kinds=kinds)
         self._draws, self.drew = source._draws, False
         self.inputs = [*(grad for grad in output_grads if grad is not None and grad.requires_grad), *source.inputs]
-        wanted = [*source.inputs, *(source._results[index] for index in watched), *parameters]
+        wanted = [*source.inputs, *(source.leaf(index) for index in watched), *parameters]
         found = source.differentiate(output_grads, wanted)
         present, differentiable = _on_any_worker(self._call, found)
         self._keep([
@@ -61,6 +62,16 @@ class GradientPass(ForwardPass):
             for grad, leaf, is_there in zip(found, wanted, present, strict=True)
         ])  # fmt: skip
         self.differentiable = differentiable
+
+    def leaf(self, index: int) -> Any:
+        """Returns a leaf; behind its own come those of the source, which the gradients may depend on too."""
+        own = len(self._results)
+        return super().leaf(index) if index < own else self._source.leaf(index - own)
+
+    def kind(self, index: int) -> str:
+        """Returns the kind of that leaf."""
+        own = len(self._results)
+        return super().kind(index) if index < own else self._source.kind(index - own)
 
     def _take_gradient(self, leaf: Tensor) -> Tensor:
         """Between layers that are linear in pieces nothing depends on the input any more."""

@@ -51,7 +51,7 @@ class TensorData:
             buffer = io.BytesIO()
             torch.save(tensor.detach(), buffer)
             return TensorData(tensor.dtype, tuple(tensor.shape), buffer.getvalue(), on_device, is_strided=False)
-        flat = tensor.detach().contiguous().reshape(-1)
+        flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))  # one element may have another stride
         return TensorData(tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes(), on_device)
 
     def tensor(self) -> Tensor:

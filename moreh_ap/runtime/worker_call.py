@@ -156,7 +156,7 @@ class WorkerCall:
         result_kinds: list[str] = []
         if self._proof.split:
             result_kinds = ["rows" if carried[index] else "share" for index in wanted]
-            result_kinds += [_KIND_OF_GRADIENT[kinds[index]] for index in command.watched]
+            result_kinds += [_KIND_OF_GRADIENT[self._run.kind(index)] for index in command.watched]
             result_kinds += ["share"] * len(parameters)
         own = self._own_gradients(gradients)
         tensors = [index for index, shape in enumerate(self._run.shapes) if isinstance(shape, Tensor)]
@@ -195,7 +195,7 @@ class WorkerCall:
         gradient = self._run.output_gradients.get(index)
         if gradient is None or not self._answers:
             return None
-        kind = _KIND_OF_GRADIENT[self._run.kinds[index]] if self._proof.split else "same"
+        kind = _KIND_OF_GRADIENT[self._run.kind(index)] if self._proof.split else "same"
         return LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, TensorData.of(gradient.cpu()).data)
 
     def input_gradient(self, index: int) -> LeafReply | None:

@@ -66,7 +66,7 @@ class Call:
         """Calls of one kind have equal structures."""
         self.backward_kind: tuple[Hashable, ...] = ()
         """Backward passes of one kind reach the same parameters, if they start at the same outputs."""
-        self._watchers: list[tuple[list[int], Watcher]] = []
+        self._watchers: list[tuple[list[int], Watcher, bool]] = []
         self.input_gradients: weakref.WeakSet[InputGradient] = weakref.WeakSet()
         """Of the last backward, as far as somebody still has them."""
         weakref.finalize(self, model.session.outbox.release, ReleaseCalls((self.id,)))
@@ -177,22 +177,31 @@ class Call:
 
     # -- gradients of outputs ----------------------------------------------------------------------------------------
 
-    def watch(self, indices: list[int], watcher: Watcher) -> RemovableWatcher:
-        """Have every backward call `watcher` with the whole gradients of some leaves of the result, by index."""
-        entry = (indices, watcher)
+    def watch(self, indices: list[int], watcher: Watcher, adds_up: bool = False) -> RemovableWatcher:
+        """Have every backward call `watcher` with the whole gradients of some leaves of the result, by index.
+
+        If it `adds_up` what it is told, it may be told parts, one after the other.
+        """
+        entry = (indices, watcher, adds_up)
         self._watchers.append(entry)
         return RemovableWatcher(lambda: self._watchers.remove(entry) if entry in self._watchers else None)
 
     def watched(self) -> tuple[int, ...]:
         """The leaves of the result whose gradients somebody watches."""
-        return tuple(sorted({index for indices, _ in self._watchers for index in indices}))
+        return tuple(sorted({index for indices, *_ in self._watchers for index in indices}))
+
+    def wants_whole_gradients(self) -> bool:
+        """Whether somebody who watches does not add up."""
+        return not all(adds_up for *_, adds_up in self._watchers)
 
     def tell_watchers(self, found: dict[int, Tensor]) -> None:
         """Give all watchers the gradients that there are."""
-        for _, watcher in reversed(self._watchers):
+        for _, watcher, _ in reversed(self._watchers):
             watcher(found)
 
-    def watch_output(self, output: int, watcher: Callable[[Tensor], object]) -> RemovableWatcher | None:
+    def watch_output(
+        self, output: int, watcher: Callable[[Tensor], object], adds_up: bool = False
+    ) -> RemovableWatcher | None:
         """As `watch`, for one tensor of the result by its number among them.
 
         Returns:
@@ -204,7 +213,7 @@ class Call:
         if sum(self.structure.leaves[index].differentiable for index in tensors) < 2:
             return None
         index = tensors[output]
-        return self.watch([index], lambda found: watcher(found[index]) if index in found else None)
+        return self.watch([index], lambda found: watcher(found[index]) if index in found else None, adds_up)
 
     def encode_gradients(self, gradients: Sequence[Tensor | None]) -> tuple[TensorData | PartRef | None, ...]:
         """How gradients of the outputs travel."""

@@ -12,6 +12,7 @@ workers put the gradients of before aside, so that what a backward adds is the a
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -119,7 +120,7 @@ class _Asked:
     def _watch(self, position: int, tensor: Any) -> bool:
         watch = getattr(getattr(tensor, "grad_fn", None), "watch_output", None)
         found: list[Tensor] = []
-        watcher = None if watch is None else watch(tensor.output_nr, found.append)
+        watcher = None if watch is None else watch(tensor.output_nr, found.append, True)
         if watcher is None:
             return False
         self.outputs[position] = found
@@ -161,7 +162,7 @@ def gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found[position] = _sum(taken.get(of), gradient)
     del found[len(inputs) :]
     for position, watched in asked.outputs.items():
-        found[position] = watched[0] if watched else None
+        found[position] = functools.reduce(_sum, watched, None)
     if kwargs.get("materialize_grads"):
         return tuple(torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(inputs, found))
     if not kwargs.get("allow_unused") and any(grad is None for grad in found):

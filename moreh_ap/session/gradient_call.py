@@ -35,6 +35,8 @@ def differentiate(call: Call, gradients: Sequence[Tensor | None], inputs: Sequen
     if apart is None and model.has_trainable_parameters():
         raise differentiation.graph_of_kept_gradients()
     _have_whole_model_everywhere(model)
+    if isinstance(call, GradientCall):
+        call.refuse_parts()
     watched = call.watched()
     parameters = () if apart is None else tuple(apart.asked(model))
     if not (inputs or watched or parameters):
@@ -55,7 +57,7 @@ class GradientCall(Call):
     Args:
         of: The other call.
         reached: For each tensor among its outputs whether its gradient is given.
-        watched: Outputs whose gradients are wanted.
+        watched: Leaves of its result whose gradients are wanted.
         parameters: Names of parameters whose gradients are wanted.
     """
 
@@ -80,19 +82,37 @@ class GradientCall(Call):
         return self.await_structure(self.model.signatures.structure(self.kind), grad=grad)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
-        self._refuse_watchers()
+        self.refuse_parts()
         super().backward(gradients)
 
-    def _refuse_watchers(self) -> None:
-        """What is watched of the other call gets a part of its gradient here, of which nobody is told."""
+    def watched(self) -> tuple[int, ...]:
+        """The leaves whose gradients somebody watches; those of the other call come behind its own."""
+        return (*super().watched(), *(self._num_own + index for index in self._of.watched()))
+
+    def tell_watchers(self, found: dict[int, Tensor]) -> None:
+        own = self._num_own
+        super().tell_watchers({index: gradient for index, gradient in found.items() if index < own})
+        self._of.tell_watchers({index - own: gradient for index, gradient in found.items() if index >= own})
+
+    @property
+    def _num_own(self) -> int:
+        assert self.structure is not None
+        return len(self.structure.leaves)
+
+    def refuse_parts(self) -> None:
+        """What is watched of the other call gets a part of its gradient here, and another there.
+
+        Raises:
+            UnsupportedError: Who watches wants all of it at a time.
+        """
         of: Call = self
         while isinstance(of, GradientCall):
             of = of._of
-            if of.watched():
+            if of.wants_whole_gradients():
                 raise UnsupportedError(
-                    "A backward through gradients with a graph (create_graph=True) reaches an output of a call, or a "
-                    "module, whose gradient a hook, retain_grad or torch.autograd.grad wants.",
-                    allowed="Second derivatives with respect to inputs and parameters.",
+                    "A backward through gradients with a graph (create_graph=True) reaches what a hook waits for: the "
+                    "gradient of an output of a model, or of a module inside. It comes in parts.",
+                    allowed="Tensor.retain_grad, and torch.autograd.grad by the output.",
                     fix="handle.remove()  # of the hook, before the backward",
                 )
 
