@@ -52,13 +52,15 @@ class _AcceleratorType(type):
 def with_host_values(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Returns `torch.Tensor.__new__` that takes lists with numbers on the accelerator in them, as those on a GPU."""
 
-    def make(cls: type, *args: Any, **kwargs: Any) -> Tensor:
+    # Only with this signature does `torch._dynamo`, which optimizers import, take it for what it replaces.
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        cls, *given = args
         try:
-            return new(cls, *args, **kwargs)
+            return new(cls, *given, **kwargs)
         except RuntimeError:
-            if not (args and isinstance(args[0], (list, tuple)) and has_accelerator_tensor(args)):
+            if not (given and isinstance(given[0], (list, tuple)) and has_accelerator_tensor(given)):
                 raise
-        return new(cls, *tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args), **kwargs)
+        return new(cls, *tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), given), **kwargs)
 
     return make
 

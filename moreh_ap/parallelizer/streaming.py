@@ -137,4 +137,3 @@ def attach(module: nn.Module, streaming: Streaming) -> None:
 def streaming_of(module: nn.Module) -> Streaming | None:
     """Returns what brings other stages' parameters, None where no pipeline was applied."""
     return module.__dict__.get(_ATTRIBUTE)
-

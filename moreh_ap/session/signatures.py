@@ -101,9 +101,7 @@ class Structure:
             return self
         report: Report = tree_unflatten(list(range(len(self.leaves))), self.treespec)
         indices, treespec = flatten(report.without_attributes())
-        return replace(
-            self, treespec=treespec, leaves=tuple(self.leaves[index] for index in indices), attributes=()
-        )
+        return replace(self, treespec=treespec, leaves=tuple(self.leaves[index] for index in indices), attributes=())
 
     def promises_the_same(self, other: Structure) -> bool:
         """True if a script could not tell results of the two apart before reading a value."""
