@@ -130,7 +130,7 @@ def find_reads(
     reads = Reads(call.module, names)
 
     def run() -> None:
-        with reads, NoDropout():
+        with reads, NoDropout(), WrittenParameters(call.module):
             ForwardPass(call, args, kwargs, reduction=GlobalReduction(call.device, record=True))
 
     with untouched(call.module):

@@ -146,9 +146,7 @@ def with_report(
     return Run(Report(result, seen, ended_by, found) if reports else result, left_out, gathered)
 
 
-def _with_hooks(
-    module: nn.Module, run: Callable[[], Any]
-) -> tuple[Any, list[dict[int, tuple[Any, ...]]], str | None]:
+def _with_hooks(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[dict[int, tuple[Any, ...]]], str | None]:
     """The result of `run`, what hooks of the script on the module were given, and what ended the forward early."""
     if not _has_reported_hooks(module):
         return run(), [], None
@@ -191,4 +189,3 @@ def _changed_in_place(tensor: Tensor) -> UnsupportedError:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-

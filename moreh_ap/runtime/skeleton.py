@@ -90,11 +90,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented or isinstance(obj, (type, types.FunctionType)):
             return reduced
+        if isinstance(obj, torch.jit.ScriptFunction) and hasattr(obj, "_torchdynamo_inline"):
+            return _itself, (obj._torchdynamo_inline,)  # the function of Python that it was made from
         reduce = self.dispatch_table.get(type(obj))
         try:
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
         except (TypeError, pickle.PicklingError):
             return NotSent, (type(obj).__qualname__,)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 class _SkeletonPickler(_Pickler):

@@ -376,9 +376,7 @@ class WorkerModel:
             self._found_reads[kind] = tuple(sorted(find_reads(call, args, kwargs, rows, names)))
         return self._found_reads[kind]
 
-    def _proof(
-        self, kind: Any, call: Call, nesting: _Nesting, tensors: list[Tensor], rows: int | None
-    ) -> SplitProof:
+    def _proof(self, kind: Any, call: Call, nesting: _Nesting, tensors: list[Tensor], rows: int | None) -> SplitProof:
         """Whether calls like this one may be split; found out once for each kind of call."""
         workers, pieces = call.num_workers, self.plan.micro_batches if call.grad else 1
         if workers * pieces == 1 or rows is None or rows < workers:

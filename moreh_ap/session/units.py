@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.runtime.messages import ImportModules
 from moreh_ap.session import first_use
 from moreh_ap.session.model import RemoteModel
@@ -34,6 +36,7 @@ class Units:
     def note_moved(self, root: nn.Module) -> None:
         """`root` was moved by the script: it is one unit, or, if it left the accelerator, none."""
         if _is_on_accelerator(root):
+            _refuse_compiled(root)
             for module in root.modules():
                 self._root_of[module] = weakref.ref(root)
             self._announce(root)
@@ -90,6 +93,7 @@ class Units:
             root = module
         if not _is_on_accelerator(root):
             return None  # parameters on both sides: run it here, its parts that are on the accelerator run there
+        _refuse_compiled(root)
         self._bring_back(root)
         model = self._lay_out(root, (module, args, kwargs))
         self._models.append(model)
@@ -121,6 +125,15 @@ class Units:
         for model in [model for model in self._models if model.has_left()]:
             self._models.remove(model)
             model.release()
+
+
+def _refuse_compiled(root: nn.Module) -> None:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
+        raise UnsupportedError(
+            f"A {type(root).__name__} compiled by torch.jit on the accelerator, whose workers run Python.",
+            allowed="The model itself on the accelerator; compiled models on the CPU; compiled functions anywhere.",
+            fix="torch.jit.script(copy.deepcopy(model).cpu())  # to save it; train the model itself",
+        )
 
 
 def _state_tensors(module: nn.Module) -> list[Any]:

@@ -97,6 +97,16 @@ def test_a_generator_is_not_passed_to_a_model(model):
     assert model(torch.randn(4, 4, generator=generator, device="cuda")).shape == (4, 2)
 
 
+def test_a_model_compiled_by_torch_jit(model):
+    for compiled in (
+        lambda: torch.jit.script(nn.Linear(4, 2)).cuda(),
+        lambda: torch.jit.script(model)(torch.ones(4, 4)),
+    ):
+        with pytest.raises(UnsupportedError, match=r"compiled by torch\.jit") as error:
+            compiled()
+        assert four_lines(error)
+
+
 def test_pytorch_s_own_errors_for_what_no_device_can(model):
     x = torch.ones(4, 4, device="cuda")
     with pytest.raises(TypeError, match=r"Use Tensor\.cpu\(\)"):

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 if "--ap" in sys.argv:
-    plan = next((arg for arg in sys.argv if "=" in arg), None)
-    torch.moreh.option.enable_advanced_parallelization(mixed_precision=False, plan=plan)
+    torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
 
 torch.manual_seed(0)
 np.random.seed(0)

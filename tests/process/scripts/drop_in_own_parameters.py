@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 if "--ap" in sys.argv:
-    plan = next((arg for arg in sys.argv if "=" in arg), None)
-    torch.moreh.option.enable_advanced_parallelization(mixed_precision=False, plan=plan)
+    torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
 
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -124,5 +123,5 @@ train("momentum", MoCo().to(device), contrast)
 max_norm = nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Flatten(), nn.Linear(8, 10))
 train("max norm", max_norm.to(device), skip_gram)
 train("lists of lists", Blocks().to(device), lambda model: model(batch(5, 8)).pow(2).mean())
-wrapped = nn.DataParallel(nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).to(device))
+wrapped = nn.DataParallel(nn.Sequential(nn.Linear(8, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).to(device))
 train("wrapped", wrapped, lambda model: model(batch(5, 8)).pow(2).mean())
