@@ -181,7 +181,7 @@ def _redirect_sharing(patches: Patches) -> None:
     def reduce(tensor: VirtualTensor) -> Any:
         if getattr(tensor, "_is_param", False):
             raise UnsupportedError(
-                f"A parameter of shape {tuple(tensor.shape)} goes to another process of the script, which would train a copy.",
+                f"A parameter of shape {tuple(tensor.shape)} goes to another process, which would train a copy.",
                 allowed="Models on the accelerator in the script's own process and its threads.",
                 fix="model.cpu()  # before multiprocessing.Process(target=train, args=(model,))",
             )
