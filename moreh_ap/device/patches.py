@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,6 +140,7 @@ def _redirect_devices(patches: Patches) -> None:
     # DataLoader's pinning thread calls these on ordinary tensors.
     patches.replace(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     patches.replace(torch.Tensor, "is_pinned", lambda tensor, device=None: False)
+    _redirect_sharing(patches)
     # ``torch.Tensor([loss, other_loss])``: a class, which no mode sees.
     patches.replace(torch.Tensor, "__new__", staticmethod(legacy_types.with_host_values(torch.Tensor.__new__)))
 
@@ -170,6 +172,26 @@ def _redirect_devices(patches: Patches) -> None:
     original_set_default = patches.replace(torch, "set_default_tensor_type", set_default_tensor_type)
 
 
+def _redirect_sharing(patches: Patches) -> None:
+    """What is on a device all processes can share; a model on the accelerator none but this one."""
+
+    def share_memory(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, VirtualTensor) else original(tensor)
+
+    def reduce(tensor: VirtualTensor) -> Any:
+        if getattr(tensor, "_is_param", False):
+            raise UnsupportedError(
+                f"A parameter of shape {tuple(tensor.shape)} goes to another process, which would train a copy.",
+                allowed="Models on the accelerator in the script's own process and its threads.",
+                fix="model.cpu()  # before multiprocessing.Process(target=train, args=(model,))",
+            )
+        return tensor.__reduce_ex__(2)
+
+    original = patches.replace(torch.Tensor, "share_memory_", share_memory)
+    ForkingPickler.register(VirtualTensor, reduce)
+    patches.on_undo(lambda: ForkingPickler._extra_reducers.pop(VirtualTensor, None))  # type: ignore[attr-defined]
+
+
 def _redirect_compiler(patches: Patches) -> None:
     """What is compiled runs as it is written: there is nothing in the controller to make code for."""
 
@@ -197,6 +219,7 @@ def _redirect_compiler(patches: Patches) -> None:
 def _redirect_modules(patches: Patches, units: Units) -> None:
     from moreh_ap.session.call import call_remotely
     from moreh_ap.session.script_hooks import RunsHereOnly
+    from moreh_ap.session.units import refuse_compiled
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         parameter = next(module.parameters(), None)
@@ -231,6 +254,8 @@ def _redirect_modules(patches: Patches, units: Units) -> None:
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         if getattr(depth, "inside", False):
             return original_apply(module, fn, recurse)
+        if isinstance(module, torch.jit.ScriptModule) and isinstance(fn(torch.empty(0)), VirtualTensor):
+            refuse_compiled(module)
         depth.inside = True
         _let_go_of_graphs(module)
         swap = torch.__future__.get_swap_module_params_on_conversion()

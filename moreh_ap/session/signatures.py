@@ -116,7 +116,7 @@ class Structure:
         No leaf is a computed number, and no attribute is set: that may depend on everything.
         """
         constants = (leaf.constant for leaf in self.leaves if leaf.kind == "const")
-        return not self.attributes and all(constant in (None, True, False) for constant in constants)
+        return not self.attributes and all(constant is None for constant in constants)
 
 
 class Signatures:

@@ -36,7 +36,6 @@ class Units:
     def note_moved(self, root: nn.Module) -> None:
         """`root` was moved by the script: it is one unit, or, if it left the accelerator, none."""
         if _is_on_accelerator(root):
-            _refuse_compiled(root)
             for module in root.modules():
                 self._root_of[module] = weakref.ref(root)
             self._announce(root)
@@ -93,12 +92,25 @@ class Units:
             root = module
         if not _is_on_accelerator(root):
             return None  # parameters on both sides: run it here, its parts that are on the accelerator run there
-        _refuse_compiled(root)
+        root = self._with_all_that_share(root)
+        refuse_compiled(root)
         self._bring_back(root)
         model = self._lay_out(root, (module, args, kwargs))
         self._models.append(model)
         self._session.job.has_model(type(root).__name__, str(model.plan))
         return model, model.path_of(module)
+
+    def _with_all_that_share(self, root: nn.Module) -> nn.Module:
+        """The module, or one around it and others that have parameters of it: there gradients of all calls add up."""
+        roots = [reference() for reference in self._root_of.values()] + [model.root for model in self._models]
+        others = list({id(other): other for other in roots if other is not None and _is_on_accelerator(other)}.values())
+        group, own = [root], set(map(id, root.parameters()))
+        while sharing := [other for other in others if other not in group and not own.isdisjoint(_ids(other))]:
+            group += sharing
+            own.update(*map(_ids, sharing))
+        inside = {id(part) for module in group for part in module.modules() if part is not module}
+        outermost = [module for module in group if id(module) not in inside]
+        return outermost[0] if len(outermost) == 1 else nn.ModuleList(outermost)
 
     def _lay_out(self, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> RemoteModel:
         session, plan = self._session, first_use.plan_on_trial()
@@ -127,13 +139,22 @@ class Units:
             model.release()
 
 
-def _refuse_compiled(root: nn.Module) -> None:
+def refuse_compiled(root: nn.Module) -> None:
+    """Models of TorchScript have no code that workers could run.
+
+    Raises:
+        UnsupportedError: There is one in the module.
+    """
     if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
         raise UnsupportedError(
             f"A {type(root).__name__} compiled by torch.jit on the accelerator, whose workers run Python.",
             allowed="The model itself on the accelerator; compiled models on the CPU; compiled functions anywhere.",
             fix="torch.jit.script(copy.deepcopy(model).cpu())  # to save it; train the model itself",
         )
+
+
+def _ids(module: nn.Module) -> set[int]:
+    return set(map(id, module.parameters()))
 
 
 def _state_tensors(module: nn.Module) -> list[Any]:

@@ -30,7 +30,7 @@ from moreh_ap.session.session import Session
         ("drop_in_surgery.py", 41),
         ("drop_in_second_derivatives.py", 24),
         ("drop_in_coins.py", 14),
-        ("drop_in_own_parameters.py", 20),
+        ("drop_in_own_parameters.py", 24),
     ],
 )
 def test_a_public_style_script_prints_the_numbers_of_one_device(both_in_turn, tmp_path, script, losses):

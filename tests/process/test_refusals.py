@@ -107,6 +107,26 @@ def test_a_model_compiled_by_torch_jit(model):
         assert four_lines(error)
 
 
+def test_a_model_that_goes_to_another_process(model):
+    import io
+    from multiprocessing.reduction import ForkingPickler
+
+    model.share_memory()
+    with pytest.raises(UnsupportedError, match="goes to another process") as error:
+        ForkingPickler(io.BytesIO()).dump(model)
+    assert four_lines(error)
+    ForkingPickler(io.BytesIO()).dump(torch.ones(2, device="cuda"))
+
+
+def test_a_lazy_module_moves_after_its_first_call():
+    with pytest.raises(UnsupportedError, match="lazy module") as error:
+        nn.LazyLinear(3).cuda()
+    assert four_lines(error)
+    lazy = nn.LazyLinear(3)
+    lazy(torch.ones(2, 4))
+    assert lazy.cuda()(torch.ones(2, 4, device="cuda")).shape == (2, 3)
+
+
 def test_pytorch_s_own_errors_for_what_no_device_can(model):
     x = torch.ones(4, 4, device="cuda")
     with pytest.raises(TypeError, match=r"Use Tensor\.cpu\(\)"):

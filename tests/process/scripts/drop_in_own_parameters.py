@@ -125,3 +125,7 @@ train("max norm", max_norm.to(device), skip_gram)
 train("lists of lists", Blocks().to(device), lambda model: model(batch(5, 8)).pow(2).mean())
 wrapped = nn.DataParallel(nn.Sequential(nn.Linear(8, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).to(device))
 train("wrapped", wrapped, lambda model: model(batch(5, 8)).pow(2).mean())
+
+shared, first, second = nn.Linear(8, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+heads = nn.ModuleList([nn.Sequential(shared, first).to(device), nn.Sequential(shared, nn.Tanh(), second).to(device)])
+train("two models with one layer", heads, lambda heads: sum(head(batch(4, 8)).pow(2).mean() for head in list(heads)))
