@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.batch import row_range, slice_rows
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.forward import Call, ForwardPass
@@ -127,10 +128,17 @@ class DeferredForward:
             set_state_of_host(self._call.host_stream)
         before = state_of_host()
         found = None if meta_module is None or self._call.target else self._run_on_meta(meta_module)
-        if not self._everywhere(found is not None):
+        if not self._smallest(int(found is not None)):
             found = self._run_without_gradients()
         self.draws_from_host = state_of_host() != before
         leaves, spec, local = found  # type: ignore[misc]  # None was replaced on every worker
+        fewest, most = self._smallest(len(local)), -self._smallest(-len(local))
+        if fewest != most:
+            raise ExactnessError(
+                f"a forward took {fewest} means over the batch on one device and {most} on another: rows decide how many",
+                "the same number of mean losses for all rows",
+                'plan="micro_batches=1"',
+            )
         denominators = torch.stack(local) if local else torch.empty(0, dtype=torch.float64)
         if local and self._call.num_workers > 1:
             denominators = denominators.to(self._call.device)
@@ -163,13 +171,13 @@ class DeferredForward:
         done = ForwardPass(replace(self._call, grad=False), args, kwargs, reduction=recorder)
         return done.outputs, done.treespec, recorder.local_denominators
 
-    def _everywhere(self, ok: bool) -> bool:
-        """Says whether `ok` holds on every worker."""
+    def _smallest(self, own: int) -> int:
+        """Returns the smallest of the workers' numbers."""
         if self._call.num_workers == 1:
-            return ok
-        flag = torch.tensor(int(ok), device=self._call.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._call.group)
-        return bool(flag.item())
+            return own
+        number = torch.tensor(own, device=self._call.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._call.group)
+        return int(number.item())
 
     def _run_chunk(self, call: Call, chunk: int) -> ForwardPass:
         args, kwargs = self._chunk_arguments(chunk)

@@ -462,7 +462,7 @@ def _choose_rows(leaves: Sequence[Any], rows: int) -> list[int]:
     """
     filled, targets = torch.zeros(rows), torch.full((rows,), torch.inf)
     for leaf in leaves:
-        if carries_rows(leaf, rows) and not leaf.is_floating_point():
+        if carries_rows(leaf, rows) and not (leaf.is_floating_point() or leaf.is_complex()):
             filled += (leaf > 0).reshape(rows, -1).sum(1).cpu()
             targets = torch.minimum(targets, (leaf >= 0).reshape(rows, -1).sum(1).cpu())
     order = [row for row in filled.argsort(stable=True).tolist() if targets[row] > 0]

@@ -416,8 +416,14 @@ def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     In training nobody reads it. Stages of a pipeline would have different parts of it, and a block that is computed
     again would fill it twice: transformers switches it off too when it recomputes.
     """
-    takes_it = "use_cache" in inspect.signature(module.forward).parameters
-    return {**kwargs, "use_cache": False} if takes_it else kwargs
+    return {**kwargs, "use_cache": False} if _takes(module, "use_cache") else kwargs
+
+
+def _takes(module: nn.Module, keyword: str) -> bool:
+    """Whether `forward` has an argument of this name, or hands on whatever it gets to a part that has (PEFT does)."""
+    parameters = inspect.signature(module.forward).parameters
+    hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return keyword in parameters or (hands_on and any(_takes(part, keyword) for part in module.children()))
 
 
 class _Nesting:

@@ -16,6 +16,7 @@ from drop_in_runs import assert_same
         ("drop_in_seq2seq.py", 17),
         ("drop_in_generate.py", 26),
         ("drop_in_trainer_classes.py", 50),
+        ("drop_in_chance.py", 32),
     ],
 )
 def test_a_language_model_s_script_prints_what_one_device_prints(both_in_turn, tmp_path, script, lines):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -49,6 +50,30 @@ def test_a_signal_ends_a_script_whose_workers_are_starting(tmp_path, send):
         os.kill(script.process.pid, send)
         assert script.wait(timeout_s=5) == -send, script.err
         script.leaves_nothing()
+
+
+WAYS = ("draw", "parts", "generate")
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "killed worker"])
+def test_whatever_a_script_waits_for_ends_with_it(tmp_path, end):
+    """Calls that draw random numbers, losses on the workers' parts, and generation: three scripts at once."""
+    with contextlib.ExitStack() as stack:
+        scripts = [stack.enter_context(UserScript("work_forever.py", way, cwd=tmp_path, **TWO)) for way in WAYS]
+        for script in scripts:
+            script.wait_for_output("round 3\n")
+        victims = [script.workers()[1] for script in scripts]
+        for script, victim in zip(scripts, victims, strict=True):
+            if end == "Ctrl-C":
+                os.killpg(script.process.pid, signal.SIGINT)
+            else:
+                os.kill(victim, signal.SIGKILL)
+        for script, victim in zip(scripts, victims, strict=True):
+            assert script.wait(timeout_s=15) == (-signal.SIGINT if end == "Ctrl-C" else 1), script.err
+            says = "KeyboardInterrupt" if end == "Ctrl-C" else f"Worker 1 of 2 (process {victim}) died: killed by"
+            assert script.err.count(says) == 1 and 'work_forever.py", line ' in script.err, script.err
+            assert "WorkerLostError" not in script.err or end != "Ctrl-C"
+            script.leaves_nothing()
 
 
 INTERRUPTED_IMPORT = """

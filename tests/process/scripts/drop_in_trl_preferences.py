@@ -11,9 +11,10 @@ if "--ap" in sys.argv:
     torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
 
 from datasets import Dataset
+from made_up_words import sentences, tokenizer
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
-from trl_data import make_model, make_tokenizer, sentences, show
+from trl_runs import make_model, show
 
 SETTINGS = {
     "output_dir": "preferences",
@@ -28,7 +29,7 @@ SETTINGS = {
     "report_to": [],
     "disable_tqdm": True,
 }
-rows = Dataset.from_dict({"prompt": sentences(1, 24), "chosen": sentences(2, 24), "rejected": sentences(3, 24)})
+rows = Dataset.from_dict({"prompt": sentences(24, 1), "chosen": sentences(24, 2), "rejected": sentences(24, 3)})
 
 
 def prefer(name, model, ref_model, peft_config):
@@ -38,7 +39,7 @@ def prefer(name, model, ref_model, peft_config):
         args=DPOConfig(**SETTINGS),
         train_dataset=rows,
         eval_dataset=rows.select(range(4)),
-        processing_class=make_tokenizer(),
+        processing_class=tokenizer(with_ends=False),
         peft_config=peft_config,
     )
     trainer.train()
@@ -53,7 +54,7 @@ reward = RewardTrainer(
     model=make_model(labels=1),
     args=RewardConfig(**SETTINGS),
     train_dataset=rows.remove_columns("prompt"),
-    processing_class=make_tokenizer(),
+    processing_class=tokenizer(with_ends=False),
     peft_config=LoraConfig(task_type="SEQ_CLS", **lora),
 )
 reward.train()

@@ -12,9 +12,10 @@ if "--ap" in sys.argv:
     torch.moreh.option.enable_advanced_parallelization(mixed_precision=False, **plan)
 
 from datasets import Dataset
+from made_up_words import sentences, tokenizer
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
-from trl_data import make_model, make_tokenizer, sentences, show
+from trl_runs import make_model, show
 
 
 def train(name, rows, peft_config=None, **settings):
@@ -37,7 +38,7 @@ def train(name, rows, peft_config=None, **settings):
         ),
         train_dataset=rows,
         eval_dataset=rows.select(range(8)),
-        processing_class=make_tokenizer(),
+        processing_class=tokenizer(with_ends=False),
         peft_config=peft_config,
     )
     assert trainer.args.n_gpu <= 1 and trainer.args.world_size == 1 and trainer.accelerator.num_processes == 1
@@ -46,8 +47,8 @@ def train(name, rows, peft_config=None, **settings):
     show(name, trainer)
 
 
-text = Dataset.from_dict({"text": sentences(1, 48)})
-pairs = Dataset.from_dict({"prompt": sentences(2, 32), "completion": sentences(3, 32)})
+text = Dataset.from_dict({"text": sentences(48, 1)})
+pairs = Dataset.from_dict({"prompt": sentences(32, 2), "completion": sentences(32, 3)})
 lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
 train("plain", text)
 train("completion", pairs)

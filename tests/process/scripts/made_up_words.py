@@ -6,7 +6,8 @@ NUM_WORDS = 90
 VOCABULARY = NUM_WORDS + 7
 
 
-def tokenizer(padding_side="right"):
+def tokenizer(padding_side="right", with_ends=True):
+    """A sentence is put between [CLS] and [SEP] if `with_ends`, as for an encoder."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -14,9 +15,10 @@ def tokenizer(padding_side="right"):
     words = [*special, *(f"w{number}" for number in range(NUM_WORDS))]
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
+    if with_ends:
+        made.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token="[PAD]",
