@@ -11,7 +11,7 @@ stages share the batch like replicas meanwhile. One block at a time is in memory
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,12 +46,12 @@ class Streaming:
                 if isinstance(stage, FSDPModule):
                     self._managers[id(part)] = stage
         for path, unit in self._units():
-            names = [name for name, _ in unit.named_parameters(prefix=path)]
-            if names:
-                travels = not all(name in stages.everywhere for name in names)
-                owner = stages.first_holder_of(names[0]) if travels else None
-                unit.register_forward_pre_hook(self._fetcher(unit, owner), with_kwargs=True)
-                unit.register_forward_hook(self._dropper(unit, owner), always_call=True)
+            names = [name for name, _ in unit.named_parameters(prefix=path, remove_duplicate=False)]
+            # One by one: a head may have a weight that is an embedding's on the first stage, and a bias on the last.
+            owners = {name: None if name in stages.everywhere else stages.first_holder_of(name) for name in names}
+            if owners:
+                unit.register_forward_pre_hook(self._fetcher(path, unit, owners), with_kwargs=True)
+                unit.register_forward_hook(self._dropper(unit, owners), always_call=True)
 
     def _units(self) -> Iterator[tuple[str, nn.Module]]:
         body = self._stages.body
@@ -78,24 +78,26 @@ class Streaming:
         """Returns what a model returned, in float32 as FSDP2 returns it."""
         return result if self._dtype is None else _cast(result, torch.float32)
 
-    def _fetcher(self, unit: nn.Module, owner: int | None) -> Any:
+    def _fetcher(self, path: str, unit: nn.Module, owners: Mapping[str, int | None]) -> Any:
+        mine = [owner is None or owner == self._stages.axis.rank for owner in owners.values()]
+
         def fetch(part: nn.Module, args: Any, kwargs: Any) -> Any:
             if not self._active:
                 return None
-            mine = owner is None or self._stages.axis.rank == owner
-            if mine and id(unit) in self._managers:
+            if any(mine) and id(unit) in self._managers:
                 self._managers[id(unit)].unshard()
-            if owner is not None:
-                for holder in unit.modules():
-                    for name, param in holder._parameters.items():
-                        if param is not None:
-                            self._broadcast(holder, name, param, owner, mine)
-            return None if mine or self._dtype is None else (_cast(args, self._dtype), _cast(kwargs, self._dtype))
+            for prefix, holder in unit.named_modules(prefix=path):
+                for name, param in holder._parameters.items():
+                    owner = None if param is None else owners[f"{prefix}.{name}".removeprefix(".")]
+                    if owner is not None:
+                        self._broadcast(holder, name, param, owner)
+            return None if all(mine) or self._dtype is None else (_cast(args, self._dtype), _cast(kwargs, self._dtype))
 
         return fetch
 
-    def _broadcast(self, holder: nn.Module, name: str, param: nn.Parameter, owner: int, mine: bool) -> None:
+    def _broadcast(self, holder: nn.Module, name: str, param: nn.Parameter, owner: int) -> None:
         axis = self._stages.axis
+        mine = axis.rank == owner
         value = param.detach()
         if not mine:
             casts = self._dtype is not None and param.is_floating_point() and param.ndim > 0
@@ -106,14 +108,12 @@ class Streaming:
             received._moreh_own = param  # type: ignore[attr-defined]
             holder._parameters[name] = received
 
-    def _dropper(self, unit: nn.Module, owner: int | None) -> Any:
+    def _dropper(self, unit: nn.Module, owners: Mapping[str, int | None]) -> Any:
         def drop(part: nn.Module, args: Any, result: Any) -> None:
             if not self._active:
                 return
-            if owner is None or self._stages.axis.rank == owner:
-                if id(unit) in self._managers:
-                    self._managers[id(unit)].reshard()
-                return
+            if id(unit) in self._managers and not {None, self._stages.axis.rank}.isdisjoint(owners.values()):
+                self._managers[id(unit)].reshard()
             for holder in unit.modules():
                 for name, param in holder._parameters.items():
                     if param is not None and hasattr(param, "_moreh_own"):
