@@ -135,7 +135,7 @@ class DeferredForward:
         fewest, most = self._smallest(len(local)), -self._smallest(-len(local))
         if fewest != most:
             raise ExactnessError(
-                f"a forward took {fewest} means over the batch on one device and {most} on another, by its rows",
+                f"rows decide how many means over the batch a forward takes: {fewest} on one device, {most} on another",
                 "the same number of mean losses for all rows",
                 'plan="micro_batches=1"',
             )

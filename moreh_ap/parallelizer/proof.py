@@ -338,6 +338,9 @@ class _Probe:
                 run = PipelinedPass if runs_in_stages else ForwardPass
                 done = run(call, args, kwargs, reduction=reduction)
             after = {name: buffer.detach().clone() for name, buffer in call.module.named_buffers()}
+            own = len(done.outputs) - sum(done.attributes.values())
+            # An attribute that was changed in place is put back with the rest of the state: what it became is kept.
+            done.outputs[own:] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in done.outputs[own:]]
         self._buffers = self._buffers or after
         for name, value in after.items():
             if not _close(value, self._buffers[name], self._tolerance):

@@ -187,12 +187,14 @@ class DefineSignature:
 class Forward:
     """Run a forward pass. `tensors` are the tensor leaves of the arguments in order; answers a `ForwardReply`.
 
-    Random numbers go on from `streams`; those of PyTorch, where it has none for them, start at `seed`.
+    Random numbers go on from `streams`; those of PyTorch, where it has none for them, start at `seed`. The batch has
+    `rows` rows: tensors that are named by an `OutputRef` do not tell, as a worker has some of them only.
     """
 
     call_id: int
     signature: int
     tensors: tuple[TensorData | OutputRef | StateRef, ...]
+    rows: int | None
     wants_grad: tuple[bool, ...]
     grad: bool
     seed: int

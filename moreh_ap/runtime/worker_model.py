@@ -20,7 +20,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.attributes import Attributes, full_name, report_attributes
-from moreh_ap.parallelizer.batch import carries_rows, num_rows, row_range, slice_rows
+from moreh_ap.parallelizer.batch import carries_rows, row_range, slice_rows
 from moreh_ap.parallelizer.containers import unpickle_treespec
 from moreh_ap.parallelizer.draws import Share
 from moreh_ap.parallelizer.forward import Call
@@ -258,7 +258,7 @@ class WorkerModel:
             self.set_training(command.training)
         module = self.module.get_submodule(signature.path)
         nesting = _Nesting(signature.pickled_treespec, signature.pickled_constants)
-        rows = num_rows([tensor for tensor, is_local in zip(tensors, local) if not is_local])
+        rows = command.rows
         carried = [is_local or (rows is not None and carries_rows(t, rows)) for t, is_local in zip(tensors, local)]
         axis = self.applied.position.data if command.grad else self.applied.position.rows
         call = Call(

@@ -17,6 +17,7 @@ from torch import Tensor
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, place
 from moreh_ap.device.values import Cell, Value
 from moreh_ap.errors import ExactnessError, UnsupportedError
+from moreh_ap.parallelizer.batch import num_rows
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.streams import Streams
 from moreh_ap.runtime.messages import (
@@ -91,12 +92,13 @@ class Call:
             autocast,
         )
         expected = signatures.structure(self.kind)
-        rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
+        rows = num_rows(tensors)
         streams = session.generator.streams() if expected is None or expected.draws else None
         forward = Forward(
             call_id=self.id,
             signature=signature,
             tensors=tuple(_encode(tensor, rows, expected) for tensor in tensors),
+            rows=rows,
             wants_grad=wants_grad,
             grad=grad,
             seed=session.generator.next_seed(),

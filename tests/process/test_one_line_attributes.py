@@ -347,3 +347,52 @@ def test_what_one_part_keeps_is_read_by_another_call(accelerator):
 
     accelerator("replicate=2")
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+class CachedAttention(nn.Module):
+    """As in the reference code of Llama: keys are written into a tensor that the module keeps, which is no buffer."""
+
+    def __init__(self, width: int = 16, max_rows: int = 6, max_length: int = 12) -> None:
+        super().__init__()
+        self.qk, self.out = nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.cache = torch.zeros(max_rows, max_length, width)
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        rows, length, _ = x.shape
+        q, k = self.qk(x).chunk(2, dim=-1)
+        self.cache = self.cache.to(q)
+        self.cache[:rows, start : start + length] = k
+        keys = self.cache[:rows, : start + length]
+        return self.out((q @ keys.transpose(1, 2)).softmax(-1) @ keys)
+
+
+class ReferenceDecoder(nn.Module):
+    """Its `forward` is called by its name, so that every part is a call of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attention = nn.Embedding(11, 16), CachedAttention()
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 11)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, start: int) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(self.norm(x + self.attention(x, start)))
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_cache_that_a_forward_writes_in_place_is_that_of_one_device(accelerator, rows):
+    accelerator("replicate=2")
+
+    def script(device):
+        torch.manual_seed(0)
+        model = ReferenceDecoder().to(device)
+        model.attention.cache = model.attention.cache.to(device)
+        tokens, found = torch.arange(3 * rows, device=device).view(rows, 3) % 11, []
+        for start in (0, 3, 4, 5):
+            logits = model.forward(tokens[:, start:], start)
+            found.append(logits[:, -1].cpu())
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+        return {"logits": torch.stack(found), "tokens": tokens.cpu()}
+
+    assert_same(*on_both(script))
