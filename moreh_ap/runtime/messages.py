@@ -17,6 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from moreh_ap.parallelizer.sources import TensorSource
     from moreh_ap.parallelizer.streams import Streams
+    from moreh_ap.runtime.flags import Flags
 
 
 MAX_INLINE_BYTES = 16 * 1024
@@ -188,7 +189,8 @@ class Forward:
     """Run a forward pass. `tensors` are the tensor leaves of the arguments in order; answers a `ForwardReply`.
 
     Random numbers go on from `streams`; those of PyTorch, where it has none for them, start at `seed`. The batch has
-    `rows` rows: tensors that are named by an `OutputRef` do not tell, as a worker has some of them only.
+    `rows` rows: tensors that are named by an `OutputRef` do not tell, as a worker has some of them only. `flags` are
+    those of the script's process.
     """
 
     call_id: int
@@ -201,6 +203,7 @@ class Forward:
     streams: Streams | None
     training: bytes | None
     autocast_dtype: torch.dtype | None
+    flags: Flags
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from moreh_ap.parallelizer.run import run_forward
 from moreh_ap.parallelizer.sharding import fsdp_roots, prepare, set_requires_grad, settle
 from moreh_ap.parallelizer.tensor_random import draws_random_numbers
 from moreh_ap.plan import Plan
+from moreh_ap.runtime.flags import Flags, set_process_flags
 from moreh_ap.runtime.messages import (
     BuildModel,
     DefineSignature,
@@ -256,6 +257,7 @@ class WorkerModel:
         """Run the call on this worker's rows, or on the whole batch where it cannot be split; or ask for attributes."""
         if command.training is not None:
             self.set_training(command.training)
+        set_process_flags(command.flags)
         module = self.module.get_submodule(signature.path)
         nesting = _Nesting(signature.pickled_treespec, signature.pickled_constants)
         rows = command.rows
@@ -273,7 +275,7 @@ class WorkerModel:
             stream=self._stream(command),
             host_stream=None if command.streams is None else command.streams.host,
         )
-        kind = self._kind_of_call(call, signature, tensors, carried)
+        kind = self._kind_of_call(call, signature, tensors, carried, command.flags)
         reads = self._reads((kind, frozenset(self._kept)), call, nesting, tensors, rows)
         if reads:
             return ReadsAttributes(reads)
@@ -356,13 +358,13 @@ class WorkerModel:
         return args, without_cache(self.module, kwargs) if keeps_no_cache else kwargs
 
     def _kind_of_call(
-        self, call: Call, signature: DefineSignature, tensors: list[Tensor], carried: list[bool]
+        self, call: Call, signature: DefineSignature, tensors: list[Tensor], carried: list[bool], flags: Flags
     ) -> tuple[Any, ...]:
         """What calls have in common of which the same is true."""
         kinds_of_input = tuple((tensor.dim(), tensor.dtype, rowed) for tensor, rowed in zip(tensors, carried))
         training = bytes(module.training for module in self._modules)
         settings = (signature.path, signature.pickled_treespec, signature.pickled_constants, self._settings.number)
-        return (settings, kinds_of_input, training, call.grad, call.autocast)
+        return (settings, kinds_of_input, training, call.grad, call.autocast, flags)
 
     def _reads(
         self, kind: Any, call: Call, nesting: _Nesting, tensors: list[Tensor], rows: int | None

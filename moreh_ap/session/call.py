@@ -20,6 +20,7 @@ from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.batch import num_rows
 from moreh_ap.parallelizer.containers import flatten
 from moreh_ap.parallelizer.streams import Streams
+from moreh_ap.runtime.flags import process_flags
 from moreh_ap.runtime.messages import (
     MAX_INLINE_BYTES,
     Backward,
@@ -81,6 +82,7 @@ class Call:
             session.traffic.next_step()
         self.backward_kind = (signature, model.settings.number)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        flags = process_flags()
         wants_grad = tuple(grad and tensor.requires_grad for tensor in tensors)
         self.kind = (
             signature,
@@ -90,6 +92,7 @@ class Call:
             model.training_flags,
             model.settings.number,
             autocast,
+            flags,
         )
         expected = signatures.structure(self.kind)
         rows = num_rows(tensors)
@@ -105,6 +108,7 @@ class Call:
             streams=streams,
             training=training,
             autocast_dtype=autocast,
+            flags=flags,
         )
         reply = self.reply = session.outbox.submit(forward)
         # What is drawn may decide what comes out: after a call that draws nothing of its result is expected.

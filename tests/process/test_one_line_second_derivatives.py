@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_one_line_training import assert_same, on_both
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.errors import UnsupportedError
@@ -371,3 +372,24 @@ def test_a_hook_on_an_output_of_which_the_gradient_comes_in_parts():
     with pytest.raises(UnsupportedError, match="what a hook waits for"):
         gradient.square().sum().backward()
 
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attend(x, x, x, need_weights=False)[0]
+
+
+def test_attention_that_is_not_fused_for_the_call():
+    def script(device):
+        torch.manual_seed(0)
+        model = Attending().to(device)
+        with sdpa_kernel(SDPBackend.MATH):  # which the fused kernels have no second derivative of
+            loss = penalty(model, batch(device, 4, 3, 6))
+        loss.backward()
+        return loss, gradients_of(model)
+
+    assert_same(*on_both(script))

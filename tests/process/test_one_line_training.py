@@ -518,3 +518,27 @@ def test_dropout_is_reproduced_by_the_seed():
     assert torch.equal(first, again) and not torch.equal(first, second)
     assert not torch.equal(first[:32], first[32:]), "workers drop different units"
     assert 0.4 < (first == 0).float().mean() < 0.6
+
+
+class MakesTensors(nn.Module):
+    """A forward that makes tensors of the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + torch.linspace(0, 1, 8, device=x.device) / 3
+
+
+def test_the_default_dtype_of_the_process_is_that_of_forwards():
+    def script(device):
+        model = MakesTensors().to(device)
+        return model(torch.ones(4, 8).to(device))
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_same(*on_both(script), rtol=1e-12, atol=1e-12)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(*on_both(script))

@@ -60,7 +60,7 @@ class Workers:
 
 
 def forward(*tensors):
-    return Forward(1, 2, tensors, None, (False,) * len(tensors), True, 0, None, None, None)
+    return Forward(1, 2, tensors, None, (False,) * len(tensors), True, 0, None, None, None, ())
 
 
 def test_everything_since_opening_is_told_again_to_other_workers_and_its_promises_are_kept():

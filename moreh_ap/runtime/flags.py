@@ -1,0 +1,64 @@
+"""Flags of PyTorch that hold for a whole process and that a model's forward follows.
+
+A script sets them where it runs (``torch.set_default_dtype``, ``torch.set_float32_matmul_precision``, `sdpa_kernel`);
+workers have to have them too. Decides which they are. Must not know how they travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.backends import cuda, cudnn
+
+Flags = tuple[Any, ...]
+"""A value for each flag, in a fixed order; None where PyTorch does not tell."""
+
+
+class _Flag(NamedTuple):
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+def _determinism() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _of(holder: Any, name: str) -> _Flag:
+    return _Flag(lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
+
+
+_FLAGS = (
+    _Flag(torch.get_default_dtype, torch.set_default_dtype),
+    # The older way to say it first: it says the newer one too, and cannot be asked once that one was used alone.
+    _Flag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _of(cuda.matmul, "fp32_precision"),
+    _of(cudnn, "allow_tf32"),
+    _of(cudnn, "benchmark"),
+    _of(cudnn, "deterministic"),
+    _Flag(_determinism, lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1])),
+    _Flag(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    _Flag(cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    _Flag(cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    _Flag(cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+)
+
+
+def process_flags() -> Flags:
+    """Returns what is set in this process."""
+    return tuple(map(_value_of, _FLAGS))
+
+
+def set_process_flags(values: Flags) -> None:
+    """Sets what is set otherwise in this process."""
+    for flag, value in zip(_FLAGS, values, strict=True):
+        if value is not None and value != _value_of(flag):
+            flag.set(value)
+
+
+def _value_of(flag: _Flag) -> Any:
+    try:
+        return flag.get()
+    except RuntimeError:  # precision was set in two ways that contradict each other
+        return None
