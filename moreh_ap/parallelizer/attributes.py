@@ -1,7 +1,8 @@
 """Attributes that a forward sets on parts of a model: ``self.last_loss = loss``, ``self.attention = weights``.
 
 Decides which of them changed in a forward and which can be answered with its result. Must not know who asks for them.
-Looked at are parts whose class is the user's; what classes of libraries keep for themselves is their own.
+Looked at are parts whose class is the user's; what classes of libraries keep for themselves is their own, but for lists
+(PEFT's of adapters that are merged into a weight, which a forward takes out again where they are disabled).
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ class Attributes:
 
     def __init__(self, root: nn.Module) -> None:
         self._parts = [(path, part) for path, part in root.named_modules() if _is_of_user(type(part))]
+        self._lists = [
+            (path, part, name)
+            for path, part in root.named_modules()
+            if not _is_of_user(type(part))
+            for name, value in _kept(part, "_")
+            if type(value) is list
+        ]
 
     def marks(self) -> Marks:
         """Returns how the attributes are now."""
@@ -56,6 +64,9 @@ class Attributes:
         for path, part in self._parts:
             for name, value in _kept(part, _OF_THIS_PACKAGE):
                 yield full_name(path, name), value
+        for path, part, name in self._lists:
+            if name in vars(part):
+                yield full_name(path, name), vars(part)[name]
 
 
 def full_name(path: str, name: str) -> str:

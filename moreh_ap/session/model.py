@@ -177,7 +177,7 @@ class RemoteModel:
         return id(module) in self._path_of
 
     def has_trainable_parameters(self) -> bool:
-        return any(self._requires_grad)
+        return any(parameter.requires_grad for parameter in self.parameters.values())  # `_requires_grad` may be old
 
     # -- what a script may change between calls --------------------------------------------------------------------
 

@@ -61,6 +61,20 @@ def test_accumulation_clipping_and_schedule():
     assert_same(*on_both(script))
 
 
+def test_a_model_trains_at_once_after_it_was_frozen():
+    def script(device):
+        model, trace = OwnTransformer().to(device), []
+        for ids, labels in batches(device, count=2):
+            model.requires_grad_(False)  # as PEFT's adapters are while they are disabled
+            trace.append(model(ids, labels)[1])
+            model.requires_grad_(True)
+            model(ids, labels)[1].backward()
+            trace.append([parameter.grad for parameter in model.parameters()])
+        return trace
+
+    assert_same(*on_both(script))
+
+
 def test_several_forwards_before_one_backward():
     def script(device):
         model = OwnTransformer().to(device)
