@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -105,6 +106,8 @@ def parameters_kept(module: nn.Module) -> Iterator[None]:
         old = owner._parameters.get(name)
         if old is None or new is None or new is old or not any(part is owner for part in module.modules()):
             return None
+        if isinstance(old, DTensor) or isinstance(new, DTensor):
+            return None  # FSDP2 gathers a parameter of an `nn.LSTM`, or lets go of it
         if fsdp_roots(module) or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise UnsupportedError(
                 f"forward puts a parameter of shape {tuple(new.shape)} in place of {name} of shape {tuple(old.shape)}, "

@@ -46,6 +46,16 @@ def test_a_script_with_trainer_prints_the_numbers_of_one_device(tmp_path):
     assert_same(ours, reference)
 
 
+def test_a_recurrent_layer_is_sharded(accelerator: Callable[[str], Session]):
+    lstm, x = nn.LSTM(4, 4, batch_first=True), torch.ones(4, 3, 4)
+    expected = lstm(x)[0].detach()
+    accelerator("shard=2")
+    lstm.cuda()
+    output = lstm(x.cuda())[0]
+    output.sum().backward()
+    assert torch.allclose(output.cpu(), expected, atol=1e-6) and lstm.weight_ih_l0.grad is not None
+
+
 def test_what_scripts_do_beside_training_gives_the_values_of_one_device(both_in_turn, tmp_path):
     ours, reference = both_in_turn("drop_in_everyday.py", tmp_path)
     assert len(reference) > 45
