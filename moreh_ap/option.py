@@ -35,7 +35,7 @@ class Options:
         num_micro_batches: Number of micro-batches.
         activation_recomputation: Whether every block recomputes its activations, or none does.
         distribute_parameter: Whether devices that share the batch shard parameters, gradients and optimizer state.
-        mixed_precision: Whether bfloat16 may be computed in, where the device has it natively.
+        mixed_precision: Whether bfloat16 may be computed in, on GPUs that have it natively.
         devices: Number of devices; None means all there are.
         plan: The plan to use; None leaves it to the planner.
         autotune: Whether the planner's best plans are tried before one is kept.
@@ -86,7 +86,8 @@ def enable_advanced_parallelization(
             none; "auto" as little as lets a plan fit.
         distribute_parameter: True shards parameters, gradients and optimizer state over devices that share the batch,
             False never does, "auto" does where it is faster or nothing fits without.
-        mixed_precision: Whether to compute in bfloat16 where the device has it natively.
+        mixed_precision: Whether to compute in bfloat16 on GPUs that have it natively. CPU workers compute in float32
+            unless a plan says ``precision=bf16``.
         devices: Number of devices to use; default: `MOREH_NUM_DEVICES`, else the plan's, else all.
         plan: A plan, or its text, to use instead of the planner's choice, even if it is predicted not to fit.
         autotune: Whether to train the model for a few steps under each of the three best plans that differ in more than

@@ -61,7 +61,9 @@ def machine_of(session: Session) -> Machine:
     infos, options = session.devices(), session.options
     info = min(infos, key=lambda one: one.memory_bytes)
     native = all(one.native_bf16 for one in infos)
-    precision = "bf16" if native and options.mixed_precision else "fp32"
+    # CPU workers stand in for accelerators, and are compared with one process on the CPU, which computes in float32.
+    computes_bf16 = native and info.name != "CPU"
+    precision = "bf16" if computes_bf16 and options.mixed_precision else "fp32"
     if options.plan is not None:
         precision = options.plan.precision
     threads = f" with {info.num_threads} threads" if info.num_threads else ""
@@ -72,7 +74,7 @@ def machine_of(session: Session) -> Machine:
         rates = slowest(answers)
         with contextlib.suppress(OSError):  # where the folder cannot be written, it is measured again next time
             FILE.keep(key, as_entry(rates))
-    return machine_from(replace(info, native_bf16=native), precision, len(infos), rates, key)
+    return machine_from(replace(info, native_bf16=computes_bf16), precision, len(infos), rates, key)
 
 
 def machine_from(info: DeviceInfo, precision: str, num_devices: int, rates: DeviceRates, key: str = "") -> Machine:

@@ -174,8 +174,8 @@ def test_a_machine_is_measured_once_by_all_workers(tmp_path, monkeypatch):
     outbox = Outbox([rates(), rates(2.0)])
     first = machine_of(session(outbox))
     assert outbox.asked == [ProbeDevice(True)]
-    assert first.cluster.device.bf16_flops == pytest.approx(
-        machine_from(CPU, "bf16", 2, rates(2.0)).cluster.device.bf16_flops
+    assert first.cluster.device.fp32_flops == pytest.approx(
+        machine_from(CPU, "fp32", 2, rates(2.0)).cluster.device.fp32_flops
     )
     assert machine_of(session(outbox)) == first and len(outbox.asked) == 1
     other = machine_of(session(outbox, replace(CPU, num_threads=2)))
@@ -202,14 +202,19 @@ def test_where_nothing_can_be_written_it_is_measured_again(tmp_path, monkeypatch
     assert len(outbox.asked) == 2
 
 
-def test_the_plan_s_precision_is_the_one_that_the_options_leave(tmp_path, monkeypatch):
+def test_the_plan_s_precision_is_the_one_that_the_options_and_the_devices_leave(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     outbox = Outbox([rates(), rates()])
-    single = machine_from(CPU, "fp32", 2, rates()).cluster.device.elementwise
+    gpu = replace(CPU, name="a GPU that nobody has heard of")
+    single = machine_from(gpu, "fp32", 2, rates()).cluster.device.elementwise
     asked = replace(
         rates(), elementwise=tuple((*row[:2], row[2] * (2 if row[0] == "bf16" else 1)) for row in rates().elementwise)
     )
     outbox.answers = [asked, asked]
-    assert machine_of(session(outbox)).cluster.device.elementwise != single
-    assert machine_of(session(outbox, mixed_precision=False)).cluster.device.elementwise == single
-    assert machine_of(session(outbox, plan=Plan.parse("replicate=2"))).cluster.device.elementwise == single
+    assert machine_of(session(outbox, gpu)).cluster.device.elementwise != single
+    assert machine_of(session(outbox, gpu, mixed_precision=False)).cluster.device.elementwise == single
+    assert machine_of(session(outbox, gpu, plan=Plan.parse("replicate=2"))).cluster.device.elementwise == single
+    on_cpu = machine_of(session(outbox)).cluster.device
+    assert not on_cpu.native_bf16, "CPU workers are compared with one process on the CPU"
+    low = machine_of(session(outbox, plan=Plan.parse("replicate=2,precision=bf16"))).cluster.device
+    assert low.elementwise != on_cpu.elementwise
