@@ -8,6 +8,7 @@ from one_line_models import OwnTransformer, ragged_batches, tiny_gpt2, tiny_llam
 from pipeline_jobs import train_tied
 from torch import nn
 
+from moreh_ap.device import disable
 from moreh_ap.errors import PlanError, UnsupportedError
 
 PLANS = [
@@ -150,6 +151,7 @@ def test_a_model_of_one_s_own_whose_residuals_are_outside_of_its_blocks(plan):
     if "zero_bubble" in plan:  # PyTorch's split of a backward does not take a graph of this shape
         with pytest.raises(PlanError, match="is not proven for OwnTransformer"):
             OwnTransformer().to("cuda")(*(value.to("cuda") for value in list(batch(0, "cpu").values())[:1]))
+        disable()  # one stage has failed and the other waits for it: workers for the tests that follow
         return
 
     def script(device):

@@ -98,7 +98,8 @@ def test_an_unknown_model_is_verified_once_and_nothing_of_it_is_touched(
         assert vars(session.generator) == {**seeds, "_offset": seeds["_offset"] + 1}
         current = device.current()
         assert current is not None
-        assert [remote.root for remote in current.units._models] == [model], "the copy has left"
+        roots = [remote.root for remote in current.units._models]  # models of other tests, too
+        assert [root for root in roots if type(root) is type(model)] == [model], "the copy has left"
         model.cpu()
     (entry,) = json.loads((cache / "verified.json").read_text()).values()
     assert entry["model"] == "Stack"
