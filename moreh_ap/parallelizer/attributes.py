@@ -147,7 +147,7 @@ def _is_marked(value: Any, mark: tuple[Any, Any]) -> bool:
 
 def _version_of(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():  # to look whether it changed is not to read it
-        return tensor._version
+        return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_of_user(cls: type) -> bool:
