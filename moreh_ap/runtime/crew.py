@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1  # how often a wait looks up to see whether it still makes sense
 START_POLL_S = 0.02  # the same while processes start
-_CAUSE_S = 4.0  # how long to wait for the engine to say how a process ended
+_CAUSE_S = 8.0  # how long to wait for the engine to say how a process ended; 4 s were once too few on 2 busy cores
 _STOP_TIMEOUT_S = 15.0
 
 Progress = Callable[[str, int, int], object]

@@ -70,7 +70,7 @@ def test_whatever_a_script_waits_for_ends_with_it(tmp_path, end):
                 os.kill(victim, signal.SIGKILL)
         for script, victim in zip(scripts, victims, strict=True):
             assert script.wait(timeout_s=15) == (-signal.SIGINT if end == "Ctrl-C" else 1), script.err
-            says = "KeyboardInterrupt" if end == "Ctrl-C" else f"Worker 1 of 2 (process {victim}) died: "
+            says = "KeyboardInterrupt" if end == "Ctrl-C" else f"Worker 1 of 2 (process {victim}) died: killed by"
             assert script.err.count(says) == 1 and 'work_forever.py", line ' in script.err, script.err
             assert "WorkerLostError" not in script.err or end != "Ctrl-C"
             script.leaves_nothing()
