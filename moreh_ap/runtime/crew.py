@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.runtime import environment
 from moreh_ap.runtime.bootstrap import Launch
+from moreh_ap.runtime.child import Child
 from moreh_ap.runtime.output import WorkerOutput
 from moreh_ap.runtime.worker_side import Answer, WorkerSpec
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1  # how often a wait looks up to see whether it still makes sense
 START_POLL_S = 0.02  # the same while processes start
-_CAUSE_S = 8.0  # how long to wait for the engine to say how a process ended; 4 s were once too few on 2 busy cores
+_CAUSE_S = 4.0  # how long to wait for somebody to say how a process ended; the engine may never do so
 _STOP_TIMEOUT_S = 15.0
 
 Progress = Callable[[str, int, int], object]
@@ -62,7 +63,7 @@ class Crew:
         self._is_stopping = is_stopping
         self._output = WorkerOutput(request.num_workers)
         self._store: Any = None
-        self._pids: dict[int, int] = {}
+        self._children: dict[int, Child] = {}
         self._pid_reader, self._pid_writer = os.pipe()
         os.set_inheritable(self._pid_writer, True)
         os.set_blocking(self._pid_reader, False)
@@ -70,7 +71,7 @@ class Crew:
     @property
     def pids(self) -> list[int]:
         """Process ids in rank order, as far as known."""
-        return [pid for _, pid in sorted(self._pids.items())]
+        return [child.pid for _, child in sorted(self._children.items())]
 
     def start(self, on_progress: Progress, engine_made: Callable[[], object]) -> tuple[Engine, Pending[Answer]]:
         """Starts the processes and lets them join.
@@ -106,8 +107,8 @@ class Crew:
 
     def find_dead(self) -> WorkerLostError | None:
         """Returns the error for the first worker whose process is gone, None while all live."""
-        for rank, pid in self._pids.items():
-            if not _is_alive(pid):
+        for rank, child in self._children.items():
+            if not child.is_alive():
                 return self._lost(rank)
         return None
 
@@ -131,6 +132,8 @@ class Crew:
         self.kill()
         if self.engine is not None:
             self.engine.stop(_STOP_TIMEOUT_S)
+        for child in self._children.values():
+            child.close()
         self._output.close()
         os.close(self._pid_reader)
         os.close(self._pid_writer)
@@ -166,12 +169,12 @@ class Crew:
 
         num_workers, timeout_s = self._request.num_workers, self._request.start_timeout_s
         deadline_s = time.monotonic() + timeout_s
-        while len(self._pids) < num_workers:
+        while len(self._children) < num_workers:
             if self._is_stopping():
                 raise Stopping
-            known = len(self._pids)
+            known = len(self._children)
             self._read_pids()
-            for count in range(known, len(self._pids)):
+            for count in range(known, len(self._children)):
                 on_progress("connect", count + 1, num_workers)
             try:
                 joining.wait(START_POLL_S)
@@ -183,7 +186,7 @@ class Crew:
                     fix="python -c 'import torch, monarch.actor'  # does the installation work?",
                 ) from error
             if time.monotonic() > deadline_s:
-                missing = sorted(set(range(num_workers)) - set(self._pids))
+                missing = sorted(set(range(num_workers)) - set(self._children))
                 raise MeshStartError(f"The processes of workers {missing} did not run {timeout_s:g} s after the start.")
 
     def _read_pids(self) -> None:
@@ -191,30 +194,26 @@ class Crew:
             lines = os.read(self._pid_reader, 65536).decode().splitlines()
         except BlockingIOError:
             return
-        self._pids.update((int(rank), int(pid)) for rank, pid in map(str.split, lines))
+        self._children.update((int(rank), Child(int(pid))) for rank, pid in map(str.split, lines))
 
     def _lost(self, rank: int) -> WorkerLostError:
-        """Makes the error for a dead worker, giving the engine a moment to learn how it died."""
+        """Makes the error for a dead worker, giving kernel and engine a moment to tell how it died."""
         assert self.engine is not None, "pids are known only after the engine is made"
+        child = self._children[rank]
         deadline_s = time.monotonic() + _CAUSE_S
-        cause = self.engine.cause_of_death(rank)
-        while cause is None and time.monotonic() < deadline_s and not self._is_stopping():
+        code, report = child.exit_code(), self.engine.cause_of_death(rank)
+        while code is None and report is None and time.monotonic() < deadline_s and not self._is_stopping():
             time.sleep(POLL_S)
-            cause = self.engine.cause_of_death(rank)
-        by_signal = re.fullmatch(r"Killed\(sig=(\d+)\)", cause or "")
-        number = int(by_signal.group(1)) if by_signal else None
-        how = f"killed by signal {number}, {signal.strsignal(number)}" if number else cause or "cause unknown"
+            code, report = child.exit_code(), self.engine.cause_of_death(rank)
+        by_signal = re.fullmatch(r"Killed\(sig=(\d+)\)", report or "")
+        if code is None and by_signal:
+            code = -int(by_signal.group(1))
+        if code is None:
+            how = report or "cause unknown"
+        else:
+            how = f"killed by signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
         memory = "dmesg | grep -i 'out of memory'  # the system kills for memory: try a smaller batch or model"
-        who = f"Worker {rank} of {self._request.num_workers} (process {self._pids[rank]})"
         return WorkerLostError(
-            f"{who} died: {how}.{self.last_words(rank)}",
-            fix=memory if number == signal.SIGKILL else "",
+            f"Worker {rank} of {self._request.num_workers} (process {child.pid}) died: {how}.{self.last_words(rank)}",
+            fix=memory if code == -signal.SIGKILL else "",
         )
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

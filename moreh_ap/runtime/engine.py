@@ -190,9 +190,9 @@ class Engine:
 
     def cause_of_death(self, rank: int) -> str | None:
         """Returns what is known about the end of worker `rank`'s process, such as "Killed(sig=9)"."""
-        concerned = f"{self._name}{{'gpus': {rank}/"
+        concerned = re.compile(rf"{self._name}(-watch)?{{'gpus': {rank}/")
         for report in reversed(_faults):
-            if concerned in report:
+            if concerned.search(report):
                 found = re.search(r"failed: (.+)", report)
                 return found.group(1).strip() if found else report.strip()
         return None

@@ -1,0 +1,62 @@
+"""A process that the engine started and reaps, watched by us.
+
+Decides how a process's end is noticed and how its exit status is learnt although another part of this process collects
+it. Must not know what the process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+
+# Source: Linux, include/uapi/linux/pidfd.h: struct pidfd_info as first published, PIDFD_GET_INFO, PIDFD_INFO_EXIT.
+_PIDFD_INFO = struct.Struct("=QQ11Ii")  # the mask first, the exit status last
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
+
+
+class Child:
+    """A child process that somebody else waits for.
+
+    Args:
+        pid: its process id.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor: int | None = None
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # it is gone already, or the kernel has no such descriptors
+                self._descriptor = os.pidfd_open(pid)
+
+    def is_alive(self) -> bool:
+        """Returns whether the process is still there; False only once it has been collected."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def exit_code(self) -> int | None:
+        """Returns how a collected process ended, as `subprocess` counts: the negative number of a signal, or its exit
+        code. None while it lives, and where the kernel does not tell (Linux before 6.15, other systems)."""
+        if self._descriptor is None:
+            return None
+        import fcntl  # Linux has it; this module is imported elsewhere too
+
+        info = bytearray(_PIDFD_INFO.size)
+        info[:8] = _PIDFD_INFO_EXIT.to_bytes(8, sys.byteorder)
+        try:
+            fcntl.ioctl(self._descriptor, _PIDFD_GET_INFO, info)
+        except OSError:
+            return None
+        mask, *_, status = _PIDFD_INFO.unpack(info)
+        return os.waitstatus_to_exitcode(status) if mask & _PIDFD_INFO_EXIT else None
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
