@@ -48,7 +48,12 @@ def slice_rows(leaves: Sequence[Any], rows: int, start: int, stop: int) -> list[
 
 def select_rows(leaves: Sequence[Any], rows: int, chosen: Sequence[int]) -> list[Any]:
     """Returns the leaves with every tensor of `rows` rows cut to the chosen rows; all others stay whole."""
-    return [leaf[list(chosen)] if carries_rows(leaf, rows) else leaf for leaf in leaves]
+    return [_rows_of(leaf, chosen) if carries_rows(leaf, rows) else leaf for leaf in leaves]
+
+
+def _rows_of(tensor: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+    """The chosen rows, as far as there are as many, with the strides that the first rows have."""
+    return torch.empty_like(tensor[: len(chosen)]).copy_(tensor[list(chosen)])
 
 
 def carries_rows(leaf: Any, rows: int) -> bool:

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.memory_order import memory_order
 from moreh_ap.parallelizer.streams import state_of_stream
 
 _MAY_DRAW = frozenset(
@@ -145,9 +146,8 @@ class _Recording(TorchDispatchMode):
         if _draws(func, args, kwargs or {}):
             if not isinstance(result, Tensor):  # fused attention with dropout
                 raise UnsharedDraw(f"{func._opname} draws random numbers that nobody sees")
-            strides = result.stride()
-            order = sorted(range(result.ndim), key=lambda dim: -strides[dim])
-            self.drawn.append(_Drawn(func._opname, tuple(result.shape), tuple(order)))
+            order = memory_order(result) or tuple(range(result.ndim))
+            self.drawn.append(_Drawn(func._opname, tuple(result.shape), order))
         return result
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from moreh_ap.parallelizer.memory_order import Order
     from moreh_ap.parallelizer.sources import TensorSource
     from moreh_ap.parallelizer.streams import Streams
     from moreh_ap.runtime.flags import Flags
@@ -34,16 +35,16 @@ class StateRef(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorData:
-    """A whole tensor as bytes. `on_device`: put it on the worker's device rather than in its host memory.
+    """A whole tensor as bytes, in the order of memory. `on_device`: put it on the worker's device, not in host memory.
 
     What has no strides (a sparse tensor) is in PyTorch's own format.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
     data: bytes
     on_device: bool = True
-    is_strided: bool = True
 
     @staticmethod
     def of(tensor: Tensor, on_device: bool = True) -> TensorData:
@@ -51,18 +52,21 @@ class TensorData:
         if tensor.layout is not torch.strided:
             buffer = io.BytesIO()
             torch.save(tensor.detach(), buffer)
-            return TensorData(tensor.dtype, tuple(tensor.shape), buffer.getvalue(), on_device, is_strided=False)
-        flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))  # one element may have another stride
-        return TensorData(tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes(), on_device)
+            return TensorData(tensor.dtype, tuple(tensor.shape), None, buffer.getvalue(), on_device)
+        tensor = tensor.detach()
+        dense = tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.preserve_format)
+        flat = dense.as_strided((dense.numel(),), (1,))  # one element may have another stride
+        data = flat.view(torch.uint8).numpy().tobytes()
+        return TensorData(tensor.dtype, tuple(dense.shape), dense.stride(), data, on_device)
 
     def tensor(self) -> Tensor:
         """Decode into a CPU tensor that owns its memory."""
-        if not self.is_strided:
+        if self.strides is None:
             loaded: Tensor = torch.load(io.BytesIO(self.data), weights_only=True)
             return loaded
         if not self.data:  # no elements: frombuffer refuses an empty buffer
             return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)
+        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).as_strided(self.shape, self.strides)
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,14 @@ class SetRequiresGrad:
     requires_grad: dict[str, bool]
 
 
+@dataclass(frozen=True)
+class SetKernelFormats:
+    """Say in which memory formats the script has the kernels of convolutions."""
+
+    owner: str
+    formats: dict[str, torch.memory_format]
+
+
 class TensorSlot:
     """Stands for a tensor among the constant leaves of a call."""
 
@@ -206,13 +218,18 @@ class Forward:
     flags: Flags
 
 
+def bytes_of(tensor: Tensor) -> bytes:
+    """The values of a tensor, its dims in the usual order."""
+    return TensorData.of(tensor.cpu().contiguous()).data
+
+
 @dataclass(frozen=True)
 class LeafReply:
     """One leaf of a forward's result on one worker.
 
     kind: "rows" (concatenate over workers), "share" (sum over workers), "same" (equal everywhere), "const" (`data` is a
     pickled object). `data` is None where the tensor was left on the worker, of which operations may run there if
-    `has_parts`.
+    `has_parts`; else it is in the usual order of dims, and `order` is the one that they have on the worker.
     """
 
     kind: str
@@ -221,11 +238,14 @@ class LeafReply:
     differentiable: bool
     data: bytes | None
     has_parts: bool = False
+    order: Order = ()
 
     def tensor(self) -> Tensor:
         """This worker's part as a CPU tensor; only for a tensor whose bytes were sent."""
         assert self.dtype is not None and self.data is not None
-        return TensorData(self.dtype, self.shape, self.data).tensor()
+        if not self.data:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True)

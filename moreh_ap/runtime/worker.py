@@ -113,6 +113,10 @@ class WorkerExecutor:
         self._models[command.owner].set_requires_grad(command.requires_grad)
 
     @_execute.register
+    def _(self, command: messages.SetKernelFormats) -> None:
+        self._models[command.owner].set_kernel_formats(command.formats)
+
+    @_execute.register
     def _(self, command: messages.DefineSignature) -> None:
         self._signatures[command.signature] = command
 

@@ -19,12 +19,13 @@ from moreh_ap.parallelizer.containers import pickle_treespec
 from moreh_ap.parallelizer.forward import ForwardPass
 from moreh_ap.parallelizer.gradient_pass import GradientPass
 from moreh_ap.parallelizer.loading import full_tensor, gathered, whole_shape
+from moreh_ap.parallelizer.memory_order import memory_order
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.micro_batches import DeferredForward
 from moreh_ap.parallelizer.pipeline import PipelinedForward
 from moreh_ap.parallelizer.proof import SplitProof
 from moreh_ap.parallelizer.streams import Streams, state_of_host, state_of_stream
-from moreh_ap.runtime.messages import MAX_INLINE_BYTES, Differentiate, ForwardReply, LeafReply, TensorData
+from moreh_ap.runtime.messages import MAX_INLINE_BYTES, Differentiate, ForwardReply, LeafReply, bytes_of
 from moreh_ap.runtime.worker_parts import Part
 
 if TYPE_CHECKING:
@@ -118,10 +119,11 @@ class WorkerCall:
         if with_data or few:
             sends = self._answers and (kind != "same" or self._inputs.axis.rank == 0)
             whole = full_tensor(self._run.outputs[index], layout, self.model.applied.position.tensor.group)
-            data = TensorData.of(whole).data if sends else b""
+            data = bytes_of(whole) if sends else b""
         has_parts = kind in ("rows", "same") and layout is None
         differentiable = self._run.differentiable[index]
-        return LeafReply(kind, whole_shape(shape, layout), shape.dtype, differentiable, data, has_parts)
+        order = memory_order(shape) if layout is None else ()
+        return LeafReply(kind, whole_shape(shape, layout), shape.dtype, differentiable, data, has_parts, order)
 
     def backward(
         self, gradients: list[Tensor | Part | None], retain_graph: bool, watched: tuple[int, ...] = ()
@@ -196,7 +198,7 @@ class WorkerCall:
         if gradient is None or not self._answers:
             return None
         kind = _KIND_OF_GRADIENT[self._run.kind(index)] if self._proof.split else "same"
-        return LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, TensorData.of(gradient.cpu()).data)
+        return LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, bytes_of(gradient))
 
     def input_gradient(self, index: int) -> LeafReply | None:
         """The gradient of tensor input `index`: rows where it was cut, else this worker's share of the sum.
@@ -212,7 +214,7 @@ class WorkerCall:
         kind = "same"
         if self._proof.split:
             kind = "rows" if self._inputs.carried[index] else "share"
-        reply = LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, TensorData.of(gradient.cpu()).data)
+        reply = LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, bytes_of(gradient))
         return reply if self._answers else None
 
 

@@ -28,6 +28,7 @@ from moreh_ap.parallelizer.held import Held
 from moreh_ap.parallelizer.kept import split_kept
 from moreh_ap.parallelizer.layout import TensorLayout
 from moreh_ap.parallelizer.loading import fill
+from moreh_ap.parallelizer.memory_order import KernelFormats, memory_order
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.own_collectives import keep_to_own_rows
 from moreh_ap.parallelizer.proof import SplitProof, find_reads, prove_split
@@ -83,6 +84,7 @@ class WorkerModel:
         self._gradients_aside: dict[str, Tensor | None] | None = None
         self._proofs: dict[Any, SplitProof] = {}
         self._settings = Settings()  # a changed attribute may couple the rows
+        self._kernel_formats = KernelFormats(self.module)
         self._values: dict[tuple[str, str], Any] = {}
         self._originals: dict[tuple[str, str], Any] = {}
         # A part of a model, or of its rows, sets a part of what one device would find: then it is only noticed.
@@ -169,6 +171,11 @@ class WorkerModel:
         """Freeze or unfreeze parameters."""
         self._settings.set(flags)
         set_requires_grad(self.module, flags)
+
+    def set_kernel_formats(self, formats: dict[str, torch.memory_format]) -> None:
+        """Have convolutions return what they would if their kernels had these formats."""
+        self._settings.set({(name, "memory_format"): format for name, format in formats.items()})
+        self._kernel_formats.set(formats)
 
     def settle(self) -> None:
         """Have the parts of parameters in place before they are read or written outside a call."""
@@ -361,7 +368,9 @@ class WorkerModel:
         self, call: Call, signature: DefineSignature, tensors: list[Tensor], carried: list[bool], flags: Flags
     ) -> tuple[Any, ...]:
         """What calls have in common of which the same is true."""
-        kinds_of_input = tuple((tensor.dim(), tensor.dtype, rowed) for tensor, rowed in zip(tensors, carried))
+        kinds_of_input = tuple(
+            (tensor.dim(), tensor.dtype, memory_order(tensor), rowed) for tensor, rowed in zip(tensors, carried)
+        )
         training = bytes(module.training for module in self._modules)
         settings = (signature.path, signature.pickled_treespec, signature.pickled_constants, self._settings.number)
         return (settings, kinds_of_input, training, call.grad, call.autocast, flags)

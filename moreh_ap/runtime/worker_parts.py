@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moreh_ap.parallelizer.batch import own_entries, row_range
+from moreh_ap.parallelizer.memory_order import memory_order
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.runtime.messages import (
     MAX_INLINE_BYTES,
@@ -27,6 +28,7 @@ from moreh_ap.runtime.messages import (
     RowsOf,
     RunOnParts,
     TensorData,
+    bytes_of,
 )
 
 
@@ -62,8 +64,8 @@ class Part:
         if not self.answers:
             return None
         tensor, kind = self.tensor, "same" if self.rows is None else "rows"
-        data = TensorData.of(tensor.cpu()).data if kind == "rows" or self.axis.rank == 0 else b""
-        return LeafReply(kind, tuple(tensor.shape), tensor.dtype, False, data)
+        data = bytes_of(tensor) if kind == "rows" or self.axis.rank == 0 else b""
+        return LeafReply(kind, tuple(tensor.shape), tensor.dtype, False, data, order=memory_order(tensor))
 
     def write(self, whole: Tensor) -> None:
         """Sets the part to this worker's rows of `whole`."""

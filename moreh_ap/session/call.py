@@ -19,6 +19,7 @@ from moreh_ap.device.values import Cell, Value
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.batch import num_rows
 from moreh_ap.parallelizer.containers import flatten
+from moreh_ap.parallelizer.memory_order import memory_order
 from moreh_ap.parallelizer.streams import Streams
 from moreh_ap.runtime.flags import process_flags
 from moreh_ap.runtime.messages import (
@@ -86,7 +87,7 @@ class Call:
         wants_grad = tuple(grad and tensor.requires_grad for tensor in tensors)
         self.kind = (
             signature,
-            tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors),
+            tuple((tuple(tensor.shape), tensor.dtype, memory_order(tensor)) for tensor in tensors),
             wants_grad,
             grad,
             model.training_flags,

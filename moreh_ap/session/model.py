@@ -20,12 +20,14 @@ from moreh_ap.errors import PlanError, UnsupportedError
 from moreh_ap.parallelizer.attributes import full_name
 from moreh_ap.parallelizer.containers import flatten, pickle_treespec
 from moreh_ap.parallelizer.kept import KEPT
+from moreh_ap.parallelizer.memory_order import kernel_format
 from moreh_ap.plan import Plan
 from moreh_ap.runtime.messages import (
     BuildModel,
     ChangeModule,
     ExampleCall,
     ReleaseModel,
+    SetKernelFormats,
     SetRequiresGrad,
     StateRef,
     TensorData,
@@ -77,6 +79,8 @@ class RemoteModel:
         self._hook_keys = hook_keys(self.modules)
         self._training = self._training_flags()
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
+        self._kernels = {name: parameter for name, parameter in self.parameters.items() if parameter.ndim >= 4}
+        self._kernel_strides = [_usual_strides(kernel) for kernel in self._kernels.values()]
         self._config = self._config_snapshot()
         self._changes: list[tuple[str, str, Any]] = []
         self._containers = Containers(dict(root.named_modules()))
@@ -210,6 +214,12 @@ class RemoteModel:
             self.settings.set(flags)
             self.session.outbox.post(SetRequiresGrad(self.owner, flags))
             self._requires_grad = requires_grad
+        strides = [kernel.stride() for kernel in self._kernels.values()]
+        if strides != self._kernel_strides:
+            self._kernel_strides = strides
+            formats = {name: kernel_format(kernel) for name, kernel in self._kernels.items()}
+            self.settings.set({(name, "memory_format"): format for name, format in formats.items()})
+            self.session.outbox.post(SetKernelFormats(self.owner, formats))
         training = self._training_flags()
         if training == self._training:
             return None
@@ -327,3 +337,7 @@ def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:
 
 def _on_host(tensor: Tensor) -> Tensor:
     return tensor.host_value() if isinstance(tensor, VirtualTensor) else tensor
+
+
+def _usual_strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty(tensor.shape, device="meta").stride()

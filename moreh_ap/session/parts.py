@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moreh_ap.device.values import Cell, Value, View
+from moreh_ap.parallelizer.memory_order import in_order
 from moreh_ap.runtime.messages import (
     LeafReply,
     OutputRef,
@@ -173,8 +174,9 @@ class PartView(View):
 
 
 def join(parts: list[LeafReply]) -> Tensor:
-    """The whole tensor of what workers answered, in rank order."""
-    if parts[0].kind == "same":  # the first alone sends it
-        return parts[0].tensor()
+    """The whole tensor of what workers answered, in rank order, laid out in memory as theirs."""
+    first, *_ = parts
+    if first.kind == "same":  # the first alone sends it
+        return in_order(first.tensor(), first.order)
     tensors = [part.tensor() for part in parts]
-    return torch.cat(tensors) if parts[0].kind == "rows" else torch.stack(tensors).sum(0)
+    return in_order(torch.cat(tensors) if first.kind == "rows" else torch.stack(tensors).sum(0), first.order)

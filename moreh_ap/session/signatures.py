@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from moreh_ap.parallelizer.containers import pickle_treespec, unpickle_treespec
+from moreh_ap.parallelizer.memory_order import Order, empty_in_order
 from moreh_ap.parallelizer.reports import Report
 from moreh_ap.planner import report
 from moreh_ap.runtime.messages import DefineSignature, ForwardReply, LeafReply
@@ -39,6 +40,7 @@ class LeafTemplate:
     differentiable: bool
     constant: Any = None
     has_parts: bool = False
+    order: Order = ()
 
     def promised(self) -> tuple[Any, ...]:
         """What a script sees of the leaf at once."""
@@ -49,7 +51,8 @@ class LeafTemplate:
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
 
     def meta(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        """The whole tensor without values, its dims in memory as on one device."""
+        return empty_in_order(self.shape, self.order, self.dtype, "meta")
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,16 @@ class Structure:
             shape = first.shape
             if first.kind == "rows":
                 shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-            leaves.append(LeafTemplate(first.kind, shape, first.dtype, first.differentiable, has_parts=first.has_parts))
+            leaves.append(
+                LeafTemplate(
+                    first.kind,
+                    shape,
+                    first.dtype,
+                    first.differentiable,
+                    has_parts=first.has_parts,
+                    order=first.order,
+                )
+            )
         first_answer = answered[0]
         own_rows = tuple(None if reply is None else reply.rows for reply in replies)
         treespec = unpickle_treespec(first_answer.pickled_treespec)
