@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from moreh_ap.device import legacy_types, moves, redirect, refusals, streams
+from moreh_ap.device import exporting, legacy_types, moves, profilers, redirect, refusals, streams
 from moreh_ap.device.facade import Facade
 from moreh_ap.device.generator import Generator
 from moreh_ap.device.random_state import RandomState
@@ -78,6 +78,8 @@ def install(session: Session, units: Units) -> Patches:
         patches.replace(torch.cuda, name, _exchange_device)
     patches.replace(torch, "Generator", Generator)
     refusals.install(patches)
+    exporting.install(patches)
+    profilers.install(patches)
     _redirect_compiler(patches)
     _redirect_modules(patches, units)
     _redirect_optimizers(patches, session)

@@ -8,6 +8,7 @@ parameters, plain attributes, a transformers config, which modules there are) ar
 from __future__ import annotations
 
 import operator
+import pickle
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class RemoteModel:
             with self.script_hooks.replaced():
                 skeleton = pickle_skeleton(self.root)
             sources = files.sources_of({**self.parameters, **self.buffers})
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
             files.remove()
             raise UnsupportedError(
                 f"{type(self.root).__name__} cannot be sent to the accelerator's workers: {error}.",

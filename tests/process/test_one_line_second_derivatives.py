@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from moreh_ap import device
 from moreh_ap.errors import UnsupportedError
 
 
@@ -43,7 +44,7 @@ def penalty(model, x):
 
 
 def test_a_plan_of_the_planner_gives_way(accelerator):
-    """It does not know what a script will ask for. Comes first: these workers know no other model that is trained."""
+    """It does not know what a script will ask for. These workers know no other model that is trained."""
 
     def script(device):
         model, trace = critic(device, nn.Softplus), []
@@ -57,6 +58,7 @@ def test_a_plan_of_the_planner_gives_way(accelerator):
             trace.append(loss)
         return trace, model.state_dict()
 
+    device.disable()
     session = accelerator("replicate=2", num_micro_batches=2)
     session.options = replace(session.options, plan=None)
     assert_same(*on_both(script))

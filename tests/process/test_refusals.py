@@ -100,7 +100,7 @@ def test_a_generator_is_not_passed_to_a_model(model):
 def test_a_model_compiled_by_torch_jit(model):
     for compiled in (
         lambda: torch.jit.script(nn.Linear(4, 2)).cuda(),
-        lambda: torch.jit.script(model)(torch.ones(4, 4)),
+        lambda: torch.jit.script(model)(torch.ones(4, 4).cuda()),
     ):
         with pytest.raises(UnsupportedError, match=r"compiled by torch\.jit") as error:
             compiled()
