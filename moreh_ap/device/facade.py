@@ -23,7 +23,9 @@ DEVICE_NAME = "MoAI Accelerator"
 # Names in `torch.accelerator`, and the function of the facade that answers there.
 _IN_TORCH_ACCELERATOR = {
     "current_device_index": "current_device",
+    "current_device_idx": "current_device",
     "set_device_index": "set_device",
+    "set_device_idx": "set_device",
     "synchronize": "synchronize",
     "empty_cache": "empty_cache",
     "get_memory_info": "mem_get_info",
@@ -33,6 +35,7 @@ _IN_TORCH_ACCELERATOR = {
     "memory_reserved": "memory_reserved",
     "max_memory_reserved": "max_memory_reserved",
     "reset_peak_memory_stats": "reset_peak_memory_stats",
+    "reset_accumulated_memory_stats": "reset_accumulated_memory_stats",
 }
 
 
@@ -57,6 +60,10 @@ class Facade:
         """``{name in torch.cuda: function}``."""
         names = [name for name in vars(type(self)) if not name.startswith("_") and not name.endswith("replacements")]
         return {name: getattr(self, name) for name in names}
+
+    def memory_replacements(self) -> dict[str, Any]:
+        """``{name in torch.cuda.memory: function}``: what that module defines, not what it imports for itself."""
+        return {name: ours for name, ours in self.replacements().items() if name in torch.cuda.memory.__all__}
 
     def accelerator_replacements(self) -> dict[str, Any]:
         """``{name in torch.accelerator: function}``; what is not listed there asks `current_accelerator` first."""
@@ -111,7 +118,22 @@ class Facade:
     def _computes_bf16(self) -> bool:
         return all(device.native_bf16 for device in self._session.devices())
 
+    def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
+        """False: there is one device."""
+        return False
+
     # -- order -----------------------------------------------------------------------------------------------------
+
+    def is_current_stream_capturing(self) -> bool:
+        """False: graphs are not recorded."""
+        return False
+
+    def set_sync_debug_mode(self, debug_mode: int | str) -> None:
+        """Accepted; where the script waits for the devices is not told."""
+
+    def get_sync_debug_mode(self) -> int:
+        """0: where the script waits is not told."""
+        return 0
 
     def synchronize(self, device: Any = None) -> None:
         """Wait until every device has done everything it was told."""
@@ -175,6 +197,30 @@ class Facade:
     def empty_cache(self) -> None:
         """Give cached memory of every device back."""
         self._session.memory(empty_cache=True)
+
+    def memory_cached(self, device: Any = None) -> int:
+        """The old name of `memory_reserved`."""
+        return self.memory_reserved(device)
+
+    def max_memory_cached(self, device: Any = None) -> int:
+        """The old name of `max_memory_reserved`."""
+        return self.max_memory_reserved(device)
+
+    def reset_max_memory_cached(self, device: Any = None) -> None:
+        """An old name of `reset_peak_memory_stats`."""
+        self.reset_peak_memory_stats(device)
+
+    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
+        """Nothing to do: no sums over time are kept."""
+        require_accelerator(device)
+
+    def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        """Accepted; what a plan may use of each device's memory says the memory ratio of the options."""
+        require_accelerator(device)
+
+    def get_allocator_backend(self) -> str:
+        """'native'."""
+        return "native"
 
     def ipc_collect(self) -> None:
         """Nothing to do: no memory is shared with other processes."""

@@ -67,6 +67,7 @@ def install(session: Session, units: Units) -> Patches:
     for holder, functions in (
         (torch.cuda, {**facade.replacements(), **own_streams, **random_state}),
         (torch.cuda.random, random_state),
+        (torch.cuda.memory, facade.memory_replacements()),
         (torch.cuda, legacy_types.replacements()),
         (torch.accelerator, {**facade.accelerator_replacements(), "current_stream": own_streams["current_stream"]}),
     ):

@@ -503,6 +503,10 @@ def test_the_accelerator_answers_as_one_device(session):
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated() > 0
     assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] > 0
+    assert torch.cuda.memory.max_memory_allocated() > 0 and torch.cuda.memory.mem_get_info()[1] == total
+    torch.cuda.memory.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    assert not torch.cuda.is_current_stream_capturing()
     torch.cuda.empty_cache()
     assert torch.cuda.is_bf16_supported() in (True, False)
 
