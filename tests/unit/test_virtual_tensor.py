@@ -284,3 +284,25 @@ def test_sparse_tensors_of_every_layout(layout):
     assert torch.equal(tensor.t().to_dense().cpu(), host.to_dense().t())
     if layout is torch.sparse_csr:
         assert tensor.crow_indices().tolist() == [0, 1, 3] and tensor.values().is_cuda
+
+
+@pytest.mark.parametrize(
+    "compose",
+    [
+        lambda x: torch.unravel_index((x > 0).long(), (2, 3))[1],
+        lambda x: torch.tensor_split(x, torch.tensor([1, 2]))[1],
+        lambda x: x.tensor_split(torch.tensor(2, device="cpu"))[0],
+        lambda x: torch.svd_lowrank(x, q=2)[1],
+        lambda x: torch.linalg.matrix_rank(x),
+        lambda x: torch.fft.hfft(x),
+        lambda x: torch.nn.functional.embedding_bag((x > 0).long(), x.new_ones(2, 5), mode="sum"),
+        lambda x: torch.nn.functional.fractional_max_pool2d(x[None, None], 2, output_size=2),
+    ],
+)
+def test_functions_that_pytorch_composes_with_tensors_of_its_own(compose):
+    x = torch.arange(24.0).view(4, 6).sin()
+    results = []
+    for tensor in (x, x.cuda()):
+        torch.manual_seed(0)
+        results.append(compose(tensor))
+    assert results[1].is_cuda and torch.equal(results[0], results[1].cpu())
