@@ -7,6 +7,7 @@ starts are its own.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from moreh_ap.device import files, legacy_types, moves, redirect, refusals, streams
 from moreh_ap.device.facade import Facade
@@ -139,6 +141,8 @@ def _redirect_devices(patches: Patches) -> None:
     # DataLoader's pinning thread calls these on ordinary tensors.
     patches.replace(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     patches.replace(torch.Tensor, "is_pinned", lambda tensor, device=None: False)
+    # A stream of the accelerator does what it is told in order: no memory is used again before its time.
+    patches.replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
     _redirect_sharing(patches)
     # ``torch.Tensor([loss, other_loss])``: a class, which no mode sees.
     patches.replace(torch.Tensor, "__new__", staticmethod(legacy_types.with_host_values(torch.Tensor.__new__)))
@@ -203,6 +207,17 @@ def _redirect_compiler(patches: Patches) -> None:
         told.append(True)
         run_as_written()
     original_compile = patches.replace(torch, "compile", compile)
+
+    @functools.wraps(torch.jit.trace)
+    def trace(func: Any, *args: Any, **kwargs: Any) -> Any:
+        # What a model in evaluation does, a copy of it does: `SummaryWriter.add_graph` draws it. In training a call
+        # would change the model's averages, so that no copy can stand for it (`_redirect_modules` refuses).
+        if isinstance(func, nn.Module) and not any(module.training for module in func.modules()):
+            func = copy.deepcopy(func).cpu()
+            args, kwargs = tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
+        return original_trace(func, *args, **kwargs)
+
+    original_trace = patches.replace(torch.jit, "trace", trace)
 
 
 # -- modules -------------------------------------------------------------------------------------------------------

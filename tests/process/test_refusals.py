@@ -107,6 +107,15 @@ def test_a_model_compiled_by_torch_jit(model):
         assert four_lines(error)
 
 
+def test_a_model_is_traced_in_evaluation_as_a_copy_on_the_cpu(model):
+    x = torch.randn(4, 4, device="cuda")
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace follows operations of this process"):
+        torch.jit.trace(model.train(), x)
+    traced = torch.jit.trace(model.eval(), (x,))
+    assert torch.allclose(traced(x.cpu()), model(x).cpu()) and next(model.parameters()).is_cuda
+    model.train()
+
+
 def test_a_model_that_goes_to_another_process(model):
     import io
     from multiprocessing.reduction import ForkingPickler
