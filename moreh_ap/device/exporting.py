@@ -36,7 +36,11 @@ def _redirect(patches: Patches, holder: ModuleType, name: str) -> None:
         if not _is_on_accelerator(model):
             return original(model, *args, **kwargs)
         args, kwargs = tree_map_only(VirtualTensor, VirtualTensor.to_host, (args, kwargs))
-        return original(_copy_on_host(model), *args, **kwargs)
+        copied = _copy_on_host(model)
+        exported = original(copied, *args, **kwargs)
+        if any(part.training for part in model.modules()):  # what is traced runs, and changes running averages
+            _take_buffers(model, copied)
+        return exported
 
     original = patches.replace(holder, name, export)
 
@@ -56,3 +60,10 @@ def _copy_on_host(model: nn.Module) -> nn.Module:
                 is_parameter = isinstance(value, nn.Parameter)
                 copied[id(value)] = nn.Parameter(host, value.requires_grad) if is_parameter else host
     return copy.deepcopy(model, copied)
+
+
+@torch.no_grad()
+def _take_buffers(model: nn.Module, copied: nn.Module) -> None:
+    for buffer, now in zip(model.buffers(), copied.buffers(), strict=True):
+        if not torch.equal(buffer.cpu(), now):
+            buffer.copy_(now)

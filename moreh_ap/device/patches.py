@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from moreh_ap.device import exporting, legacy_types, moves, profilers, redirect, refusals, streams
+from moreh_ap.device import exporting, files, legacy_types, moves, profilers, redirect, refusals, streams
 from moreh_ap.device.facade import Facade
 from moreh_ap.device.generator import Generator
 from moreh_ap.device.random_state import RandomState
-from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, to_accelerator
+from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations.transformers_worker import hand_caches_back
 
@@ -143,6 +142,8 @@ def _redirect_devices(patches: Patches) -> None:
     # DataLoader's pinning thread calls these on ordinary tensors.
     patches.replace(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     patches.replace(torch.Tensor, "is_pinned", lambda tensor, device=None: False)
+    # A stream of the accelerator does what it is told in order: no memory is used again before its time.
+    patches.replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
     _redirect_sharing(patches)
     # ``torch.Tensor([loss, other_loss])``: a class, which no mode sees.
     patches.replace(torch.Tensor, "__new__", staticmethod(legacy_types.with_host_values(torch.Tensor.__new__)))
@@ -155,14 +156,7 @@ def _redirect_devices(patches: Patches) -> None:
         lambda tensor: not isinstance(tensor, VirtualTensor) and acceptable(tensor),
     )
 
-    @functools.wraps(torch.load)
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(map_location, (str, torch.device, int)) and moves.is_accelerator(map_location):
-            loaded = original_load(f, "cpu", *args, **kwargs)
-            return tree_map_only(Tensor, to_accelerator, loaded)
-        return original_load(f, map_location, *args, **kwargs)
-
-    original_load = patches.replace(torch, "load", load)
+    files.install(patches)
 
     def set_default_tensor_type(asked: Any) -> None:
         dtype = legacy_types.dtype_of(asked)

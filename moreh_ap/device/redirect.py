@@ -172,6 +172,14 @@ def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return torch.device("cuda", args[0]) if by_number else func(*args, **kwargs)
 
 
+def _parse_move_of_module(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``model.to(0)``, of which a PyTorch without CUDA makes an error or, by name, the CPU."""
+    args = [_device(torch.device, (arg,), {}) if type(arg) is int else arg for arg in args]
+    if type(kwargs.get("device")) is int:
+        kwargs = {**kwargs, "device": _device(torch.device, (kwargs["device"],), {})}
+    return func(*args, **kwargs)
+
+
 _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
     torch.Tensor.to: moves.to_tensor,
     torch.Tensor.type_as: moves.type_as,
@@ -191,6 +199,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
     torch.autograd.backward: _backward,
     torch.autograd.grad: _grad,
     torch.device: _device,
+    torch._C._nn._parse_to: _parse_move_of_module,
     torch._C._VariableFunctions._pack_padded_sequence: _pack_or_pad,
     torch._C._VariableFunctions._pad_packed_sequence: _pack_or_pad,
     **dict.fromkeys(

@@ -6,6 +6,8 @@ address, others do not while both exist; as with any device, nothing can be read
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,3 +57,13 @@ class AddressOnly:
         return self._size_bytes
 
     size = __len__ = nbytes
+
+
+def mark(storage: Any) -> Any:
+    """`storage`, whose memory is what a tensor on the accelerator has in a file (`device.files`)."""
+    storage._is_on_accelerator = True
+    return storage
+
+
+def is_marked(storage: Any) -> bool:
+    return getattr(storage, "_is_on_accelerator", False)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from moreh_ap.device.storage import AddressOnly
+from moreh_ap.device.storage import AddressOnly, mark
 from moreh_ap.device.values import Cell, Here
 from moreh_ap.errors import UnsupportedError
 
@@ -234,7 +234,10 @@ class VirtualTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles (and so `torch.save`s) as the ordinary CPU tensor it stands for: the file loads without us."""
-        return self.as_plain().__reduce_ex__(protocol)
+        plain = self.as_plain()
+        if self.is_cuda and plain.layout == torch.strided:
+            mark(plain.untyped_storage())
+        return plain.__reduce_ex__(protocol)
 
     def as_plain(self) -> Tensor:
         """An ordinary CPU tensor (or `nn.Parameter`) with the value and `requires_grad` of this one."""

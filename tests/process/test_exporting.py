@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -51,6 +52,15 @@ def test_an_exported_program_has_the_weights_of_now(model):
     images = torch.randn(4, 1, 6, 6).cuda()
     exported = torch.export.export(model.eval(), (images,))
     assert torch.allclose(exported.module()(images.cpu()), model(images).cpu(), atol=1e-6)
+
+
+def test_tracing_in_training_changes_running_averages_as_on_one_device(model):
+    images, alone = torch.randn(4, 1, 6, 6), copy.deepcopy(model).cpu()
+    model(images.cuda()), alone(images)
+    torch.jit.trace(model, images.cuda()), torch.jit.trace(alone, images)
+    model(images.cuda()), alone(images)
+    assert torch.allclose(model[1].running_mean.cpu(), alone[1].running_mean, atol=1e-6)
+    assert model[1].num_batches_tracked.item() == alone[1].num_batches_tracked.item() > 2
 
 
 def test_a_compiled_copy_is_not_trained_in_place_of_the_model(model):

@@ -192,6 +192,8 @@ def test_state_dicts_save_load_and_resume(tmp_path):
         optimizer.load_state_dict(saved["optimizer"])
         assert_same(uninterrupted, steps(model, optimizer, data[3:]))
         saved = torch.load(tmp_path / f"{device}.pt")
+        assert all(tensor.device.type == device for tensor in saved["model"].values())
+        saved = torch.load(tmp_path / f"{device}.pt", map_location="cpu")
         return uninterrupted, saved["model"], saved["optimizer"]["state"]
 
     expected, got = on_both(script)

@@ -75,6 +75,14 @@ def test_factories_make_tensors_there(make):
     assert isinstance(make(), VirtualTensor)
 
 
+@pytest.mark.parametrize("where", [(0,), (0, torch.float64), (torch.device("cuda", 0),)])
+def test_a_module_moves_to_a_device_that_is_a_number(where):
+    assert torch.nn.Linear(2, 2).to(*where).weight.is_cuda
+    assert torch.nn.Linear(2, 2).to(device=where[0]).weight.is_cuda
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.nn.Linear(2, 2).to(1)
+
+
 def test_device_contexts_and_defaults_mean_the_accelerator():
     with torch.device("cuda"):
         assert torch.nn.Linear(2, 2).weight.is_cuda

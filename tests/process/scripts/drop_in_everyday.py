@@ -194,6 +194,7 @@ if device.type == "cuda":
     start.record()
     with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(0):
         model(x)
+        x.record_stream(torch.cuda.current_stream())
     end.record()
     torch.cuda.current_stream().synchronize()
     assert 0 < start.elapsed_time(end) < 60_000
