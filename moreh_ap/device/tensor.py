@@ -276,6 +276,8 @@ class VirtualTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from moreh_ap.device.redirect import redirect
 
+        if not all(issubclass(kind, torch.Tensor) for kind in types):
+            return NotImplemented  # an argument stands for a tensor without being one: its class comes next
         with torch._C.DisableTorchFunctionSubclass():
             return redirect(func, args, kwargs or {})
 

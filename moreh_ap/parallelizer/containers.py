@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copyreg
 import dataclasses
+import functools
 import io
 import pickle
 import warnings
@@ -161,8 +162,13 @@ def pickle_treespec(treespec: TreeSpec) -> bytes:
     return data
 
 
+@functools.lru_cache(maxsize=256)
 def unpickle_treespec(data: bytes) -> TreeSpec:
-    """The inverse of `pickle_treespec`."""
+    """The inverse of `pickle_treespec`; the same object for the same bytes.
+
+    Every answer carries one, and ``catch_warnings`` makes Python forget which warnings it has shown: without the cache
+    a warning that a script gives in its loop would be printed at every step.
+    """
     with warnings.catch_warnings():
         # PyTorch's own pickle of a leaf asks for a class that it calls deprecated.
         warnings.simplefilter("ignore", FutureWarning)

@@ -123,8 +123,12 @@ class GradientSync:
 
 
 def _is_plain(param: nn.Parameter) -> bool:
-    """Says whether the parameter is here as an ordinary tensor: neither sharded nor on another stage of a pipeline."""
-    return not isinstance(param, DTensor) and not param.is_meta
+    """Says whether the parameter is here as an ordinary tensor: neither sharded nor on another stage of a pipeline.
+
+    What a forward has computed and put among the parameters (weights with dropout) is none: its gradient goes on to
+    the parameters it was computed from.
+    """
+    return param.is_leaf and not isinstance(param, DTensor) and not param.is_meta
 
 
 class _Bucket:

@@ -3,7 +3,7 @@
 Decides between "split" and "whole", and what each leaf of the result is. Must not know how the batch will be cut.
 
 [Note: method]
-Two rows of the real batch run together and then one by one, as if each row were on a worker of its own, with
+Two or three rows of the real batch run together and then one by one, as if each row were on a worker of its own, with
 the same denominators of mean losses. So that both runs compute the same function, both draw the same random numbers
 where workers will (`draws.py`), and dropout is off otherwise. If every leaf of the
 single runs adds up to the leaf of the common run in one of the ways below, and the gradients of some parameters do
@@ -53,6 +53,8 @@ The bias of an attention key has a gradient of zero but for rounding: relative t
 """
 
 _MAX_COMPARED_PARAMETERS = 24
+
+_CLASS_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 _COINS = 6
 """With how many other states of Python's and NumPy's streams a forward that draws from them is followed too."""
@@ -230,7 +232,7 @@ class _Probe:
     def _draws_with(self, host_stream: bytes | None) -> tuple[Draw, ...]:
         call = replace(self.call, grad=False, host_stream=host_stream)
         recorders = []
-        for chosen in (self._chosen[:1], self._chosen):
+        for chosen in (self._chosen[:1], self._chosen[:2]):
             args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
             recorders.append(DrawRecorder())
             with self._from_the_same_state(), recorders[-1]:
@@ -269,6 +271,9 @@ class _Probe:
             _kind(name, leaf, [single.outputs[index] for single in self._singles], self._tolerance)
             for index, (name, leaf) in enumerate(zip(_names_of(common), common.outputs, strict=True))
         )
+        numbers = [leaf for leaf in common.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if numbers and all(leaf.ndim == 0 and not local_part(leaf) for leaf in numbers):
+            raise _Refused("the loss of a few rows is zero, which shows nothing about more of them")
 
     def compare_gradients(self) -> None:
         """Runs backward of the single runs, and compares what some parameters got with the common run.
@@ -441,7 +446,9 @@ def _random_weight(leaf: Any) -> Tensor | None:
 
 
 def _some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad and not p.is_meta}
+    parameters = module.named_parameters()
+    # What a forward has computed and put among the parameters is no leaf, and keeps no gradient.
+    trainable = {name: p for name, p in parameters if p.requires_grad and p.is_leaf and not p.is_meta}
     names = list(trainable)
     step = max(1, -(-len(names) // _MAX_COMPARED_PARAMETERS))
     return {name: trainable[name] for name in [*names[::step], *names[-1:]]}
@@ -461,7 +468,9 @@ def _tolerance(call: Call) -> float:
 def _choose_rows(leaves: Sequence[Any], rows: int) -> list[int]:
     """Returns the two rows that differ most in how much of them counts (padding), in rising order.
 
-    A row of which no target counts (labels of -100 alone) says nothing about a loss and is chosen last.
+    A row of which no target counts (labels of -100 alone) says nothing about a loss and is chosen last. A third row is
+    chosen where rows have classes: losses that compare a row with one of its own class and one of another (triplets)
+    are zero for any two rows.
     """
     filled, targets = torch.zeros(rows), torch.full((rows,), torch.inf)
     for leaf in leaves:
@@ -471,4 +480,17 @@ def _choose_rows(leaves: Sequence[Any], rows: int) -> list[int]:
     order = [row for row in filled.argsort(stable=True).tolist() if targets[row] > 0]
     if len(order) < 2:
         order = filled.argsort(stable=True).tolist()
-    return sorted((order[0], order[-1]))
+    chosen = [order[0], order[-1]]
+    return sorted({*chosen, *_complete_classes(leaves, rows, chosen)})
+
+
+def _complete_classes(leaves: Sequence[Any], rows: int, chosen: Sequence[int]) -> list[int]:
+    """Returns a row with which `chosen` has two rows of one class and one of another, if there is one."""
+    for leaf in leaves:
+        if carries_rows(leaf, rows) and leaf.numel() == rows and leaf.dtype in _CLASS_DTYPES:
+            classes = leaf.flatten().tolist()
+            here = [classes[row] for row in chosen]
+            for row, own in enumerate(classes):
+                if row not in chosen and (own not in here if here[0] == here[1] else own in here):
+                    return [row]
+    return []

@@ -58,7 +58,7 @@ class NotSent:
     """Stands in a worker for an object that stays in the script; whoever uses it is told.
 
     Args:
-        kind: The object's class.
+        kind: What it is, as a phrase.
         why: Why it stays there.
     """
 
@@ -67,7 +67,7 @@ class NotSent:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
-            f"forward uses a {self._kind}, which is in the script's process alone: {self._why}.",
+            f"forward uses {self._kind}, which is in the script's process alone: {self._why}.",
             allowed="What can be pickled (no open files, no locks), and modules in nn.ModuleList or nn.ModuleDict.",
             fix="call the model, then use it in the script",
         )
@@ -96,7 +96,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
         try:
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
         except (TypeError, pickle.PicklingError):
-            return NotSent, (type(obj).__qualname__,)
+            return NotSent, (f"a {type(obj).__qualname__}",)
 
 
 def _itself(value: Any) -> Any:
@@ -120,7 +120,7 @@ class _SkeletonPickler(_Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module):
             if self._has_parameters_of_others(obj):
-                return NotSent, (type(obj).__qualname__, "it has trainable parameters that are none of the model's")
+                return NotSent, (f"a {type(obj).__qualname__}", "it has trainable parameters that are none of the model's")
             if parametrize.is_parametrized(obj):
                 return _reduce_parametrized(obj)
         return super().reducer_override(obj)
@@ -153,6 +153,16 @@ class _SkeletonUnpickler(pickle.Unpickler):
         super().__init__(file)
         self._device = device
         self._made: dict[str, Tensor] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a module defines; a stand-in that refuses to be used if it does not define that in a worker.
+
+        A module may define more where `torch.cuda.is_available()`, which holds in the script and not in a CPU worker.
+        """
+        try:
+            return super().find_class(module, name)
+        except AttributeError:
+            return NotSent(f"{name} of {module}", "that module does not define it in a worker")
 
     def persistent_load(self, pid: Any) -> Any:
         if isinstance(pid, TensorData):

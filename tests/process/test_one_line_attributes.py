@@ -396,3 +396,38 @@ def test_a_cache_that_a_forward_writes_in_place_is_that_of_one_device(accelerato
         return {"logits": torch.stack(found), "tokens": tokens.cpu()}
 
     assert_same(*on_both(script))
+
+
+class DroppedWeight(nn.Module):
+    """An LSTM whose recurrent weight is computed anew in every forward and put among its parameters, as fastai does."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(11, width), nn.LSTM(width, width), nn.Linear(width, 11)
+        self.raw = nn.Parameter(self.lstm.weight_hh_l0.detach())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.lstm._parameters["weight_hh_l0"] = F.dropout(self.raw, 0.5, self.training)
+        self.lstm._flat_weights = [getattr(self.lstm, name) for name in self.lstm._flat_weights_names]
+        return self.head(self.lstm(self.embed(tokens))[0])
+
+
+def test_a_weight_computed_by_forward_among_the_parameters_trains_what_it_was_computed_from(accelerator):
+    accelerator("replicate=2")
+
+    def script(device):
+        model, losses = DroppedWeight().to(device), []
+        del model.lstm._parameters["weight_hh_l0"]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(5):
+            model.train(step != 2)
+            tokens = torch.randint(11, (6, 4)).to(device)
+            loss = F.cross_entropy(model(tokens[:-1]).flatten(0, 1), tokens[1:].flatten())
+            optimizer.zero_grad()
+            if model.training:
+                loss.backward()
+                optimizer.step()
+            losses.append(loss.detach().cpu())
+        return {"losses": torch.stack(losses), "raw": model.raw.detach().cpu()}
+
+    assert_same(*on_both(script))

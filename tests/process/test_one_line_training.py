@@ -548,3 +548,30 @@ def test_the_default_dtype_of_the_process_is_that_of_forwards():
     finally:
         torch.set_default_dtype(torch.float32)
     assert_same(*on_both(script))
+
+
+class LoadedWhenUsed:
+    """Stands for a tensor in a file, as what Lightning Fabric gives to `load_state_dict` does."""
+
+    def __init__(self, value):
+        self.value, self.shape = value, value.shape
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*(arg.value if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+def test_a_parameter_takes_values_from_what_stands_for_a_tensor(accelerator):
+    accelerator("replicate=2")
+
+    def script(device):
+        model, value = nn.Linear(3, 2).to(device), torch.arange(6.0).view(2, 3)
+        for step in range(2):  # before and after the workers have it
+            with torch.no_grad():
+                model.weight.copy_(LoadedWhenUsed(value + step))
+            loss = model(torch.ones(4, 3, device=device)).square().mean()
+            loss.backward()
+        model.load_state_dict({"weight": LoadedWhenUsed(value), "bias": torch.zeros(2)})
+        return {"loss": loss, "weight": model.weight, "gradient": model.weight.grad}
+
+    assert_same(*on_both(script))

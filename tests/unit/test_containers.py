@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -64,3 +65,15 @@ def test_what_cannot_be_taken_apart_is_refused():
     tensor = torch.ones(1)
     with pytest.raises(UnsupportedError, match="A function with tensors inside"):
         flatten([lambda: tensor])
+
+
+def test_a_nesting_that_is_known_leaves_pythons_record_of_shown_warnings_alone() -> None:
+    data = pickle_treespec(flatten({"loss": torch.zeros(())})[1])
+    known, shown = unpickle_treespec(data), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda *given, **more: shown.append(given)
+        for _ in range(3):
+            assert unpickle_treespec(data) is known
+            warnings.warn("of a loop", UserWarning, stacklevel=1)
+    assert len(shown) == 1

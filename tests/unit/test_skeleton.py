@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.runtime.skeleton import pickle_skeleton, unpickle_skeleton
 
 
@@ -20,3 +25,19 @@ def test_a_parametrized_module_arrives_with_its_parametrizations():
     assert torch.equal(copy.eval()(x), model.eval()(x))
     parametrize.remove_parametrizations(copy[0], "weight")
     assert type(copy[0]) is nn.Linear and torch.equal(copy(x), model(x))
+
+
+def test_what_a_module_defines_in_the_script_alone_is_refused_where_it_is_used(monkeypatch):
+    """As where a library defines a kernel only if `torch.cuda.is_available()`, which holds in the script alone."""
+    library = types.ModuleType("library_with_kernels")
+    exec("def kernel(x):\n    return x", vars(library))
+    library.kernel.__module__ = library.__name__
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    model = nn.Linear(3, 2)
+    model.kernel = library.kernel
+    skeleton = pickle_skeleton(model)
+    del library.kernel
+    copy = unpickle_skeleton(skeleton, torch.device("cpu"))
+    assert copy.to_empty(device="cpu")(torch.ones(1, 3)).shape == (1, 2)
+    with pytest.raises(UnsupportedError, match="forward uses kernel of library_with_kernels"):
+        copy.kernel(torch.ones(1))
