@@ -37,6 +37,7 @@ def install(patches: Patches) -> None:
     # `fully_shard` is imported by name: its first step is looked up when it is called.
     fully_shard = "torch.distributed.fsdp._fully_shard._fully_shard"
     patches.on_undo(when_imported(fully_shard, functools.partial(_refuse_fully_shard, patches)))
+    _refuse_lazy_adam(patches)
     if torch.distributed.is_available():
         _refuse_process_groups(patches)
 
@@ -86,6 +87,25 @@ def _refuse(module: nn.Module, name: str, line: str) -> None:
             fix=f"model  # in place of {line}; model.module becomes model",
             link="docs/limits.md#plans-and-machines",
         )
+
+
+def _refuse_lazy_adam(patches: Patches) -> None:
+    cls = torch.optim.SparseAdam
+
+    @functools.wraps(cls.step)
+    def step(optimizer: torch.optim.SparseAdam, closure: Callable[[], Any] | None = None) -> Any:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(isinstance(parameter, VirtualTensor) and parameter.is_cuda for parameter in parameters):
+            raise UnsupportedError(
+                "SparseAdam needs to know which rows of an embedding a batch used; gradients on the accelerator are "
+                "dense.",
+                allowed="Optimizers that take dense gradients; to SGD and Adagrad they are as good as sparse ones.",
+                fix="torch.optim.Adagrad(parameters, lr=...)",
+                link="docs/limits.md#models",
+            )
+        return original(optimizer, closure)
+
+    original = patches.replace(cls, "step", step)
 
 
 def _refuse_process_groups(patches: Patches) -> None:

@@ -101,6 +101,9 @@ class WorkerModel:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device)
         transformers_worker.complete_unpickled(module)
         keep_to_own_rows(module)
+        for part in module.modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+                part.sparse = False  # FSDP2 sums dense gradients; optimizers that take both do the same with them
         return module
 
     def _example(self, call: ExampleCall | None) -> Example | None:

@@ -575,3 +575,31 @@ def test_a_parameter_takes_values_from_what_stands_for_a_tensor(accelerator):
         return {"loss": loss, "weight": model.weight, "gradient": model.weight.grad}
 
     assert_same(*on_both(script))
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_an_embedding_with_sparse_gradients(accelerator, plan, optimizer_class):
+    accelerator(plan)
+
+    def script(device):
+        model = nn.Sequential(nn.EmbeddingBag(20, 6, sparse=True, padding_idx=0), nn.Tanh()).to(device)
+        optimizer = optimizer_class(model.parameters(), lr=0.1)
+        trace = []
+        for _ in range(3):
+            loss = model(torch.randint(20, (8, 3)).to(device)).sum(1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss)
+        return trace, model.state_dict()
+
+    assert_same(*on_both(script))
+
+
+def test_sparse_adam_is_refused(accelerator):
+    accelerator("replicate=2")
+    embedding = nn.Embedding(8, 2, sparse=True).cuda()
+    embedding(torch.arange(4).cuda()).sum().backward()
+    with pytest.raises(UnsupportedError, match="SparseAdam needs to know which rows"):
+        torch.optim.SparseAdam(embedding.parameters()).step()
