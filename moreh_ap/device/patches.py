@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moreh_ap.device import exporting, files, legacy_types, moves, profilers, redirect, refusals, streams
+from moreh_ap.device import exporting, files, lazy, legacy_types, moves, profilers, redirect, refusals, streams
 from moreh_ap.device.facade import Facade
 from moreh_ap.device.generator import Generator
 from moreh_ap.device.random_state import RandomState
@@ -230,6 +230,8 @@ def _redirect_modules(patches: Patches, units: Units) -> None:
                 fix="torch.jit.trace(model.cpu(), example.cpu())  # then model.cuda() to go on",
             )
         if not parameter.is_cuda and has_accelerator_tensor((args, kwargs)):
+            if lazy.has_no_shapes(module):
+                lazy.give_shapes(module, args, kwargs, original_call)
             module.cuda()  # scripts of the platform call a model with accelerator inputs without moving it first
         unit, hooks_done = units.find(module, args, kwargs), 0
         while unit is not None:
@@ -253,6 +255,8 @@ def _redirect_modules(patches: Patches, units: Units) -> None:
             return original_apply(module, fn, recurse)
         if isinstance(module, torch.jit.ScriptModule) and isinstance(fn(torch.empty(0)), VirtualTensor):
             refuse_compiled(module)
+        if lazy.has_no_shapes(module) and isinstance(fn(torch.empty(0)), VirtualTensor):
+            return module  # its first call with accelerator tensors moves it
         depth.inside = True
         _let_go_of_graphs(module)
         swap = torch.__future__.get_swap_module_params_on_conversion()

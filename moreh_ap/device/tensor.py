@@ -309,17 +309,7 @@ def _observing(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
 
 
 def to_accelerator(tensor: Tensor) -> VirtualTensor:
-    """A copy of a CPU tensor on the accelerator, differentiable like `Tensor.cuda`.
-
-    Raises:
-        UnsupportedError: It is a parameter of a lazy module, which has no shape yet.
-    """
-    if torch.nn.parameter.is_lazy(tensor):
-        raise UnsupportedError(
-            "A lazy module moves before its first call: its parameters have no shapes yet.",
-            allowed="Lazy modules that have been called once, on the CPU.",
-            fix="model(example)  # then model.cuda()",
-        )
+    """A copy of a CPU tensor on the accelerator, differentiable like `Tensor.cuda`."""
     return _ToAccelerator.apply(tensor) if tensor.requires_grad else place(tensor.detach().clone())
 
 

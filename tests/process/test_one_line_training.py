@@ -603,3 +603,23 @@ def test_sparse_adam_is_refused(accelerator):
     embedding(torch.arange(4).cuda()).sum().backward()
     with pytest.raises(UnsupportedError, match="SparseAdam needs to know which rows"):
         torch.optim.SparseAdam(embedding.parameters()).step()
+
+
+def test_lazy_modules_that_move_before_their_first_call(accelerator):
+    accelerator("replicate=2")
+
+    def script(device):
+        body = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(8))
+        model = nn.Sequential(body, nn.BatchNorm1d(8), nn.LazyLinear(3)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        trace = []
+        for _ in range(3):
+            images, classes = torch.randn(6, 1, 6, 6).to(device), torch.randint(3, (6,)).to(device)
+            loss = nn.functional.cross_entropy(model(images), classes)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss)
+        return trace, model.state_dict(), torch.rand(1)
+
+    assert_same(*on_both(script))

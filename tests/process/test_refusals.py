@@ -118,13 +118,16 @@ def test_a_model_that_goes_to_another_process(model):
     ForkingPickler(io.BytesIO()).dump(torch.ones(2, device="cuda"))
 
 
-def test_a_lazy_module_moves_after_its_first_call():
+def test_a_lazy_module_that_drops_is_called_before_it_moves():
+    def make():
+        return nn.Sequential(nn.LazyLinear(3), nn.Dropout(0.5), nn.LazyLinear(2))
+
     with pytest.raises(UnsupportedError, match="lazy module") as error:
-        nn.LazyLinear(3).cuda()
+        make().cuda()(torch.ones(2, 4, device="cuda"))
     assert four_lines(error)
-    lazy = nn.LazyLinear(3)
+    lazy = make()
     lazy(torch.ones(2, 4))
-    assert lazy.cuda()(torch.ones(2, 4, device="cuda")).shape == (2, 3)
+    assert lazy.cuda()(torch.ones(2, 4, device="cuda")).shape == (2, 2)
 
 
 def test_pytorch_s_own_errors_for_what_no_device_can(model):
