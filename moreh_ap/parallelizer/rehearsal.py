@@ -85,7 +85,7 @@ def _refill(container: Any, contents: Any) -> None:
 def untouched(module: nn.Module) -> Iterator[None]:
     """Puts gradients, state and random numbers back after the block, which prints nothing."""
     settle(module)
-    params = list(module.parameters())
+    params = [param for param in module.parameters() if param.is_leaf]
     grads = [param.grad for param in params]
     for param in params:
         param.grad = None

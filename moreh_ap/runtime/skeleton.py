@@ -120,8 +120,8 @@ class _SkeletonPickler(_Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module):
             if self._has_parameters_of_others(obj):
-                type_name = type(obj).__qualname__
-                return NotSent, (f"a {type_name}", "it has trainable parameters that are none of the model's")
+                why = "it has trainable parameters that are none of the model's"
+                return NotSent, (f"a {type(obj).__qualname__}", why)
             if parametrize.is_parametrized(obj):
                 return _reduce_parametrized(obj)
         return super().reducer_override(obj)

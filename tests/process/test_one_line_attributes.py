@@ -412,7 +412,7 @@ class DroppedWeight(nn.Module):
         return self.head(self.lstm(self.embed(tokens))[0])
 
 
-def test_a_weight_computed_by_forward_among_the_parameters_trains_what_it_was_computed_from(accelerator):
+def test_a_weight_computed_by_forward_among_the_parameters_trains_what_it_was_computed_from(accelerator, capfd):
     accelerator("replicate=2")
 
     def script(device):
@@ -431,3 +431,4 @@ def test_a_weight_computed_by_forward_among_the_parameters_trains_what_it_was_co
         return {"losses": torch.stack(losses), "raw": model.raw.detach().cpu()}
 
     assert_same(*on_both(script))
+    assert "UserWarning" not in capfd.readouterr().err  # of the gradient of what is no leaf
