@@ -212,7 +212,8 @@ def _redirect_compiler(patches: Patches) -> None:
     def trace(func: Any, *args: Any, **kwargs: Any) -> Any:
         # What a model in evaluation does, a copy of it does: `SummaryWriter.add_graph` draws it. In training a call
         # would change the model's averages, so that no copy can stand for it (`_redirect_modules` refuses).
-        if isinstance(func, nn.Module) and not any(module.training for module in func.modules()):
+        on_accelerator = isinstance(func, nn.Module) and any(tensor.is_cuda for tensor in func.parameters())
+        if on_accelerator and not any(module.training for module in func.modules()):
             func = copy.deepcopy(func).cpu()
             args, kwargs = tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
         return original_trace(func, *args, **kwargs)

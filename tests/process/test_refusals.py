@@ -114,6 +114,8 @@ def test_a_model_is_traced_in_evaluation_as_a_copy_on_the_cpu(model):
     traced = torch.jit.trace(model.eval(), (x,))
     assert torch.allclose(traced(x.cpu()), model(x).cpu()) and next(model.parameters()).is_cuda
     model.train()
+    here = nn.Linear(4, 2).eval()
+    assert torch.jit.trace(here, x.cpu()).weight.data_ptr() == here.weight.data_ptr(), "a model on the CPU is no copy"
 
 
 def test_a_model_that_goes_to_another_process(model):
