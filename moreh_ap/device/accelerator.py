@@ -38,6 +38,8 @@ class Accelerator:
         threads = max(1, len(os.sched_getaffinity(0)) // num_devices)
         taken = flavours.load(device_type)
         job = Job(taken.current, taken.model, device_type, num_devices, threads)
+        # Many scripts go on with ``os.environ["CUDA_VISIBLE_DEVICES"] = "0"``: the devices are those of this moment.
+        visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
         def start_mesh() -> WorkerMesh:
             _log(report.requesting_line())
@@ -54,6 +56,7 @@ class Accelerator:
                 threads_per_worker=threads,
                 preimport=("moreh_ap.runtime.worker", *_slow_imports()),
                 on_progress=on_progress,
+                visible_devices=visible_devices,
             )
             made.set()
             return mesh

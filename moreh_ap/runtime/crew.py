@@ -48,6 +48,7 @@ class CrewRequest:
     imports: tuple[str, ...]
     start_timeout_s: float
     collective_timeout_s: float
+    visible_devices: str = ""
 
 
 class Crew:
@@ -148,6 +149,7 @@ class Crew:
             rank,
             self._request.num_workers,
             device_type=self._request.device_type,
+            visible_devices=self._request.visible_devices,
             threads_per_worker=self._request.threads_per_worker,
             store_port=self._store.port,
         )

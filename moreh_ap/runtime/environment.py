@@ -36,9 +36,17 @@ def open_store(num_workers: int) -> TCPStore:
 
 
 def worker_environment(
-    rank: int, num_workers: int, *, device_type: str, threads_per_worker: int, store_port: int
+    rank: int, num_workers: int, *, device_type: str, visible_devices: str, threads_per_worker: int, store_port: int
 ) -> dict[str, str]:
     """Returns the variables to set in worker `rank`, on top of what it inherits.
+
+    Args:
+        rank: Which worker.
+        num_workers: How many there are.
+        device_type: "cuda" or "cpu".
+        visible_devices: CUDA_VISIBLE_DEVICES as it was when the mesh was asked for; empty: all.
+        threads_per_worker: Threads of each worker's mathematics.
+        store_port: Where `open_store` listens.
 
     Raises:
         MeshStartError: CUDA_VISIBLE_DEVICES names fewer devices than there are workers.
@@ -66,18 +74,18 @@ def worker_environment(
         variables["GLOO_SOCKET_IFNAME"] = interface
         variables["NCCL_SOCKET_IFNAME"] = interface
     if device_type == "cuda":
-        variables["CUDA_VISIBLE_DEVICES"] = _visible_device(rank, num_workers)
+        variables["CUDA_VISIBLE_DEVICES"] = _visible_device(rank, num_workers, visible_devices)
     return variables
 
 
-def _visible_device(rank: int, num_workers: int) -> str:
+def _visible_device(rank: int, num_workers: int, names: str) -> str:
     """Returns the one device that worker `rank` sees, as its device 0.
 
     One visible device rather than `set_device(rank)` among all: "cuda" and "cuda:0" inside a model then mean in every
     worker what they mean in the script, and nothing makes a context on a neighbour's device by accident. NCCL reaches
     devices it does not see (since CUDA 10.1).
     """
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = [name for name in names.split(",") if name.strip()]
     if not visible:
         return str(rank)
     if len(visible) < num_workers:

@@ -66,6 +66,7 @@ class WorkerMesh:
         preimport: modules that workers import early, in the background, after torch.
         start_timeout_s: how long the processes may take to answer.
         collective_timeout_s: how long a collective may wait for its peers.
+        visible_devices: what CUDA_VISIBLE_DEVICES was when the devices were counted; None: what it is now.
 
     Attributes:
         num_workers: how many.
@@ -83,6 +84,7 @@ class WorkerMesh:
         preimport: Sequence[str] = (),
         start_timeout_s: float = 300.0,
         collective_timeout_s: float = 300.0,
+        visible_devices: str | None = None,
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; it must be at least 1")
@@ -110,6 +112,7 @@ class WorkerMesh:
             ("torch", *preimport),
             start_timeout_s,
             collective_timeout_s,
+            os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible_devices is None else visible_devices,
         )
         self._crew = Crew(request, self._is_stopped)
         self._thread = threading.Thread(target=self._run, name="moreh-mesh", daemon=True)
