@@ -118,15 +118,15 @@ def train_images(device, channels, model_format, input_format, outside):
     return trace
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=2,micro_batches=2"])
 @pytest.mark.parametrize(
-    "channels, model_format, input_format",
+    "plan, channels, model_format, input_format",
     [
-        (3, torch.channels_last, torch.channels_last),
-        (3, torch.channels_last, torch.contiguous_format),
-        (3, torch.contiguous_format, torch.channels_last),
-        (1, torch.channels_last, torch.contiguous_format),
-        (1, torch.contiguous_format, torch.contiguous_format),
+        ("replicate=2", 3, torch.channels_last, torch.channels_last),
+        ("replicate=2", 3, torch.channels_last, torch.contiguous_format),
+        ("replicate=2", 3, torch.contiguous_format, torch.channels_last),
+        ("replicate=2", 1, torch.channels_last, torch.contiguous_format),
+        ("shard=2", 3, torch.channels_last, torch.contiguous_format),
+        ("replicate=2,micro_batches=2", 3, torch.channels_last, torch.channels_last),
     ],
 )
 def test_masks_follow_the_order_of_dims_in_memory(accelerator, plan, channels, model_format, input_format):
