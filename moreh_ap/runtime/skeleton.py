@@ -107,8 +107,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
 def _is_renamed(kind: type) -> bool:
     """Whether a class is where its `__name__` says and its `__qualname__` does not.
 
-    So are enumerations of C++ that PyTorch shows under another name (`torch.nn.attention.SDPBackend`): cloudpickle would
-    send them by value, which nobody can.
+    So are enumerations of C++ that PyTorch shows under another name (`torch.nn.attention.SDPBackend`): cloudpickle
+    would send them by value, which nobody can.
     """
     if kind.__qualname__ == kind.__name__ or kind.__module__ == "__main__":
         return False
