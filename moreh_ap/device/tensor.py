@@ -85,7 +85,9 @@ class VirtualTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        return self.detach()
+        # Not `detach()`, which counts changes together with this tensor: autograd must not notice those of `data`.
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, new: Tensor) -> None:

@@ -287,7 +287,9 @@ class ReadOutputs:
 
 @dataclass(frozen=True)
 class Backward:
-    """Backpropagate through a call. Answers which trainable parameters have a gradient now, a byte each.
+    """Backpropagate through a call.
+
+    Answers, a byte each, which parameters have a gradient now and which inputs that want one it has reached.
 
     `training` has the training flags if they are others than at the last call: a block that the model itself computes
     again is computed with those.

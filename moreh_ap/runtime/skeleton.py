@@ -6,8 +6,11 @@ pickles it, a worker unpickles it with its tensors on meta.
 
 from __future__ import annotations
 
+import copyreg
+import importlib
 import io
 import pickle
+import sys
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +90,8 @@ def unpickle_skeleton(data: bytes, device: torch.device) -> nn.Module:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and _is_renamed(obj):
+            return _global, (obj.__module__, obj.__name__)
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented or isinstance(obj, (type, types.FunctionType)):
             return reduced
@@ -95,8 +100,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
         reduce = self.dispatch_table.get(type(obj))
         try:
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
-        except (TypeError, pickle.PicklingError):
+        except (TypeError, RuntimeError, pickle.PicklingError):  # objects of C++ raise a RuntimeError
             return NotSent, (f"a {type(obj).__qualname__}",)
+
+
+def _is_renamed(kind: type) -> bool:
+    """Whether a class is where its `__name__` says and its `__qualname__` does not.
+
+    So are enumerations of C++ that PyTorch shows under another name (`torch.nn.attention.SDPBackend`): cloudpickle
+    would send them by value, which nobody can.
+    """
+    if kind.__qualname__ == kind.__name__ or kind.__module__ == "__main__":
+        return False
+    return getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+
+
+def _global(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def _itself(value: Any) -> Any:
@@ -124,6 +144,7 @@ class _SkeletonPickler(_Pickler):
                 return NotSent, (f"a {type(obj).__qualname__}", why)
             if parametrize.is_parametrized(obj):
                 return _reduce_parametrized(obj)
+            return _without_new(super().reducer_override(obj))
         return super().reducer_override(obj)
 
     def _has_parameters_of_others(self, module: nn.Module) -> bool:
@@ -131,6 +152,13 @@ class _SkeletonPickler(_Pickler):
         if id(module) in self._registered:
             return False
         return any(p.requires_grad and p.is_cuda and id(p) not in self._stubs for p in module.parameters())
+
+
+def _without_new(reduced: Any) -> Any:
+    """`reduced`, but a class whose `__new__` wants what `__init__` is given is not asked to make the module."""
+    if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and len(reduced[1]) == 1:  # type: ignore[attr-defined]
+        return (object.__new__, *reduced[1:])
+    return reduced
 
 
 def _reduce_parametrized(module: nn.Module) -> Any:

@@ -156,7 +156,7 @@ class WorkerExecutor:
         call.model.put_gradients_aside(command.separate)
         gradients = [self._gradient(data) for data in command.gradients]
         call.backward(gradients, command.retain_graph, command.watched)
-        return call.model.gradient_flags()
+        return call.model.gradient_flags() + call.input_gradient_flags()
 
     @_execute.register
     def _(self, command: messages.Differentiate) -> messages.ForwardReply | None:

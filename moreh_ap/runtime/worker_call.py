@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
+import torch
 from torch import Tensor
 
 from moreh_ap.errors import UnsupportedError
@@ -200,17 +201,19 @@ class WorkerCall:
         kind = _KIND_OF_GRADIENT[self._run.kind(index)] if self._proof.split else "same"
         return LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, bytes_of(gradient))
 
+    def input_gradient_flags(self) -> bytes:
+        """A byte for each tensor input whose gradient is wanted: whether the last backward has reached it here."""
+        return bytes(gradient is not None for gradient in self._input_gradients.values())
+
     def input_gradient(self, index: int) -> LeafReply | None:
         """The gradient of tensor input `index`: rows where it was cut, else this worker's share of the sum.
 
-        Raises:
-            UnsupportedError: If no output depends on the input.
+        Zeros where backward did not reach it: it may have on another worker, or in an earlier call of the kind.
         """
         gradient = self._input_gradients[index]
         if gradient is None:
-            raise UnsupportedError(
-                f"input tensor {index} of a call got no gradient", "inputs that the call's outputs depend on"
-            )
+            wanted = [number for number, wants in enumerate(self._inputs.wants_grad) if wants]
+            gradient = torch.zeros_like(self._run.inputs[wanted.index(index)])
         kind = "same"
         if self._proof.split:
             kind = "rows" if self._inputs.carried[index] else "share"

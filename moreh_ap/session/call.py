@@ -147,8 +147,12 @@ class Call:
             self.model.session.traffic.moved(sum(len(part.data or b"") for part in parts))
         return join(parts)
 
-    def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Send the gradients of the outputs; parameters' gradients accumulate on the workers, unless kept apart."""
+    def backward(self, gradients: tuple[Tensor | None, ...]) -> Posted:
+        """Send the gradients of the outputs; parameters' gradients accumulate on the workers, unless kept apart.
+
+        Returns:
+            What will be answered, see `messages.Backward`.
+        """
         for before in self.input_gradients:  # this backward is not the first: workers keep those of the last
             before.read()
         self.input_gradients.clear()
@@ -160,8 +164,7 @@ class Call:
             Backward(self.id, encoded, retain, training, separate=apart is not None, watched=watched)
         )
         if apart is None:
-            reached_from = tuple(gradient is not None for gradient in gradients)
-            self.model.gradients.after_backward((*self.backward_kind, reached_from), reply)
+            self.model.gradients.after_backward((*self.backward_kind, _which(gradients)), reply)
         else:
             apart.after_backward(self.model, reply)
         if watched:
@@ -170,6 +173,15 @@ class Call:
                 index: place(gradient) for index, gradient in found.items() if gradient is not None
             }
             self.tell_watchers(present)
+        return reply
+
+    def inputs_reached(self, gradients: tuple[Tensor | None, ...], reply: Posted, num_inputs: int) -> Sequence[bool]:
+        """Which of the inputs that want a gradient a backward from `gradients` has reached.
+
+        Waits for its answer, unless one of the kind reached them all: a gradient that is expected and is not there is
+        zeros, one that is there and not expected would be lost.
+        """
+        return self.model.gradients.inputs_reached((self.kind, _which(gradients)), reply, num_inputs)
 
     def changed_training(self) -> bytes | None:
         """Training flags that were set since the call, and whatever else was.
@@ -429,10 +441,12 @@ class _RemoteCall(torch.autograd.Function):
 
             found = iter(differentiate(ctx.call, gradients, ctx.saved_tensors))
             return (None, None, *(next(found) if requires_grad else None for *_, requires_grad in ctx.inputs))
-        ctx.call.backward(gradients)
+        reply = ctx.call.backward(gradients)
+        num_inputs = sum(requires_grad for *_, requires_grad in ctx.inputs)
+        reached = iter(ctx.call.inputs_reached(gradients, reply, num_inputs) if num_inputs else ())
         input_gradients: list[Tensor | None] = []
         for index, (shape, dtype, requires_grad) in enumerate(ctx.inputs):
-            if not requires_grad:
+            if not requires_grad or not next(reached):
                 input_gradients.append(None)
                 continue
             meta = torch.empty(shape, dtype=dtype, device="meta")
@@ -466,6 +480,11 @@ def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> Ten
 
 def _on_host(tensor: Tensor) -> Tensor:
     return tensor.host_value() if isinstance(tensor, VirtualTensor) else tensor
+
+
+def _which(gradients: Sequence[Tensor | None]) -> tuple[bool, ...]:
+    """Which outputs have a gradient."""
+    return tuple(gradient is not None for gradient in gradients)
 
 
 def _answered(replies: list[Any]) -> list[Any]:

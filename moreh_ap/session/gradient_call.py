@@ -20,6 +20,7 @@ from moreh_ap.runtime.messages import Differentiate
 from moreh_ap.session import differentiation
 from moreh_ap.session.call import Call, send_as_node
 from moreh_ap.session.model import RemoteModel
+from moreh_ap.session.outbox import Posted
 from moreh_ap.session.signatures import Structure
 
 
@@ -81,9 +82,9 @@ class GradientCall(Call):
         )
         return self.await_structure(self.model.signatures.structure(self.kind), grad=grad)
 
-    def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
+    def backward(self, gradients: tuple[Tensor | None, ...]) -> Posted:
         self.refuse_parts()
-        super().backward(gradients)
+        return super().backward(gradients)
 
     def watched(self) -> tuple[int, ...]:
         """The leaves whose gradients somebody watches; those of the other call come behind its own."""

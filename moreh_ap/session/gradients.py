@@ -13,7 +13,7 @@ there and not expected would be forgotten by `zero_grad`; that is why less than 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,7 @@ class Gradients:
         self._model = model
         self._present: set[str] = set()
         self._patterns: dict[Kind, frozenset[str]] = {}
+        self._reach_all_inputs: set[Kind] = set()
         self._unknown: list[tuple[Kind, frozenset[str] | None, Posted]] = []
         self._changes = 0  # counts everything that makes a late answer of a backward out of date
         self._handles: dict[str, VirtualTensor] = {}
@@ -70,6 +71,16 @@ class Gradients:
             trainable = {name for name, parameter in self._model.parameters.items() if parameter.requires_grad}
             if trainable <= found:
                 self._patterns[kind] = found
+
+    def inputs_reached(self, kind: Kind, reply: Posted, num_inputs: int) -> Sequence[bool]:
+        """Which of a call's inputs that want a gradient a backward has reached; waits if that cannot be expected."""
+        if kind in self._reach_all_inputs:
+            return [True] * num_inputs
+        flags = zip(*reply.result())
+        reached = [any(having) for having in flags][len(self._model.parameters) :]
+        if all(reached):
+            self._reach_all_inputs.add(kind)
+        return reached
 
     def get(self, name: str) -> Tensor | None:
         """A handle on the gradient of parameter `name`, or None if it has none."""

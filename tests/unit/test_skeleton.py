@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 from torch.nn.utils import parametrizations, parametrize
 
 from moreh_ap.errors import UnsupportedError
@@ -41,3 +42,23 @@ def test_what_a_module_defines_in_the_script_alone_is_refused_where_it_is_used(m
     assert copy.to_empty(device="cpu")(torch.ones(1, 3)).shape == (1, 2)
     with pytest.raises(UnsupportedError, match="forward uses kernel of library_with_kernels"):
         copy.kernel(torch.ones(1))
+
+
+class Averaged(nn.Module):
+    """Asks in `__new__` for what only `__init__` is given, as averaged copies of models do."""
+
+    def __new__(cls, model, decay=0.9):
+        assert isinstance(model, nn.Module)
+        return super().__new__(cls)
+
+    def __init__(self, model, decay=0.9):
+        super().__init__()
+        self.model, self.decay = model, decay
+        self.kernels = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+
+
+def test_a_module_arrives_that_pickle_could_not_make_and_kernels_of_attention_with_it():
+    model = Averaged(nn.Linear(3, 4), decay=0.5)
+    copy = unpickle_skeleton(pickle_skeleton(model), torch.device("cpu"))
+    assert type(copy) is Averaged and copy.decay == 0.5 and copy.model.weight.is_meta
+    assert copy.kernels == model.kernels

@@ -314,3 +314,35 @@ def test_functions_that_pytorch_composes_with_tensors_of_its_own(compose):
         torch.manual_seed(0)
         results.append(compose(tensor))
     assert results[1].is_cuda and torch.equal(results[0], results[1].cpu())
+
+
+class WrittenBehindAutograd(torch.autograd.Function):
+    """Fills one column of its argument and returns that: what solvers of ODEs do with their intermediate slopes."""
+
+    @staticmethod
+    def forward(ctx, columns, value, index):
+        ctx.index = index
+        columns.data[:, index] = value
+        return columns
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient[:, ctx.index], None
+
+
+def test_autograd_does_not_notice_what_is_written_to_data():
+    def script(device):
+        weight = torch.ones(4, device=device, requires_grad=True)
+        columns = torch.zeros(4, 3, device=device)
+        value = weight * 2
+        for index in range(3):
+            columns = WrittenBehindAutograd.apply(columns, value, index)
+            value = weight + columns[:, : index + 1].sum(1).square()
+        assert columns._version == 0
+        other = torch.zeros(2, device=device)
+        other.detach().mul_(2)
+        other.data.mul_(2)
+        assert other._version == 1
+        return torch.autograd.grad(columns.sum() + value.sum(), weight)[0].cpu()
+
+    assert torch.equal(script("cuda"), script("cpu"))
