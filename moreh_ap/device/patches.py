@@ -25,6 +25,7 @@ from moreh_ap.device.generator import Generator
 from moreh_ap.device.random_state import RandomState
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.integrations.import_hook import when_imported
 from moreh_ap.integrations.transformers_worker import hand_caches_back
 
 if TYPE_CHECKING:
@@ -96,6 +97,17 @@ def _exchange_device(index: int) -> int:
     return 0
 
 
+def _leave_unpinned(patches: Patches, loaders: types.ModuleType) -> None:
+    cls: Any = loaders._BaseDataLoaderIter  # type: ignore[attr-defined]
+
+    @functools.wraps(cls.__init__)
+    def init(iterator: Any, loader: Any) -> None:
+        original(iterator, loader)
+        iterator._pin_memory = False
+
+    original = patches.replace(cls, "__init__", init)
+
+
 class _ForkHook:
     """Undoes the changes in a forked child."""
 
@@ -139,7 +151,8 @@ def _redirect_devices(patches: Patches) -> None:
 
     original_run_backward = patches.replace(torch.autograd, "_engine_run_backward", run_backward)
 
-    # DataLoader's pinning thread calls these on ordinary tensors.
+    # There is nothing to pin. A loader's thread for it, still in native code when Python ends, can abort the process.
+    patches.on_undo(when_imported("torch.utils.data.dataloader", lambda loaders: _leave_unpinned(patches, loaders)))
     patches.replace(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     patches.replace(torch.Tensor, "is_pinned", lambda tensor, device=None: False)
     # A stream of the accelerator does what it is told in order: no memory is used again before its time.
