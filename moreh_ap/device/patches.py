@@ -151,7 +151,7 @@ def _redirect_devices(patches: Patches) -> None:
 
     original_run_backward = patches.replace(torch.autograd, "_engine_run_backward", run_backward)
 
-    # There is nothing to pin. A loader's thread for it, still in native code when Python ends, can abort the process.
+    # There is nothing to pin, and no thread of a loader is needed for it.
     patches.on_undo(when_imported("torch.utils.data.dataloader", lambda loaders: _leave_unpinned(patches, loaders)))
     patches.replace(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     patches.replace(torch.Tensor, "is_pinned", lambda tensor, device=None: False)
