@@ -9,7 +9,6 @@ made; workers import it too, to find the actors' classes.
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import logging
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from moreh_ap.runtime.bootstrap import Launch
-from moreh_ap.runtime.environment import WORKER_VARIABLE
 from moreh_ap.runtime.transfer import Packed
 from moreh_ap.runtime.worker_side import Answer, Trouble, WorkerSide, WorkerSpec
 
@@ -35,7 +33,6 @@ _SETTINGS = {
 }
 _EXECUTION_ID = "HYPERACTOR_EXECUTION_ID"  # Monarch sets it in this process's environment when imported
 _BANNER = "Monarch internal logs"
-_THREADS_END_S = 5.0
 
 
 @contextlib.contextmanager
@@ -55,18 +52,6 @@ def _settings_in_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _await_threads() -> None:
-    """Waits for Monarch's threads that run Python code, which its own exit handlers have told to end.
-
-    One that comes back from native code when Python is on its way out would abort the process.
-    """
-    for thread in threading.enumerate():
-        if thread.name.startswith("monarch-"):
-            thread.join(_THREADS_END_S)
-
-
-if WORKER_VARIABLE not in os.environ:  # a worker is ended from outside
-    atexit.register(_await_threads)  # before Monarch is imported, to run after its own handlers
 with _settings_in_environment():
     import monarch.actor as ma
     from monarch.config import configure

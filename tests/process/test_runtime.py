@@ -500,13 +500,3 @@ def test_no_process_is_left_however_the_script_ends(name):
         assert [line for line in lines if not line.startswith("pids")] == ["a line of the workers"]
     if name in ("sys.exit", "end of script while workers start"):
         assert err == ""
-
-
-def test_the_end_of_python_waits_for_the_engine_s_threads():
-    """One that came back from the engine's native code while Python was on its way out aborted the process."""
-    from moreh_ap.runtime.engine import _await_threads
-
-    thread = threading.Thread(target=time.sleep, args=(0.3,), name="monarch-actor-driver", daemon=True)
-    thread.start()
-    _await_threads()
-    assert not thread.is_alive()
