@@ -27,6 +27,9 @@ def has_no_shapes(module: nn.Module) -> bool:
 def give_shapes(module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> None:
     """Has lazy parameters take shapes and values, as a first call of `module` with these arguments gives them.
 
+    The call runs twice: whether it draws more than values shows in the second run. What else a forward changes, or
+    draws from Python's `random` or NumPy, changes with each.
+
     Args:
         module: It and its parameters are on the CPU.
         args: Positional arguments of the call, on any device.

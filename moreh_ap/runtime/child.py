@@ -2,6 +2,9 @@
 
 Decides how a process's end is noticed and how its exit status is learnt although another part of this process collects
 it. Must not know what the process does.
+
+The engine (Monarch 0.7) reaps its workers and reports how they ended, but not always: of 60 killed ones 3 were never
+reported, five scripts running at once on two cores (22 November 2026).
 """
 
 from __future__ import annotations
