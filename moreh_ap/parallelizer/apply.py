@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moreh_ap.errors import PlanError
-from moreh_ap.parallelizer import gradient_sync, stages, streaming
+from moreh_ap.parallelizer import gradient_sync, stages, streaming, uneven_gradients
 from moreh_ap.parallelizer.blocks import block_lists, modules_aside, repeated_blocks
 from moreh_ap.parallelizer.layout import TensorLayout
 from moreh_ap.parallelizer.mesh import TENSOR_AXIS, Position
@@ -143,5 +143,7 @@ def _spread_over_data(module: nn.Module, plan: Plan, mesh: DeviceMesh, position:
         roots = [module] if here is None else list(here.local.values())
         blocks = [block for root in roots for block in repeated_blocks(root)]
         shard(module, roots, blocks, plan, mesh, plain)
+        if position.data.size > 1:
+            uneven_gradients.attach(module, position.data.group)
     if position.data.size > 1 and (not uses_fsdp(plan) or plain):
         gradient_sync.attach(module, group=position.data.group)

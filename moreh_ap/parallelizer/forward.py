@@ -17,7 +17,7 @@ computed by every worker, so its gradient too counts for one part in `num_worker
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +39,7 @@ from moreh_ap.parallelizer.reports import Report, Run, with_report
 from moreh_ap.parallelizer.sharding import fsdp_roots, recover, settle
 from moreh_ap.parallelizer.streaming import streaming_of
 from moreh_ap.parallelizer.streams import set_state_of_host, state_of_host, state_of_stream
+from moreh_ap.parallelizer.uneven_gradients import uneven_gradients_of
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,14 @@ class Call:
         """Returns the gradient of a leaf of the result as backward wants it."""
         return grad.to(result.dtype) * self.gradient_scale(leaf)
 
-    def gradient_sync(self) -> AbstractContextManager[None]:
-        """Returns what has to be active during backward so that gradients are summed over the workers."""
-        sync = gradient_sync_of(self.module)
-        return nullcontext() if sync is None else sync.sync()
+    @contextmanager
+    def gradient_sync(self) -> Iterator[None]:
+        """What has to be active during backward so that gradients are summed over the workers."""
+        with ExitStack() as active:
+            for sync in (gradient_sync_of(self.module), uneven_gradients_of(self.module)):
+                if sync is not None:
+                    active.enter_context(sync.sync())
+            yield
 
 
 class ForwardPass:

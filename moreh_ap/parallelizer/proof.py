@@ -11,6 +11,9 @@ too, rows do not look at each other. Batch normalisation, contrastive losses, a 
 weights inside forward fail here, and the forward then runs whole: slower, still right.
 
 "rows": the slices follow each other along dim 0. "share": they add up. "same": every slice has it.
+What FSDP2 gathers on its way through the model is gathered by all workers at once, so rows must also take the same way:
+where one goes to some experts and another to others, the forward runs whole.
+
 "const": no tensor, equal everywhere. "opaque": an object that cannot be compared; each worker has its own.
 """
 
@@ -36,7 +39,7 @@ from moreh_ap.parallelizer.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.pipeline import PipelinedPass
 from moreh_ap.parallelizer.reduction import GlobalReduction
 from moreh_ap.parallelizer.rehearsal import NoDropout, state_restored, untouched
-from moreh_ap.parallelizer.sharding import compute_dtype, recover, settle
+from moreh_ap.parallelizer.sharding import Way, compute_dtype, recover, settle, way_through
 from moreh_ap.parallelizer.stages import stages_of
 from moreh_ap.parallelizer.streams import seeded_state_of_host, state_of_host
 from moreh_ap.parallelizer.tensor_split import SplitTensor
@@ -211,6 +214,7 @@ class _Probe:
         self.written = ""
         self._writes_nothing = False
         self._buffers: dict[str, Tensor] = {}
+        self._ways: list[Way] = []
         self._singles: list[ForwardPass | PipelinedPass] = []
         self._weights: list[Tensor | None] = []
         self._wanted: dict[str, Tensor | None] = {}
@@ -260,6 +264,7 @@ class _Probe:
             reduction = GlobalReduction(self.call.device, denominators=denominators, counts=self.call.counts)
             self._singles.append(self._run([row], reduction))
             counted.append(reduction.local_denominators)
+        self._check_ways()
         _check_denominators(denominators, counted)
         self.attributes = common.attributes
         if common.gathered:
@@ -338,7 +343,7 @@ class _Probe:
         first = self._chosen.index(chosen[0])
         call = replace(self.call, draws=self.draws, share=Share(first, first + len(chosen), len(self._chosen)))
         with self._from_the_same_state():
-            with nullcontext() if self.draws else NoDropout():
+            with nullcontext() if self.draws else NoDropout(), way_through(call.module) as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else ForwardPass
                 done = run(call, args, kwargs, reduction=reduction)
@@ -346,11 +351,26 @@ class _Probe:
             own = len(done.outputs) - sum(done.attributes.values())
             # An attribute that was changed in place is put back with the rest of the state: what it became is kept.
             done.outputs[own:] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in done.outputs[own:]]
+        self._ways.append(way)
         self._buffers = self._buffers or after
         for name, value in after.items():
             if not _close(value, self._buffers[name], self._tolerance):
                 raise _Refused(f"buffer {name} gathers what it sees of the rows")
         return done
+
+
+    def _check_ways(self) -> None:
+        """Compares how the runs went, the common one first.
+
+        Raises:
+            _Refused: It depends on the rows, in which order and with how much of them they come to what FSDP2 gathers.
+        """
+        common, first, *others = self._ways
+        if [name for name, _ in common] != [name for name, _ in first] or any(way != first for way in others):
+            raise _Refused(
+                "which blocks a row goes through depends on the row, and a plan that shards gathers a block on all "
+                "devices at once"
+            )
 
 
 def _check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> None:

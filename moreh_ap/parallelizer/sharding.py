@@ -6,7 +6,8 @@ controller.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
@@ -98,6 +99,30 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [m for root in fsdp_roots(module) for m in root.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
 
 
+Way = list[tuple[str, list[torch.Size]]]
+"""The blocks that a forward came to, in order: the path of each, and the shapes of the tensors it was given."""
+
+
+@contextmanager
+def way_through(module: nn.Module) -> Iterator[Way]:
+    """Notes in which order forwards inside come to the blocks that FSDP2 gathers one by one."""
+    way: Way = []
+    roots = fsdp_roots(module)
+    names = {id(part): name for name, part in module.named_modules()}
+
+    def note(block: nn.Module, args: Any, kwargs: Any) -> None:
+        shapes = [leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        way.append((names.get(id(block), ""), shapes))
+
+    blocks = [part for part in fsdp_modules(module) if part not in roots]
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]  # type: ignore[attr-defined]
+    try:
+        yield way
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def compute_dtype(module: nn.Module) -> torch.dtype | None:
     """Returns the dtype that FSDP2 computes in, None where it computes in that of the parameters."""
     parts = fsdp_modules(module)
@@ -137,12 +162,14 @@ def recover(module: nn.Module) -> None:
         state = part._get_fsdp_state()
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
-        for group in _param_groups(state):
+        for group in param_groups(part):
             group._training_state = TrainingState.IDLE
     settle(module)
 
 
-def _param_groups(state: Any) -> list[Any]:
+def param_groups(part: FSDPModule) -> list[Any]:
+    """Returns the groups of parameters that FSDP2 gathers and reduces together for something that it manages."""
+    state = part._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one group, or None, before
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []

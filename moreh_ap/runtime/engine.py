@@ -9,9 +9,11 @@ made; workers import it too, to find the actors' classes.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import re
 import tempfile
@@ -218,12 +220,18 @@ def _bootstrap_commands(launches: Sequence[Launch], environments: Sequence[Mappi
 
 
 def _this_host() -> Any:
-    """Returns Monarch's handle of this machine, made once a process."""
+    """Returns Monarch's handle of this machine, made once a process.
+
+    Loader processes that the script has forked hold Monarch's connections open, and its threads would outlive its own
+    exit handlers; one that comes back from native code while Python ends aborts the process. So what multiprocessing
+    does at exit, to end such processes, is done before those handlers, which run last in, first out.
+    """
     global _host
     with _host_lock:
         if _host is None:
             with _settings_in_environment(), _without_banner():
                 _host = ma.this_host()
+            atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
         return _host
 
 

@@ -1,13 +1,15 @@
 """Which parameters have a gradient on the workers, known without asking them at every step.
 
 A backward pass answers which parameters have a gradient now. Where the first backward of a kind has reached all
-parameters, the controller expects that of the next, so that ``optimizer.zero_grad()`` need not wait. Any other backward
-is waited for when somebody looks at gradients.
+parameters, the controller expects that of the next, so that clipping and ``optimizer.zero_grad()`` need not wait.
+Whoever else looks at gradients waits for the answer, as does everybody after any other backward.
 
 [Note: expected too many]
-Layers that are dropped by chance, or experts that no token goes to, have no gradient now and then. A gradient that is
-expected and is not there does no harm: workers pass over it in norms and when they clip, as PyTorch does. One that is
-there and not expected would be forgotten by `zero_grad`; that is why less than all is never expected.
+Layers that are dropped by chance, or experts that no token goes to, have no gradient now and then. To clipping and
+`zero_grad` a gradient that is expected and is not there does no harm: workers pass over it, as PyTorch does. One that
+is there and not expected would be forgotten by `zero_grad`; that is why less than all is never expected. An answer is
+taken in by whoever waits for it, never when it arrives: a script reads ``parameter.grad`` twice, to see that there is
+one and to use it.
 """
 
 from __future__ import annotations
@@ -39,35 +41,32 @@ class Gradients:
         self._model = model
         self._present: set[str] = set()
         self._patterns: dict[Kind, frozenset[str]] = {}
+        self._varying: set[Kind] = set()
         self._reach_all_inputs: set[Kind] = set()
-        self._unknown: list[tuple[Kind, frozenset[str] | None, Posted]] = []
-        self._changes = 0  # counts everything that makes a late answer of a backward out of date
+        self._last: Posted | None = None  # the last backward, until its answer has been taken in
+        self._is_expected = True  # whether `_present` has at least all that its answer will name
+        self._set_since: dict[str, bool] = {}  # what was set or forgotten behind it
         self._handles: dict[str, VirtualTensor] = {}
 
     def after_backward(self, kind: Kind, reply: Posted) -> None:
         """Note that a backward was sent; those of one `kind` reach the same parameters."""
-        before = None if self._unknown else frozenset(self._present)
+        had_none = self._is_expected and not self._present
         expected = self._patterns.get(kind)
-        if expected is None:
-            self._unknown.append((kind, before, reply))
-            return
-        self._present |= expected
-        self._changes += 1
-        sent_at = self._changes
+        self._present |= expected or frozenset()
+        self._is_expected = self._is_expected and expected is not None
+        self._last = reply
+        self._set_since.clear()
+        reply.add_done_callback(lambda answered: self._learn(kind, had_none, answered))
 
-        def compare(answered: Posted) -> None:
-            if answered.failed():
-                return
-            found = self.decode(answered)
-            self._learn(kind, before, found)
-            if self._changes == sent_at:
-                self._present = set(found)
-
-        reply.add_done_callback(compare)
-
-    def _learn(self, kind: Kind, before: frozenset[str] | None, found: frozenset[str]) -> None:
+    def _learn(self, kind: Kind, had_none: bool, answered: Posted) -> None:
         """Which of the gradients that were there already a backward has reached, its answer does not tell."""
-        if before is not None and not before and kind not in self._patterns:
+        if answered.failed():
+            return
+        found = self.decode(answered)
+        if not self._patterns.get(kind, frozenset()) <= found:
+            self._varying.add(kind)
+            self._patterns.pop(kind, None)
+        elif had_none and kind not in self._varying:
             trainable = {name for name, parameter in self._model.parameters.items() if parameter.requires_grad}
             if trainable <= found:
                 self._patterns[kind] = found
@@ -84,7 +83,7 @@ class Gradients:
 
     def get(self, name: str) -> Tensor | None:
         """A handle on the gradient of parameter `name`, or None if it has none."""
-        self._settle()
+        self._settle(expected_will_do=_is_asked_in_passing())
         if name not in self._present:
             return None
         handle = self._handles.get(name)
@@ -96,9 +95,9 @@ class Gradients:
 
     def set(self, name: str, gradient: Tensor | None) -> None:
         """Forget the gradient of `name`, or replace it by a tensor of the parameter's shape."""
-        self._settle()
-        self._changes += 1
+        self._settle(expected_will_do=True)
         model = self._model
+        self._set_since[name] = gradient is not None
         if gradient is None:
             if name in self._present:
                 self._present.discard(name)
@@ -117,7 +116,6 @@ class Gradients:
         if present is None:
             self.set(name, gradient)
         else:
-            self._changes += 1
             with torch.no_grad():
                 present.add_(gradient)
 
@@ -132,15 +130,27 @@ class Gradients:
             handle._cell.value = kept._cell.value
         model.session.outbox.post_clear(ref)
 
-    def _settle(self) -> None:
-        for kind, before, reply in self._unknown:
-            reply.result()
-            found = self.decode(reply)
-            self._learn(kind, before, found)
-            self._present |= found
-        self._unknown.clear()
+    def _settle(self, expected_will_do: bool) -> None:
+        """Takes in the answer of the last backward; waits, unless what is expected will do and all is expected."""
+        if self._last is None or (expected_will_do and self._is_expected):
+            return
+        self._present = set(self.decode(self._last))
+        for name, is_there in self._set_since.items():
+            (self._present.add if is_there else self._present.discard)(name)
+        self._last, self._is_expected = None, True
 
     def decode(self, reply: Any) -> frozenset[str]:
         """The parameters that have a gradient, as workers answered to a backward; waits."""
         flags = zip(*reply.result())  # of a parameter, a worker each: some hold it and others do not
         return frozenset(name for name, having in zip(self._model.parameters, flags) if any(having))
+
+
+def _is_asked_in_passing() -> bool:
+    """True if it is PyTorch's clipping or `zero_grad` that asks. See [Note: expected too many]."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("moreh_ap."):
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__", "")
+    return module == "torch.nn.utils.clip_grad" or (
+        module.startswith("torch.") and frame.f_code.co_name == "zero_grad"
+    )

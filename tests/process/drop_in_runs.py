@@ -58,11 +58,11 @@ class InTurn:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._script = UserScript("in_turn.py", *arguments, cwd=folder, text=None, MOREH_NUM_DEVICES="2")
-        self._num_started = self._begin = 0
+        self._num_started = self._begin = self._begin_err = 0
 
     def start(self, folder: Path, script: str, *arguments: str) -> None:
         """Lets the process run `script` in `folder`."""
-        self._begin = len(self._script.out)
+        self._begin, self._begin_err = len(self._script.out), len(self._script.err)
         self._num_started += 1
         stdin = self._script.process.stdin
         stdin.write(json.dumps([str(folder), str(SCRIPTS / script), *arguments]) + "\n")
@@ -73,7 +73,7 @@ class InTurn:
         end = f"\nend of script {self._num_started}: "
         self._script.wait_for_output(end)
         out, _, how = self._script.out[self._begin :].partition(end)
-        assert how.startswith("well"), f"{out}\n{self._script.err}"
+        assert how.startswith("well"), f"{out}\n{self._script.err[self._begin_err :]}"
         return out
 
     def close(self) -> None:

@@ -109,3 +109,23 @@ def test_exit_codes_and_tracebacks_are_the_script_s_own(tmp_path):
         for script in (leaves, raises, returns):
             assert "step 5 " in script.out
             script.leaves_nothing()
+
+
+LOADERS_AT_EXIT = """
+import atexit, threading, torch
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))
+torch.moreh.option.enable_advanced_parallelization()
+model = torch.nn.Linear(4, 4).cuda()
+loader = torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=8, num_workers=2, persistent_workers=True)
+batches = iter(loader)
+model(next(batches).cuda()).sum().backward()
+print("trained")
+"""
+
+
+def test_loader_processes_may_still_live_at_the_end(tmp_path):
+    """They hold the engine's connections open; its threads must not run on while Python ends: that can abort it."""
+    with UserScript("-c", LOADERS_AT_EXIT, cwd=tmp_path, **TWO) as script:
+        lines = script.succeed().splitlines()
+        assert lines[-2:] == ["trained", "['MainThread']"], "threads are left after the engine's exit handlers"
+        assert script.err == ""

@@ -144,6 +144,55 @@ def test_unused_and_frozen_parameters():
     assert_same(expected[1], got[1])
 
 
+class Experts(nn.Module):
+    """Adds to each row what its expert makes of it; an expert without a row does not run."""
+
+    def __init__(self, make_expert):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.experts = nn.ModuleList(make_expert() for _ in range(3))
+
+    def forward(self, x, chosen):
+        out = x * self.scale
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                out = out + expert(x) * (chosen == number)[:, None]
+        return out
+
+
+@pytest.mark.parametrize(
+    "make_expert",
+    [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))],
+    ids=["layers", "blocks"],
+)
+def test_a_step_may_reach_fewer_parameters_than_the_first(make_expert):
+    def script(device):
+        model = Experts(make_expert).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+
+        def look():
+            seen.append([None if weight.grad is None else weight.grad.clone() for weight in model.parameters()])
+
+        for step, chosen in enumerate(("0120", "0011", "2222", "0120", "0000", "1112")):
+            x = torch.randn(4, 4)
+            model(x.to(device), torch.tensor(list(map(int, chosen))).to(device)).square().sum().backward()
+            if step % 2:
+                seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            look()
+            optimizer.step()
+            if step != 3:  # two steps add up
+                optimizer.zero_grad()
+            if step == 3:
+                next(model.experts[0].parameters()).grad = None
+            if step == 4:
+                model.scale.grad = torch.ones(4).to(device)
+            look()
+        return seen, model.state_dict()
+
+    assert_same(*on_both(script))
+
+
 def test_evaluation_gives_the_logits_of_one_device():
     def script(device):
         model = tiny_llama().to(device)
