@@ -39,6 +39,7 @@ class UnevenGradients:
         self._missing: list[Any] = []
         groups = [group for part in fsdp_modules(module) for group in param_groups(part)]
         self._params = [param for group in groups for param in group.fsdp_params]
+        self._number = {param: number for number, param in enumerate(self._params)}
         for param_group in groups:
             self._fill_before_reducing(param_group)
 
@@ -65,19 +66,20 @@ class UnevenGradients:
 
         A collective, unless the block raises.
         """
-        without = [param for param in self._params if param.sharded_param.grad is None]
+        if not self._params:
+            yield
+            return
+        without = [param.sharded_param.grad is None for param in self._params]
         self._missing.clear()
         yield
-        missing = set(map(id, self._missing))
-        had = torch.tensor([id(param) not in missing for param in self._params], dtype=torch.int32)
-        had = had.to(self._params[0].sharded_param.device)
-        dist.all_reduce(had, op=dist.ReduceOp.MAX, group=self._group)
-        if not missing:
-            return
-        unused = {id(param) for param, is_used in zip(self._params, had.tolist(), strict=True) if not is_used}
-        for param in without:
-            if id(param) in unused:
-                param.sharded_param.grad = None
+        used = torch.ones(len(self._params), dtype=torch.int32, device=self._params[0].sharded_param.device)
+        if self._missing:
+            used[[self._number[param] for param in self._missing]] = 0
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        if self._missing:
+            for param, is_used, had_none in zip(self._params, used.tolist(), without, strict=True):
+                if had_none and not is_used:
+                    param.sharded_param.grad = None
 
 
 def attach(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -23,7 +23,7 @@ from moreh_ap.runtime.output import WorkerOutput
 from moreh_ap.runtime.worker_side import Answer, WorkerSpec
 
 if TYPE_CHECKING:
-    from moreh_ap.runtime.engine import Engine, Pending
+    from moreh_ap.runtime.engine import Engine, EngineError, Pending
 
 POLL_S = 0.1  # how often a wait looks up to see whether it still makes sense
 START_POLL_S = 0.02  # the same while processes start
@@ -31,6 +31,20 @@ _CAUSE_S = 4.0  # how long to wait for somebody to say how a process ended; the 
 _STOP_TIMEOUT_S = 15.0
 
 Progress = Callable[[str, int, int], object]
+
+
+def start_error(error: EngineError) -> MeshStartError:
+    """Makes the error for worker processes that the engine could not start."""
+    if error.is_time_out:
+        return MeshStartError(
+            "The worker processes were not ready in the 30 s that the engine gives them: this machine is busy, or "
+            "reads PyTorch from a slow disk for the first time.",
+            fix="run the script again",
+        )
+    return MeshStartError(
+        f"A worker process ended while it was starting: {error}",
+        fix="python -c 'import torch, monarch.actor'  # does the installation work?",
+    )
 
 
 class Stopping(Exception):
@@ -183,10 +197,7 @@ class Crew:
             except TimeoutError:
                 pass
             except EngineError as error:
-                raise MeshStartError(
-                    f"A worker process ended while it was starting: {error}",
-                    fix="python -c 'import torch, monarch.actor'  # does the installation work?",
-                ) from error
+                raise start_error(error) from error
             if time.monotonic() > deadline_s:
                 missing = sorted(set(range(num_workers)) - set(self._children))
                 raise MeshStartError(f"The processes of workers {missing} did not run {timeout_s:g} s after the start.")

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
-from moreh_ap.runtime.crew import Crew, CrewRequest, Progress, Stopping
+from moreh_ap.runtime.crew import Crew, CrewRequest, Progress, Stopping, start_error
 from moreh_ap.runtime.outcome import Judge, failure_of
 from moreh_ap.runtime.reply import Reply
 from moreh_ap.runtime.transfer import Packed, pack, restore_failure
@@ -271,6 +271,7 @@ class WorkerMesh:
             for command in self._unsent:
                 self._send(command)
             self._unsent.clear()
+        from moreh_ap.runtime.engine import EngineError
         from moreh_ap.runtime.receiver import PeersHang, Receiver
 
         receiver = Receiver(self._crew, engine, self._is_stopped)
@@ -279,6 +280,8 @@ class WorkerMesh:
         except PeersHang as hang:
             answers = [hang.answer]
         except WorkerLostError as lost:
+            if isinstance(lost.__cause__, EngineError) and lost.__cause__.is_time_out:
+                raise start_error(lost.__cause__) from lost
             raise MeshStartError(f"While the workers were joining each other: {lost.fact}", fix=lost.fix) from lost
         failed = next((answer for answer in answers if answer.status == FAILED), None)
         if failed is not None:

@@ -446,6 +446,22 @@ def test_start_fails_when_a_process_ends_early(monkeypatch):
     mesh.close()
 
 
+def test_processes_that_start_too_slowly_are_said_to_be(monkeypatch):
+    from monarch.config import configured
+
+    mesh = start_mesh(2)
+    mesh.wait_ready(60)  # the engine is there
+    mesh.close()
+    with configured(host_spawn_ready_timeout="20ms"):
+        mesh = start_mesh(2)
+        with pytest.raises(MeshStartError, match="not ready in the 30 s"):
+            mesh.wait_ready(60)
+        mesh.close()
+    mesh = start_mesh(2)
+    mesh.wait_ready(60)
+    mesh.close()
+
+
 SCRIPT = """
 import os, sys, time, signal
 sys.path[:0] = {path!r}
