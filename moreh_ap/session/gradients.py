@@ -1,21 +1,22 @@
 """Which parameters have a gradient on the workers, known without asking them at every step.
 
 A backward pass answers which parameters have a gradient now. Where the first backward of a kind has reached all
-parameters, the controller expects that of the next, so that clipping and ``optimizer.zero_grad()`` need not wait.
-Whoever else looks at gradients waits for the answer, as does everybody after any other backward.
+parameters, the controller expects that of the next, so that clipping by norm and ``optimizer.zero_grad()`` need not
+wait. Whoever else looks at gradients waits for the answer, as does everybody after any other backward.
 
 [Note: expected too many]
-Layers that are dropped by chance, or experts that no token goes to, have no gradient now and then. To clipping and
-`zero_grad` a gradient that is expected and is not there does no harm: workers pass over it, as PyTorch does. One that
-is there and not expected would be forgotten by `zero_grad`; that is why less than all is never expected. An answer is
-taken in by whoever waits for it, never when it arrives: a script reads ``parameter.grad`` twice, to see that there is
-one and to use it.
+Layers that are dropped by chance, or experts that no token goes to, have no gradient now and then. To clipping by norm
+and `zero_grad` a gradient that is expected and is not there does no harm: workers pass over it, as PyTorch does. One
+that is there and not expected would be forgotten by `zero_grad`; that is why less than all is never expected. An answer
+is taken in by whoever waits for it, never when it arrives: a script reads ``parameter.grad`` twice, to see that there
+is one and to use it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 Kind = tuple[Hashable, ...]
 """What is called, what was changed in the model before it, and which of its outputs have a gradient."""
+
+_PASSES_OVER = frozenset({"clip_grad_norm_", "clip_grads_with_norm_", "_clip_grads_with_norm_", "zero_grad"})
+"""Functions of PyTorch that do nothing to a gradient that is expected and is not there."""
 
 _OWN_REFERENCES = 2  # the variable and the argument of getrefcount: whoever else refers to a handle is the script
 
@@ -146,11 +150,12 @@ class Gradients:
 
 
 def _is_asked_in_passing() -> bool:
-    """True if it is PyTorch's clipping or `zero_grad` that asks. See [Note: expected too many]."""
+    """True if it is PyTorch's clipping by norm or `zero_grad` that asks. See [Note: expected too many]."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("moreh_ap."):
+    while frame.f_back is not None and (_module(frame).startswith("moreh_ap.") or frame.f_code.co_name == "<listcomp>"):
         frame = frame.f_back
-    module = frame.f_globals.get("__name__", "")
-    return module == "torch.nn.utils.clip_grad" or (
-        module.startswith("torch.") and frame.f_code.co_name == "zero_grad"
-    )
+    return _module(frame).startswith("torch.") and frame.f_code.co_name in _PASSES_OVER
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
