@@ -62,6 +62,7 @@ class Call:
         kinds: The kind of every leaf of the result, where it is known. See [Note: kinds].
         attributes: Of attributes that the forward may answer, the kinds of their leaves; None if it may answer all.
         counts: Whether numbers of true elements are denominators. See [Note: counts] in `reduction.py`.
+        means: Whether the forward takes means over the batch, where it is known. See [Note: workers meet] there.
         target: What to call instead of the module: one of its submodules or bound methods.
     """
 
@@ -74,6 +75,7 @@ class Call:
     autocast: torch.dtype | None = None
     kinds: tuple[str, ...] | None = None
     counts: bool = False
+    means: bool = True
     target: Callable[..., Any] | None = None
     stream: Tensor | None = None
     host_stream: bytes | None = None
@@ -98,7 +100,7 @@ class Call:
     def reduction(self) -> AbstractContextManager[Any]:
         """Returns what has to be active during a forward of this call."""
         if self.mode == "split" and self.num_workers > 1:
-            return GlobalReduction(self.device, group=self.group, counts=self.counts)
+            return GlobalReduction(self.device, group=self.group, counts=self.counts, meets=self.means)
         return OwnDevice(self.device) if self.device.type == "cpu" else nullcontext()
 
     def seed_generators(self, chunk: int = 0, stage: int = 0) -> None:

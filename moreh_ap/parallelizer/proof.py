@@ -74,6 +74,7 @@ class SplitProof:
         reason: Why it cannot be split; empty where it can.
         draws: Of everything drawn from a common stream, how the rows lie in it; empty without such a stream.
         written: A parameter that the forward itself changes; empty where it changes none.
+        means: Whether it takes means over the batch.
         counts: Whether it can be split only if numbers of true elements are denominators. See [Note: counts] in
             `reduction.py`.
     """
@@ -81,6 +82,7 @@ class SplitProof:
     split: bool
     kinds: tuple[str, ...]
     reason: str
+    means: bool = True
     counts: bool = False
     draws: tuple[Draw, ...] = ()
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -162,7 +164,8 @@ def _prove(probe: _Probe) -> SplitProof:
     attributes: dict[str, tuple[str, ...]] = {}
     for name, number in reversed(list(probe.attributes.items())):
         kinds, attributes[name] = kinds[: len(kinds) - number], kinds[len(kinds) - number :]
-    return SplitProof(True, _of_last_stage(kinds, call), "", call.counts, probe.draws, attributes)
+    last = _of_last_stage(kinds, call)
+    return SplitProof(True, last, "", probe.takes_means, call.counts, probe.draws, attributes)
 
 
 def _attempt(step: Callable[[], None], module: nn.Module) -> str:
@@ -205,7 +208,7 @@ class _Probe:
         self.attributes: Mapping[str, int] = {}
         self.draws: tuple[Draw, ...] = ()
         self.has_unknown = False
-        self.saw_counts = False
+        self.saw_counts = self.takes_means = False
         self.call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self._rows = rows
@@ -255,6 +258,7 @@ class _Probe:
         common = self._run(self._chosen, recorder)
         self.saw_counts = recorder.saw_counts
         denominators = recorder.local_denominators
+        self.takes_means = bool(denominators)
         if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones
             self._weights = [_random_weight(leaf) for leaf in common.outputs]
             common.accumulate(self._weights)

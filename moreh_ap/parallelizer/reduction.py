@@ -15,11 +15,20 @@ A forward may divide by itself: ``losses.sum() / mask.sum()``. The number of tru
 then, and a site; what is divided stays as it is. A forward may also use such a number for something else, so this is
 done only where the proof has failed without it and holds with it. Sums of other whole numbers are left alone:
 transformers takes one to find packed sequences, in batches of one row only.
+
+[Note: workers meet]
+A forward may take a mean only if some of its rows want it (labels that not every row has), and then the rows of one
+worker come to it and those of another do not. So a denominator travels with the place in the code it is for, and when a
+worker's forward is through, it goes on answering "through" until all are. Afterwards every worker knows whether all
+came to the same places, and if not, no result is used. What is compared is computed on the device; only the last
+answer is read.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,9 +63,14 @@ _ELEMENT_LOSSES = {
 }
 _WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their weighted mean divides by the sum of weights, others by the count
 _MEANS = {torch.mean, Tensor.mean}
+_NOT_THE_MODEL = {"torch", "moreh_ap"}
 _COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}
 _GROUPED_PRODUCTS = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
 """Products of a mixture of experts. On meta PyTorch takes nothing but bfloat16, on devices every dtype."""
+
+
+class Diverged(Exception):
+    """The workers' rows took different ways through a forward. Raised on all of them, once all are through."""
 
 
 class GlobalReduction(OwnDevice):
@@ -70,6 +84,7 @@ class GlobalReduction(OwnDevice):
         denominators: The global denominator of every site, where it is known beforehand: nothing is communicated.
         record: Take the local denominators for the global ones: nothing is communicated.
         counts: Whether the numbers of true elements of masks are denominators too. See [Note: counts].
+        meets: Whether there will be sites, so that workers meet at the end. See [Note: workers meet].
 
     Attributes:
         saw_counts: Whether there were such numbers.
@@ -77,7 +92,8 @@ class GlobalReduction(OwnDevice):
         global_denominators: What was divided by, one float64 number a site.
 
     Raises:
-        ExactnessError: The forward has more sites than `denominators` (on exit: fewer).
+        ExactnessError: The forward has more sites than `denominators` (on exit: fewer), or has some and does not meet.
+        Diverged: On exit: other workers came to other sites.
     """
 
     def __init__(
@@ -88,6 +104,7 @@ class GlobalReduction(OwnDevice):
         denominators: Sequence[Tensor] | None = None,
         record: bool = False,
         counts: bool = False,
+        meets: bool = True,
     ) -> None:
         super().__init__(device)
         self.saw_counts = False
@@ -97,6 +114,8 @@ class GlobalReduction(OwnDevice):
         self._known = denominators
         self._record = record
         self._counts = counts
+        self._meets = meets
+        self._apart: list[Tensor] = []
 
     def replay(self, sites: slice) -> GlobalReduction:
         """Returns what has to be active while the part of the forward that has these sites is computed again."""
@@ -119,6 +138,8 @@ class GlobalReduction(OwnDevice):
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
+        if exc_type is None and self._known is None and not self._record and self._meets:
+            self._meet()
         if exc_type is None and self._known is not None and len(self._known) != len(self.local_denominators):
             raise ExactnessError(
                 f"a forward took {len(self.local_denominators)} means over the batch, {len(self._known)} were expected",
@@ -186,10 +207,33 @@ class GlobalReduction(OwnDevice):
         elif self._record:
             everywhere = local
         else:
-            everywhere = local.clone()
-            dist.all_reduce(everywhere, group=self._group)
+            if not self._meets:
+                raise ExactnessError(
+                    "a forward takes a mean over the batch, and the rows that were tried took none",
+                    "a forward that, in one mode and with such arguments, takes means always or never",
+                    "loss = outputs.mean()  # outside of the model",
+                )
+            everywhere, _ = self._exchange(local, _place())
         self.global_denominators.append(everywhere)
         return everywhere
+
+
+    def _exchange(self, local: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """Returns the sums of a denominator and of the places for which workers gave it: numbers, 0 at the end."""
+        numbers = torch.stack([local, torch.full_like(local, place), torch.full_like(local, place * place)])
+        numbers = numbers.to(self.device)
+        dist.all_reduce(numbers, group=self._group)
+        total, places, squares = numbers.unbind()
+        self._apart.append(squares * dist.get_world_size(self._group) - places.square())  # 0 if all places are the same
+        return total, places
+
+    def _meet(self) -> None:
+        """Waits until the forwards of all workers are through. See [Note: workers meet]."""
+        through = torch.zeros((), dtype=torch.float64, device=self.device)
+        while self._exchange(through, 0)[1] != 0:
+            pass
+        if torch.stack(self._apart).any():
+            raise Diverged("rows decide over which losses the forward takes a mean")
 
 
 class MetaReduction(GlobalReduction):
@@ -245,6 +289,14 @@ class MetaReduction(GlobalReduction):
         if isinstance(count, Tensor) and count.is_meta:
             raise ExactnessError("the denominator of a mean loss depends on parameters", "labels among the inputs")
         return super()._add_up(count)
+
+
+def _place() -> int:
+    """Returns a number below 2^16 for the line outside of PyTorch that is being executed."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
+        frame = frame.f_back
+    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno}".encode()) % 2**16 or 1
 
 
 def _is_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

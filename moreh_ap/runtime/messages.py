@@ -202,7 +202,7 @@ class Forward:
 
     Random numbers go on from `streams`; those of PyTorch, where it has none for them, start at `seed`. The batch has
     `rows` rows: tensors that are named by an `OutputRef` do not tell, as a worker has some of them only. `flags` are
-    those of the script's process.
+    those of the script's process. Where the controller does not wait for the answer, it counts on the mode `expected`.
     """
 
     call_id: int
@@ -216,6 +216,7 @@ class Forward:
     training: bytes | None
     autocast_dtype: torch.dtype | None
     flags: Flags
+    expected: str | None = None
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -135,7 +135,7 @@ class WorkerExecutor:
 
     def _argument(self, data: TensorData | messages.OutputRef | StateRef) -> Tensor:
         if isinstance(data, messages.OutputRef):
-            return self._calls[data.call_id].output(data.index).detach()
+            return self._calls[data.call_id].own_rows(data.index).detach()
         if isinstance(data, StateRef):
             held = self._state(data)
             assert held is not None  # the controller names only tensors that every worker holds

@@ -13,7 +13,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from moreh_ap.errors import UnsupportedError
+from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.batch import own_entries, row_range
 from moreh_ap.parallelizer.containers import pickle_treespec
@@ -37,12 +37,14 @@ _KIND_OF_GRADIENT = {"rows": "rows", "same": "share", "share": "same"}
 
 
 class InputRoles(NamedTuple):
-    """Who shares the batch, its rows, and for each tensor input whether it was cut and its gradient is wanted."""
+    """Who shares the batch, its rows, for each tensor input whether it was cut and its gradient is wanted, and the mode
+    that the controller expects."""
 
     axis: Axis
     rows: int | None
     carried: list[bool]
     wants_grad: tuple[bool, ...]
+    expected: str | None = None
 
 
 class WorkerCall:
@@ -93,10 +95,17 @@ class WorkerCall:
             value: Tensor = self._run.outputs[index]
         return value
 
+    def own_rows(self, index: int) -> Tensor:
+        """This worker's rows of an output that has rows."""
+        output, axis, rows = self.output(index), self._inputs.axis, self._inputs.rows
+        return output if self._proof.split or rows is None else output[slice(*row_range(axis.rank, axis.size, rows))]
+
     def part(self, index: int) -> Part | None:
         """This worker's part of an output; None if it has no result. Every worker has to call it."""
         if not len(self._run.outputs):
             return None
+        if self._inputs.expected == "split" and not self._proof.split:
+            raise _met_late(self._proof.reason)
         is_split = self._run.kinds[index] == "rows"
         whole = gathered(self.output(index))  # logits may be split by vocabulary
         return Part(whole, self._inputs.axis, self._inputs.rows if is_split else None, self._answers)
@@ -184,6 +193,8 @@ class WorkerCall:
         for index, shape in enumerate(self._run.shapes):
             gradient = next(whole) if isinstance(shape, Tensor) else None
             is_local = isinstance(gradient, Part) and gradient.rows is not None
+            if is_local and not self._proof.split:
+                raise _met_late(self._proof.reason)
             if isinstance(gradient, Part):
                 gradient = gradient.tensor
             is_split = self._run.kinds[index] == "rows"
@@ -226,3 +237,12 @@ def _pickle_constant(value: Any) -> bytes:
         return pickle.dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError):
         return cloudpickle.dumps(value)
+
+
+def _met_late(reason: str) -> ExactnessError:
+    """Makes the error for rows that the script computes with already, of a call that turned out to need all of them."""
+    return ExactnessError(
+        f"{reason}, which was found out when the script had already computed with rows of its result.",
+        allowed="A loss that the forward itself takes, or one that is read in every step.",
+        fix="loss = model(**batch).loss",
+    )

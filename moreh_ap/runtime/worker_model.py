@@ -16,22 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from moreh_ap.errors import UnsupportedError
+from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.attributes import Attributes, full_name, report_attributes
 from moreh_ap.parallelizer.batch import carries_rows, row_range, slice_rows
 from moreh_ap.parallelizer.containers import unpickle_treespec
 from moreh_ap.parallelizer.draws import Share
-from moreh_ap.parallelizer.forward import Call
+from moreh_ap.parallelizer.forward import Call, ForwardPass
 from moreh_ap.parallelizer.held import Held
 from moreh_ap.parallelizer.kept import split_kept
 from moreh_ap.parallelizer.layout import TensorLayout
 from moreh_ap.parallelizer.loading import fill
 from moreh_ap.parallelizer.memory_order import KernelFormats, memory_order
 from moreh_ap.parallelizer.mesh import build_mesh
+from moreh_ap.parallelizer.micro_batches import DeferredForward
 from moreh_ap.parallelizer.own_collectives import keep_to_own_rows
 from moreh_ap.parallelizer.proof import SplitProof, find_reads, prove_split
+from moreh_ap.parallelizer.reduction import Diverged
 from moreh_ap.parallelizer.run import run_forward
 from moreh_ap.parallelizer.sharding import fsdp_roots, prepare, set_requires_grad, settle
 from moreh_ap.parallelizer.tensor_random import draws_random_numbers
@@ -290,32 +292,45 @@ class WorkerModel:
         if reads:
             return ReadsAttributes(reads)
         proof = self._proof(kind, call, nesting, tensors, rows)
-        if proof.split and rows is not None:
-            start, stop = row_range(axis.rank, axis.size, rows)
-            share = Share(start, stop, rows)
-            call = replace(
-                call,
-                mode="split",
-                kinds=proof.kinds,
-                counts=proof.counts,
-                draws=proof.draws,
-                share=share,
-                attributes=proof.attributes,
-            )
-            parts = slice_rows(tensors, rows, start, stop)
-            tensors = [whole if is_local else part for whole, part, is_local in zip(tensors, parts, local)]
-        tensors = self._own_heads(nesting, tensors, local)
-        tensors = [
-            tensor.detach().requires_grad_() if wants else tensor for tensor, wants in zip(tensors, command.wants_grad)
-        ]
-        args, kwargs = self._arguments(call, nesting, tensors)
         meta = None if self._meta_module is None else self._meta_module.get_submodule(signature.path)
-        run = run_forward(call, args, kwargs, plan=self.plan, rows=rows, meta_module=meta)
+
+        def run_as(proof: SplitProof) -> ForwardPass | DeferredForward:
+            its_call, own = call, tensors
+            if proof.split and rows is not None:
+                start, stop = row_range(axis.rank, axis.size, rows)
+                its_call = _split_call(call, proof, Share(start, stop, rows))
+                parts = slice_rows(tensors, rows, start, stop)
+                own = [whole if is_local else part for whole, part, is_local in zip(tensors, parts, local)]
+            elif any(local):
+                raise ExactnessError(
+                    "an output of one model is an input of another, which every device computes whole",
+                    "inputs that the script has read",
+                    "x = x.detach().clone()",
+                )
+            own = self._own_heads(nesting, own, local)
+            wanted = zip(own, command.wants_grad)
+            own = [tensor.detach().requires_grad_() if wants else tensor for tensor, wants in wanted]
+            args, kwargs = self._arguments(its_call, nesting, own)
+            return run_forward(its_call, args, kwargs, plan=self.plan, rows=rows, meta_module=meta)
+
+        versions = [buffer._version for buffer in self.module.buffers()]
+        try:
+            run = run_as(proof)
+        except Diverged as divergence:
+            if versions != [buffer._version for buffer in self.module.buffers()]:
+                raise ExactnessError(
+                    f"{divergence}, and it changes buffers",
+                    "such a forward without buffers that it changes",
+                    'plan="replicate=1"',
+                ) from divergence
+            proof = self._proofs[kind] = SplitProof(False, (), f"{_COMPUTED_WHOLE}: {divergence}")
+            run = run_as(proof)
         self._kept.update(run.attributes)
         left_out = [*run.left_out, *self._changed_unseen()]
         if self._draws_apart(call):
             proof = replace(proof, reason=". ".join(filter(None, (proof.reason, _DRAWN_APART))))
-        return WorkerCall(self, run, proof, InputRoles(axis, rows, carried, command.wants_grad), left_out)
+        roles = InputRoles(axis, rows, carried, command.wants_grad, command.expected)
+        return WorkerCall(self, run, proof, roles, left_out)
 
     def _require_whole_parameters(self, name: str) -> None:
         """Refuse a forward that changes a parameter, where a worker has a part of it, or a forward runs twice."""
@@ -406,6 +421,20 @@ class WorkerModel:
                 proof = replace(proof, reason=f"{what}: {proof.reason}")
             self._proofs[kind] = proof
         return self._proofs[kind]
+
+
+def _split_call(call: Call, proof: SplitProof, share: Share) -> Call:
+    """The call as it runs on a worker's share of the rows."""
+    return replace(
+        call,
+        mode="split",
+        kinds=proof.kinds,
+        means=proof.means,
+        counts=proof.counts,
+        draws=proof.draws,
+        share=share,
+        attributes=proof.attributes,
+    )
 
 
 def _holder_of(root: nn.Module, path: str, name: str) -> tuple[Any, str]:

@@ -110,6 +110,7 @@ class Call:
             training=training,
             autocast_dtype=autocast,
             flags=flags,
+            expected=None if expected is None or streams is not None else expected.mode,
         )
         reply = self.reply = session.outbox.submit(forward)
         # What is drawn may decide what comes out: after a call that draws nothing of its result is expected.
@@ -507,6 +508,8 @@ def _check_structure(model: RemoteModel, key: Any, expected: Structure, reply: P
         )
         return
     found = Structure.of(reply.result())
+    if found.mode != expected.mode:  # rows have begun to take different ways: the next call waits, and the log says so
+        model.signatures.never_predict(key)
     if found.attributes:  # set in some calls only: this one did not wait for it, others will
         model.signatures.never_predict(key)
     model.note_left_out((*found.attributes, *_answered(reply.result())[0].left_out))

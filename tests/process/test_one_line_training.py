@@ -7,10 +7,11 @@ import io
 
 import pytest
 import torch
+import torch.nn.functional as F
 from one_line_models import Bag, Flattened, InABag, Normalised, OwnTransformer, ragged_batches, tiny_gpt2, tiny_llama
 from torch import Tensor, nn
 
-from moreh_ap.errors import UnsupportedError
+from moreh_ap.errors import ExactnessError, UnsupportedError
 
 PLANS = ["replicate=2", "shard=2"]
 
@@ -193,6 +194,55 @@ def test_a_step_may_reach_fewer_parameters_than_the_first(make_expert):
         return seen, model.state_dict()
 
     assert_same(*on_both(script))
+
+
+class OptionalLabels(nn.Module):
+    """A second loss for the rows that have a second label, if there are any; else, in one form, another loss."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x, labels, second):
+        has_label = second >= 0
+        loss = 0
+        if has_label.any():
+            loss = F.cross_entropy(self.second(x[has_label]), second[has_label])
+        elif self.form == "another loss":
+            loss = self.second(x).pow(2).mean()
+        scores = self.first(x)
+        if self.form == "outside":
+            return scores[:, None].repeat(1, 20000, 1), loss
+        return loss + F.cross_entropy(scores, labels)
+
+
+def train_with_optional_labels(form, device):
+    model = OptionalLabels(form).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for second in ([1, 2, 0, 1], [1, 0, 2, 2], [1, 0, -1, -1], [-1, -1, 2, 0], [-1, -1, -1, -1], [0, 1, 2, 1]):
+        x, labels = torch.randn(4, 6).to(device), torch.randint(3, (4,)).to(device)
+        loss = model(x, labels, torch.tensor(second).to(device))
+        if form == "outside":
+            scores, second_loss = loss
+            loss = F.cross_entropy(scores.reshape(-1, 3), labels.repeat_interleave(20000)) + second_loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("form", ["no loss", "another loss"])
+def test_rows_may_decide_which_losses_a_forward_takes(form):
+    assert_same(*on_both(lambda device: train_with_optional_labels(form, device)))
+
+
+def test_rows_that_decide_on_losses_too_late_are_an_error():
+    """The script has computed with rows of the result, on the workers, before it could know."""
+    with pytest.raises(ExactnessError, match="rows decide over which losses"):
+        train_with_optional_labels("outside", "cuda")
 
 
 def test_evaluation_gives_the_logits_of_one_device():
