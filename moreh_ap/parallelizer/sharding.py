@@ -99,8 +99,10 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [m for root in fsdp_roots(module) for m in root.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
 
 
-Way = list[tuple[str, list[torch.Size]]]
-"""The blocks that a forward came to, in order: the path of each, and the shapes of the tensors it was given."""
+Way = list[tuple[str, torch.Size | None]]
+"""The blocks that a forward came to, in order: the path of each, and the shape of the first tensor it was given.
+
+Others, such as masks, are left out where a row needs none."""
 
 
 @contextmanager
@@ -111,8 +113,8 @@ def way_through(module: nn.Module) -> Iterator[Way]:
     names = {id(part): name for name, part in module.named_modules()}
 
     def note(block: nn.Module, args: Any, kwargs: Any) -> None:
-        shapes = [leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        way.append((names.get(id(block), ""), shapes))
+        shapes = (leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        way.append((names.get(id(block), ""), next(shapes, None)))
 
     blocks = [part for part in fsdp_modules(module) if part not in roots]
     hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]  # type: ignore[attr-defined]
