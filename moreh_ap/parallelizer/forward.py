@@ -38,7 +38,7 @@ from moreh_ap.parallelizer.reduction import GlobalReduction
 from moreh_ap.parallelizer.reports import Report, Run, with_report
 from moreh_ap.parallelizer.sharding import fsdp_roots, recover, settle
 from moreh_ap.parallelizer.streaming import streaming_of
-from moreh_ap.parallelizer.streams import set_state_of_host, state_of_host, state_of_stream
+from moreh_ap.parallelizer.streams import mark_of_stream, set_state_of_host, state_of_host, state_of_stream
 from moreh_ap.parallelizer.uneven_gradients import uneven_gradients_of
 
 
@@ -100,7 +100,17 @@ class Call:
     def reduction(self) -> AbstractContextManager[Any]:
         """Returns what has to be active during a forward of this call."""
         if self.mode == "split" and self.num_workers > 1:
-            return GlobalReduction(self.device, group=self.group, counts=self.counts, meets=self.means)
+            mark = mark_of_stream if self.draws else None
+            meets = self.means or mark is not None
+            nobody_else = self.num_workers == dist.get_world_size() and not fsdp_roots(self.module)
+            return GlobalReduction(
+                self.device,
+                group=self.group,
+                counts=self.counts,
+                meets=meets,
+                mark=mark,
+                meets_failed=nobody_else,
+            )
         return OwnDevice(self.device) if self.device.type == "cpu" else nullcontext()
 
     def seed_generators(self, chunk: int = 0, stage: int = 0) -> None:

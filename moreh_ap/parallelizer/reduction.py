@@ -19,9 +19,10 @@ transformers takes one to find packed sequences, in batches of one row only.
 [Note: workers meet]
 A forward may take a mean only if some of its rows want it (labels that not every row has), and then the rows of one
 worker come to it and those of another do not. So a denominator travels with the place in the code it is for, and when a
-worker's forward is through, it goes on answering "through" until all are. Afterwards every worker knows whether all
-came to the same places, and if not, no result is used. What is compared is computed on the device; only the last
-answer is read.
+worker's forward is through, it goes on answering "through" until all are, and with what mark: where its random stream
+stands, if workers draw from a common one. Afterwards every worker knows whether all came to the same places and draws,
+and if not, no result is used. What is compared is computed on the device; only the last answer is read. A forward that
+raises on one worker alone is through too, with a mark of its own, unless workers talk to each other elsewhere in it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ _ELEMENT_LOSSES = {
 }
 _WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their weighted mean divides by the sum of weights, others by the count
 _MEANS = {torch.mean, Tensor.mean}
+_FAILED = 2**16
+_NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 _NOT_THE_MODEL = {"torch", "moreh_ap"}
 _COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}
 _GROUPED_PRODUCTS = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
@@ -84,7 +87,9 @@ class GlobalReduction(OwnDevice):
         denominators: The global denominator of every site, where it is known beforehand: nothing is communicated.
         record: Take the local denominators for the global ones: nothing is communicated.
         counts: Whether the numbers of true elements of masks are denominators too. See [Note: counts].
-        meets: Whether there will be sites, so that workers meet at the end. See [Note: workers meet].
+        meets: Whether workers meet at the end, as they must if there will be sites. See [Note: workers meet].
+        mark: Gives a number below 2^16 at the end, which has to be every worker's.
+        meets_failed: Whether a worker whose forward raises comes to that meeting.
 
     Attributes:
         saw_counts: Whether there were such numbers.
@@ -93,7 +98,7 @@ class GlobalReduction(OwnDevice):
 
     Raises:
         ExactnessError: The forward has more sites than `denominators` (on exit: fewer), or has some and does not meet.
-        Diverged: On exit: other workers came to other sites.
+        Diverged: On exit: other workers came to other sites, or have another mark.
     """
 
     def __init__(
@@ -105,6 +110,8 @@ class GlobalReduction(OwnDevice):
         record: bool = False,
         counts: bool = False,
         meets: bool = True,
+        mark: Callable[[], int] | None = None,
+        meets_failed: bool = False,
     ) -> None:
         super().__init__(device)
         self.saw_counts = False
@@ -114,7 +121,7 @@ class GlobalReduction(OwnDevice):
         self._known = denominators
         self._record = record
         self._counts = counts
-        self._meets = meets
+        self._meets, self._mark, self._meets_failed = meets, mark, meets_failed
         self._apart: list[Tensor] = []
 
     def replay(self, sites: slice) -> GlobalReduction:
@@ -138,8 +145,11 @@ class GlobalReduction(OwnDevice):
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
-        if exc_type is None and self._known is None and not self._record and self._meets:
-            self._meet()
+        if self._known is None and not self._record and self._meets:
+            if exc_type is None:
+                self._meet(0 if self._mark is None else self._mark())
+            elif self._meets_failed and issubclass(exc_type, Exception) and not issubclass(exc_type, _NOT_THE_SCRIPT_S):
+                self._meet(_FAILED)
         if exc_type is None and self._known is not None and len(self._known) != len(self.local_denominators):
             raise ExactnessError(
                 f"a forward took {len(self.local_denominators)} means over the batch, {len(self._known)} were expected",
@@ -213,27 +223,30 @@ class GlobalReduction(OwnDevice):
                     "a forward that, in one mode and with such arguments, takes means always or never",
                     "loss = outputs.mean()  # outside of the model",
                 )
-            everywhere, _ = self._exchange(local, _place())
+            everywhere, _ = self._exchange(local, _place(), 0)
         self.global_denominators.append(everywhere)
         return everywhere
 
 
-    def _exchange(self, local: Tensor, place: int) -> tuple[Tensor, Tensor]:
+    def _exchange(self, local: Tensor, place: int, mark: int) -> tuple[Tensor, Tensor]:
         """Returns the sums of a denominator and of the places for which workers gave it: numbers, 0 at the end."""
-        numbers = torch.stack([local, torch.full_like(local, place), torch.full_like(local, place * place)])
-        numbers = numbers.to(self.device)
+        known = torch.tensor([place, mark, place * place, mark * mark], dtype=torch.float64)
+        numbers = torch.cat([local.reshape(1).to(self.device), known.to(self.device)])
         dist.all_reduce(numbers, group=self._group)
-        total, places, squares = numbers.unbind()
-        self._apart.append(squares * dist.get_world_size(self._group) - places.square())  # 0 if all places are the same
-        return total, places
+        sums, squares = numbers[1:3], numbers[3:]
+        self._apart.append(squares * dist.get_world_size(self._group) - sums.square())  # zeros if all gave the same
+        return numbers[0], sums[0]
 
-    def _meet(self) -> None:
+    def _meet(self, mark: int) -> None:
         """Waits until the forwards of all workers are through. See [Note: workers meet]."""
         through = torch.zeros((), dtype=torch.float64, device=self.device)
-        while self._exchange(through, 0)[1] != 0:
+        while self._exchange(through, 0, mark)[1] != 0:
             pass
-        if torch.stack(self._apart).any():
+        other_places, other_marks = torch.stack(self._apart).any(0).tolist()
+        if other_places:
             raise Diverged("rows decide over which losses the forward takes a mean")
+        if other_marks:
+            raise Diverged("rows decide what the forward draws, or whether it raises an error")
 
 
 class MetaReduction(GlobalReduction):

@@ -323,8 +323,9 @@ class WorkerModel:
                     "such a forward without buffers that it changes",
                     'plan="replicate=1"',
                 ) from divergence
-            proof = self._proofs[kind] = SplitProof(False, (), f"{_COMPUTED_WHOLE}: {divergence}")
-            run = run_as(proof)
+            proof = SplitProof(False, (), f"{_COMPUTED_WHOLE}: {divergence}")
+            run = run_as(proof)  # where the rows of one worker raised, this raises on all
+            self._proofs[kind] = proof
         self._kept.update(run.attributes)
         left_out = [*run.left_out, *self._changed_unseen()]
         if self._draws_apart(call):

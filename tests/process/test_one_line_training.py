@@ -239,6 +239,48 @@ def test_rows_may_decide_which_losses_a_forward_takes(form):
     assert_same(*on_both(lambda device: train_with_optional_labels(form, device)))
 
 
+class OptionalPart(nn.Module):
+    """Drops something out only if some of its rows have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.dropout = nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x, has):
+        hidden = self.always(x)
+        if has.any():
+            hidden = hidden + self.dropout(self.sometimes(x)) * has[:, None]
+        if (has > 1).any():
+            raise LookupError(f"{len(x)} rows, and one has too much")
+        return self.dropout(hidden)
+
+
+def test_rows_may_decide_what_a_forward_draws(session):
+    def script(device):
+        model = OptionalPart().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        losses = []
+        for has in ([1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 0]):
+            loss = model(torch.randn(4, 6).to(device), torch.tensor(has).to(device)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses, model.state_dict()
+
+    assert_same(*on_both(script))
+
+
+def test_an_error_that_the_rows_of_one_worker_raise_is_that_of_one_device(accelerator):
+    accelerator("replicate=2")
+    model = OptionalPart().cuda()
+    x = torch.randn(4, 6).cuda()
+    model(x, torch.tensor([1, 1, 1, 1]).cuda())
+    with pytest.raises(LookupError, match="4 rows, and one has too much"):
+        model(x, torch.tensor([1, 1, 1, 2]).cuda()).sum().item()
+    assert model(x, torch.tensor([1, 1, 1, 1]).cuda()).shape == (4, 6)
+
+
 def test_rows_that_decide_on_losses_too_late_are_an_error():
     """The script has computed with rows of the result, on the workers, before it could know."""
     with pytest.raises(ExactnessError, match="rows decide over which losses"):
