@@ -123,6 +123,7 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     from moreh_ap.parallelizer.forward import Call
     from moreh_ap.parallelizer.loading import _allocate, _names_by_tensor, local_part
     from moreh_ap.parallelizer.mesh import build_mesh
+    from moreh_ap.parallelizer.reduction import GlobalReduction
     from moreh_ap.parallelizer.run import run_forward
     from moreh_ap.parallelizer.sharding import prepare, settle
     from moreh_ap.plan import Plan
@@ -148,6 +149,7 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
         mock.patch.object(vocabulary, "_check_targets"),
+        mock.patch.object(GlobalReduction, "_meet"),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
     ):
         names = [same for same in _names_by_tensor(module) if not any(one in applied.absent for one in same)]
