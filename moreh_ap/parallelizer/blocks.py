@@ -17,7 +17,8 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def block_lists(module: nn.Module) -> dict[str, list[nn.Module]]:
     """Returns the outermost lists (ModuleList, Sequential) of modules of one class, by path.
 
-    A list of modules without submodules (one Linear each) is none: its members are too small to be handled alone.
+    A list of modules without submodules (one Linear each) is none: its members are too small to be handled alone. Nor is
+    one of lists, which nobody calls.
     """
     lists: dict[str, list[nn.Module]] = {}
     _collect(module, "", lists)
@@ -36,6 +37,8 @@ def _collect(module: nn.Module, prefix: str, lists: dict[str, list[nn.Module]]) 
 def _is_repetition(blocks: nn.ModuleList | nn.Sequential) -> bool:
     members = list(blocks)
     if isinstance(blocks, nn.Sequential) and len(members) < 2:
+        return False
+    if any(member is None or type(member).forward is nn.Module.forward for member in members):
         return False
     return len({type(b) for b in members}) == 1 and all(
         next(b.children(), None) is not None and next(b.parameters(), None) is not None for b in members

@@ -24,6 +24,7 @@ from moreh_ap.parallelizer.checkpoint import WrittenFile, boxes_of, problem_with
 from moreh_ap.parallelizer.held import Held
 from moreh_ap.parallelizer.loading import Wanted, read
 from moreh_ap.parallelizer.norms import total_norm
+from moreh_ap.parallelizer.own_collectives import appear_alone
 from moreh_ap.runtime import messages, probe
 from moreh_ap.runtime.messages import StateRef, TensorData
 from moreh_ap.runtime.step_clock import StepClock
@@ -54,6 +55,7 @@ class WorkerExecutor:
 
     def __init__(self, rank: int, world_size: int, device_type: str) -> None:
         transformers_worker.install()
+        appear_alone()
         self._rank, self._world_size = rank, world_size
         self._device = WorkerDevice(rank, world_size, device_type)
         self._clock = StepClock(self._device.is_cuda)

@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from one_line_models import Bag, Flattened, InABag, Normalised, OwnTransformer, ragged_batches, tiny_gpt2, tiny_llama
 from torch import Tensor, nn
@@ -237,6 +238,40 @@ def train_with_optional_labels(form, device):
 @pytest.mark.parametrize("form", ["no loss", "another loss"])
 def test_rows_may_decide_which_losses_a_forward_takes(form):
     assert_same(*on_both(lambda device: train_with_optional_labels(form, device)))
+
+
+class InLists(nn.Module):
+    """Layers in lists of lists, some of them None, as some libraries have them, and a question about processes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.norms = nn.ModuleList(), nn.ModuleList([None, None])
+        for _ in range(2):
+            second = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6))
+            self.layers.append(nn.ModuleList([nn.Linear(6, 6), second, None]))
+
+    def forward(self, x):
+        for first, second, _ in self.layers:
+            x = second(first(x) + x)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            x = x * dist.get_world_size() + dist.get_rank()
+        return x
+
+
+def test_models_with_lists_of_lists_appear_alone():
+    def script(device):
+        model = InLists().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            loss = model(torch.randn(4, 6).to(device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses, model.state_dict()
+
+    assert_same(*on_both(script))
 
 
 class OptionalPart(nn.Module):
