@@ -17,8 +17,8 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def block_lists(module: nn.Module) -> dict[str, list[nn.Module]]:
     """Returns the outermost lists (ModuleList, Sequential) of modules of one class, by path.
 
-    A list of modules without submodules (one Linear each) is none: its members are too small to be handled alone. Nor is
-    one of lists, which nobody calls.
+    A list of modules without submodules (one Linear each) is none: its members are too small to be handled alone. Nor
+    is a list of lists, which nobody calls.
     """
     lists: dict[str, list[nn.Module]] = {}
     _collect(module, "", lists)
