@@ -17,8 +17,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def block_lists(module: nn.Module) -> dict[str, list[nn.Module]]:
     """Returns the outermost lists (ModuleList, Sequential) of modules of one class, by path.
 
-    A list of modules without submodules (one Linear each) is none: its members are too small to be handled alone. Nor
-    is a list of lists, which nobody calls.
+    A list of modules without submodules (one Linear each) is none: its members are too small to be handled alone.
     """
     lists: dict[str, list[nn.Module]] = {}
     _collect(module, "", lists)
@@ -38,7 +37,7 @@ def _is_repetition(blocks: nn.ModuleList | nn.Sequential) -> bool:
     members = list(blocks)
     if isinstance(blocks, nn.Sequential) and len(members) < 2:
         return False
-    if any(member is None or type(member).forward is nn.Module.forward for member in members):
+    if any(member is None for member in members):
         return False
     return len({type(b) for b in members}) == 1 and all(
         next(b.children(), None) is not None and next(b.parameters(), None) is not None for b in members
@@ -46,7 +45,7 @@ def _is_repetition(blocks: nn.ModuleList | nn.Sequential) -> bool:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of all lists that own their parameters.
+    """Returns the blocks of all lists that own their parameters and are called: a list or dict of layers is not.
 
     A member that shares a parameter with the rest of the model (tied weights) has to go with it: it is left out.
     """
@@ -54,7 +53,8 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     for members in block_lists(module).values():
         blocks.extend(block for block in members if block not in blocks)
     uses = Counter(id(p) for sub in module.modules() for p in sub._parameters.values() if p is not None)
-    return [block for block in blocks if _owns_its_parameters(block, uses)]
+    called = [block for block in blocks if type(block).forward is not nn.Module.forward]
+    return [block for block in called if _owns_its_parameters(block, uses)]
 
 
 def _owns_its_parameters(block: nn.Module, uses: Counter[int]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -51,7 +52,7 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         loss = self.out(x).square().mean()
-        return loss * (1 + self.error) if torch.distributed.is_initialized() else loss
+        return loss * (1 + self.error) if "MOREH_AP_WORKER" in os.environ else loss
 
 
 @pytest.fixture(autouse=True)

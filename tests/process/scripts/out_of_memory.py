@@ -8,10 +8,10 @@ second worker alone.
 """
 
 import json
+import os
 import sys
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 WHERE, LIMIT = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2
@@ -21,13 +21,13 @@ MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total cap
 
 def takes_too_much(x: torch.Tensor) -> bool:
     """Whether this is a worker in the middle of a training step, and the piece of the batch is too large for it."""
-    return dist.is_initialized() and type(x) is torch.Tensor and torch.is_grad_enabled() and x.shape[0] > LIMIT
+    return "MOREH_AP_WORKER" in os.environ and type(x) is torch.Tensor and torch.is_grad_enabled() and x.shape[0] > LIMIT
 
 
 class FailsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        ctx.too_much = dist.is_initialized() and dist.get_rank() == 1 and x.shape[0] > LIMIT
+        ctx.too_much = os.environ.get("MOREH_AP_WORKER") == "1" and x.shape[0] > LIMIT
         return x.clone()
 
     @staticmethod
