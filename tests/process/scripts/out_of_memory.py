@@ -21,7 +21,8 @@ MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total cap
 
 def takes_too_much(x: torch.Tensor) -> bool:
     """Whether this is a worker in the middle of a training step, and the piece of the batch is too large for it."""
-    return "MOREH_AP_WORKER" in os.environ and type(x) is torch.Tensor and torch.is_grad_enabled() and x.shape[0] > LIMIT
+    is_training = type(x) is torch.Tensor and torch.is_grad_enabled()
+    return "MOREH_AP_WORKER" in os.environ and is_training and x.shape[0] > LIMIT
 
 
 class FailsInBackward(torch.autograd.Function):
