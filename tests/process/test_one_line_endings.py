@@ -113,7 +113,12 @@ def test_exit_codes_and_tracebacks_are_the_script_s_own(tmp_path):
 
 LOADERS_AT_EXIT = """
 import atexit, threading, torch
-atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))
+@atexit.register
+def look():
+    for thread in threading.enumerate():
+        if thread.name.startswith("monarch"):
+            thread.join(10)
+    print([thread.name for thread in threading.enumerate()])
 torch.moreh.option.enable_advanced_parallelization()
 model = torch.nn.Linear(4, 4).cuda()
 loader = torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=8, num_workers=2, persistent_workers=True)
