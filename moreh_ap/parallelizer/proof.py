@@ -10,10 +10,10 @@ single runs adds up to the leaf of the common run in one of the ways below, and 
 too, rows do not look at each other. Batch normalisation, contrastive losses, a time-first LSTM, or a penalty on the
 weights inside forward fail here, and the forward then runs whole: slower, still right.
 
-"rows": the slices follow each other along dim 0. "share": they add up. "same": every slice has it.
 What FSDP2 gathers on its way through the model is gathered by all workers at once, so rows must also take the same way:
 where one goes to some experts and another to others, the forward runs whole.
 
+"rows": the slices follow each other along dim 0. "share": they add up. "same": every slice has it.
 "const": no tensor, equal everywhere. "opaque": an object that cannot be compared; each worker has its own.
 """
 

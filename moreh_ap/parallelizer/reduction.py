@@ -64,9 +64,10 @@ _ELEMENT_LOSSES = {
 }
 _WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their weighted mean divides by the sum of weights, others by the count
 _MEANS = {torch.mean, Tensor.mean}
-_FAILED = 2**16
-_NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 _NOT_THE_MODEL = {"torch", "moreh_ap"}
+_NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
+"""Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
+_FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}
 _GROUPED_PRODUCTS = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
 """Products of a mixture of experts. On meta PyTorch takes nothing but bfloat16, on devices every dtype."""

@@ -305,7 +305,7 @@ class WorkerModel:
                 raise ExactnessError(
                     "an output of one model is an input of another, which every device computes whole",
                     "inputs that the script has read",
-                    "x = x.detach().clone()",
+                    "x = x.detach().cpu().to(x.device)",
                 )
             own = self._own_heads(nesting, own, local)
             wanted = zip(own, command.wants_grad)
@@ -321,7 +321,7 @@ class WorkerModel:
                 raise ExactnessError(
                     f"{divergence}, and it changes buffers",
                     "such a forward without buffers that it changes",
-                    'plan="replicate=1"',
+                    "MOREH_NUM_DEVICES=1 python train.py",
                 ) from divergence
             proof = SplitProof(False, (), f"{_COMPUTED_WHOLE}: {divergence}")
             run = run_as(proof)  # where the rows of one worker raised, this raises on all

@@ -219,21 +219,32 @@ class OptionalLabels(nn.Module):
         return loss + F.cross_entropy(scores, labels)
 
 
-def train_with_optional_labels(form, device):
-    model = OptionalLabels(form).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def losses_and_weights(model, loss_of, batches, lr=0.1):
+    """What a step of `model` with each of `batches` gives; ``loss_of(batch)`` is the loss of one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses = []
-    for second in ([1, 2, 0, 1], [1, 0, 2, 2], [1, 0, -1, -1], [-1, -1, 2, 0], [-1, -1, -1, -1], [0, 1, 2, 1]):
-        x, labels = torch.randn(4, 6).to(device), torch.randint(3, (4,)).to(device)
-        loss = model(x, labels, torch.tensor(second).to(device))
-        if form == "outside":
-            scores, second_loss = loss
-            loss = F.cross_entropy(scores.reshape(-1, 3), labels.repeat_interleave(20000)) + second_loss
+    for batch in batches:
+        loss = loss_of(batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses, model.state_dict()
+
+
+def train_with_optional_labels(form, device):
+    model = OptionalLabels(form).to(device)
+
+    def loss_of(second):
+        x, labels = torch.randn(4, 6).to(device), torch.randint(3, (4,)).to(device)
+        result = model(x, labels, torch.tensor(second).to(device))
+        if form != "outside":
+            return result
+        scores, second_loss = result
+        return F.cross_entropy(scores.reshape(-1, 3), labels.repeat_interleave(20000)) + second_loss
+
+    seconds = [1, 2, 0, 1], [1, 0, 2, 2], [1, 0, -1, -1], [-1, -1, 2, 0], [-1, -1, -1, -1], [0, 1, 2, 1]
+    return losses_and_weights(model, loss_of, seconds)
 
 
 @pytest.mark.parametrize("form", ["no loss", "another loss"])
@@ -262,15 +273,7 @@ class InLists(nn.Module):
 def test_models_with_lists_of_lists_appear_alone():
     def script(device):
         model = InLists().to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for _ in range(3):
-            loss = model(torch.randn(4, 6).to(device)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        return losses, model.state_dict()
+        return losses_and_weights(model, lambda _: model(torch.randn(4, 6).to(device)).square().mean(), range(3))
 
     assert_same(*on_both(script))
 
@@ -294,15 +297,12 @@ class OptionalPart(nn.Module):
 def test_rows_may_decide_what_a_forward_draws(session):
     def script(device):
         model = OptionalPart().to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        losses = []
-        for has in ([1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 0]):
-            loss = model(torch.randn(4, 6).to(device), torch.tensor(has).to(device)).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        return losses, model.state_dict()
+
+        def loss_of(has):
+            return model(torch.randn(4, 6).to(device), torch.tensor(has).to(device)).square().sum()
+
+        which = [1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 0]
+        return losses_and_weights(model, loss_of, which, lr=1e-3)
 
     assert_same(*on_both(script))
 

@@ -446,7 +446,7 @@ def test_start_fails_when_a_process_ends_early(monkeypatch):
     mesh.close()
 
 
-def test_processes_that_start_too_slowly_are_said_to_be(monkeypatch):
+def test_processes_that_start_too_slowly_are_said_to_be():
     from monarch.config import configured
 
     mesh = start_mesh(2)
