@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moreh_ap.session.checkpoint import load as load
-    from moreh_ap.session.checkpoint import save as save
+    from moreh_ap.session.checkpoint.training_checkpoint import load as load
+    from moreh_ap.session.checkpoint.training_checkpoint import save as save
 
 __version__ = "0.1.0"
 
@@ -18,9 +18,9 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Returns `save` or `load`, imported when first asked for."""
     if name in ("save", "load"):
-        from moreh_ap.session import checkpoint
+        from moreh_ap.session.checkpoint import training_checkpoint
 
-        return getattr(checkpoint, name)
+        return getattr(training_checkpoint, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,7 +1,7 @@
 """The one line that users add: its arguments, its environment variables, their defaults and what they may be.
 
 Decides which settings exist and turns them, checked, into one frozen `Options`. Must not know what is done with them:
-it hands them to `moreh_ap.device.enable` and imports nothing heavy before that.
+it hands them to `moreh_ap.accelerator.enable` and imports nothing heavy before that.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def enable_advanced_parallelization(
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.parse(plan),
         autotune=_check_bool("autotune", autotune),
     )
-    from moreh_ap import device
+    from moreh_ap import accelerator
 
-    device.enable(options)
+    accelerator.enable(options)
 
 
 def resolve_options(

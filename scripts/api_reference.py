@@ -78,7 +78,7 @@ MODULES = (
     ),
     Module(
         "moreh_ap",
-        "moreh_ap/session/checkpoint.py",
+        "moreh_ap/session/checkpoint/training_checkpoint.py",
         ("save", "load"),
         False,
         {

@@ -25,14 +25,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moreh_ap import device
+from moreh_ap.accelerator import enable
 from moreh_ap.option import Options
 from moreh_ap.plan import Plan
-from moreh_ap.planner.ranking import Task
-from moreh_ap.planner.search import search
-from moreh_ap.session.first_use import family_of
-from moreh_ap.session.machine import machine_of
-from moreh_ap.session.planning import constraints_of
-from moreh_ap.session.profiling import profile_model, shape_of
+from moreh_ap.planner.search.plan_search import search
+from moreh_ap.planner.search.ranking import Task
+from moreh_ap.session.planning.first_call import family_of
+from moreh_ap.session.planning.machine_profile import machine_of
+from moreh_ap.session.planning.model_profiling import profile_model, shape_of
+from moreh_ap.session.planning.plan_selection import constraints_of
 
 STEPS = 6
 
@@ -96,7 +97,7 @@ def step_of(plan: Plan, options: Options, work: Workload) -> Measured:
 
 def measure(num_devices: int, options: Options, rounds: int, work: Workload) -> None:
     """Prints a line for each plan, fastest first, and how far the choice is from the best."""
-    device.enable(options)
+    enable(options)
     current = device.current()
     assert current is not None
     model = LlamaForCausalLM(work.config)

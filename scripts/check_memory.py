@@ -118,18 +118,18 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
-    from moreh_ap.parallelizer import vocabulary
     from moreh_ap.parallelizer.apply import Example, apply_plan
-    from moreh_ap.parallelizer.forward import Call
-    from moreh_ap.parallelizer.loading import _allocate, _names_by_tensor, local_part
+    from moreh_ap.parallelizer.call.forward import Call
+    from moreh_ap.parallelizer.call.run_call import run_forward
+    from moreh_ap.parallelizer.data.fsdp import prepare, settle
+    from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
     from moreh_ap.parallelizer.mesh import build_mesh
-    from moreh_ap.parallelizer.reduction import GlobalReduction
-    from moreh_ap.parallelizer.run import run_forward
-    from moreh_ap.parallelizer.sharding import prepare, settle
+    from moreh_ap.parallelizer.state.loading import _allocate, _names_by_tensor, local_part
+    from moreh_ap.parallelizer.tensor import vocabulary
     from moreh_ap.plan import Plan
-    from moreh_ap.planner.footprint import estimate_memory
-    from moreh_ap.planner.models import find_model
-    from moreh_ap.planner.shapes import from_config, profile_of
+    from moreh_ap.planner.cost.footprint import estimate_memory
+    from moreh_ap.planner.models.known_models import find_model
+    from moreh_ap.planner.models.shapes import from_config, profile_of
 
     plan, cpu = Plan.parse(text), torch.device("cpu")
     numbers = {**find_model(name).config, **({} if num_layers is None else {"num_hidden_layers": num_layers})}
@@ -189,7 +189,7 @@ def _tracker(held: list[Any]) -> Any:
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from moreh_ap.parallelizer.tensor_split import SplitTensor
+    from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
 
     class Tracker(MemTracker):
         def take_peak(self) -> float:

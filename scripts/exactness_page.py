@@ -1,4 +1,4 @@
-"""Writes docs/reference/exactness.md, exactness.ko.md and planner/proven.json from the results of the matrix.
+"""Writes docs/reference/exactness.md, exactness.ko.md and planner/search/proven.json from the results of the matrix.
 
     make test-matrix                     # runs the matrix, keeps its numbers in exactness.json, writes all three
     python scripts/exactness_page.py     # writes the three alone
@@ -18,11 +18,11 @@ from typing import Any
 from exactness_words import LANGUAGES, Words
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner.proven import kinds_to_prove
+from moreh_ap.planner.search.proven import kinds_to_prove
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "docs" / "reference" / "exactness.json", ROOT / "docs" / "reference" / "exactness.md"
-PROVEN = ROOT / "moreh_ap" / "planner" / "proven.json"
+PROVEN = ROOT / "moreh_ap" / "planner" / "search" / "proven.json"
 
 Entry = dict[str, Any]
 

@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from fit_subjects import SUBJECTS, Memory, Place, Sample, StepTime
 
-from moreh_ap.planner import evaluate
+from moreh_ap.evaluation import accuracy
 
 LEFT_OUT = ("n_params_b", "n_gpus")
 """Columns each of whose values is left out once."""
@@ -82,7 +82,7 @@ def cross_validate(subject: Subject, table: list[dict[str, str]], rounds: int, j
 
 
 def _figures(table: list[dict[str, str]]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in evaluate.evaluate(table).items()}
+    return {name: round(value, 4) for name, value in accuracy.evaluate(table).items()}
 
 
 def main() -> None:

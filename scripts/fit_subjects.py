@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moreh_ap.planner import evaluate, rows, runs
-from moreh_ap.planner.coefficients import COEFFICIENTS
-from moreh_ap.planner.footprint import estimate_memory
-from moreh_ap.planner.step_time import estimate_step
+from moreh_ap.evaluation import accuracy, predictions, run_table
+from moreh_ap.planner.cost.coefficients import COEFFICIENTS
+from moreh_ap.planner.cost.footprint import estimate_memory
+from moreh_ap.planner.cost.step_time import estimate_step
 
 Place = tuple[str, str]
 Values = Mapping[Place, float]
@@ -26,7 +26,7 @@ class Sample:
     """A measured run: its row, what the planner makes of it, what was measured, and how much it counts."""
 
     row: dict[str, str]
-    run: rows.Run
+    run: run_table.Run
     measured: float
     weight: float = 1.0
     full: bool = False
@@ -68,15 +68,15 @@ class StepTime:
         """Returns the runs whose speed is judged."""
         groups: dict[tuple[str, str], list[tuple[float, dict[str, str]]]] = defaultdict(list)
         for row in table:
-            measured_s = evaluate.measured_step_s(row)
+            measured_s = accuracy.measured_step_s(row)
             if measured_s is not None:
                 groups[row["n_params_b"], row["n_gpus"]].append((measured_s, row))
         samples = []
         for group in groups.values():
             best = min(measured_s for measured_s, _ in group)
             for measured_s, row in group:
-                run = rows.run_of(row)
-                samples.append(Sample(row, run, measured_s, 1.0 + 2.0 * best / measured_s, runs.is_full(run)))
+                run = run_table.run_of(row)
+                samples.append(Sample(row, run, measured_s, 1.0 + 2.0 * best / measured_s, predictions.is_full(run)))
         return samples
 
     def loss(self, samples: Sequence[Sample], values: Values) -> float:
@@ -99,7 +99,7 @@ class StepTime:
         practice = _changed("practice", run.practice, values)
         coefficients = _changed("coefficients", COEFFICIENTS, values)
         step_s = estimate_step(run.profile, run.plan, run.global_batch, there, practice, coefficients).total_s
-        return step_s + (runs.RETRY_S * run.plan.micro_batches if sample.full else 0.0)
+        return step_s + (predictions.RETRY_S * run.plan.micro_batches if sample.full else 0.0)
 
 
 class Memory:
@@ -131,7 +131,7 @@ class Memory:
     def samples(self, table: Sequence[dict[str, str]]) -> list[Sample]:
         """Returns the runs that succeeded or ran out of memory; nan where reserved memory was not measured."""
         return [
-            Sample(row, rows.run_of(row), float(row["mem_reserved_gib"] or math.nan) * 2**30)
+            Sample(row, run_table.run_of(row), float(row["mem_reserved_gib"] or math.nan) * 2**30)
             for row in table
             if row["status"] in ("Success", "OOM")
         ]
@@ -159,7 +159,7 @@ class Memory:
         """Returns what the first position reserves, of which the runs tell, and what the fullest does."""
         run = sample.run
         period = "after"
-        if not rows.is_true(sample.row["after_pp_fix"]):
+        if not run_table.is_true(sample.row["after_pp_fix"]):
             period = "before, pipeline" if run.plan.pipeline > 1 else "before, no pipeline"
         practice = _changed(period, _changed("practice", run.practice, values), values)
         coefficients = _changed("coefficients", COEFFICIENTS, values)

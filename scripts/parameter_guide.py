@@ -21,14 +21,14 @@ from parameter_guide_words import LANGUAGES, Words
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.footprint import estimate_memory
-from moreh_ap.planner.hardware import find_cluster
-from moreh_ap.planner.models import find_model
-from moreh_ap.planner.ranking import Candidate, Task, weigh
-from moreh_ap.planner.remedies import FLAVOURS
-from moreh_ap.planner.search import search
-from moreh_ap.planner.shapes import profile_of
-from moreh_ap.planner.space import Constraints, tensor_degrees_of
+from moreh_ap.planner.cost.footprint import estimate_memory
+from moreh_ap.planner.cost.hardware import find_cluster
+from moreh_ap.planner.models.known_models import find_model
+from moreh_ap.planner.models.shapes import profile_of
+from moreh_ap.planner.search.plan_search import search
+from moreh_ap.planner.search.ranking import Candidate, Task, weigh
+from moreh_ap.planner.search.remedies import FLAVOURS
+from moreh_ap.planner.search.space import Constraints, tensor_degrees_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "parameter-guide.md"
 RATIO = 80

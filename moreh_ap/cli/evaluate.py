@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moreh_ap.cli import predict
-from moreh_ap.planner import evaluate
+from moreh_ap.evaluation import accuracy
 
 
 def add_arguments(commands: Any) -> None:
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     """
     rows, _ = predict.read_table(arguments.runs)
     reasons = predict.predict_rows(rows)
-    figures = evaluate.evaluate(rows)
+    figures = accuracy.evaluate(rows)
     for reason, count in reasons.most_common(predict.MOST_REASONS):
         print(f"no prediction for {count} rows: {reason}", file=sys.stderr)
     if arguments.json:

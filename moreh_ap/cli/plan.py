@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from moreh_ap.errors import OptionError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.hardware import Cluster, find_cluster, find_device
-from moreh_ap.planner.models import find_model, shape_from_file
-from moreh_ap.planner.search import Candidate, Ranking, Task, search, weigh
-from moreh_ap.planner.shapes import TransformerShape, profile_of
-from moreh_ap.planner.space import ALL_KINDS, Constraints, tensor_degrees_of
+from moreh_ap.planner.cost.hardware import Cluster, find_cluster, find_device
+from moreh_ap.planner.models.known_models import find_model, shape_from_file
+from moreh_ap.planner.models.shapes import TransformerShape, profile_of
+from moreh_ap.planner.search.plan_search import Candidate, Ranking, Task, search, weigh
+from moreh_ap.planner.search.space import ALL_KINDS, Constraints, tensor_degrees_of
 
 DEFAULT_LENGTH, DEFAULT_TOP, DEFAULT_RATIO = 1024, 5, 80
 
@@ -207,7 +207,7 @@ def _plain_task(task: Task) -> dict[str, Any]:
 
 
 def _plain(candidate: Candidate) -> dict[str, Any]:
-    from moreh_ap.planner.explain import memory_parts, time_parts
+    from moreh_ap.planner.search.explain import memory_parts, time_parts
 
     memory, step = candidate.memory, candidate.step
     plain: dict[str, Any] = {

@@ -14,10 +14,10 @@ from rich.text import Text
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.explain import memory_parts
-from moreh_ap.planner.footprint import MemoryEstimate, estimate_memory
-from moreh_ap.planner.search import Candidate, Task
-from moreh_ap.planner.timeline import Bar, play, stage_seconds
+from moreh_ap.planner.cost.footprint import MemoryEstimate, estimate_memory
+from moreh_ap.planner.cost.timeline import Bar, play, stage_seconds
+from moreh_ap.planner.search.explain import memory_parts
+from moreh_ap.planner.search.plan_search import Candidate, Task
 
 PART_COLOURS = {
     "parameters": "#4477aa",

@@ -10,9 +10,9 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from moreh_ap.planner import explain
-from moreh_ap.planner.remedies import FLAVOURS, flavour_of
-from moreh_ap.planner.search import Candidate, Ranking, Task
+from moreh_ap.planner.search import explain
+from moreh_ap.planner.search.plan_search import Candidate, Ranking, Task
+from moreh_ap.planner.search.remedies import FLAVOURS, flavour_of
 
 WIDE = 120
 """Columns of a terminal from which on there is room for all figures."""

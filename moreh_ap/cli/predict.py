@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moreh_ap.errors import MorehError, OptionError
-from moreh_ap.planner import runs
+from moreh_ap.evaluation import predictions
 
 MOST_REASONS = 5
 """Reasons that are listed for rows without a prediction."""
@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     reasons = predict_rows(rows)
     try:
         with arguments.output.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*columns, *(name for name in runs.PREDICTED_COLUMNS if name not in columns)])
+            added = [name for name in predictions.PREDICTED_COLUMNS if name not in columns]
+            writer = csv.DictWriter(file, [*columns, *added])
             writer.writeheader()
             writer.writerows(rows)
     except OSError as error:
@@ -85,8 +86,8 @@ def predict_rows(rows: list[dict[str, str]]) -> Counter[str]:
     reasons: Counter[str] = Counter()
     for row in rows:
         try:
-            row.update(runs.predict(row))
+            row.update(predictions.predict(row))
         except MorehError as error:
             reasons[error.fact] += 1
-            row.update(dict.fromkeys(runs.PREDICTED_COLUMNS, ""))
+            row.update(dict.fromkeys(predictions.PREDICTED_COLUMNS, ""))
     return reasons

@@ -34,7 +34,7 @@ def run_until_first_call(path: Path, arguments: list[str], take: Callable[[Any, 
         Exception: Whatever the script or `take` raises.
     """
     from moreh_ap import device
-    from moreh_ap.session import first_use
+    from moreh_ap.session.planning import first_call
 
     if not path.is_file():
         raise OptionError(f"there is no file {path}", "a script that uses the one line", "moreh-ap verify train.py")
@@ -48,7 +48,7 @@ def run_until_first_call(path: Path, arguments: list[str], take: Callable[[Any, 
     sys.argv, sys.path[0:0] = [str(path), *arguments], [str(path.resolve().parent)]
     ending = "it ended"
     try:
-        with first_use.watching(watch):
+        with first_call.watching(watch):
             runpy.run_path(str(path), run_name="__main__")
     except _Left:
         return taken[0]

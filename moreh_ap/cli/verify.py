@@ -20,7 +20,7 @@ from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.plan import Plan
 
 if TYPE_CHECKING:
-    from moreh_ap.session.equivalence import Equivalence, Subject, Training
+    from moreh_ap.session.verification.equivalence import Equivalence, Subject, Training
 
 DEFAULT_DEVICES, DEFAULT_LENGTH = 2, 12
 COLUMNS = ("plan", "verdict", "loss", "norm", "gradient", "weight")
@@ -109,19 +109,21 @@ def verify_plans(plans: list[Plan], prepare: Callable[[int], Prepared]) -> list[
 
 def _verify_plan(plan: Plan, prepare: Callable[[int], Prepared]) -> Equivalence:
     from moreh_ap import device
+    from moreh_ap.accelerator import enable
     from moreh_ap.option import Options
-    from moreh_ap.session import equivalence, first_use, reduced
+    from moreh_ap.session.planning import first_call
+    from moreh_ap.session.verification import equivalence, reduced_model
 
-    subject, expected = prepare(reduced.depth_for(plan))
+    subject, expected = prepare(reduced_model.depth_for(plan))
     said = io.StringIO()
     with contextlib.redirect_stdout(said):  # the start of the workers, once for every plan, is not what was asked for
         accelerator = device.current()
         if accelerator is None or accelerator.session.num_devices != plan.num_devices:
             device.disable()
-            device.enable(Options(devices=plan.num_devices, plan=plan, mixed_precision=False))
+            enable(Options(devices=plan.num_devices, plan=plan, mixed_precision=False))
             accelerator = device.current()
         try:
-            with first_use.on_trial(plan):
+            with first_call.on_trial(plan):
                 found = equivalence.measure(subject, expected, plan)
         except PlanError as error:
             return equivalence.Equivalence(str(plan), "refused", error.fact)
@@ -172,9 +174,9 @@ def _plain(found: Equivalence) -> dict[str, Any]:
 
 
 def _rows(arguments: argparse.Namespace, plans: list[Plan]) -> int:
-    from moreh_ap.session import reduced
+    from moreh_ap.session.verification import reduced_model
 
-    return int(arguments.rows or max(reduced.rows_for(plan) for plan in plans))
+    return int(arguments.rows or max(reduced_model.rows_for(plan) for plan in plans))
 
 
 def _from_model(arguments: argparse.Namespace, plans: list[Plan]) -> Callable[[int], Prepared]:
@@ -184,7 +186,7 @@ def _from_model(arguments: argparse.Namespace, plans: list[Plan]) -> Callable[[i
         OptionError: There is no such family, folder or configuration.
     """
     from moreh_ap.integrations import transformers_families
-    from moreh_ap.session import equivalence
+    from moreh_ap.session.verification import equivalence
 
     rows, prepared = _rows(arguments, plans), {}
 
@@ -221,12 +223,12 @@ def _from_script(
         OptionError: The script ends without calling a model on the accelerator.
     """
     from moreh_ap.cli import script
-    from moreh_ap.session import reduced
+    from moreh_ap.session.verification import reduced_model
 
-    rows, depths = _rows(arguments, plans), {reduced.depth_for(plan) for plan in plans}
+    rows, depths = _rows(arguments, plans), {reduced_model.depth_for(plan) for plan in plans}
 
     def copy_call(root: Any, call: Any) -> dict[int, Prepared]:
-        return {depth: reduced.reduce_call(root, call, rows, depth) for depth in depths}
+        return {depth: reduced_model.reduce_call(root, call, rows, depth) for depth in depths}
 
     prepared = script.run_until_first_call(Path(arguments.model), script_arguments, copy_call)
     return prepared.__getitem__

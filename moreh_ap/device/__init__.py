@@ -1,38 +1,30 @@
-"""The virtual accelerator: from `enable` on, "cuda" in this process means all devices together."""
+"""The virtual accelerator: while one is in force, "cuda" in this process means all devices together.
+
+Holds which accelerator is in force. Must not know how one is made: `moreh_ap.accelerator` makes it and puts it here.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from moreh_ap.device.accelerator import Accelerator
-    from moreh_ap.option import Options
-
-_current: Accelerator | None = None
+from typing import Any, Protocol
 
 
-def enable(options: Options) -> None:
-    """Make "cuda" mean an accelerator with these options; with the same options again, nothing happens.
+class AcceleratorInForce(Protocol):
+    """What this package needs of an accelerator."""
 
-    Raises:
-        OptionError: If an accelerator with other options is in use already.
-    """
+    session: Any
+
+    def close(self) -> None:
+        """Take all patches back and end the workers."""
+
+
+_current: AcceleratorInForce | None = None
+
+
+def put_in_force(accelerator: AcceleratorInForce) -> None:
+    """From now on `accelerator` is the one of this process."""
     global _current
-    from moreh_ap.device.accelerator import Accelerator
-    from moreh_ap.errors import OptionError
-
-    if _current is not None:
-        if _current.options == options:
-            return
-        if _current.in_use():
-            raise OptionError(
-                f"The accelerator is in use with {_current.options}; it cannot take other options now.",
-                allowed="One call, or further calls with the same arguments, before the accelerator is used.",
-                fix="torch.moreh.option.enable_advanced_parallelization(...)  # once, before the first model call",
-            )
-        disable()
-    _current = Accelerator(options)
+    _current = accelerator
 
 
 def disable() -> None:
@@ -43,14 +35,14 @@ def disable() -> None:
         accelerator.close()
 
 
-def current() -> Accelerator | None:
-    """The accelerator of this process, if the one line has been called."""
+def current() -> Any:
+    """Returns the `moreh_ap.accelerator.Accelerator` of this process; None before the one line and after `disable`."""
     return _current
 
 
 def _forget_in_child() -> None:
     global _current
-    _current = None  # a forked child has neither workers nor redirections
+    _current = None  # a forked child has neither workers nor patches
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

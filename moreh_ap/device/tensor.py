@@ -276,7 +276,7 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from moreh_ap.device.redirect import redirect
+        from moreh_ap.device.function_mode import redirect
 
         if not all(issubclass(kind, torch.Tensor) for kind in types):
             return NotImplemented  # an argument stands for a tensor without being one: its class comes next

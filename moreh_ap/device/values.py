@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
-    from moreh_ap.parallelizer.sources import TensorSource
+    from moreh_ap.protocol.tensor_source import TensorSource
 
 MAX_DEFERRED_ELEMENTS = 4096  # larger tensors are computed at once: putting them off would only keep memory alive
 
@@ -89,7 +89,7 @@ class InFile(Value):
         return True
 
     def read(self) -> Tensor:
-        from moreh_ap.parallelizer.loading import Wanted, read
+        from moreh_ap.parallelizer.state.loading import Wanted, read
 
         whole = torch.empty(self._shape, dtype=self.dtype, device="cpu")
         read(Wanted("a tensor", whole, source) for source in self.sources)

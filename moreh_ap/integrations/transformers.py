@@ -17,7 +17,7 @@ from moreh_ap.device.tensor import CPU, VirtualTensor
 from moreh_ap.device.values import Cell, InFile
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.integrations.import_hook import when_imported
-from moreh_ap.parallelizer.sources import TensorSource
+from moreh_ap.protocol.tensor_source import TensorSource
 
 # Source: https://github.com/huggingface/safetensors, "Format", dtype names.
 _DTYPES = {

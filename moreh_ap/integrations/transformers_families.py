@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.session.equivalence import STEPS, Subject
-from moreh_ap.session.reduced import subject_of
-from moreh_ap.session.reduced_config import reduce_config
+from moreh_ap.session.verification.equivalence import STEPS, Subject
+from moreh_ap.session.verification.reduced_config import reduce_config
+from moreh_ap.session.verification.reduced_model import subject_of
 
 _SEQUENCE_TO_SEQUENCE, _CLASSIFICATION = "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification"
 FAMILIES = {

@@ -32,18 +32,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moreh_ap.errors import PlanError
-from moreh_ap.parallelizer import gradient_sync, stages, streaming, uneven_gradients
-from moreh_ap.parallelizer.blocks import block_lists, modules_aside, repeated_blocks
-from moreh_ap.parallelizer.layout import TensorLayout
+from moreh_ap.parallelizer.data import bucketed_allreduce, unused_parameters
+from moreh_ap.parallelizer.data.fsdp import shard, uses_fsdp
+from moreh_ap.parallelizer.data.recompute import apply_recompute
 from moreh_ap.parallelizer.mesh import TENSOR_AXIS, Position
-from moreh_ap.parallelizer.recompute import apply_recompute
-from moreh_ap.parallelizer.sharding import shard, uses_fsdp
-from moreh_ap.parallelizer.stages import Stages
-from moreh_ap.parallelizer.streaming import Streaming
-from moreh_ap.parallelizer.tensor import TensorParallel, apply_tensor_parallel
-from moreh_ap.parallelizer.tensor_crossing import Crossing
-from moreh_ap.parallelizer.trace import trace
+from moreh_ap.parallelizer.pipeline import stages, streaming
+from moreh_ap.parallelizer.pipeline.stages import Stages
+from moreh_ap.parallelizer.pipeline.streaming import Streaming
+from moreh_ap.parallelizer.pipeline.trace import trace
+from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
+from moreh_ap.parallelizer.tensor.crossing import Crossing
+from moreh_ap.parallelizer.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moreh_ap.plan import Plan
+from moreh_ap.protocol.blocks import block_lists, modules_aside, repeated_blocks
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,6 @@ def _spread_over_data(module: nn.Module, plan: Plan, mesh: DeviceMesh, position:
         blocks = [block for root in roots for block in repeated_blocks(root)]
         shard(module, roots, blocks, plan, mesh, plain)
         if position.data.size > 1:
-            uneven_gradients.attach(module, position.data.group)
+            unused_parameters.attach(module, position.data.group)
     if position.data.size > 1 and (not uses_fsdp(plan) or plain):
-        gradient_sync.attach(module, group=position.data.group)
+        bucketed_allreduce.attach(module, group=position.data.group)

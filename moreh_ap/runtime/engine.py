@@ -22,9 +22,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.bootstrap import Launch
-from moreh_ap.runtime.transfer import Packed
-from moreh_ap.runtime.worker_side import Answer, Trouble, WorkerSide, WorkerSpec
+from moreh_ap.runtime.worker.actor import Answer, Trouble, WorkerSide, WorkerSpec
 
 # Read once, when Monarch is imported in a process. Poll frequency: a lost process is noticed within a second, not ten.
 # Orphan time-out: a suspended laptop must not lose its mesh; local workers die with their parent through the kernel.

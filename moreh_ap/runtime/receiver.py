@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moreh_ap.errors import WorkerLostError
-from moreh_ap.runtime.crew import POLL_S, Crew, Stopping
 from moreh_ap.runtime.engine import Engine, EngineError
-from moreh_ap.runtime.worker_side import Answer, Trouble
+from moreh_ap.runtime.launcher import POLL_S, Crew, Stopping
+from moreh_ap.runtime.worker.actor import Answer, Trouble
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.engine import Pending

@@ -11,15 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_leaves
 
-from moreh_ap.runtime.messages import (
-    Differentiate,
-    Forward,
-    OutputRef,
-    RunOnParts,
-    RunOperation,
-    TakeGradients,
-    TensorData,
-)
+from moreh_ap.protocol.messages.calls import Differentiate, Forward, TakeGradients
+from moreh_ap.protocol.messages.row_shards import RunOnParts
+from moreh_ap.protocol.messages.state import RunOperation
+from moreh_ap.protocol.messages.tensors import OutputRef, TensorData
 
 if TYPE_CHECKING:
     from moreh_ap.session.outbox import Posted

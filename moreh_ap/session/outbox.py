@@ -15,8 +15,10 @@ from collections.abc import Callable, Hashable
 from itertools import count
 from typing import Any, NamedTuple
 
-from moreh_ap.runtime.mesh import Reply, WorkerMesh
-from moreh_ap.runtime.messages import Batch, ClearGradients, DefineList, StateRef
+from moreh_ap.protocol.messages.state import ClearGradients
+from moreh_ap.protocol.messages.stream import Batch, DefineList
+from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.runtime.worker_group import Reply, WorkerMesh
 from moreh_ap.session.journal import Journal
 
 _MAX_GATHERED = 512

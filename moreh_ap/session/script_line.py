@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-from moreh_ap.parallelizer.attributes import LIBRARIES
+from moreh_ap.protocol.module_attributes import LIBRARIES
 
 _NOT_THE_SCRIPT = frozenset({*LIBRARIES, "trl"})
 

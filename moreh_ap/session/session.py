@@ -11,28 +11,21 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from moreh_ap.local.jobs import Job
 from moreh_ap.option import Options
 from moreh_ap.plan import Plan
-from moreh_ap.runtime.mesh import WorkerMesh
-from moreh_ap.runtime.messages import (
-    DescribeDevice,
-    DeviceInfo,
-    ReadState,
-    ReleaseState,
-    ReportMemory,
-    StateRef,
-    Synchronize,
-    TensorData,
-    WriteState,
-)
-from moreh_ap.session.generator import AcceleratorGenerator
-from moreh_ap.session.jobs import Job
+from moreh_ap.protocol.messages.devices import DescribeDevice, DeviceInfo, ReportMemory
+from moreh_ap.protocol.messages.state import ReadState, ReleaseState, WriteState
+from moreh_ap.protocol.messages.stream import Synchronize
+from moreh_ap.protocol.messages.tensors import StateRef, TensorData
+from moreh_ap.runtime.worker_group import WorkerMesh
+from moreh_ap.session.calls.rng_streams import AcceleratorGenerator
 from moreh_ap.session.outbox import Outbox
+from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.traffic import Traffic
-from moreh_ap.session.watch import Watch
 
 if TYPE_CHECKING:
-    from moreh_ap.session.model import RemoteModel
+    from moreh_ap.session.models.remote_model import RemoteModel
 
 
 class Session:

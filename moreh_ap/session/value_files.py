@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import InFile
-from moreh_ap.parallelizer.sources import TensorSource
+from moreh_ap.protocol.tensor_source import TensorSource
 
 _MAX_FILE_BYTES = 1 << 30
 

@@ -9,10 +9,10 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from moreh_ap.device import flavours
-from moreh_ap.device.flavours import MOST_ACCELERATORS, Accelerators, Supply
+from moreh_ap import accelerator_models
+from moreh_ap.accelerator_models import MOST_ACCELERATORS, Accelerators, Supply
 from moreh_ap.errors import OptionError
-from moreh_ap.session.jobs import running_jobs
+from moreh_ap.local.jobs import running_jobs
 from moreh_ap.toolkit import choose, tables
 from moreh_ap.toolkit.machine import look
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         EOFError: An answer is needed, and there is nobody to give it.
     """
     supply = look().supply
-    accelerators = flavours.load(supply.device_type)
+    accelerators = accelerator_models.load(supply.device_type)
     if arguments.list:
         print(_list_of_models(supply, accelerators))
         return 0
@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         changed, said = _switched(arguments.switch, supply, accelerators), "Switch Current device success."
     if changed is not None:
-        flavours.save(supply.device_type, changed)
-        tables.console().print(tables.listed(changed, flavours.model_of_all(supply)))
+        accelerator_models.save(supply.device_type, changed)
+        tables.console().print(tables.listed(changed, accelerator_models.model_of_all(supply)))
         print(said)
     return 0
 
@@ -81,10 +81,10 @@ def _added(text: str, supply: Supply, accelerators: Accelerators) -> Accelerator
         )
     if not text:
         print(f"{_list_of_models(supply, accelerators)}\n")
-        last = len(flavours.models_of(supply))
-        name = choose.ask(1, last, lambda answer: flavours.find_model(answer, supply))
+        last = len(accelerator_models.models_of(supply))
+        name = choose.ask(1, last, lambda answer: accelerator_models.find_model(answer, supply))
     else:
-        name = flavours.find_model(text, supply)
+        name = accelerator_models.find_model(text, supply)
     if name is None:
         return None
     number = min(set(range(MOST_ACCELERATORS)) - set(accelerators.models))
@@ -118,10 +118,10 @@ def _number(text: str, supply: Supply, accelerators: Accelerators) -> int | None
     """Returns the accelerator that was named or is chosen now; None if nobody wants any."""
     if text:
         return find_accelerator(text, accelerators)
-    tables.console().print(tables.listed(accelerators, flavours.model_of_all(supply)))
+    tables.console().print(tables.listed(accelerators, accelerator_models.model_of_all(supply)))
     numbers = sorted(accelerators.models)
     return choose.ask(numbers[0], numbers[-1], lambda answer: find_accelerator(answer, accelerators))
 
 
 def _list_of_models(supply: Supply, accelerators: Accelerators) -> str:
-    return choose.numbered(flavours.models_of(supply), "", supply.most_devices)
+    return choose.numbered(accelerator_models.models_of(supply), "", supply.most_devices)

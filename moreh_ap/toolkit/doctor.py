@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from moreh_ap.device import flavours
+from moreh_ap import accelerator_models
 from moreh_ap.errors import MorehError, OptionError
 from moreh_ap.toolkit import findings, tables
 from moreh_ap.toolkit.environment_checks import check_environment
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
 def _checks(machine: Machine, asked: int | None, timeout_s: float) -> Iterator[Finding]:
     supply = machine.supply
     try:
-        num_devices = asked or flavours.chosen_devices(supply) or supply.num_devices
+        num_devices = asked or accelerator_models.chosen_devices(supply) or supply.num_devices
     except MorehError:  # the check of the accelerator says so
         num_devices = supply.num_devices
     environment = list(check_environment(machine, num_devices))

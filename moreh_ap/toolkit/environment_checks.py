@@ -20,10 +20,10 @@ import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
-from moreh_ap.device import flavours
+from moreh_ap import accelerator_models
 from moreh_ap.errors import MorehError
-from moreh_ap.session.jobs import running_jobs
-from moreh_ap.session.remembered import cache_folder
+from moreh_ap.local.cache_files import cache_folder
+from moreh_ap.local.jobs import running_jobs
 from moreh_ap.toolkit.findings import FAILED, OK, WARNING, Finding
 from moreh_ap.toolkit.machine import Machine
 
@@ -115,10 +115,10 @@ def _devices(machine: Machine) -> Finding:
 
 
 def _accelerator(machine: Machine) -> Finding:
-    accelerators = flavours.load(machine.supply.device_type)
-    name = accelerators.model or flavours.model_of_all(machine.supply)
+    accelerators = accelerator_models.load(machine.supply.device_type)
+    name = accelerators.model or accelerator_models.model_of_all(machine.supply)
     try:
-        chosen = flavours.chosen_devices(machine.supply)
+        chosen = accelerator_models.chosen_devices(machine.supply)
     except MorehError as error:
         return Finding("accelerator", FAILED, error.fact, error.fix)
     count = chosen or machine.supply.num_devices

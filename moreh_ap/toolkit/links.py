@@ -17,7 +17,7 @@ from moreh_ap.errors import MorehError
 from moreh_ap.toolkit.findings import FAILED, OK, WARNING, Finding
 
 if TYPE_CHECKING:
-    from moreh_ap.runtime.mesh import WorkerMesh
+    from moreh_ap.runtime.worker_group import WorkerMesh
     from moreh_ap.toolkit.link_worker import Collective, Exchange, Received
 
 EXECUTOR = "moreh_ap.toolkit.link_worker:LinkExecutor"
@@ -81,7 +81,7 @@ class _Links:
         Raises:
             MeshStartError: They could not be started.
         """
-        from moreh_ap.runtime.mesh import WorkerMesh
+        from moreh_ap.runtime.worker_group import WorkerMesh
 
         if self._mesh is None:
             start_s = self._timeout_s + _FIRST_ANSWER_S

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from moreh_ap.device import flavours
-from moreh_ap.session.jobs import JobEntry, Process, running_jobs
+from moreh_ap import accelerator_models
+from moreh_ap.local.jobs import JobEntry, Process, running_jobs
 from moreh_ap.toolkit.machine import Gpu, Machine, look
 
 SAMPLE_S = 0.3
@@ -78,7 +78,7 @@ class Snapshot:
     """
 
     machine: Machine
-    accelerators: flavours.Accelerators
+    accelerators: accelerator_models.Accelerators
     jobs: tuple[JobState, ...]
 
     def workers_on(self, accelerator: int) -> list[WorkerState]:
@@ -119,7 +119,7 @@ def snapshot(sample_s: float = SAMPLE_S) -> Snapshot:
     cores = {process: (after[process] - before[process]) / passed_s for process in after.keys() & before.keys()}
     machine = look()
     jobs = tuple(JobState(entry, command_of(entry), _workers(entry, machine, cores)) for entry in entries)
-    return Snapshot(machine, flavours.load(machine.supply.device_type), jobs)
+    return Snapshot(machine, accelerator_models.load(machine.supply.device_type), jobs)
 
 
 def _workers(entry: JobEntry, machine: Machine, cores: dict[Process, float]) -> tuple[WorkerState, ...]:

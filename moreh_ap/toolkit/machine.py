@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moreh_ap.device.flavours import Supply
-from moreh_ap.runtime.host_memory import memory_limit
+from moreh_ap.accelerator_models import Supply
+from moreh_ap.local.memory_limit import memory_limit
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under WSL, AMD
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from moreh_ap.session.jobs import JobEntry, running_jobs
+from moreh_ap.local.jobs import JobEntry, running_jobs
 from moreh_ap.toolkit import choose
 from moreh_ap.toolkit.live import command_of
 

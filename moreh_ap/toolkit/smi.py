@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 import moreh_ap
-from moreh_ap.device import flavours
+from moreh_ap import accelerator_models
 from moreh_ap.errors import OptionError
 from moreh_ap.toolkit import choose, devices, live, reset, tables
 from moreh_ap.toolkit.machine import look
@@ -69,7 +69,7 @@ def _run(chosen: argparse.Namespace) -> int:
         print("\n".join(_versions()))
         return 0
     if chosen.idx is not None:
-        devices.find_accelerator(str(chosen.idx), flavours.load(look().supply.device_type))
+        devices.find_accelerator(str(chosen.idx), accelerator_models.load(look().supply.device_type))
     if chosen.reset:
         return reset.run(chosen.idx, chosen.yes)
     if chosen.json:

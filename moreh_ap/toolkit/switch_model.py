@@ -10,8 +10,8 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from moreh_ap.device import flavours
-from moreh_ap.device.flavours import Supply
+from moreh_ap import accelerator_models
+from moreh_ap.accelerator_models import Supply
 from moreh_ap.toolkit import choose, tables
 from moreh_ap.toolkit.machine import look
 
@@ -48,8 +48,8 @@ def make_parser() -> argparse.ArgumentParser:
 def _run(wanted: str | None, of_all: bool, only_list: bool) -> int:
     supply = look().supply
     if of_all:
-        flavours.save(supply.device_type, flavours.load(supply.device_type).with_model(""))
-        print(DONE.format(name=tables.NAME, model=flavours.model_of_all(supply)))
+        accelerator_models.save(supply.device_type, accelerator_models.load(supply.device_type).with_model(""))
+        print(DONE.format(name=tables.NAME, model=accelerator_models.model_of_all(supply)))
         return 0
     if wanted is not None:
         print(DONE.format(name=tables.NAME, model=_switch(wanted, supply)))
@@ -65,7 +65,7 @@ def _ask(supply: Supply) -> int:
         EOFError: Input ended before anything was chosen.
     """
     for done in itertools.count():
-        last = len(flavours.models_of(supply, _current(supply)))
+        last = len(accelerator_models.models_of(supply, _current(supply)))
         try:
             name = choose.ask(1, last, lambda answer: _switch(answer, supply))
         except EOFError:
@@ -84,19 +84,19 @@ def _switch(wanted: str, supply: Supply) -> str:
     Raises:
         OptionError: There is no such model, or it has too many devices.
     """
-    accelerators = flavours.load(supply.device_type)
-    name = flavours.find_model(wanted, supply, _current(supply))
-    flavours.save(supply.device_type, accelerators.with_model(name))
+    accelerators = accelerator_models.load(supply.device_type)
+    name = accelerator_models.find_model(wanted, supply, _current(supply))
+    accelerator_models.save(supply.device_type, accelerators.with_model(name))
     return name
 
 
 def _current(supply: Supply) -> str:
-    return flavours.load(supply.device_type).model or flavours.model_of_all(supply)
+    return accelerator_models.load(supply.device_type).model or accelerator_models.model_of_all(supply)
 
 
 def _list(supply: Supply) -> str:
     current = _current(supply)
-    return choose.numbered(flavours.models_of(supply, current), current, supply.most_devices)
+    return choose.numbered(accelerator_models.models_of(supply, current), current, supply.most_devices)
 
 
 if __name__ == "__main__":

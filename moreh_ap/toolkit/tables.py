@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 import moreh_ap
-from moreh_ap.device import flavours
-from moreh_ap.device.flavours import Accelerators
+from moreh_ap import accelerator_models
+from moreh_ap.accelerator_models import Accelerators
 from moreh_ap.toolkit.live import JobState, Snapshot, used_bytes
 
 NAME = "MoAI Accelerator"
@@ -170,7 +170,7 @@ def _hardware(gpu: Any) -> tuple[str, ...]:
 
 
 def _model_of_all(snapshot: Snapshot) -> str:
-    return flavours.model_of_all(snapshot.machine.supply)
+    return accelerator_models.model_of_all(snapshot.machine.supply)
 
 
 def _table(*columns: str, title: str = "") -> Table:

@@ -70,7 +70,7 @@ def accelerator(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Sess
         current = device.current()
         if current is None or current.session.num_devices != wanted.devices:
             device.disable()
-            device.enable(wanted)
+            enable(wanted)
             current = device.current()
         assert current is not None
         current.options = current.session.options = wanted

@@ -18,7 +18,7 @@ from families import FAMILIES
 from matrix_plans import Cell, all_cells
 from matrix_run import Difference
 
-from moreh_ap.session.first_use import family_of
+from moreh_ap.session.planning.first_call import family_of
 
 
 class Results:

@@ -12,7 +12,7 @@ import torch
 from families import STEPS, Family
 from torch import Tensor
 
-from moreh_ap.session.equivalence import (
+from moreh_ap.session.verification.equivalence import (
     BF16_LOSS_LIMIT,
     GRADIENT_LIMIT,
     LOSS_LIMIT,

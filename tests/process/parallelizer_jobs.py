@@ -15,15 +15,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.parallelizer.apply import apply_plan
-from moreh_ap.parallelizer.batch import row_range, slice_rows
-from moreh_ap.parallelizer.forward import Call, ForwardPass
-from moreh_ap.parallelizer.gradient_sync import gradient_sync_of
-from moreh_ap.parallelizer.loading import TensorSource, fill, full_tensor, write_tensor
+from moreh_ap.parallelizer.call.forward import Call, ForwardPass
+from moreh_ap.parallelizer.call.run_call import run_forward
+from moreh_ap.parallelizer.call.split_check import SplitProof, prove_split
+from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
+from moreh_ap.parallelizer.data.fsdp import set_requires_grad, settle
 from moreh_ap.parallelizer.mesh import build_mesh
-from moreh_ap.parallelizer.proof import SplitProof, prove_split
-from moreh_ap.parallelizer.run import run_forward
-from moreh_ap.parallelizer.sharding import set_requires_grad, settle
+from moreh_ap.parallelizer.state.loading import TensorSource, fill, full_tensor, write_tensor
 from moreh_ap.plan import Plan
+from moreh_ap.protocol.batch import row_range, slice_rows
 
 CPU = torch.device("cpu")
 

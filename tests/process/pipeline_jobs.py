@@ -11,11 +11,11 @@ from one_line_models import ragged_batches, tiny_gpt2
 from torch import Tensor, nn
 
 from moreh_ap.parallelizer.apply import Example, apply_plan
-from moreh_ap.parallelizer.forward import Call
-from moreh_ap.parallelizer.loading import local_part
+from moreh_ap.parallelizer.call.forward import Call
+from moreh_ap.parallelizer.call.run_call import run_forward
+from moreh_ap.parallelizer.data.fsdp import settle
 from moreh_ap.parallelizer.mesh import build_mesh
-from moreh_ap.parallelizer.run import run_forward
-from moreh_ap.parallelizer.sharding import settle
+from moreh_ap.parallelizer.state.loading import local_part
 from moreh_ap.plan import Plan
 
 CPU = torch.device("cpu")

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.errors import MorehError
-from moreh_ap.parallelizer.layout import TensorLayout
-from moreh_ap.parallelizer.reduction import GlobalReduction
-from moreh_ap.parallelizer.tensor import TensorParallel, apply_tensor_parallel
-from moreh_ap.parallelizer.tensor_split import whole
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
+from moreh_ap.parallelizer.tensor.split_tensor import whole
+from moreh_ap.parallelizer.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
 
 _NOISE = ("key.bias", "k_proj.bias", "c_attn.bias", "query_key_value.bias")
 """Biases of attention keys: their gradient is zero but for rounding, and AdamW would divide rounding by rounding."""

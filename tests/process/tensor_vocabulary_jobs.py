@@ -12,9 +12,9 @@ from tensor_jobs import compare_gradients, difference, tensor_mesh
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moreh_ap.parallelizer.tensor import apply_tensor_parallel
-from moreh_ap.parallelizer.tensor_crossing import Crossing
-from moreh_ap.parallelizer.tensor_split import SplitTensor
+from moreh_ap.parallelizer.tensor.crossing import Crossing
+from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
+from moreh_ap.parallelizer.tensor.tensor_parallel import apply_tensor_parallel
 
 
 class _LargeTensors(TorchDispatchMode):

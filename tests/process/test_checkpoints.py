@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import moreh_ap
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import LoadError
-from moreh_ap.session.state import OnWorkers
+from moreh_ap.session.state_tensors import OnWorkers
 
 FOUR_TWO_ONE = ["replicate=2,shard=2", "replicate=2", "tensor=2", "shard=2", "replicate=1", "pipeline=2"]
 

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moreh_ap.parallelizer.apply import apply_plan
-from moreh_ap.parallelizer.loading import full_tensor
 from moreh_ap.parallelizer.mesh import build_mesh
+from moreh_ap.parallelizer.state.loading import full_tensor
 from moreh_ap.plan import Plan
-from moreh_ap.runtime.offload import OffloadedState
-from moreh_ap.session.optimizer import elementwise_optimizers
+from moreh_ap.runtime.worker.optimizer_offload import OffloadedState
+from moreh_ap.session.models.remote_optimizer import elementwise_optimizers
 
 BUCKETS = [1, 100, 10**9]
 

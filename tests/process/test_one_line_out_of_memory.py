@@ -7,7 +7,7 @@ import shutil
 import pytest
 from user_script import UserScript
 
-from moreh_ap.session.machine import FILE
+from moreh_ap.session.planning.machine_profile import FILE
 
 pytestmark = pytest.mark.process
 

@@ -13,10 +13,10 @@ from parallelizer_models import make_batch
 from parallelizer_team import Team
 from torch import nn
 
-from moreh_ap.parallelizer import selective
-from moreh_ap.parallelizer.placement import OwnDevice
-from moreh_ap.parallelizer.recompute import apply_recompute
-from moreh_ap.parallelizer.reduction import GlobalReduction
+from moreh_ap.parallelizer.call.placement import OwnDevice
+from moreh_ap.parallelizer.data import selective_recompute
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.data.recompute import apply_recompute
 from moreh_ap.plan import Plan
 
 KINDS = ["selective", "full", "2"]
@@ -193,16 +193,16 @@ def test_modes_are_as_before_after_a_recomputation_that_raises() -> None:
     assert torch.overrides._get_current_function_mode_stack() == before
 
 
-@pytest.mark.parametrize("operation", sorted(selective._ATTENTION, key=str), ids=str)
+@pytest.mark.parametrize("operation", sorted(selective_recompute._ATTENTION, key=str), ids=str)
 def test_attention_that_drops_is_not_kept(operation: Any) -> None:
     """Whoever draws random numbers in the first run has to draw them again, or all later draws differ."""
     names = [argument.name for argument in operation._schema.arguments]
     values = [0.0 if name == "dropout_p" else None for name in names]
-    assert selective._is_kept(operation, values[: names.index("dropout_p")], {})
-    assert selective._is_kept(operation, values, {})
+    assert selective_recompute._is_kept(operation, values[: names.index("dropout_p")], {})
+    assert selective_recompute._is_kept(operation, values, {})
     values[names.index("dropout_p")] = 0.1
-    assert not selective._is_kept(operation, values, {})
-    assert not selective._is_kept(operation, values[:3], {"dropout_p": 0.1})
+    assert not selective_recompute._is_kept(operation, values, {})
+    assert not selective_recompute._is_kept(operation, values[:3], {"dropout_p": 0.1})
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from moreh_ap.errors import MeshStartError, WorkerError, WorkerLostError
-from moreh_ap.runtime.mesh import MAX_OUTSTANDING, WorkerMesh
+from moreh_ap.runtime.worker_group import MAX_OUTSTANDING, WorkerMesh
 
 EXECUTOR = "runtime_executor:Executor"
 NOT_HUNG_S = 30.0
@@ -466,7 +466,7 @@ SCRIPT = """
 import os, sys, time, signal
 sys.path[:0] = {path!r}
 import torch
-from moreh_ap.runtime.mesh import WorkerMesh
+from moreh_ap.runtime.worker_group import WorkerMesh
 assert not any(name.split(".")[0] == "monarch" for name in sys.modules)
 mesh = WorkerMesh({num_workers}, device_type="cpu", threads_per_worker=1, executor={executor!r})
 {body}

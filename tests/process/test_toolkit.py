@@ -11,7 +11,7 @@ import psutil
 import pytest
 from user_script import UserScript
 
-from moreh_ap.session.remembered import FOLDER_VARIABLE
+from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit.findings import FAILED, OK
 from moreh_ap.toolkit.links import check_links
 

@@ -15,7 +15,7 @@ from user_script import SCRIPTS, UserScript
 from moreh_ap import device
 from moreh_ap.cli.main import main
 from moreh_ap.errors import PlanError
-from moreh_ap.session import remembered
+from moreh_ap.local import cache_files
 from moreh_ap.session.session import Session
 
 IS_TRIED = "is not proven for"
@@ -58,7 +58,7 @@ class Stack(nn.Module):
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of the test's own for what was verified."""
-    monkeypatch.setenv(remembered.FOLDER_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache_files.FOLDER_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

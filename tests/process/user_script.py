@@ -14,7 +14,7 @@ import time
 import uuid
 from pathlib import Path
 
-from moreh_ap.session.remembered import FOLDER_VARIABLE
+from moreh_ap.local.cache_files import FOLDER_VARIABLE
 
 SCRIPTS = Path(__file__).parent / "scripts"
 GONE_WITHIN_S = 10.0

@@ -13,11 +13,13 @@ from torch import nn
 from moreh_ap.cli import verify
 from moreh_ap.cli.main import USAGE_STATUS, main
 from moreh_ap.errors import PlanError
+from moreh_ap.local import cache_files
 from moreh_ap.plan import Plan
-from moreh_ap.planner import proven
-from moreh_ap.session import equivalence, first_use, reduced, remembered, verified
-from moreh_ap.session.equivalence import Equivalence, Subject
-from moreh_ap.session.reduced_config import VOCABULARY, reduce_config
+from moreh_ap.planner.search import proven
+from moreh_ap.session.planning import first_call
+from moreh_ap.session.verification import equivalence, reduced_model, verified_models
+from moreh_ap.session.verification.equivalence import Equivalence, Subject
+from moreh_ap.session.verification.reduced_config import VOCABULARY, reduce_config
 
 
 @pytest.mark.parametrize(
@@ -70,15 +72,15 @@ def test_a_part_of_the_users_own_makes_it_another_family():
         vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4
     )
     model = LlamaForCausalLM(config)
-    assert first_use.family_of(model) in proven.proven_kinds()
-    assert reduced.is_from_configuration(model)
+    assert first_call.family_of(model) in proven.proven_kinds()
+    assert reduced_model.is_from_configuration(model)
 
     class Own(nn.Linear):
         pass
 
     model.lm_head = Own(64, 300, bias=False)
-    assert first_use.family_of(model) == ""
-    assert not reduced.is_from_configuration(model)
+    assert first_call.family_of(model) == ""
+    assert not reduced_model.is_from_configuration(model)
 
 
 def test_a_configuration_keeps_heads_and_every_kind_of_block():
@@ -97,14 +99,14 @@ def test_long_calls_are_cut_where_there_are_targets():
     labels = torch.full((2, 300), -100)
     labels[:, 250:260] = 7
     ids = torch.arange(600).view(2, 300)
-    (), kept = reduced._shorten((), {"input_ids": ids, "labels": labels})
-    assert kept["input_ids"].shape == kept["labels"].shape == (2, reduced._LONGEST)
+    (), kept = reduced_model._shorten((), {"input_ids": ids, "labels": labels})
+    assert kept["input_ids"].shape == kept["labels"].shape == (2, reduced_model._LONGEST)
     assert (kept["labels"] == 7).sum() == 20
-    (), fitted = reduced._fit_into_vocabulary((), {**kept, "position_ids": ids}, VOCABULARY)
+    (), fitted = reduced_model._fit_into_vocabulary((), {**kept, "position_ids": ids}, VOCABULARY)
     assert int(fitted["input_ids"].max()) < VOCABULARY
     assert torch.equal(fitted["position_ids"], ids)
     assert torch.equal(fitted["labels"], kept["labels"])
-    (), rows = reduced._with_rows((), fitted, 5)
+    (), rows = reduced_model._with_rows((), fitted, 5)
     assert torch.equal(rows["labels"][4], fitted["labels"][0])
 
 
@@ -127,7 +129,7 @@ def test_a_copy_is_short_calm_and_apart():
     model, x = Stack(), torch.randn(3, 4)
     before = [parameter.clone() for parameter in model.parameters()]
     stream = torch.get_rng_state()
-    subject, training = reduced.reduce_call(model, (model, (x,), {}), rows=4, depth=2)
+    subject, training = reduced_model.reduce_call(model, (model, (x,), {}), rows=4, depth=2)
     assert len(subject.module.blocks) == 2
     assert subject.module.tied is subject.module.blocks[0][0]
     assert subject.calls[0][0][0].shape == (4, 4)
@@ -140,7 +142,7 @@ def test_a_copy_is_short_calm_and_apart():
 
 def test_what_counts_as_equal():
     model = Stack()
-    _, expected = reduced.reduce_call(model, (model, (torch.randn(3, 4),), {}), rows=2, depth=2)
+    _, expected = reduced_model.reduce_call(model, (model, (torch.randn(3, 4),), {}), rows=2, depth=2)
     plan = Plan(tensor=2)
     assert equivalence.compare(expected, expected, plan).proven
     name = next(iter(expected.gradients))
@@ -169,31 +171,32 @@ def test_a_model_without_numbers_to_compare_is_refused():
 
 
 def test_what_is_remembered(tmp_path, monkeypatch):
-    monkeypatch.setenv(remembered.FOLDER_VARIABLE, str(tmp_path / "deep" / "cache"))
+    monkeypatch.setenv(cache_files.FOLDER_VARIABLE, str(tmp_path / "deep" / "cache"))
     model, found = Stack(), Equivalence("tensor=2", "proven", loss=1e-7, norm=0.0, gradient=0.0, weight=0.0)
-    key = verified.key_of(model, "", "x", Plan(tensor=2))
-    assert verified.look_up(key) is None
-    verified.keep(key, "Stack", found)
-    assert verified.look_up(key) == found
-    assert json.loads(verified.FILE.path.read_text())[key]["model"] == "Stack"
-    others = {verified.key_of(Stack(), "", "x", Plan(tensor=4)), verified.key_of(Stack(), "", "y", Plan(tensor=2))}
+    key = verified_models.key_of(model, "", "x", Plan(tensor=2))
+    assert verified_models.look_up(key) is None
+    verified_models.keep(key, "Stack", found)
+    assert verified_models.look_up(key) == found
+    assert json.loads(verified_models.FILE.path.read_text())[key]["model"] == "Stack"
+    key_of = verified_models.key_of
+    others = {key_of(Stack(), "", "x", Plan(tensor=4)), key_of(Stack(), "", "y", Plan(tensor=2))}
     wider = Stack()
     wider.blocks.append(nn.Linear(4, 4))
-    others.add(verified.key_of(wider, "", "x", Plan(tensor=2)))
+    others.add(verified_models.key_of(wider, "", "x", Plan(tensor=2)))
     assert len(others) == 3 and key not in others
-    assert verified.key_of(Stack(), "", "x", Plan(tensor=2)) == key
-    verified.FILE.path.write_text("[1")
-    assert verified.look_up(key) is None
-    verified.keep(key, "Stack", found)
-    assert verified.look_up(key) == found
+    assert verified_models.key_of(Stack(), "", "x", Plan(tensor=2)) == key
+    verified_models.FILE.path.write_text("[1")
+    assert verified_models.look_up(key) is None
+    verified_models.keep(key, "Stack", found)
+    assert verified_models.look_up(key) == found
 
 
 def test_a_trial_is_in_float32_with_even_stages():
     plan = Plan(pipeline=2, layers=(10, 20), precision="bf16", recompute=7, tensor=2)
-    trial = first_use.plan_for_trial(plan)
+    trial = first_call.plan_for_trial(plan)
     assert (trial.layers, trial.precision, trial.recompute) == ((), "fp32", 1)
-    assert reduced.depth_for(trial) == 2 and reduced.depth_for(plan) == 30
-    assert reduced.rows_for(trial) == plan.micro_batches
+    assert reduced_model.depth_for(trial) == 2 and reduced_model.depth_for(plan) == 30
+    assert reduced_model.rows_for(trial) == plan.micro_batches
 
 
 def test_loss_of_results():

@@ -16,10 +16,10 @@ from moreh_ap.cli import plan_pictures
 from moreh_ap.cli.main import USAGE_STATUS, main
 from moreh_ap.errors import MorehError, OptionError, PlanError, UnsupportedError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.hardware import find_cluster
-from moreh_ap.planner.models import find_model
-from moreh_ap.planner.search import Task, weigh
-from moreh_ap.planner.shapes import profile_of
+from moreh_ap.planner.cost.hardware import find_cluster
+from moreh_ap.planner.models.known_models import find_model
+from moreh_ap.planner.models.shapes import profile_of
+from moreh_ap.planner.search.plan_search import Task, weigh
 
 LARGE = ["Llama3-70B", "--devices", "64xMI250", "--global-batch", "512", "--seq-len", "1024"]
 

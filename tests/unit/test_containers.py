@@ -12,7 +12,7 @@ from torch.distributions import Categorical, Independent, Normal
 from torch.utils._pytree import tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.parallelizer.containers import flatten, pickle_treespec, unpickle_treespec
+from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
 
 
 class Batch:

@@ -7,20 +7,21 @@ import io
 import pytest
 import torch
 
-from moreh_ap.device import files, redirect
-from moreh_ap.device.patches import Patches
+from moreh_ap.device import function_mode
+from moreh_ap.device.patches import serialization
+from moreh_ap.device.patches.install import Patches
 
 
 @pytest.fixture(autouse=True)
 def patches():
-    redirect.ACTIVE.on = True
-    mode, patches = redirect.RedirectMode(), Patches()
+    function_mode.ACTIVE.on = True
+    mode, patches = function_mode.RedirectMode(), Patches()
     mode.__enter__()
-    files.install(patches)
+    serialization.install(patches)
     yield patches
     patches.undo()
-    redirect.remove_mode(mode)
-    redirect.ACTIVE.on = False
+    function_mode.remove_mode(mode)
+    function_mode.ACTIVE.on = False
 
 
 def saved(value, **how):

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from moreh_ap.parallelizer.layout import TensorLayout, part_of, shifted
+from moreh_ap.parallelizer.state.tensor_layout import TensorLayout, part_of, shifted
 
 LAYOUTS = [
     TensorLayout((6, 4), 0, ((2, 4),)),

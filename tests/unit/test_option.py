@@ -17,12 +17,12 @@ PREFIX = "MOREH_ADVANCED_PARALLELIZATION_"
 
 @pytest.fixture(autouse=True)
 def enabled(monkeypatch):
-    """The options that reach the device layer, which is replaced by a list."""
+    """The options that reach the accelerator, which is replaced by a list."""
     seen: list[Options] = []
-    stand_in = types.ModuleType("moreh_ap.device")
+    stand_in = types.ModuleType("moreh_ap.accelerator")
     stand_in.enable = seen.append
-    monkeypatch.setitem(sys.modules, "moreh_ap.device", stand_in)
-    monkeypatch.setattr(moreh_ap, "device", stand_in, raising=False)
+    monkeypatch.setitem(sys.modules, "moreh_ap.accelerator", stand_in)
+    monkeypatch.setattr(moreh_ap, "accelerator", stand_in, raising=False)
     for name in ("MAX_PARALLEL_COMPILE_THREADS", "DETAILED_LOG", "MEMORY_USAGE_CORRECTION_RATIO"):
         monkeypatch.delenv(PREFIX + name, raising=False)
     monkeypatch.delenv("MOREH_NUM_DEVICES", raising=False)

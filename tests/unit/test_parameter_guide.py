@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner.ranking import weigh
-from moreh_ap.planner.remedies import FLAVOURS
+from moreh_ap.planner.search.ranking import weigh
+from moreh_ap.planner.search.remedies import FLAVOURS
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.parallelizer.blocks import modules_aside
-from moreh_ap.parallelizer.parameter_writes import WrittenParameters, parameters_kept
+from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters, parameters_kept
+from moreh_ap.protocol.blocks import modules_aside
 
 
 class Changing(nn.Module):

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from moreh_ap import log
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
-from moreh_ap.planner import report
-from moreh_ap.planner.choice import Choice, choose_plan
-from moreh_ap.planner.hardware import find_cluster
-from moreh_ap.planner.ranking import Task
-from moreh_ap.planner.shapes import TransformerShape, profile_of
-from moreh_ap.planner.space import Constraints
+from moreh_ap.planner.cost.hardware import find_cluster
+from moreh_ap.planner.models.shapes import TransformerShape, profile_of
+from moreh_ap.planner.search.choice import Choice, choose_plan
+from moreh_ap.planner.search.ranking import Task
+from moreh_ap.planner.search.space import Constraints
 
 SHAPE = TransformerShape(24, 2048, 8192, 16, 16, 128, 32000, name="one billion")
 
@@ -91,7 +91,7 @@ def test_log_lines_are_the_platforms():
 
 
 def test_start_up_lines():
-    lines = report.startup_lines(["127.0.0.1:5000", "127.0.0.1:5001"], "0.1.0", 42)
+    lines = log.startup_lines(["127.0.0.1:5000", "127.0.0.1:5001"], "0.1.0", 42)
     assert all(line.startswith("[info] ") for line in lines)
     assert lines[2:4] == [
         "[info] [1/2] Connecting to resources on the server (127.0.0.1:5000)...",
@@ -103,7 +103,7 @@ def test_start_up_lines():
 def test_selected_config_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = Plan(2, 2, micro_batches=4, precision="bf16")
-    path = report.write_selected_config(plan, 16)
+    path = log.write_selected_config(plan, 16)
     assert path.name == "advanced_parallelization_selected_config.dump"
     first, second = (tmp_path / path).read_text().splitlines()
     assert first == plan.platform_line(16)
@@ -112,7 +112,7 @@ def test_selected_config_file(tmp_path, monkeypatch):
 
 def test_autoconfig_file(tmp_path):
     choice = choose()
-    lines = report.write_autoconfig_log(choice, tmp_path / "autoconfig_log.dump").read_text().splitlines()
+    lines = log.write_autoconfig_log(choice, tmp_path / "autoconfig_log.dump").read_text().splitlines()
     assert lines[: len(choice.lines)] == list(choice.lines)
     assert f'plan="{choice.plan}"' in lines[len(choice.lines)]
     candidates = lines[len(choice.lines) + 1 :]

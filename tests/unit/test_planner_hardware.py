@@ -8,8 +8,8 @@ import re
 import pytest
 
 from moreh_ap.errors import OptionError
-from moreh_ap.planner import hardware
-from moreh_ap.planner.hardware import devices, find_cluster, find_device, find_link, links
+from moreh_ap.planner.cost import hardware
+from moreh_ap.planner.cost.hardware import devices, find_cluster, find_device, find_link, links
 
 
 def test_every_figure_has_a_source():

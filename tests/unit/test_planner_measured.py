@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner.coefficients import COEFFICIENTS
-from moreh_ap.planner.collectives import group_of, message_s, queued_gathers_s, queued_sums_s
-from moreh_ap.planner.hardware import Cluster, Device, Link
-from moreh_ap.planner.measured import Exchange, nearest, rate_at
-from moreh_ap.planner.practice import MOREH_AP, MOREH_AP_ON_CPU
-from moreh_ap.planner.shapes import TransformerShape, profile_of
-from moreh_ap.planner.step_time import estimate_step
+from moreh_ap.planner.cost.coefficients import COEFFICIENTS
+from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gathers_s, queued_sums_s
+from moreh_ap.planner.cost.hardware import Cluster, Device, Link
+from moreh_ap.planner.cost.measured import Exchange, nearest, rate_at
+from moreh_ap.planner.cost.practice import MOREH_AP, MOREH_AP_ON_CPU
+from moreh_ap.planner.cost.step_time import estimate_step
+from moreh_ap.planner.models.shapes import TransformerShape, profile_of
 
 PROFILE = profile_of(TransformerShape(8, 256, 768, 8, 4, 32, 2000), 128)
 DEVICE = Device("CPU", 2**32, 1e12, 1e11, 1e10, sustained=1.0)

@@ -8,11 +8,11 @@ import pytest
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.coefficients import Coefficients
-from moreh_ap.planner.footprint import estimate_memory
-from moreh_ap.planner.occupancy import holdings
-from moreh_ap.planner.practice import EAGER_MEGATRON, MOREH_AP
-from moreh_ap.planner.shapes import TransformerShape, profile_of
+from moreh_ap.planner.cost.coefficients import Coefficients
+from moreh_ap.planner.cost.footprint import estimate_memory
+from moreh_ap.planner.cost.occupancy import holdings
+from moreh_ap.planner.cost.practice import EAGER_MEGATRON, MOREH_AP
+from moreh_ap.planner.models.shapes import TransformerShape, profile_of
 
 SHAPE = TransformerShape(8, 1024, 4096, 16, 16, 64, 32000, name="small")
 PROFILE = profile_of(SHAPE, 2048)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from moreh_ap.errors import OptionError
-from moreh_ap.planner.models import find_model, known_models, shape_from_file
+from moreh_ap.planner.models.known_models import find_model, known_models, shape_from_file
 
 STATED = {
     "Cerebras-GPT-111M": 111_050_496,

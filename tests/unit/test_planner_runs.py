@@ -11,9 +11,9 @@ import pytest
 from moreh_ap.cli import evaluate as evaluate_command
 from moreh_ap.cli import predict as predict_command
 from moreh_ap.errors import OptionError
+from moreh_ap.evaluation import predictions, run_table
+from moreh_ap.evaluation.accuracy import evaluate, spearman
 from moreh_ap.plan import Plan
-from moreh_ap.planner import rows, runs
-from moreh_ap.planner.evaluate import evaluate, spearman
 
 SWEPT = {
     "n_params_b": "8.86", "n_layers": "32", "hidden": "4096", "ffn_hidden": "14336", "n_heads": "32",
@@ -33,7 +33,7 @@ PUBLISHED = {
 
 
 def test_a_row_of_the_sweep_is_its_own_plan():
-    run = rows.run_of(SWEPT)
+    run = run_table.run_of(SWEPT)
     assert run.plan == Plan(
         4, tensor=4, sequence_parallel=True, pipeline=4, micro_batches=32, precision="bf16", recompute="none"
     )
@@ -43,51 +43,51 @@ def test_a_row_of_the_sweep_is_its_own_plan():
 
 
 def test_what_was_measured_is_not_looked_at():
-    otherwise = SWEPT | dict.fromkeys(rows.MEASURED_COLUMNS, "nonsense")
-    without = {name: value for name, value in SWEPT.items() if name not in rows.MEASURED_COLUMNS}
-    assert runs.predict(SWEPT) == runs.predict(otherwise) == runs.predict(without)
+    otherwise = SWEPT | dict.fromkeys(run_table.MEASURED_COLUMNS, "nonsense")
+    without = {name: value for name, value in SWEPT.items() if name not in run_table.MEASURED_COLUMNS}
+    assert predictions.predict(SWEPT) == predictions.predict(otherwise) == predictions.predict(without)
 
 
 def test_blank_columns_of_a_published_row():
-    run = rows.run_of(PUBLISHED)
+    run = run_table.run_of(PUBLISHED)
     assert run.plan == Plan(1, 8, precision="bf16", recompute="selective")
     assert run.global_batch == 8
-    assert rows.run_of(PUBLISHED | {"fsdp": ""}).plan.shard == 8  # its program shards where nothing is said
-    assert rows.run_of(PUBLISHED | {"source": "NeMo-docs", "fsdp": ""}).plan.shard == 1
-    assert rows.run_of(PUBLISHED | {"notes": "local batch 4"}).plan.micro_batches == 4
+    assert run_table.run_of(PUBLISHED | {"fsdp": ""}).plan.shard == 8  # its program shards where nothing is said
+    assert run_table.run_of(PUBLISHED | {"source": "NeMo-docs", "fsdp": ""}).plan.shard == 1
+    assert run_table.run_of(PUBLISHED | {"notes": "local batch 4"}).plan.micro_batches == 4
 
 
 def test_devices_that_share_a_row_count_as_replicas_with_short_rows():
     split = {"source": "NeMo-docs", "cp": "2", "dp": "4", "fsdp": "", "global_batch_sequences": "32"}
-    run = rows.run_of(PUBLISHED | split)
+    run = run_table.run_of(PUBLISHED | split)
     assert (run.plan.replicate, run.profile.sequence_length, run.global_batch) == (8, 4096, 64)
 
 
 def test_eight_bits_are_faster_than_sixteen_but_not_twice():
     sixteen, eight = (
-        float(runs.predict(PUBLISHED | {"precision": precision})["predicted_tokens_per_s_per_gpu"])
+        float(predictions.predict(PUBLISHED | {"precision": precision})["predicted_tokens_per_s_per_gpu"])
         for precision in ("bf16", "fp8")
     )
     assert sixteen < eight < 2 * sixteen
 
 
 def test_adapters_train_faster_in_less_memory():
-    whole, adapters = (runs.predict(PUBLISHED | {"notes": notes}) for notes in ("", "LoRA fine-tuning"))
+    whole, adapters = (predictions.predict(PUBLISHED | {"notes": notes}) for notes in ("", "LoRA fine-tuning"))
     assert float(adapters["predicted_step_time_s"]) < float(whole["predicted_step_time_s"])
     assert float(adapters["predicted_reserved_gib"]) < float(whole["predicted_reserved_gib"])
 
 
 def test_a_plan_that_fills_the_device_is_slow_and_does_not_fit():
     plan = SWEPT | {"tp": "1", "pp": "1", "dp": "64", "grad_accum": "2", "sp": "False"}
-    assert runs.predict(plan)["predicted_fits"] == "False"
-    assert runs.is_full(rows.run_of(plan))
-    assert runs.predict(SWEPT)["predicted_fits"] == "True"
+    assert predictions.predict(plan)["predicted_fits"] == "False"
+    assert predictions.is_full(run_table.run_of(plan))
+    assert predictions.predict(SWEPT)["predicted_fits"] == "True"
 
 
 @pytest.mark.parametrize("column", ["hidden", "n_layers", "seq_len", "n_gpus"])
 def test_a_row_without_a_needed_number_says_which(column):
     with pytest.raises(OptionError, match=f"{column} is blank"):
-        rows.run_of(SWEPT | {column: ""})
+        run_table.run_of(SWEPT | {column: ""})
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_row_without_a_needed_number_says_which(column):
 )
 def test_an_impossible_row_says_why(column, value, said):
     with pytest.raises(OptionError, match=said):
-        rows.run_of(SWEPT | {column: value})
+        run_table.run_of(SWEPT | {column: value})
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ def test_predict_appends_columns_and_counts_what_it_cannot_predict(tmp_path, cap
     with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
         first, second, third = csv.DictReader(file)
     assert {name: first[name] for name in SWEPT} == SWEPT
-    assert {name: first[name] for name in runs.PREDICTED_COLUMNS} == runs.predict(SWEPT)
-    assert [second[name] for name in runs.PREDICTED_COLUMNS] == [""] * 5
+    assert {name: first[name] for name in predictions.PREDICTED_COLUMNS} == predictions.predict(SWEPT)
+    assert [second[name] for name in predictions.PREDICTED_COLUMNS] == [""] * 5
     assert third["predicted_step_time_s"] != first["predicted_step_time_s"]
     said = capsys.readouterr()
     assert "2 of 3 rows predicted" in said.out

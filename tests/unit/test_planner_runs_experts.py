@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from moreh_ap.errors import OptionError
+from moreh_ap.evaluation import predictions, run_table
+from moreh_ap.evaluation.accuracy import evaluate
 from moreh_ap.plan import Plan
-from moreh_ap.planner import experts, rows, runs
-from moreh_ap.planner.evaluate import evaluate
-from moreh_ap.planner.hardware import find_cluster
-from moreh_ap.planner.models import find_model
-from moreh_ap.planner.practice import TUNED_FSDP, TUNED_MEGATRON
-from moreh_ap.planner.shapes import profile_of
+from moreh_ap.planner.cost import experts
+from moreh_ap.planner.cost.hardware import find_cluster
+from moreh_ap.planner.cost.practice import TUNED_FSDP, TUNED_MEGATRON
+from moreh_ap.planner.models.known_models import find_model
+from moreh_ap.planner.models.shapes import profile_of
 
 NAMED = {
     "source": "Megatron-Bridge", "model": "Qwen3_30B_a3B (tokendrop)", "seq_len": "4096",
@@ -26,7 +27,7 @@ ONE_EXPERT = 3 * QWEN.hidden * QWEN.ffn_hidden
 
 
 def test_a_row_without_widths_has_those_of_the_model_that_it_names():
-    run = rows.run_of(NAMED)
+    run = run_table.run_of(NAMED)
     assert run.profile.num_blocks == 48
     assert run.profile.flops_per_row == profile_of(QWEN, 4096).flops_per_row
     assert run.experts is not None
@@ -35,7 +36,7 @@ def test_a_row_without_widths_has_those_of_the_model_that_it_names():
 
 def test_a_row_with_an_unknown_name_says_what_is_missing():
     with pytest.raises(OptionError, match="hidden is blank") as caught:
-        rows.run_of(NAMED | {"model": "Colossus 1T"})
+        run_table.run_of(NAMED | {"model": "Colossus 1T"})
     assert "known by its name" in caught.value.allowed
 
 
@@ -45,11 +46,11 @@ def test_a_row_with_an_unknown_name_says_what_is_missing():
 )
 def test_a_mixture_needs_to_know_how_its_experts_are_dealt(change, said):
     with pytest.raises(OptionError, match=said):
-        rows.run_of(NAMED | change)
+        run_table.run_of(NAMED | change)
 
 
 def test_a_device_holds_its_part_of_the_experts():
-    whole, dealt = (rows.run_of(NAMED | {"ep": ep}) for ep in ("1", "8"))
+    whole, dealt = (run_table.run_of(NAMED | {"ep": ep}) for ep in ("1", "8"))
     assert whole.experts is None
     elsewhere = 48 * 128 * ONE_EXPERT * 7 / 8
     assert whole.profile.parameters - dealt.profile.parameters == pytest.approx(elsewhere)
@@ -57,14 +58,14 @@ def test_a_device_holds_its_part_of_the_experts():
 
 
 def test_the_tensor_axis_deals_experts_too():
-    run = rows.run_of(NAMED | {"tp": "2", "dp": "8"})
+    run = run_table.run_of(NAMED | {"tp": "2", "dp": "8"})
     held = (run.profile.block.parameters_split / 2 - QWEN.hidden * 128 * (32 + 2 * 4 + 32) / 2) / ONE_EXPERT
     assert held == pytest.approx(128 / 8)  # 4 parts of them, each cut in two
 
 
 def test_split_state_of_experts_is_what_it_is_without_dealing_them():
     """With everything split over all devices of the batch, a device holds the same wherever experts are."""
-    axis = rows.run_of(NAMED).experts
+    axis = run_table.run_of(NAMED).experts
     sharded = experts.state_bytes(axis, Plan(shard=16), TUNED_FSDP)
     assert sharded == pytest.approx((4.0 + 8.0 + 4.0) * axis.parameters_elsewhere / 16)
     optimizer_alone = experts.state_bytes(axis, Plan(16), TUNED_MEGATRON.with_zero_stage(1))
@@ -73,14 +74,14 @@ def test_split_state_of_experts_is_what_it_is_without_dealing_them():
 
 
 def test_a_token_goes_to_a_device_once():
-    axis = rows.run_of(NAMED).experts
+    axis = run_table.run_of(NAMED).experts
     assert replace(axis, degree=2, taken=1).devices_per_token == pytest.approx(1.0)
     assert replace(axis, degree=2, taken=22).devices_per_token == pytest.approx(2.0, rel=1e-5)
     assert replace(axis, degree=10**6).devices_per_token == pytest.approx(axis.taken, rel=1e-4)
 
 
 def test_tokens_travel_at_the_rate_of_the_narrowest_way():
-    run = rows.run_of(NAMED)
+    run = run_table.run_of(NAMED)
     practice = replace(run.practice, hides_tensor=0.0)
     inside = experts.exchange_s(run.experts, run.profile, run.plan, 1, run.cluster, practice)
     sent = 4096 * run.experts.devices_per_token * 2048 * 2.0 * 7 / 8
@@ -95,9 +96,9 @@ def test_tokens_travel_at_the_rate_of_the_narrowest_way():
 
 
 def test_predictions_have_what_the_axis_adds():
-    dealt, alone = (runs.predict(NAMED | {"ep": ep}) for ep in ("8", "1"))
+    dealt, alone = (predictions.predict(NAMED | {"ep": ep}) for ep in ("8", "1"))
     assert float(dealt["predicted_reserved_gib"]) < float(alone["predicted_reserved_gib"])
-    run = rows.run_of(NAMED)
+    run = run_table.run_of(NAMED)
     without = float(dealt["predicted_step_time_s"]) - experts.exchange_s(
         run.experts, run.profile, run.plan, 1, run.cluster, run.practice
     )

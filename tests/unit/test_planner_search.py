@@ -11,15 +11,15 @@ import pytest
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
-from moreh_ap.planner import explain
-from moreh_ap.planner.hardware import Cluster, Device, Link, find_cluster
-from moreh_ap.planner.models import find_model
-from moreh_ap.planner.profile import ModelProfile, PartProfile
-from moreh_ap.planner.ranking import rank
-from moreh_ap.planner.remedies import FLAVOURS, flavour_of
-from moreh_ap.planner.search import INDISTINCT, Task, search, weigh
-from moreh_ap.planner.shapes import TransformerShape, profile_of
-from moreh_ap.planner.space import Constraints, tensor_degrees_of
+from moreh_ap.planner.cost.hardware import Cluster, Device, Link, find_cluster
+from moreh_ap.planner.models.known_models import find_model
+from moreh_ap.planner.models.model_profile import ModelProfile, PartProfile
+from moreh_ap.planner.models.shapes import TransformerShape, profile_of
+from moreh_ap.planner.search import explain
+from moreh_ap.planner.search.plan_search import INDISTINCT, Task, search, weigh
+from moreh_ap.planner.search.ranking import rank
+from moreh_ap.planner.search.remedies import FLAVOURS, flavour_of
+from moreh_ap.planner.search.space import Constraints, tensor_degrees_of
 
 SHAPE = TransformerShape(8, 1024, 4096, 16, 4, 64, 32000, name="small")
 PROFILE = profile_of(SHAPE, 1024)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moreh_ap.errors import OptionError
-from moreh_ap.planner import shapes
-from moreh_ap.planner.models import find_model
-from moreh_ap.planner.shapes import TransformerShape, from_config, profile_of
+from moreh_ap.planner.models import shapes
+from moreh_ap.planner.models.known_models import find_model
+from moreh_ap.planner.models.shapes import TransformerShape, from_config, profile_of
 
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
 LLAMA_3_8B = {

@@ -10,9 +10,9 @@ import pytest
 from moreh_ap.errors import OptionError
 from moreh_ap.option import Options
 from moreh_ap.plan import Plan
-from moreh_ap.planner.profile import ModelProfile, PartProfile
-from moreh_ap.planner.shapes import TransformerShape, profile_of
-from moreh_ap.planner.space import (
+from moreh_ap.planner.models.model_profile import ModelProfile, PartProfile
+from moreh_ap.planner.models.shapes import TransformerShape, profile_of
+from moreh_ap.planner.search.space import (
     ALL_KINDS,
     Constraints,
     axes,

@@ -9,12 +9,12 @@ import pytest
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.collectives import gather_s, group_of, queued_sums_s
-from moreh_ap.planner.footprint import estimate_memory
-from moreh_ap.planner.hardware import find_cluster
-from moreh_ap.planner.practice import EAGER_MEGATRON, MOREH_AP, PRACTICES
-from moreh_ap.planner.shapes import TransformerShape, profile_of
-from moreh_ap.planner.step_time import estimate_step
+from moreh_ap.planner.cost.collectives import gather_s, group_of, queued_sums_s
+from moreh_ap.planner.cost.footprint import estimate_memory
+from moreh_ap.planner.cost.hardware import find_cluster
+from moreh_ap.planner.cost.practice import EAGER_MEGATRON, MOREH_AP, PRACTICES
+from moreh_ap.planner.cost.step_time import estimate_step
+from moreh_ap.planner.models.shapes import TransformerShape, profile_of
 
 SHAPE = TransformerShape(32, 4096, 14336, 32, 8, 128, 128256, name="8B")
 PROFILE = profile_of(SHAPE, 4096)

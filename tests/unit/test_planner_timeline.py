@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner import timeline
-from moreh_ap.planner.hardware import find_cluster
-from moreh_ap.planner.profile import PartProfile
-from moreh_ap.planner.ranking import Task
-from moreh_ap.planner.shapes import TransformerShape, profile_of
+from moreh_ap.planner.cost import timeline
+from moreh_ap.planner.cost.hardware import find_cluster
+from moreh_ap.planner.models.model_profile import PartProfile
+from moreh_ap.planner.models.shapes import TransformerShape, profile_of
+from moreh_ap.planner.search.ranking import Task
 
 PIPELINES = [
     "pipeline=4,micro_batches=8",

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from moreh_ap.runtime.child import Child
-from moreh_ap.runtime.crew import Crew, CrewRequest
+from moreh_ap.runtime.child_process import Child
+from moreh_ap.runtime.launcher import Crew, CrewRequest
 
 _LINUX = tuple(map(int, platform.release().split(".")[:2])) if sys.platform == "linux" else (0, 0)
 tells = pytest.mark.skipif(_LINUX < (6, 15), reason="this kernel does not tell how a collected process ended")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moreh_ap.errors import MeshStartError
-from moreh_ap.runtime.environment import worker_environment
-from moreh_ap.runtime.mesh import WorkerMesh
+from moreh_ap.runtime.worker_environment import worker_environment
+from moreh_ap.runtime.worker_group import WorkerMesh
 
 
 def devices(request):
@@ -27,7 +27,7 @@ def devices(request):
 def asked(monkeypatch):
     """What meshes ask for; none starts anything."""
     requests = []
-    monkeypatch.setattr("moreh_ap.runtime.mesh.Crew", lambda request, _: requests.append(request))
+    monkeypatch.setattr("moreh_ap.runtime.worker_group.Crew", lambda request, _: requests.append(request))
     monkeypatch.setattr("threading.Thread.start", lambda thread: None)
     monkeypatch.setattr("atexit.register", lambda function: None)
     return requests

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moreh_ap.runtime import probe, probe_exchanges
-from moreh_ap.session.rates import as_entry, rates_of
+from moreh_ap.runtime.worker import device_probe, probe_exchanges
+from moreh_ap.session.planning.device_rates import as_entry, rates_of
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def test_a_worker_alone_measures_its_processor(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = probe.measure(CPU, bf16=False)
+        found = device_probe.measure(CPU, bf16=False)
     finally:
         torch.set_num_threads(threads)
     assert {row[:3] for row in found.products} == {("fp32", 1024, 1024), ("fp32", 64, 1024), ("fp32", 1024, 64)}
@@ -35,19 +35,19 @@ def test_seconds_are_those_of_the_processor_not_of_the_clock(monkeypatch):
         time.sleep(0.005)
         sum(range(20_000))
 
-    monkeypatch.setattr(probe, "_SERIES_S", 0.003)
-    found = probe._seconds(sleeps, CPU)
+    monkeypatch.setattr(device_probe, "_SERIES_S", 0.003)
+    found = device_probe._seconds(sleeps, CPU)
     assert 0.0 < found < 0.005, "a worker that waits for its core is not slower"
 
 
 def test_a_run_that_takes_twice_as_long_is_twice_as_slow():
-    once, twice = (probe._seconds(lambda n=n: sum(range(n * 100_000)), CPU) for n in (1, 4))
+    once, twice = (device_probe._seconds(lambda n=n: sum(range(n * 100_000)), CPU) for n in (1, 4))
     assert 2.0 < twice / once < 8.0
 
 
 def test_both_precisions_are_measured_where_asked(monkeypatch):
-    monkeypatch.setattr(probe, "_SERIES_S", 0.001)
-    found = probe.measure(CPU, bf16=True)
+    monkeypatch.setattr(device_probe, "_SERIES_S", 0.001)
+    found = device_probe.measure(CPU, bf16=True)
     for table in (found.products, found.elementwise):
         assert {row[0] for row in table} == {"fp32", "bf16"}
     one, other = (next(row[1] for row in found.elementwise if row[0] == name) for name in ("fp32", "bf16"))
@@ -55,7 +55,7 @@ def test_both_precisions_are_measured_where_asked(monkeypatch):
 
 
 def test_the_small_block_is_made_of_the_operations_that_are_counted():
-    block, hidden = probe._Block(32), torch.randn(2, 3, 32)
+    block, hidden = device_probe._Block(32), torch.randn(2, 3, 32)
     assert block(hidden).shape == hidden.shape
     block(hidden).sum().backward()
     assert all(parameter.grad is not None for parameter in block.parameters())
@@ -82,8 +82,8 @@ def test_every_kind_of_exchange_is_measured_in_pairs_and_together(world):
 
 
 def test_all_that_is_measured_survives_the_file(world, monkeypatch):
-    monkeypatch.setattr(probe, "_SERIES_S", 0.001)
-    found = probe.measure(CPU, bf16=False)
+    monkeypatch.setattr(device_probe, "_SERIES_S", 0.001)
+    found = device_probe.measure(CPU, bf16=False)
     assert found.exchanges and rates_of(as_entry(found)) == found
 
 

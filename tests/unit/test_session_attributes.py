@@ -9,9 +9,9 @@ import types
 import torch
 from torch import nn
 
-from moreh_ap.parallelizer.forwards import has_another_forward
-from moreh_ap.runtime.settings import Settings
-from moreh_ap.session.attributes import Containers
+from moreh_ap.protocol.model_settings import Settings
+from moreh_ap.protocol.replaced_forwards import has_another_forward
+from moreh_ap.session.models.container_attributes import Containers
 
 
 class Layer(nn.Module):

@@ -6,22 +6,17 @@ import pytest
 import torch
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner.footprint import MemoryEstimate
-from moreh_ap.planner.ranking import Candidate, Corrections
-from moreh_ap.runtime.messages import (
-    Batch,
-    Differentiate,
-    Forward,
-    OutputRef,
-    RunOperation,
-    StateRef,
-    Synchronize,
-    TensorData,
-)
-from moreh_ap.session import journal, ran_out
+from moreh_ap.planner.cost.footprint import MemoryEstimate
+from moreh_ap.planner.search.ranking import Candidate, Corrections
+from moreh_ap.protocol.messages.calls import Differentiate, Forward
+from moreh_ap.protocol.messages.state import RunOperation
+from moreh_ap.protocol.messages.stream import Batch, Synchronize
+from moreh_ap.protocol.messages.tensors import OutputRef, StateRef, TensorData
+from moreh_ap.session import journal
 from moreh_ap.session.outbox import Outbox, Restart
-from moreh_ap.session.tuning import plans_to_try
-from moreh_ap.session.watch import Expected
+from moreh_ap.session.planning import oom_records
+from moreh_ap.session.planning.autotune import plans_to_try
+from moreh_ap.session.planning.step_watch import Expected
 
 GIB = 2**30
 
@@ -128,7 +123,7 @@ def test_a_journal_knows_what_another_layout_would_break():
     ],
 )
 def test_out_of_memory_is_recognised(error, expected):
-    assert ran_out.is_out_of_memory(error) is expected
+    assert oom_records.is_out_of_memory(error) is expected
 
 
 def candidate(plan: str, gib: float = 10.0) -> Candidate:
@@ -139,12 +134,12 @@ def candidate(plan: str, gib: float = 10.0) -> Candidate:
 def test_a_plan_that_ran_out_limits_later_plans_of_the_same_model_and_batch(monkeypatch, tmp_path):
     monkeypatch.setenv("MOREH_AP_CACHE", str(tmp_path))
     expected = Expected("here", "Model", 8, candidate("replicate=2", 20.0), Corrections(memory=2.0))
-    ran_out.remember(expected, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"))
+    oom_records.remember(expected, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"))
     limit = 2 * GIB + 0.9 * 20 * GIB
-    assert ran_out.limit_of("here", "Model", 8, factor=2.0) == limit
-    assert ran_out.limit_of("here", "Model", 16, factor=1.0) == limit / 2
-    assert ran_out.limit_of("here", "Model", 7, factor=1.0) == float("inf")
-    assert ran_out.limit_of("here", "Another", 8, factor=1.0) == float("inf")
+    assert oom_records.limit_of("here", "Model", 8, factor=2.0) == limit
+    assert oom_records.limit_of("here", "Model", 16, factor=1.0) == limit / 2
+    assert oom_records.limit_of("here", "Model", 7, factor=1.0) == float("inf")
+    assert oom_records.limit_of("here", "Another", 8, factor=1.0) == float("inf")
     entry = json.loads((tmp_path / "ran_out.json").read_text())["here"]["runs"][0]
     assert entry["message"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -153,7 +148,7 @@ def test_a_plan_that_ran_out_limits_later_plans_of_the_same_model_and_batch(monk
 def test_a_broken_entry_limits_nothing(monkeypatch, tmp_path, runs):
     monkeypatch.setenv("MOREH_AP_CACHE", str(tmp_path))
     (tmp_path / "ran_out.json").write_text(json.dumps({"here": {"runs": runs}}))
-    assert ran_out.limit_of("here", "Model", 8, factor=1.0) == float("inf")
+    assert oom_records.limit_of("here", "Model", 8, factor=1.0) == float("inf")
 
 
 def test_plans_that_are_tried_differ_in_their_axes_first():

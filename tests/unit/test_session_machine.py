@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.option import Options
 from moreh_ap.plan import Plan
-from moreh_ap.planner.collectives import crossing_s, group_of, message_s, queued_gathers_s, queued_sums_s
-from moreh_ap.planner.practice import MOREH_AP, MOREH_AP_ON_CPU
-from moreh_ap.runtime.messages import DeviceInfo, DeviceRates, ProbeDevice
-from moreh_ap.session import machine as machines
-from moreh_ap.session.machine import machine_from, machine_of
-from moreh_ap.session.rates import as_entry, rates_of, slowest
-from moreh_ap.session.remembered import FOLDER_VARIABLE
+from moreh_ap.planner.cost.collectives import crossing_s, group_of, message_s, queued_gathers_s, queued_sums_s
+from moreh_ap.planner.cost.practice import MOREH_AP, MOREH_AP_ON_CPU
+from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
+from moreh_ap.session.planning import machine_profile as machines
+from moreh_ap.session.planning.device_rates import as_entry, rates_of, slowest
+from moreh_ap.session.planning.machine_profile import machine_from, machine_of
 
 GIB = 2**30
 KINDS = ("sum", "gather", "scatter", "message", "crossing_sum", "crossing_split")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from moreh_ap.planner.shapes import profile_of
-from moreh_ap.session.profiling import profile_model, shape_of
+from moreh_ap.planner.models.shapes import profile_of
+from moreh_ap.session.planning.model_profiling import profile_model, shape_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
+from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.plan import Plan
-from moreh_ap.planner.hardware import find_cluster
-from moreh_ap.planner.ranking import Corrections, Task, weigh
-from moreh_ap.planner.shapes import TransformerShape, profile_of
-from moreh_ap.session import watch
-from moreh_ap.session.remembered import FOLDER_VARIABLE
+from moreh_ap.planner.cost.hardware import find_cluster
+from moreh_ap.planner.models.shapes import TransformerShape, profile_of
+from moreh_ap.planner.search.ranking import Corrections, Task, weigh
+from moreh_ap.session.planning import step_watch
 
 GIB = 2**30
 MACHINE = "here, 2 x CPU"
@@ -30,8 +30,8 @@ def write(learned, runs) -> None:
 
 def test_the_median_of_what_runs_were_off_corrects_the_next(learned):
     write(learned, [GOOD, {**GOOD, "measured_s": 1.0}, {**GOOD, "measured_s": 8.0, "measured_bytes": 2 * GIB}])
-    assert watch.corrections_of(MACHINE) == Corrections(time=1.5, memory=1.5)
-    assert watch.corrections_of("elsewhere") == Corrections()
+    assert step_watch.corrections_of(MACHINE) == Corrections(time=1.5, memory=1.5)
+    assert step_watch.corrections_of("elsewhere") == Corrections()
 
 
 @pytest.mark.parametrize(
@@ -52,24 +52,24 @@ def test_the_median_of_what_runs_were_off_corrects_the_next(learned):
 )
 def test_a_broken_run_is_ignored_and_the_others_count(learned, broken):
     write(learned, [broken])
-    found = watch.corrections_of(MACHINE)
+    found = step_watch.corrections_of(MACHINE)
     assert found.time in (1.0, 1.5) and found.memory in (1.0, 1.5), "at most the half that is well formed counts"
     write(learned, [broken, GOOD, GOOD, GOOD])
-    assert watch.corrections_of(MACHINE) == Corrections(time=1.5, memory=1.5)
+    assert step_watch.corrections_of(MACHINE) == Corrections(time=1.5, memory=1.5)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"here, 2 x CPU": 1}', '{"here, 2 x CPU": {"runs": {"a": 1}}}'])
 def test_a_broken_file_counts_as_empty_and_is_written_anew(learned, text):
     learned.write_text(text)
-    assert watch.corrections_of(MACHINE) == Corrections()
-    watch.remember_run(_expected(), 0.5, 3 * GIB)
+    assert step_watch.corrections_of(MACHINE) == Corrections()
+    step_watch.remember_run(_expected(), 0.5, 3 * GIB)
     (run,) = json.loads(learned.read_text())[MACHINE]["runs"]
     assert run["measured_s"] == 0.5 and run["measured_bytes"] == 3 * GIB
 
 
 def test_a_run_is_remembered_without_the_corrections_that_its_prediction_contained(learned):
     expected = _expected(Corrections(time=2.0, memory=4.0))
-    watch.remember_run(expected, 1.0, 2 * GIB)
+    step_watch.remember_run(expected, 1.0, 2 * GIB)
     (run,) = json.loads(learned.read_text())[MACHINE]["runs"]
     assert run["predicted_s"] == pytest.approx(expected.chosen.step.total_s / 2, rel=1e-3)
     assert run["predicted_bytes"] == pytest.approx(expected.chosen.memory.reserved_bytes / 4)
@@ -77,7 +77,7 @@ def test_a_run_is_remembered_without_the_corrections_that_its_prediction_contain
 
 def test_no_more_than_fifty_runs_are_kept(learned):
     write(learned, [{**GOOD, "number": number} for number in range(60)])
-    watch.remember_run(_expected(), 1.0, 2 * GIB)
+    step_watch.remember_run(_expected(), 1.0, 2 * GIB)
     runs = json.loads(learned.read_text())[MACHINE]["runs"]
     assert len(runs) == 50 and runs[0]["number"] == 11 and runs[-1]["plan"] == "replicate=2"
 
@@ -86,12 +86,12 @@ def test_where_nothing_can_be_written_the_training_goes_on(learned, monkeypatch)
     blocked = learned.parent / "file"
     blocked.write_text("in the way")
     monkeypatch.setenv(FOLDER_VARIABLE, str(blocked))
-    watch.remember_run(_expected(), 1.0, 2 * GIB)
-    assert watch.corrections_of(MACHINE) == Corrections()
+    step_watch.remember_run(_expected(), 1.0, 2 * GIB)
+    assert step_watch.corrections_of(MACHINE) == Corrections()
 
 
-def _expected(corrections: Corrections | None = None) -> watch.Expected:
+def _expected(corrections: Corrections | None = None) -> step_watch.Expected:
     corrections = corrections or Corrections()
     profile = profile_of(TransformerShape(4, 256, 768, 8, 8, 32, 2000), 128)
     task = Task(profile, find_cluster("2xH100"), 8, corrections=corrections)
-    return watch.Expected(MACHINE, "small", 8, weigh(task, Plan(2)), corrections)
+    return step_watch.Expected(MACHINE, "small", 8, weigh(task, Plan(2)), corrections)

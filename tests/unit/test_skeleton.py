@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.utils import parametrizations, parametrize
 
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.runtime.skeleton import pickle_skeleton, unpickle_skeleton
+from moreh_ap.protocol.skeleton import pickle_skeleton, unpickle_skeleton
 
 
 def test_a_parametrized_module_arrives_with_its_parametrizations():

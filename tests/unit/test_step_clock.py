@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from moreh_ap.runtime.step_clock import StepClock
+from moreh_ap.runtime.worker.step_clock import StepClock
 
 
 def step(clock: StepClock, num_backwards: int = 1, lasts_s: float = 0.0) -> None:

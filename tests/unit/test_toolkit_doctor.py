@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from moreh_ap import accelerator_models
+from moreh_ap.accelerator_models import Accelerators, Supply
 from moreh_ap.cli.main import main
-from moreh_ap.device import flavours
-from moreh_ap.device.flavours import Accelerators, Supply
-from moreh_ap.session import jobs
-from moreh_ap.session.remembered import FOLDER_VARIABLE
+from moreh_ap.local import jobs
+from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit import doctor, environment_checks, findings, smi, switch_model
 from moreh_ap.toolkit.findings import FAILED, OK, WARNING, Finding
 from moreh_ap.toolkit.machine import Gpu, Machine
@@ -93,7 +93,7 @@ def test_a_loopback_that_does_not_answer(monkeypatch):
 
 def test_a_model_with_more_devices_than_there_are(monkeypatch):
     gpus = tuple(Gpu(index, "H100", 2**36) for index in range(2))
-    flavours.save("cuda", Accelerators(0, {0: "Large.256GB"}))
+    accelerator_models.save("cuda", Accelerators(0, {0: "Large.256GB"}))
     found = checked(Machine(Supply("cuda", 2), "A CPU", gpus))
     assert found["accelerator"].status == FAILED
     assert found["devices"].found == "2 x H100"

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from moreh_ap.session import jobs
-from moreh_ap.session.remembered import FOLDER_VARIABLE
+from moreh_ap.local import jobs
+from moreh_ap.local.cache_files import FOLDER_VARIABLE
 
 
 @pytest.fixture(autouse=True)

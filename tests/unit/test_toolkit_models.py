@@ -11,14 +11,13 @@ import sys
 import pytest
 import torch
 
-from moreh_ap import errors
-from moreh_ap.device import accelerator, flavours
-from moreh_ap.device.flavours import Accelerators, Supply
+from moreh_ap import accelerator, accelerator_models, errors
+from moreh_ap.accelerator_models import Accelerators, Supply
+from moreh_ap.local import jobs
+from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.option import resolve_options
 from moreh_ap.plan import Plan
-from moreh_ap.planner.remedies import FLAVOURS
-from moreh_ap.session import jobs
-from moreh_ap.session.remembered import FOLDER_VARIABLE
+from moreh_ap.planner.search.remedies import FLAVOURS
 from moreh_ap.toolkit import devices, smi, switch_model
 from moreh_ap.toolkit.machine import Machine
 
@@ -47,7 +46,7 @@ def cache(tmp_path, monkeypatch):
     ],
 )
 def test_models_are_found_by_number_and_name(supply, text, name):
-    assert flavours.find_model(text, supply) == name
+    assert accelerator_models.find_model(text, supply) == name
 
 
 @pytest.mark.parametrize(
@@ -71,16 +70,16 @@ def test_models_are_found_by_number_and_name(supply, text, name):
 )
 def test_other_models_are_refused_with_what_there_is(supply, text, fact):
     with pytest.raises(errors.OptionError) as refused:
-        flavours.find_model(text, supply)
+        accelerator_models.find_model(text, supply)
     assert refused.value.fact.startswith(fact)
-    assert flavours.model_of_all(supply) in refused.value.allowed and refused.value.fix and refused.value.link
+    assert accelerator_models.model_of_all(supply) in refused.value.allowed and refused.value.fix and refused.value.link
 
 
 def test_gpu_machines_list_all_thirteen_and_cpu_machines_what_fits():
-    assert list(flavours.models_of(EIGHT_GPUS)) == list(FLAVOURS) and len(FLAVOURS) == 13
-    assert list(flavours.models_of(TWO_CORES)) == ["CPU.1", "CPU.2", "CPU.4"]
-    assert list(flavours.models_of(TWO_CORES, "CPU.3")) == ["CPU.1", "CPU.2", "CPU.3", "CPU.4"]
-    large = flavours.models_of(Supply("cpu", 8, 128 * 2**30))
+    assert list(accelerator_models.models_of(EIGHT_GPUS)) == list(FLAVOURS) and len(FLAVOURS) == 13
+    assert list(accelerator_models.models_of(TWO_CORES)) == ["CPU.1", "CPU.2", "CPU.4"]
+    assert list(accelerator_models.models_of(TWO_CORES, "CPU.3")) == ["CPU.1", "CPU.2", "CPU.3", "CPU.4"]
+    large = accelerator_models.models_of(Supply("cpu", 8, 128 * 2**30))
     assert list(large) == ["Small.64GB", "Medium.128GB", "CPU.1", "CPU.2", "CPU.4", "CPU.8", "CPU.16"]
 
 
@@ -92,14 +91,14 @@ def test_argument_outranks_plan_outranks_variable_outranks_model(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     variable = {"MOREH_NUM_DEVICES": "3"}
     assert taken() == ("cpu", 2), "nothing was chosen: one worker a core"
-    flavours.save("cpu", Accelerators(1, {0: "CPU.1", 1: "CPU.4"}))
+    accelerator_models.save("cpu", Accelerators(1, {0: "CPU.1", 1: "CPU.4"}))
     assert taken() == ("cpu", 4)
     assert taken(variable) == ("cpu", 3)
     assert taken(variable, plan=Plan.parse("shard=2")) == ("cpu", 2)
     assert taken(variable, devices=1) == ("cpu", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert taken() == ("cuda", 8), "the choice for CPU workers is another"
-    flavours.save("cuda", Accelerators(0, {0: "Large.256GB"}))
+    accelerator_models.save("cuda", Accelerators(0, {0: "Large.256GB"}))
     assert taken() == ("cuda", 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(errors.OptionError, match=r"model is Large.256GB, with 4 devices; this machine has 2 GPUs"):
@@ -110,15 +109,15 @@ def test_argument_outranks_plan_outranks_variable_outranks_model(monkeypatch):
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"KEY": 3}', '{"KEY": {"current": 1, "models": {"0": "CPU.1"}}}'])
 def test_a_broken_file_counts_as_no_choice(cache, text):
     (cache / "accelerators.json").write_text(text.replace("KEY", f"{platform.node()}, cpu"))
-    assert flavours.load("cpu") == Accelerators(0, {0: ""})
-    flavours.save("cpu", Accelerators(0, {0: "CPU.1"}))
-    assert flavours.load("cpu").model == "CPU.1"
+    assert accelerator_models.load("cpu") == Accelerators(0, {0: ""})
+    accelerator_models.save("cpu", Accelerators(0, {0: "CPU.1"}))
+    assert accelerator_models.load("cpu").model == "CPU.1"
 
 
 def test_a_model_that_somebody_wrote_into_the_file_is_named():
-    flavours.save("cpu", Accelerators(0, {0: "Huge"}))
+    accelerator_models.save("cpu", Accelerators(0, {0: "Huge"}))
     with pytest.raises(errors.OptionError, match=r"accelerators.json names the model 'Huge'"):
-        flavours.chosen_devices(TWO_CORES)
+        accelerator_models.chosen_devices(TWO_CORES)
 
 
 @pytest.fixture
@@ -141,7 +140,7 @@ def test_switching_by_answers(cpu_machine, monkeypatch, capsys):
     assert "there is no number 9 in the list" in said and "there is no model 'huge'" in said
     assert 'The MoAI Accelerator model is successfully switched to  "CPU.1".' in said
     assert "1. CPU.1\n2. CPU.2\n3. CPU.4  *\n" in said
-    assert flavours.load("cpu").model == "CPU.4"
+    assert accelerator_models.load("cpu").model == "CPU.4"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ def test_switching_by_answers(cpu_machine, monkeypatch, capsys):
 def test_input_that_ends(cpu_machine, monkeypatch, capsys, text, status, model):
     answers(monkeypatch, text)
     assert switch_model.main([]) == status
-    assert flavours.load("cpu").model == model
+    assert accelerator_models.load("cpu").model == model
     assert ("Nothing was done" in capsys.readouterr().err) == (status == 1)
 
 
@@ -160,13 +159,13 @@ def test_ctrl_c_ends_with_its_status(cpu_machine, monkeypatch):
 
     monkeypatch.setattr(builtins, "input", interrupted)
     assert switch_model.main([]) == 130
-    assert flavours.load("cpu").model == ""
+    assert accelerator_models.load("cpu").model == ""
 
 
 def test_switching_by_argument(cpu_machine, capsys):
     for arguments, model in ((["1"], "CPU.1"), (["-M", "3"], "CPU.4"), (["cpu.2"], "CPU.2"), (["--all"], "")):
         assert switch_model.main(arguments) == 0
-        assert flavours.load("cpu").model == model
+        assert accelerator_models.load("cpu").model == model
     assert switch_model.main(["8"]) == 2
     said = capsys.readouterr().err
     assert "Allowed: CPU.1, CPU.2, CPU.4" in said and "Try: moreh-switch-model CPU.2" in said
@@ -186,14 +185,14 @@ def test_accelerators_are_added_chosen_and_removed(cpu_machine, monkeypatch, cap
     assert smi.main(["device", "--add", "cpu.4"]) == 0
     answers(monkeypatch, "1\n")
     assert smi.main(["device", "--add"]) == 0
-    assert flavours.load("cpu") == Accelerators(0, {0: "", 1: "CPU.4", 2: "CPU.1"})
+    assert accelerator_models.load("cpu") == Accelerators(0, {0: "", 1: "CPU.4", 2: "CPU.1"})
     assert smi.main(["device", "--switch", "1"]) == 0
-    assert flavours.chosen_devices(TWO_CORES) == 4
+    assert accelerator_models.chosen_devices(TWO_CORES) == 4
     assert smi.main(["device", "--rm", "1"]) == 0
-    assert flavours.load("cpu") == Accelerators(0, {0: "", 2: "CPU.1"}), "the first that is left is current"
+    assert accelerator_models.load("cpu") == Accelerators(0, {0: "", 2: "CPU.1"}), "the first that is left is current"
     answers(monkeypatch, "2\n")
     assert smi.main(["device", "--rm"]) == 0
-    assert flavours.load("cpu") == Accelerators(0, {0: ""})
+    assert accelerator_models.load("cpu") == Accelerators(0, {0: ""})
     said = capsys.readouterr().out
     for words in ("Create device success.", "Switch Current device success.", "Remove device success."):
         assert words in said

@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from moreh_ap.device.flavours import Accelerators, Supply
-from moreh_ap.session import jobs
-from moreh_ap.session.remembered import FOLDER_VARIABLE
+from moreh_ap.accelerator_models import Accelerators, Supply
+from moreh_ap.local import jobs
+from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit import machine, smi, tables
 from moreh_ap.toolkit.live import JobState, Snapshot, WorkerState
 from moreh_ap.toolkit.machine import Gpu, Machine

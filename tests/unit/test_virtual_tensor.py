@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from moreh_ap.device import redirect
-from moreh_ap.device.generator import Generator
+from moreh_ap.device import function_mode
+from moreh_ap.device.patches.cuda_generator import Generator
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Value
 
 
 @pytest.fixture(autouse=True)
 def redirected():
-    redirect.ACTIVE.on = True
-    mode = redirect.RedirectMode()
+    function_mode.ACTIVE.on = True
+    mode = function_mode.RedirectMode()
     mode.__enter__()
     yield
-    redirect.remove_mode(mode)
-    redirect.ACTIVE.on = False
+    function_mode.remove_mode(mode)
+    function_mode.ACTIVE.on = False
 
 
 class Promised(Value):

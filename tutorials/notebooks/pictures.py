@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from moreh_ap.cli.plan_pictures import ACTION_COLOURS, ACTION_NAMES, PART_COLOURS
 from moreh_ap.plan import Plan
-from moreh_ap.planner.timeline import Bar
+from moreh_ap.planner.cost.timeline import Bar
 
 _MARKERS = ("", "o", "x", "+", "s", "d")
 

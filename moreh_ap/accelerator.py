@@ -1,0 +1,148 @@
+"""One accelerator of one process: its devices, its workers, its session and the changes that make "cuda" mean it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import torch
+
+import moreh_ap
+from moreh_ap import accelerator_models, device, log
+from moreh_ap.device.patches.install import install
+from moreh_ap.errors import OptionError
+from moreh_ap.integrations import accelerate, transformers
+from moreh_ap.local.jobs import Job
+from moreh_ap.option import Options
+from moreh_ap.runtime.worker_group import WorkerMesh
+from moreh_ap.session.calls.rng_streams import AcceleratorGenerator, ProcessGenerator
+from moreh_ap.session.models.model_registry import Units
+from moreh_ap.session.session import Session
+
+_MADE_S = 5.0  # workers take seconds to be ready, the constructor that starts them none, unless it is interrupted
+
+
+class Accelerator:
+    """Starts the workers in the background and redirects this process's "cuda" to them.
+
+    Args:
+        options: What the script asked for.
+
+    Raises:
+        OptionError: If more GPUs are asked for than there are.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        device_type, num_devices = resolve_devices(options.devices)
+        threads = max(1, len(os.sched_getaffinity(0)) // num_devices)
+        taken = accelerator_models.load(device_type)
+        job = Job(taken.current, taken.model, device_type, num_devices, threads)
+        # Many scripts go on with ``os.environ["CUDA_VISIBLE_DEVICES"] = "0"``: the devices are those of this moment.
+        visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+        def start_mesh() -> WorkerMesh:
+            _log(log.requesting_line())
+            made = threading.Event()
+
+            def on_progress(stage: str, done: int, total: int) -> None:
+                _log_progress(stage, done, total)
+                if stage == "ready" and made.wait(_MADE_S):
+                    job.has_workers(mesh.pids)
+
+            mesh = WorkerMesh(
+                num_devices,
+                device_type=device_type,
+                threads_per_worker=threads,
+                preimport=("moreh_ap.runtime.worker.executor", *_slow_imports()),
+                on_progress=on_progress,
+                visible_devices=visible_devices,
+            )
+            made.set()
+            return mesh
+
+        generator = ProcessGenerator() if device_type == "cpu" else AcceleratorGenerator()
+        self.session = Session(options, start_mesh, job, generator)
+        self.units = Units(self.session)
+        self._patches = install(self.session, self.units)
+        transformers.install(self._patches.replace, self._patches.on_undo)
+        accelerate.install(self._patches.on_undo)
+
+    def in_use(self) -> bool:
+        """True once a model has moved to the workers."""
+        return self.units.any()
+
+    def close(self) -> None:
+        """Undo the redirections and end the workers."""
+        self._patches.undo()
+        self.session.close()
+
+
+def enable(options: Options) -> None:
+    """Make "cuda" mean an accelerator with these options; with the same options again, nothing happens.
+
+    Raises:
+        OptionError: If an accelerator with other options is in use already.
+    """
+    in_force = device.current()
+    if in_force is not None:
+        if in_force.options == options:
+            return
+        if in_force.in_use():
+            raise OptionError(
+                f"The accelerator is in use with {in_force.options}; it cannot take other options now.",
+                allowed="One call, or further calls with the same arguments, before the accelerator is used.",
+                fix="torch.moreh.option.enable_advanced_parallelization(...)  # once, before the first model call",
+            )
+        device.disable()
+    device.put_in_force(Accelerator(options))
+
+
+def resolve_devices(asked: int | None) -> tuple[str, int]:
+    """The kind and number of devices: GPUs where there are any, else CPU workers.
+
+    Args:
+        asked: How many the script wants; None: as many as the chosen model of the accelerator has, and where none was
+            chosen all GPUs, or one CPU worker a core. More CPU workers than cores are allowed.
+
+    Raises:
+        OptionError: There are fewer GPUs.
+    """
+    num_gpus = torch.cuda.device_count()  # asks the driver's management library: no CUDA context is created
+    if asked is None:
+        device_type, available = ("cuda", num_gpus) if num_gpus else ("cpu", len(os.sched_getaffinity(0)))
+        supply = accelerator_models.Supply(device_type, available)
+        return device_type, accelerator_models.chosen_devices(supply) or available
+    if asked <= num_gpus:
+        return "cuda", asked
+    if num_gpus:
+        raise OptionError(
+            f"devices={asked} was asked for, but this machine has {num_gpus} GPUs.",
+            allowed=f"1 to {num_gpus}; to use CPU workers instead, hide the GPUs.",
+            fix=f"torch.moreh.option.enable_advanced_parallelization(devices={num_gpus})",
+        )
+    return "cpu", asked
+
+
+def _slow_imports() -> tuple[str, ...]:
+    """What the script's models will probably need: workers import it while the script goes on."""
+    return ("transformers.modeling_utils",) if "transformers" in sys.modules else ()
+
+
+def _log(line: str) -> None:
+    """Prints a line at once, so that what the script prints meanwhile in its own thread does not come into it."""
+    print(line + "\n", end="", flush=True)
+
+
+def _log_progress(stage: str, done: int, total: int) -> None:
+    if stage == "spawn":
+        _log(log.daemon_line())
+    elif stage == "connect":
+        _log(log.connecting_line(done, total, f"localhost:{done - 1}"))
+    elif stage == "link":
+        _log(log.links_line())
+    elif stage == "ready":
+        _log(log.ready_line())
+        _log(log.version_line(moreh_ap.__version__))
+        _log(log.job_line(os.getpid()))

@@ -1,0 +1,234 @@
+"""Sends what a script asks of "cuda" to the accelerator: moves between devices, factory functions, device contexts.
+
+`redirect` is the one function behind both doors: the `TorchFunctionMode` that sees every call of a thread, and
+`VirtualTensor.__torch_function__`, which sees calls on virtual tensors wherever they happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
+from torch.utils import _device as torch_device_context
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moreh_ap.device import autocast, transfers
+from moreh_ap.device.operations import ASKED
+from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, place, to_accelerator
+from moreh_ap.device.transfers import is_accelerator, move
+
+_MAY_SHARE_MEMORY = {torch.as_tensor, torch.asarray, torch.frombuffer}
+_FACTORIES = torch_device_context._device_constructors()
+
+
+class _Active:
+    """Whether the accelerator is enabled; a mode left on some thread's stack lets everything pass when it is not."""
+
+    on = False
+
+
+ACTIVE = _Active()
+
+
+class RedirectMode(TorchFunctionMode):
+    """While it is active, "cuda" means the accelerator in every call of PyTorch by this thread."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return redirect(func, args, kwargs or {}) if ACTIVE.on else func(*args, **(kwargs or {}))
+
+
+def remove_mode(mode: RedirectMode) -> None:
+    """Take `mode` off this thread's stack, wherever it stands there."""
+    above = []
+    while _len_torch_function_stack():
+        top = _pop_mode()
+        if top is mode:
+            break
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
+
+
+def redirect(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `func`, giving "cuda" the meaning of the accelerator."""
+    handler = _HANDLERS.get(func)
+    return _make(func, args, kwargs) if handler is None else handler(func, args, kwargs)
+
+
+def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `func` on the device that its arguments, or the defaults, say."""
+    device = kwargs.get("device")
+    if device is None and func in _FACTORIES:
+        device = torch_device_context.CURRENT_DEVICE
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}  # as `moves.pin_memory`
+    if device is not None and is_accelerator(device):
+        return _make_on_accelerator(func, args, kwargs)
+    outer, ASKED.arguments = ASKED.arguments, (args, kwargs)
+    try:
+        if torch.is_autocast_enabled("cuda") and getattr(func, "__name__", "") not in ("__get__", "__set__"):
+            return autocast.run(func, args, kwargs)
+        return func(*args, **kwargs)
+    finally:
+        ASKED.arguments = outer
+
+
+def _make_on_accelerator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    requires_grad = bool(kwargs.pop("requires_grad", False))
+    kwargs.pop("pin_memory", None)
+    kwargs["device"] = "cpu"
+    plain = tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), (args, kwargs))
+    made = func(*plain[0], **plain[1])
+    if not isinstance(made, Tensor):
+        return made
+    source = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    shares_memory = made is source or made._is_view() or func in _MAY_SHARE_MEMORY
+    tensor = to_accelerator(made) if shares_memory else place(made.detach())
+    return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+
+
+def _untyped_storage(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0].memory if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
+
+
+def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0].memory.tensor_address if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
+
+
+def _set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``parameter.data = value`` moves a parameter from the CPU to the accelerator, where the value is."""
+    tensor, value = args
+    if isinstance(tensor, VirtualTensor) or not isinstance(value, VirtualTensor):
+        return func(*args, **kwargs)
+    moved: Tensor = value.detach().requires_grad_(tensor.requires_grad)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    transfers.swap(tensor, torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
+    return None
+
+
+def _whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Computes in the controller what PyTorch composes with tensors of its own making, which would lie on the CPU."""
+    moved = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor) and leaf.is_cuda]
+    if not moved:
+        return func(*args, **kwargs)
+    on_host = tree_map_only(VirtualTensor, lambda tensor: move(tensor, "cpu"), (args, kwargs))
+    return tree_map_only(Tensor, to_accelerator, func(*on_host[0], **on_host[1]))
+
+
+def _pack_or_pad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    rows, counts = _whole(func, args, kwargs)
+    return rows, move(counts, "cpu")  # numbers of rows, and lengths, are on the CPU on every device
+
+
+def _from_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``torch.tensor([loss, other_loss])``, which PyTorch would read from memory that is not there."""
+    try:
+        return _make(func, args, kwargs)
+    except RuntimeError:
+        if not has_accelerator_tensor(args):  # long lists of numbers are not searched before they fail
+            raise
+    args = (tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args[0]), *args[1:])
+    return _make(func, args, kwargs)
+
+
+def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not isinstance(args[0], VirtualTensor) or not args[0].is_cuda:
+        return func(*args, **kwargs)
+    given = tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args[1:])
+    return to_accelerator(torch.empty(0, dtype=args[0].dtype, device="cpu").new(*given))
+
+
+def _new_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not isinstance(args[0], VirtualTensor):
+        return func(*args, **kwargs)
+    like = {"dtype": args[0].dtype, "device": args[0].device}
+    given = {name: value for name, value in kwargs.items() if value is not None and name != "data"}
+    return redirect(torch.tensor, (args[1] if len(args) > 1 else kwargs["data"],), {**like, **given})
+
+
+def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from moreh_ap.session.calls.autograd_api import gradients
+
+    return gradients(func, args, kwargs)
+
+
+def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from moreh_ap.session.calls.autograd_api import backward
+
+    return backward(func, args, kwargs)
+
+
+def _backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from moreh_ap.session.calls.autograd_api import backward_of_tensor
+
+    return backward_of_tensor(func, args, kwargs)
+
+
+def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    by_number = len(args) == 1 and type(args[0]) is int and not kwargs
+    return torch.device("cuda", args[0]) if by_number else func(*args, **kwargs)
+
+
+def _parse_move_of_module(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``model.to(0)``, of which a PyTorch without CUDA makes an error or, by name, the CPU."""
+    args = [_device(torch.device, (arg,), {}) if type(arg) is int else arg for arg in args]
+    if type(kwargs.get("device")) is int:
+        kwargs = {**kwargs, "device": _device(torch.device, (kwargs["device"],), {})}
+    return func(*args, **kwargs)
+
+
+_HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
+    torch.Tensor.to: transfers.to_tensor,
+    torch.Tensor.type_as: transfers.type_as,
+    torch.Tensor.cuda: transfers.cuda_tensor,
+    torch.Tensor.cpu: transfers.cpu_tensor,
+    torch.Tensor.pin_memory: transfers.pin_memory,
+    torch.Tensor.type: transfers.type_of,
+    torch.Tensor.new: _new,
+    torch.Tensor.new_tensor: _new_tensor,
+    torch.tensor: _from_data,
+    torch.as_tensor: _from_data,
+    torch.asarray: _from_data,
+    torch.Tensor.untyped_storage: _untyped_storage,
+    torch.Tensor.data_ptr: _data_ptr,
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.backward: _backward_of_tensor,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _grad,
+    torch.device: _device,
+    torch._C._nn._parse_to: _parse_move_of_module,
+    torch._C._VariableFunctions._pack_padded_sequence: _pack_or_pad,
+    torch._C._VariableFunctions._pad_packed_sequence: _pack_or_pad,
+    **dict.fromkeys(
+        (
+            torch.nn.functional.one_hot,
+            torch.nn.functional.ctc_loss,
+            torch._C._nn.pad_sequence,
+            torch.combinations,
+            torch.quantile,
+            torch.nanquantile,
+            torch.Tensor.quantile,
+            torch.Tensor.nanquantile,
+            torch.vander,
+            torch.sparse.mm,
+            torch.unravel_index,
+            torch.tensor_split,
+            torch.Tensor.tensor_split,
+            torch.svd_lowrank,
+            torch.pca_lowrank,
+            torch.linalg.matrix_rank,
+            torch.fft.hfft,
+            torch.fft.hfft2,
+            torch.fft.hfftn,
+            torch.nn.functional.embedding_bag,
+            torch.nn.functional.fractional_max_pool2d,
+            torch.nn.functional.fractional_max_pool3d,
+            torch.nn.functional.fractional_max_pool2d_with_indices,
+            torch.nn.functional.fractional_max_pool3d_with_indices,
+        ),
+        _whole,
+    ),
+}

@@ -1,0 +1,226 @@
+"""`torch.cuda` as a script sees it: one device named 'MoAI Accelerator' that is all devices together.
+
+Every function here stands in for the function of `torch.cuda` with the same name; `patches` puts them there, and some
+of them into `torch.accelerator`, by which PyTorch itself asks for the device (a DataLoader that pins memory does).
+Streams and events are in `streams`, random numbers in `random_state`. None of them creates a CUDA context in the
+controller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moreh_ap.device.transfers import require_accelerator
+
+if TYPE_CHECKING:
+    from moreh_ap.session.session import Session
+
+DEVICE_NAME = "MoAI Accelerator"
+
+# Names in `torch.accelerator`, and the function of the facade that answers there.
+_IN_TORCH_ACCELERATOR = {
+    "current_device_index": "current_device",
+    "current_device_idx": "current_device",
+    "set_device_index": "set_device",
+    "set_device_idx": "set_device",
+    "synchronize": "synchronize",
+    "empty_cache": "empty_cache",
+    "get_memory_info": "mem_get_info",
+    "memory_stats": "memory_stats",
+    "memory_allocated": "memory_allocated",
+    "max_memory_allocated": "max_memory_allocated",
+    "memory_reserved": "memory_reserved",
+    "max_memory_reserved": "max_memory_reserved",
+    "reset_peak_memory_stats": "reset_peak_memory_stats",
+    "reset_accumulated_memory_stats": "reset_accumulated_memory_stats",
+}
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What `torch.cuda.get_device_properties` tells; `total_memory` is in bytes, over all devices."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int
+    multi_processor_count: int
+
+
+class Facade:
+    """The functions that replace those of `torch.cuda`; `replacements` and `accelerator_replacements` list them."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def replacements(self) -> dict[str, Any]:
+        """``{name in torch.cuda: function}``."""
+        names = [name for name in vars(type(self)) if not name.startswith("_") and not name.endswith("replacements")]
+        return {name: getattr(self, name) for name in names}
+
+    def memory_replacements(self) -> dict[str, Any]:
+        """``{name in torch.cuda.memory: function}``: what that module defines, not what it imports for itself."""
+        return {name: ours for name, ours in self.replacements().items() if name in torch.cuda.memory.__all__}
+
+    def accelerator_replacements(self) -> dict[str, Any]:
+        """``{name in torch.accelerator: function}``; what is not listed there asks `current_accelerator` first."""
+        functions = {name: getattr(self, ours) for name, ours in _IN_TORCH_ACCELERATOR.items()}
+        return {**functions, "current_accelerator": lambda check_available=False: torch.device("cuda")}
+
+    # -- devices ---------------------------------------------------------------------------------------------------
+
+    def is_available(self) -> bool:
+        """True: the accelerator is there."""
+        return True
+
+    def is_initialized(self) -> bool:
+        """True: nothing needs initialising in the controller."""
+        return True
+
+    def init(self) -> None:
+        """Nothing to do: workers start by themselves."""
+
+    def device_count(self) -> int:
+        """1, however many devices stand behind the accelerator."""
+        return 1
+
+    def current_device(self) -> int:
+        """0."""
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """Accepts the one device there is."""
+        require_accelerator(device)
+
+    def get_device_name(self, device: Any = None) -> str:
+        """'MoAI Accelerator'."""
+        require_accelerator(device)
+        return DEVICE_NAME
+
+    def get_device_properties(self, device: Any = None) -> DeviceProperties:
+        """Properties of the accelerator as a whole; total memory is that of all devices."""
+        require_accelerator(device)
+        total = sum(device.memory_bytes for device in self._session.devices())
+        return DeviceProperties(DEVICE_NAME, *self.get_device_capability(), total, self._session.num_devices)
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        """(8, 0) where bfloat16 is native, (7, 0) elsewhere: what scripts ask the capability for."""
+        require_accelerator(device)
+        return (8, 0) if self._computes_bf16() else (7, 0)
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        """True where bfloat16 is native, and elsewhere if emulation counts."""
+        return including_emulation or self._computes_bf16()
+
+    def _computes_bf16(self) -> bool:
+        return all(device.native_bf16 for device in self._session.devices())
+
+    def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
+        """False: there is one device."""
+        return False
+
+    # -- order -----------------------------------------------------------------------------------------------------
+
+    def is_current_stream_capturing(self) -> bool:
+        """False: graphs are not recorded."""
+        return False
+
+    def set_sync_debug_mode(self, debug_mode: int | str) -> None:
+        """Accepted; where the script waits for the devices is not told."""
+
+    def get_sync_debug_mode(self) -> int:
+        """0: where the script waits is not told."""
+        return 0
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait until every device has done everything it was told."""
+        require_accelerator(device)
+        self._session.synchronize()
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def memory_allocated(self, device: Any = None) -> int:
+        """Bytes of tensors over all devices (CPU workers: resident memory beyond their start)."""
+        require_accelerator(device)
+        return self._session.memory()["allocated"]
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        """The sum of the devices' peaks of `memory_allocated`, in bytes, since the start or the last reset."""
+        require_accelerator(device)
+        return self._session.memory()["peak"]
+
+    def memory_reserved(self, device: Any = None) -> int:
+        """Bytes that are not free, over all devices."""
+        require_accelerator(device)
+        report = self._session.memory()
+        return max(report["allocated"], report["total"] - report["free"])
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        """The larger of `memory_reserved` and `max_memory_allocated`, in bytes."""
+        return max(self.memory_reserved(device), self.max_memory_allocated(device))
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Start counting peaks anew."""
+        require_accelerator(device)
+        self._session.memory(reset_peak=True)
+
+    def reset_max_memory_allocated(self, device: Any = None) -> None:
+        """The old name of `reset_peak_memory_stats`."""
+        self.reset_peak_memory_stats(device)
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """The entries of `torch.cuda.memory_stats` that scripts print, over all devices, in bytes."""
+        require_accelerator(device)
+        report = self._session.memory()
+        reserved = max(report["allocated"], report["total"] - report["free"])
+        return {
+            "allocated_bytes.all.current": report["allocated"],
+            "allocated_bytes.all.peak": report["peak"],
+            "reserved_bytes.all.current": reserved,
+            "reserved_bytes.all.peak": max(reserved, report["peak"]),
+            "num_ooms": 0,
+        }
+
+    def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
+        """`memory_stats` as lines to print."""
+        return "\n".join(f"{name:32} {value:>18,}" for name, value in self.memory_stats(device).items())
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """(free, total) bytes over all devices."""
+        require_accelerator(device)
+        report = self._session.memory()
+        return report["free"], report["total"]
+
+    def empty_cache(self) -> None:
+        """Give cached memory of every device back."""
+        self._session.memory(empty_cache=True)
+
+    def memory_cached(self, device: Any = None) -> int:
+        """The old name of `memory_reserved`."""
+        return self.memory_reserved(device)
+
+    def max_memory_cached(self, device: Any = None) -> int:
+        """The old name of `max_memory_reserved`."""
+        return self.max_memory_reserved(device)
+
+    def reset_max_memory_cached(self, device: Any = None) -> None:
+        """An old name of `reset_peak_memory_stats`."""
+        self.reset_peak_memory_stats(device)
+
+    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
+        """Nothing to do: no sums over time are kept."""
+        require_accelerator(device)
+
+    def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        """Accepted; what a plan may use of each device's memory says the memory ratio of the options."""
+        require_accelerator(device)
+
+    def get_allocator_backend(self) -> str:
+        """'native'."""
+        return "native"
+
+    def ipc_collect(self) -> None:
+        """Nothing to do: no memory is shared with other processes."""

@@ -1,0 +1,138 @@
+"""Streams and events of the accelerator: everything runs in the one order in which the script asks for it.
+
+A stream of the script's own is therefore the same stream, and an event is a place in the order, with the time at which
+the workers got there. The classes stand in for `torch.cuda.Stream` and `torch.cuda.Event`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moreh_ap.device.transfers import require_accelerator
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.protocol.messages.stream import Synchronize
+
+if TYPE_CHECKING:
+    from moreh_ap.session.outbox import Posted
+    from moreh_ap.session.session import Session
+
+
+class CommandStream:
+    """The one stream of the accelerator, under whatever name."""
+
+    _session: Session  # of the class that `replacements` makes for one accelerator
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        require_accelerator(device)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CommandStream) and other._session is self._session
+
+    def __hash__(self) -> int:
+        return hash(id(self._session))
+
+    def __enter__(self) -> CommandStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        """Wait until everything is done that was asked for before."""
+        self._session.synchronize()
+
+    def query(self) -> bool:
+        """Whether everything is done that was asked for before; does not wait."""
+        return self._session.outbox.submit(Synchronize()).done()
+
+    def record_event(self, event: CommandEvent | None = None) -> CommandEvent:
+        """Put `event`, or a new one, at this place in the order, and return it."""
+        recorded: Any = torch.cuda.Event() if event is None else event
+        recorded.record(self)
+        return recorded  # type: ignore[no-any-return]
+
+    def wait_event(self, event: CommandEvent) -> None:
+        """Nothing to do: what comes later runs later."""
+
+    def wait_stream(self, stream: CommandStream) -> None:
+        """Nothing to do: it is the same stream."""
+
+    def is_capturing(self) -> bool:
+        """False: there are no graphs to capture into."""
+        return False
+
+
+class CommandEvent:
+    """A place in the order of commands; `elapsed_time` says how long the workers took from one to another."""
+
+    _session: Session
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._enable_timing = enable_timing
+        self._reached: Posted | None = None
+        self._reached_at_s = 0.0
+
+    def record(self, stream: CommandStream | None = None) -> None:
+        """Take the present place in the order; does not wait."""
+        self._reached = self._session.outbox.submit(Synchronize())
+        self._reached.add_done_callback(self._note_time)
+
+    def _note_time(self, _: Posted) -> None:
+        self._reached_at_s = time.perf_counter()
+
+    def wait(self, stream: CommandStream | None = None) -> None:
+        """Nothing to do: what comes later runs later."""
+
+    def query(self) -> bool:
+        """Whether the workers got there; True if the event was never recorded."""
+        return self._reached is None or self._reached.done()
+
+    def synchronize(self) -> None:
+        """Wait until the workers got there; raise what went wrong."""
+        if self._reached is not None:
+            self._reached.result()
+
+    def elapsed_time(self, end_event: CommandEvent) -> float:
+        """Milliseconds from here to `end_event`. Waits for both, where a CUDA event would refuse.
+
+        Raises:
+            RuntimeError: One of them was made without timing, or was not recorded; as PyTorch raises it.
+        """
+        if not (self._enable_timing and end_event._enable_timing):
+            raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
+        if self._reached is None or end_event._reached is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        self.synchronize()
+        end_event.synchronize()
+        return (end_event._reached_at_s - self._reached_at_s) * 1e3
+
+
+def replacements(session: Session) -> dict[str, Any]:
+    """``{name in torch.cuda: class or function}``; classes stay classes, since annotations name them."""
+    stream = type("Stream", (CommandStream,), {"_session": session})
+    event = type("Event", (CommandEvent,), {"_session": session})
+    streams = dict.fromkeys(("Stream", "ExternalStream", "current_stream", "default_stream"), stream)
+    graphs = dict.fromkeys(("CUDAGraph", "graph", "make_graphed_callables"), RefusedGraph)
+    return {**streams, **graphs, "Event": event, "stream": _use, "set_stream": lambda stream: None}
+
+
+@contextlib.contextmanager
+def _use(stream: CommandStream | None) -> Iterator[None]:
+    """Run what is inside on `stream`: the one there is."""
+    yield
+
+
+class RefusedGraph:
+    """Stands where PyTorch has CUDA graphs, and says why there are none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(
+            "CUDA graphs: the accelerator takes commands one by one, and cannot replay a recorded graph.",
+            allowed="The same loop without capture; commands are not waited for, so that launching them costs little.",
+            fix="loss = model(batch).loss; loss.backward()  # instead of graph.replay()",
+        )

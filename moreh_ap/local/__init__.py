@@ -1,0 +1,1 @@
+"""What the processes of one machine know of each other: cache files, running jobs, the memory they may use."""

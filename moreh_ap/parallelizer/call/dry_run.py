@@ -1,0 +1,101 @@
+"""Surroundings for forwards that only find something out: nothing random in them, nothing left of them.
+
+Decides what such a run must not change. Must not know what is being found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from moreh_ap.parallelizer.data.fsdp import settle
+from moreh_ap.protocol.module_attributes import has_memory, own_attributes
+from moreh_ap.protocol.rng_state import host_untouched
+
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+}
+
+
+class NoDropout(TorchFunctionMode):
+    """While active, dropout returns what it was given."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in kwargs:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def state_restored(module: nn.Module) -> Iterator[None]:
+    """Puts buffers, their values, and what `forward` may set (``self.hidden = hidden``) back after the block."""
+    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    before = [(part, dict(part._buffers), own_attributes(part)) for part in module.modules()]
+    kept = [value for _, _, attributes in before for value in attributes.values()]
+    tensors = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is None)
+    values += [(tensor, tensor.detach().clone()) for tensor in tensors if has_memory(tensor)]
+    containers = [(value, value.copy()) for value in kept if type(value) in (list, dict, set)]
+    try:
+        yield
+    finally:
+        for part, buffers, attributes in before:
+            part._buffers.clear()
+            part._buffers.update(buffers)
+            for name in own_attributes(part).keys() - attributes.keys():
+                del vars(part)[name]
+            vars(part).update(attributes)
+        for container, contents in containers:
+            _refill(container, contents)
+        for buffer, value in values:
+            if not torch.equal(buffer, value):
+                buffer.data.copy_(value)  # `.data`: a graph that has kept the buffer is not told of the change
+
+
+def _refill(container: Any, contents: Any) -> None:
+    """Gives a list, dict or set the items that it had."""
+    container.clear()
+    add = container.extend if isinstance(container, list) else container.update
+    add(contents)
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Puts gradients, state and random numbers back after the block, which prints nothing."""
+    settle(module)
+    params = [param for param in module.parameters() if param.is_leaf]
+    grads = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    device = next((p.device for p in params if p.device.type == "cuda"), None)
+    silence = contextlib.redirect_stdout(io.StringIO())
+    random = torch.random.fork_rng(devices=[] if device is None else [device])
+    with random, host_untouched(), silence, state_restored(module):
+        try:
+            yield
+        finally:
+            settle(module)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad

@@ -1,0 +1,265 @@
+"""A call whose rows are worked through in pieces, so that the activations of one piece at a time are alive.
+
+Decides the order of the pieces and what is known before they run. Must not know how one piece runs (`forward.py`).
+
+[Note: deferred]
+Pieces cannot be released one by one unless each runs forward and backward before the next starts, so nothing runs
+until `backward` is called. Two things are needed earlier. The denominators of mean losses belong to the whole
+global batch, so a dry run finds them: on a copy of the module whose parameters are on meta, or, where its control flow
+needs values, on the module itself without gradients. And a script may read a loss before backward: then a run
+without gradients computes it, with the random numbers that the run in backward will use again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.call.forward import Call, ForwardPass
+from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
+from moreh_ap.parallelizer.data.fsdp import fsdp_roots
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MetaReduction
+from moreh_ap.protocol.batch import row_range, slice_rows
+from moreh_ap.protocol.hook_records import with_report
+from moreh_ap.protocol.pytree import flatten
+from moreh_ap.protocol.rng_state import set_state_of_host, state_of_host
+
+
+class DeferredForward:
+    """A forward that waits for its backward. Same interface as `ForwardPass`.
+
+    Args:
+        call: What to run: a split call with `grad` and `kinds`.
+        args: This worker's rows of the positional arguments.
+        kwargs: This worker's rows of the keyword arguments.
+        num_chunks: Number of pieces, the same on every worker.
+        rows: Rows of the global batch.
+        meta_module: See `run_forward`.
+
+    Attributes:
+        shapes: Leaves of the result before it is computed: tensors of the right shape and dtype, mostly on meta.
+        differentiable: For each leaf whether a gradient may be given to `backward`.
+        treespec: How the leaves nest.
+        inputs: The tensor leaves of the arguments that `backward` answers gradients for.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        num_chunks: int,
+        rows: int,
+        meta_module: nn.Module | None,
+    ) -> None:
+        self._call = call
+        self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
+        self._num_chunks = num_chunks
+        self._rows = rows
+        if call.mode == "split":
+            start, stop = row_range(call.rank, call.num_workers, rows)
+            self._rows = stop - start
+        self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._outputs: Sequence[Any] | None = None
+        self.shapes, self.treespec, self._denominators = self._dry_run(meta_module)
+        self.differentiable = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in self.shapes]
+
+    has_result = True
+    """Whether this worker has the outputs; in a pipeline some have none."""
+    attributes: Mapping[str, int] = MappingProxyType({})
+    """See `ForwardPass`; pieces set attributes several times, and none of them is answered."""
+    left_out: Sequence[str] = ()
+
+    @property
+    def computed(self) -> bool:
+        """Whether `outputs` may be read without computing anything."""
+        return self._outputs is not None
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        """Leaves of the result; computed now if they are not there yet."""
+        return self.materialize()
+
+    def materialize(self) -> Sequence[Any]:
+        """Returns the leaves of the result, from a run without gradients unless backward has computed them."""
+        if self._outputs is None:
+            call = replace(self._call, grad=False)
+            chunks = [self._run_chunk(call, chunk).outputs for chunk in range(self._num_chunks)]
+            self._outputs = self._join(chunks)
+        return self._outputs
+
+    def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
+        """Runs forward and backward of every piece. Arguments and result as for `ForwardPass.backward`.
+
+        A second call computes everything once more, so `retain_graph` needs nothing.
+        """
+        chunks: list[list[Any]] = []
+        input_grads: list[list[Tensor | None]] = []
+        with self._call.gradient_sync():
+            for chunk in range(self._num_chunks):
+                with nullcontext() if chunk == self._num_chunks - 1 else _gradients_stay_here(self._call.module):
+                    done = self._run_chunk(self._call, chunk)
+                    input_grads.append(done.accumulate(self._chunk_grads(output_grads, chunk)))
+                chunks.append(done.outputs)
+        self._outputs = self._join(chunks)
+        return [
+            _join_gradients([grads[i] for grads in input_grads], leaf, self._rows) for i, leaf in enumerate(self.inputs)
+        ]
+
+    @property
+    def drew(self) -> bool:
+        """Whether the call draws from the CPU's stream or the host's, which stand behind all of it now."""
+        if not (self._call.draws or self.draws_from_host):
+            return False
+        self._run_chunk(replace(self._call, grad=False), 0)  # every piece draws for the whole batch
+        return True
+
+    def _dry_run(self, meta_module: nn.Module | None) -> tuple[list[Any], Any, list[Tensor]]:
+        if self._call.host_stream is not None:
+            set_state_of_host(self._call.host_stream)
+        before = state_of_host()
+        found = None if meta_module is None or self._call.target else self._run_on_meta(meta_module)
+        if not self._smallest(int(found is not None)):
+            found = self._run_without_gradients()
+        self.draws_from_host = state_of_host() != before
+        leaves, spec, local = found  # type: ignore[misc]  # None was replaced on every worker
+        fewest, most = self._smallest(len(local)), -self._smallest(-len(local))
+        if fewest != most:
+            raise ExactnessError(
+                f"rows decide how many means over the batch a forward takes: {fewest} on one device, {most} on another",
+                "the same number of mean losses for all rows",
+                'plan="micro_batches=1"',
+            )
+        denominators = torch.stack(local) if local else torch.empty(0, dtype=torch.float64)
+        if local and self._call.num_workers > 1:
+            denominators = denominators.to(self._call.device)
+            dist.all_reduce(denominators, group=self._call.group)
+        return leaves, spec, list(denominators.unbind())
+
+    def _run_on_meta(self, meta_module: nn.Module) -> tuple[list[Any], Any, list[Tensor]] | None:
+        """Returns result, nesting and this worker's denominators; None where meta tensors are not enough."""
+        for real, meta in zip(self._call.module.modules(), meta_module.modules(), strict=False):
+            meta.training = real.training
+        args, kwargs = tree_unflatten(self._leaves, self._spec)
+        try:
+            with (
+                torch.no_grad(),
+                MetaReduction(self._call.device, counts=self._call.counts) as reduction,
+                self._observed(meta_module, reduction),
+            ):
+                result = with_report(meta_module, lambda: meta_module(*args, **kwargs)).result
+        except Exception:  # whatever a model does with a value that meta tensors do not have
+            return None
+        return *flatten(result), reduction.local_denominators
+
+    def _observed(self, meta_module: nn.Module, reduction: MetaReduction) -> AbstractContextManager[None]:
+        """Returns what has to be active while the module runs on meta."""
+        return nullcontext()
+
+    def _run_without_gradients(self) -> tuple[list[Any], Any, list[Tensor]]:
+        args, kwargs = tree_unflatten(self._leaves, self._spec)
+        recorder = GlobalReduction(self._call.device, record=True, counts=self._call.counts)
+        done = ForwardPass(replace(self._call, grad=False), args, kwargs, reduction=recorder)
+        return done.outputs, done.treespec, recorder.local_denominators
+
+    def _smallest(self, own: int) -> int:
+        """Returns the smallest of the workers' numbers."""
+        if self._call.num_workers == 1:
+            return own
+        number = torch.tensor(own, device=self._call.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._call.group)
+        return int(number.item())
+
+    def _run_chunk(self, call: Call, chunk: int) -> ForwardPass:
+        args, kwargs = self._chunk_arguments(chunk)
+        reduction = GlobalReduction(call.device, denominators=self._denominators, counts=call.counts)
+        if call.share is not None:
+            call = replace(call, share=call.share.part(*self._chunk_range(chunk)))
+        return ForwardPass(call, args, kwargs, reduction=reduction, chunk=chunk)
+
+    def _chunk_range(self, chunk: int) -> tuple[int, int]:
+        """Returns the first of this worker's rows in a piece, and the one after its last."""
+        return row_range(chunk, self._num_chunks, self._rows)
+
+    def _chunk_arguments(self, chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns positional and keyword arguments of one piece."""
+        if self._num_chunks == 1:
+            return tree_unflatten(self._leaves, self._spec)
+        start, stop = self._chunk_range(chunk)
+        return tree_unflatten(slice_rows(self._leaves, self._rows, start, stop), self._spec)
+
+    def _chunk_grads(self, output_grads: Sequence[Tensor | None], chunk: int) -> list[Tensor | None]:
+        start, stop = self._chunk_range(chunk)
+        grads: list[Tensor | None] = []
+        for kind, grad in zip(self.kinds, output_grads, strict=True):
+            if grad is None or kind == "share":
+                grads.append(grad)
+            else:
+                entries = grad.shape[0] // self._rows if kind == "rows" else 0  # a row may have several in dim 0
+                own = grad[start * entries : stop * entries] if kind == "rows" else grad / self._num_chunks
+                grads.append(own)
+        return grads
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """The kind of every leaf of the result. See [Note: kinds] in `forward.py`."""
+        return self._call.kinds or ("same",) * len(self.shapes)
+
+    def _join(self, chunks: list[list[Any]]) -> Sequence[Any]:
+        """Returns the leaves of the whole slice from those of its pieces."""
+        return _Joined(self.kinds, chunks)
+
+
+class _Joined(Sequence[Any]):
+    """The leaves of a whole slice, each put together from its pieces when somebody asks for it: logits are large."""
+
+    def __init__(self, kinds: Sequence[str], chunks: list[list[Any]]) -> None:
+        self._kinds = kinds
+        self._pieces: list[Sequence[Any]] = list(zip(*chunks, strict=True))
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, index: Any) -> Any:
+        kind, pieces = self._kinds[index], self._pieces[index]
+        if len(pieces) > 1:
+            if kind == "rows":
+                pieces = (torch.cat(list(pieces)),)
+            else:
+                pieces = (sum(pieces[1:], start=pieces[0]) if kind == "share" else pieces[0],)
+            self._pieces[index] = pieces
+        return pieces[0]
+
+
+@contextmanager
+def _gradients_stay_here(module: nn.Module) -> Iterator[None]:
+    """Inside the block backward leaves gradients on this worker; the next one outside it sums them all."""
+    sync = gradient_sync_of(module)
+    outermost = fsdp_roots(module)
+    for part in outermost:
+        part.set_requires_gradient_sync(False)
+    try:
+        with nullcontext() if sync is None else sync.local():
+            yield
+    finally:
+        for part in outermost:
+            part.set_requires_gradient_sync(True)
+
+
+def _join_gradients(pieces: list[Tensor | None], leaf: Tensor, rows: int) -> Tensor | None:
+    """Returns the gradient of one input from those of its pieces."""
+    present = [piece for piece in pieces if piece is not None]
+    if not present:
+        return None
+    if leaf.ndim >= 1 and leaf.shape[0] == rows:
+        return torch.cat(present)
+    return sum(present[1:], start=present[0])

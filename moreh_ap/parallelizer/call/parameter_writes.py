@@ -1,0 +1,137 @@
+"""Parameters that a forward itself changes: in place, or by putting another one in their place.
+
+Decides how such a change is noticed, undone, and kept in the parameter that workers know. Must not know why a forward
+runs, or what its rows are.
+
+[Note: whole]
+Where rows are shared, a worker would change its copy by what it sees of its rows (an embedding with `max_norm`, a
+codebook that follows averages). So a forward that changes a parameter runs whole, and every copy is changed alike.
+
+[Note: in another's place]
+After ``self.weight = nn.Parameter(value)`` one process has a parameter of which no optimizer knows. Workers keep theirs
+(names, gradients and optimizers find it) and give it the value. That is the same as long as it gets no
+gradient from there on: then an error says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.parallelizer.data.fsdp import fsdp_roots
+
+_IS_REPLACED = "_moreh_is_replaced"
+
+
+class WrittenParameters(TorchDispatchMode):
+    """Inside, the parameters of a module that operations write are noted; afterwards they are what they were.
+
+    Attributes:
+        names: The parameters that were written.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module, self._is_sharded = module, bool(fsdp_roots(module))
+        self._memory: dict[int, str] = {}
+        self._before: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        self._values: dict[str, Tensor] = {}
+        self.names: list[str] = []
+
+    def __enter__(self) -> WrittenParameters:
+        self._before = {name: (parameter, parameter.detach()) for name, parameter in self._plain().items()}
+        self._memory = {_address(tensor): name for name, (_, tensor) in self._before.items()}
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for name, (parameter, before) in self._before.items():
+            if parameter.data_ptr() != before.data_ptr():  # ``parameter.data = other``
+                self.names.append(name)
+                parameter.data = before
+        for name, value in self._values.items():
+            if name in self._before:  # what FSDP2 gathered for the forward is not kept
+                self._before[name][1].copy_(value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            if self._is_sharded:
+                self._memory = {_address(parameter): name for name, parameter in self._plain().items()}
+            for tensor in _written(func, args, kwargs):
+                name = self._memory.get(_address(tensor))
+                if name is not None and name not in self._values:
+                    self.names.append(name)
+                    whole = self._before[name][1] if name in self._before else tensor
+                    self._values[name] = whole.detach().clone()
+        return func(*args, **kwargs)
+
+    def _plain(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that have memory of their own: under FSDP2 those of the blocks that run now."""
+        return {
+            name: parameter
+            for name, parameter in self._module.named_parameters()
+            if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel()
+        }
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (
+                leaf for leaf in tree_leaves(given) if type(leaf) in (Tensor, nn.Parameter) and not leaf.is_meta
+            )
+
+
+@contextmanager
+def parameters_kept(module: nn.Module) -> Iterator[None]:
+    """Inside, a parameter put in another's place gives it its value. See [Note: in another's place]."""
+
+    def keep(owner: nn.Module, name: str, new: nn.Parameter | None) -> nn.Parameter | None:
+        old = owner._parameters.get(name)
+        if old is None or new is None or new is old or not any(part is owner for part in module.modules()):
+            return None
+        if isinstance(old, DTensor) or isinstance(new, DTensor):
+            return None  # FSDP2 gathers a parameter of an `nn.LSTM`, or lets go of it
+        if fsdp_roots(module) or (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise UnsupportedError(
+                f"forward puts a parameter of shape {tuple(new.shape)} in place of {name} of shape {tuple(old.shape)}, "
+                "which is sharded or another one.",
+                allowed="A parameter of the same shape and dtype, under plans with replicate alone in float32.",
+                fix=f"with torch.no_grad(): self.{name}.copy_(value)",
+            )
+        with torch.no_grad():
+            old.copy_(new)
+        if not hasattr(old, _IS_REPLACED) and old.requires_grad:
+            setattr(old, _IS_REPLACED, True)
+            old.register_hook(lambda gradient: _refuse_gradient(name))
+        return old
+
+    hook = register_module_parameter_registration_hook(keep)  # type: ignore[arg-type]  # it may return one
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _refuse_gradient(name: str) -> None:
+    raise UnsupportedError(
+        f"forward puts another parameter in place of {name}, and that gets a gradient, of which no optimizer knows.",
+        allowed="Parameters that forward replaces and that no loss depends on; or a change in place.",
+        fix=f"with torch.no_grad(): self.{name}.copy_(value)",
+    )

@@ -1,0 +1,327 @@
+"""Forward and backward of a call through the stages of a pipeline.
+
+Decides what travels between stages, and when a stage runs which micro-batch; the order itself is PyTorch's schedules'.
+Must not know how a model was cut (`stages.py`), nor what a loss is.
+
+[Note: two ways to run]
+`PipelinedPass` runs forward at once and keeps its graph for a backward: what comes before each stage is waited for, so
+one stage computes at a time. It serves where the result is needed before a backward is known: the proof of splitting,
+and a loss that the script reads early. `PipelinedForward` waits for `backward` and then runs the plan's schedule.
+
+[Note: who has the result]
+The workers with the last stage. On all others `outputs` is empty and `has_result` False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.parallelizer.call.forward import Call
+from moreh_ap.parallelizer.call.micro_batches import DeferredForward
+from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
+from moreh_ap.parallelizer.data.fsdp import compute_dtype, recover, settle
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MetaReduction
+from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.pipeline.schedules import Border, schedule_for
+from moreh_ap.parallelizer.pipeline.stage import Nesting, Stage, Travelling, nesting_of
+from moreh_ap.parallelizer.pipeline.stages import Stages, stages_of
+from moreh_ap.plan import Plan
+from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
+
+
+class PipelinedPass:
+    """A forward that has run through all stages, and its backward. See [Note: two ways to run].
+
+    Same interface as `ForwardPass`; `has_result` says whether this worker has the outputs.
+    """
+
+    attributes: Mapping[str, int] = MappingProxyType({})
+    """No attribute is answered: each worker has parts of the model."""
+    gathered: Sequence[str] = ()
+
+    def __init__(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        reduction: AbstractContextManager[Any] | None = None,
+        chunk: int = 0,
+    ) -> None:
+        stages = _stages(call.module)
+        self._call, self._stages = call, stages
+        self._ran: list[tuple[Stage, list[Tensor], list[Tensor]]] = []  # stage, received, returned
+        self.has_result = stages.axis.rank == stages.last_worker
+        self.outputs: list[Any] = []
+        self._results: list[Any] = []
+        self.treespec: Any = None
+        settle(call.module)
+        try:
+            with torch.set_grad_enabled(call.grad), reduction or call.reduction(), call.autocasting():
+                for number, stage in stages.local.items():
+                    self._run(number, stage, args, dict(kwargs), chunk)
+        except BaseException:
+            recover(call.module)
+            raise
+        if not call.grad:
+            settle(call.module)
+        self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
+
+    def _run(self, number: int, stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int) -> None:
+        axis = self._stages.axis
+        received, nesting = ([], None) if number == 0 else _receive(axis, (number - 1) % axis.size, self._call.device)
+        self._call.seed_generators(chunk, number)
+        result = stage(tuple(received), nesting, args, kwargs)
+        if stage.is_last:
+            self._results, self.treespec = flatten(result)
+            self.outputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._results]
+            self._ran.append((stage, received, []))
+            return
+        self._ran.append((stage, received, list(result)))
+        _send(axis, (number + 1) % axis.size, list(result), stage.nesting)
+
+    def accumulate(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
+        """Adds to this worker's gradients; sums over workers are left to the caller.
+
+        Args:
+            output_grads: One gradient or None for each leaf of `outputs`; ignored where there is no result.
+            retain_graph: Whether another backward may follow.
+        """
+        axis = self._stages.axis
+        try:
+            for stage, received, returned in reversed(self._ran):
+                if stage.is_last:
+                    roots, grads = _roots(self._call, self._results, output_grads)
+                else:
+                    roots = [t for t in returned if t.requires_grad]
+                    grads = [torch.empty_like(t) for t in roots]
+                    for grad in grads:
+                        dist.recv(grad, group=axis.group, group_src=(stage.index + 1) % axis.size)
+                if roots:
+                    torch.autograd.backward(roots, grads, retain_graph=retain_graph)
+                for leaf in received:
+                    if leaf.requires_grad:
+                        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+                        leaf.grad = None
+                        dist.send(grad, group=axis.group, group_dst=(stage.index - 1) % axis.size)
+        except BaseException:
+            recover(self._call.module)
+            raise
+        return []
+
+
+class PipelinedForward(DeferredForward):
+    """A forward that waits for its backward and then runs the plan's schedule. See [Note: two ways to run]."""
+
+    def __init__(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        num_chunks: int,
+        rows: int,
+        meta_module: nn.Module,
+        plan: Plan,
+    ) -> None:
+        self._stages = _stages(call.module)
+        self._plan = plan
+        self._chunk_grads_given: list[list[Tensor | None]] = []
+        if call.target is not None:
+            raise UnsupportedError(
+                "a pipeline trains the model as a whole, and a part of it was called with gradients",
+                "calls of the model itself, calls of parts under torch.no_grad(), or plans with pipeline=1",
+                'plan="shard=2"',
+            )
+        super().__init__(call, args, kwargs, num_chunks, rows, meta_module)
+        if self.draws_from_host:
+            raise UnsupportedError(
+                "forward draws from Python's random or from NumPy, and each stage of a pipeline would draw others",
+                "random numbers of torch, or plans with pipeline=1",
+                'plan="shard=2"',
+            )
+        self.has_result = self._stages.axis.rank == self._stages.last_worker
+        if call.kinds is not None and len(call.kinds) != len(self.shapes):
+            raise UnsupportedError(
+                "a training call asks for results that earlier stages of the pipeline compute (hidden states?)",
+                "results of the last stage, such calls under torch.no_grad(), or plans with pipeline=1",
+                'plan="shard=2"',
+            )
+        if self.inputs:
+            raise UnsupportedError(
+                "a pipeline gives no gradients of tensors passed to the model",
+                "inputs without requires_grad, or plans with pipeline=1",
+                'plan="shard=2"',
+            )
+
+    def materialize(self) -> Sequence[Any]:
+        """Returns the leaves of the result, from a run without gradients unless backward has computed them."""
+        if self._outputs is None:
+            call = replace(self._call, grad=False)
+            chunks = []
+            for chunk in range(self._num_chunks):
+                args, kwargs = self._chunk_arguments(chunk)
+                reduction = self._reduction_of(self._stages.local)
+                chunks.append(PipelinedPass(call, args, kwargs, reduction=reduction, chunk=chunk).outputs)
+            self._outputs = self._join(chunks) if self.has_result else []
+        return self._outputs
+
+    def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
+        """Runs the schedule. A second call computes everything once more, so `retain_graph` needs nothing."""
+        self._chunk_grads_given = [self._chunk_grads(output_grads, chunk) for chunk in range(self._num_chunks)]
+        settle(self._call.module)
+        schedule, adapters = schedule_for(self._stages, self._plan, self._num_chunks, self._call.device)
+        chunks: list[Any] = [[] for _ in range(self._num_chunks)]
+        for adapter in adapters:
+            adapter.begin(self, chunks)
+        numbers = list(range(self._num_chunks))
+        try:
+            with self._stages.sums_shared_gradients(), self._call.gradient_sync():
+                schedule._step_microbatches(target_mbs=numbers)
+        except BaseException:
+            recover(self._call.module)
+            raise
+        finally:
+            for adapter in adapters:
+                adapter.end()
+        self._chunk_grads_given = []
+        settle(self._call.module)
+        self._outputs = self._join(chunks) if self.has_result else []
+        return []
+
+    # -- what a stage asks ------------------------------------------------------------------------------------------
+
+    def run_stage(self, stage: Stage, chunk: int, received: tuple[Tensor, ...]) -> list[Any]:
+        """Returns what a stage makes of one micro-batch: tensors for the next stage, on the last one the results."""
+        args, kwargs = self._chunk_arguments(chunk)
+        self._call.seed_generators(chunk, stage.index)
+        with torch.enable_grad(), self._reduction_of([stage.index]), self._call.autocasting():
+            nesting = None if stage.index == 0 else self._borders[stage.index - 1][0]
+            result = stage(received, nesting, args, kwargs)
+        if stage.is_last:
+            return flatten(result)[0]
+        specs = self.border(stage.index, chunk)
+        return [leaf.to(dtype) for leaf, (_, dtype) in zip(result, specs, strict=True)]
+
+    def border(self, stage: int, chunk: int) -> list[Border]:
+        """Returns shapes and dtypes of what a stage returns for one micro-batch."""
+        start, stop = self._chunk_range(chunk)
+        computed = compute_dtype(self._call.module)
+        found = []
+        for shape, dtype in self._borders[stage][1]:
+            if shape and shape[0] == self._rows:
+                shape = (stop - start, *shape[1:])
+            dtype = computed if computed is not None and dtype.is_floating_point else dtype
+            found.append((shape, dtype))
+        return found
+
+    def roots(self, results: list[Any], chunk: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the results of a micro-batch that have gradients, with these."""
+        return _roots(self._call, results, self._chunk_grads_given[chunk])
+
+    def keeps_gradients_here(self) -> AbstractContextManager[None]:
+        """Inside, what backward adds to gradients is not summed over workers yet."""
+        sync = gradient_sync_of(self._call.module)
+        return nullcontext() if sync is None else sync.local()
+
+    # -- before anything runs ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _observed(self, meta_module: nn.Module, reduction: MetaReduction) -> Iterator[None]:
+        """Notes what stages return, and which means are taken inside which block."""
+        stages = self._stages
+        self._borders: dict[int, tuple[Nesting, list[Border]]] = {}
+        self._block_sites: list[range] = []
+        some_stage = next(iter(stages.local.values()))
+        ends = {own.stop - 1: stage for stage, own in enumerate(stages.ranges)}
+
+        def begin(block: nn.Module, args: Any) -> None:
+            self._block_sites.append(range(len(reduction.local_denominators), 0))
+
+        def end(block: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            number = len(self._block_sites) - 1
+            self._block_sites[number] = range(self._block_sites[number].start, len(reduction.local_denominators))
+            if number in ends:
+                leaves, spec = tree_flatten(result)
+                given = tree_flatten((args, kwargs))[0]
+                travelling = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                travelling += [given[number] for number in stages.carried]
+                specs = [(some_stage.local_shape(leaf), leaf.dtype) for leaf in travelling]
+                lengths = map(some_stage.split_length, travelling)
+                self._borders[ends[number]] = (nesting_of(leaves, spec, lengths), specs)
+
+        with ExitStack() as hooks:
+            for block in meta_module.get_submodule(stages.body).children():
+                hooks.callback(block.register_forward_pre_hook(begin).remove)
+                hooks.callback(block.register_forward_hook(end, with_kwargs=True).remove)
+            yield
+
+    def _run_without_gradients(self) -> tuple[list[Any], Any, list[Tensor]]:
+        raise UnsupportedError(
+            f"a pipeline needs a forward that can be followed without values, {type(self._call.module).__name__}'s "
+            "could not",
+            "plans with pipeline=1 for this model",
+            'plan="shard=2"',
+        )
+
+    def _sites_of(self, stage: int) -> list[int]:
+        """Returns which means of the forward a stage takes: those outside blocks up to its end, and in its blocks."""
+        own = self._stages.ranges[stage]
+        last = own.stop == len(self._block_sites)
+        stop = len(self._denominators) if last else self._block_sites[own.stop - 1].stop
+        inside = {site: number for number, sites in enumerate(self._block_sites) for site in sites}
+        return [site for site in range(stop) if inside.get(site, own.start) in own]
+
+    def _reduction_of(self, stages: Iterable[int]) -> AbstractContextManager[Any]:
+        if self._call.mode != "split":
+            return self._call.reduction()
+        own = [self._denominators[site] for stage in stages for site in self._sites_of(stage)]
+        call = self._call
+        return GlobalReduction(call.device, group=call.group, denominators=own, counts=call.counts)
+
+
+def _send(axis: Axis, place: int, tensors: list[Tensor], nesting: Nesting | None) -> None:
+    specs = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+    assert nesting is not None
+    packed = pickle_treespec(nesting.treespec)
+    header = (specs, nesting.leaves, nesting.is_tensor, packed, [mark.length for mark in nesting.marks])
+    dist.send_object_list([header], group=axis.group, group_dst=place)
+    for tensor in tensors:
+        dist.send(tensor.detach().contiguous(), group=axis.group, group_dst=place)
+
+
+def _receive(axis: Axis, place: int, device: torch.device) -> tuple[list[Tensor], Nesting]:
+    header: list[Any] = [None]
+    dist.recv_object_list(header, group=axis.group, group_src=place)
+    specs, leaves, is_tensor, packed, lengths = header[0]
+    received = []
+    for shape, dtype, requires_grad in specs:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(tensor, group=axis.group, group_src=place)
+        received.append(tensor.requires_grad_(requires_grad and torch.is_grad_enabled()))
+    marks = tuple(map(Travelling, lengths))
+    return received, Nesting(leaves, is_tensor, unpickle_treespec(packed), marks)
+
+
+def _stages(module: nn.Module) -> Stages:
+    found = stages_of(module)
+    assert found is not None
+    return found
+
+
+def _roots(call: Call, results: Sequence[Any], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    roots, given = [], []
+    for index, (result, grad) in enumerate(zip(results, grads, strict=True)):
+        if grad is not None and isinstance(result, Tensor) and result.requires_grad:
+            roots.append(result)
+            given.append(call.output_gradient(index, result, grad))
+    return roots, given

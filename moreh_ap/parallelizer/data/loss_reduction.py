@@ -1,0 +1,343 @@
+"""Makes the mean losses of a forward over some rows shares of the mean over all rows.
+
+Decides what a mean means when every worker sees a slice of the batch. Must not know models, plans or how a batch was
+cut. Whether the result is right for a given forward is for `proof.py` to show.
+
+[Note: shares]
+One device computes sum / count over the global batch. Worker r computes sum_r / (count_0 + count_1 + ...): its share.
+The shares add up to the one-device value, and so do their gradients, whatever the slices and however many of their
+targets are ignored. A mean of the workers' means would be another number as soon as the counts differ. By what a mean
+divides (a count, a sum of class weights) is called its denominator below; each place in a forward where a mean is
+taken is a site, numbered in the order of execution.
+
+[Note: counts]
+A forward may divide by itself: ``losses.sum() / mask.sum()``. The number of true elements of a mask is the denominator
+then, and a site; what is divided stays as it is. A forward may also use such a number for something else, so this is
+done only where the proof has failed without it and holds with it. Sums of other whole numbers are left alone:
+transformers takes one to find packed sequences, in batches of one row only.
+
+[Note: workers meet]
+A forward may take a mean only if some of its rows want it (labels that not every row has), and then the rows of one
+worker come to it and those of another do not. So a denominator travels with the place in the code it is for, and when a
+worker's forward is through, it goes on answering "through" until all are, and with what mark: where its random stream
+stands, if workers draw from a common one. Afterwards every worker knows whether all came to the same places and draws,
+and if not, no result is used. What is compared is computed on the device; only the last answer is read. A forward that
+raises on one worker alone is through too, with a mark of its own, unless workers talk to each other elsewhere in it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.call.placement import OwnDevice
+
+_CLASS_LOSSES = {F.cross_entropy, F.nll_loss}
+_ELEMENT_LOSSES = {
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.poisson_nll_loss,
+    F.gaussian_nll_loss,
+    F.soft_margin_loss,
+    F.margin_ranking_loss,
+    F.hinge_embedding_loss,
+    F.cosine_embedding_loss,
+    F.triplet_margin_loss,
+    F.multi_margin_loss,
+    F.multilabel_margin_loss,
+    F.multilabel_soft_margin_loss,
+}
+_WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their weighted mean divides by the sum of weights, others by the count
+_MEANS = {torch.mean, Tensor.mean}
+_NOT_THE_MODEL = {"torch", "moreh_ap"}
+_NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
+"""Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
+_FAILED = 2**16  # the mark of a forward that raised, which no stream has
+_COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}
+_GROUPED_PRODUCTS = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
+"""Products of a mixture of experts. On meta PyTorch takes nothing but bfloat16, on devices every dtype."""
+
+
+class Diverged(Exception):
+    """The workers' rows took different ways through a forward. Raised on all of them, once all are through."""
+
+
+class GlobalReduction(OwnDevice):
+    """While active, a mean over the batch is this worker's share of the mean over the global batch.
+
+    Changed are the mean reductions of the losses in `torch.nn.functional`, and `mean` over dim 0 or over everything.
+
+    Args:
+        device: This worker's device; CUDA devices named inside the forward mean this one.
+        group: The workers that share the batch. None is the default group.
+        denominators: The global denominator of every site, where it is known beforehand: nothing is communicated.
+        record: Take the local denominators for the global ones: nothing is communicated.
+        counts: Whether the numbers of true elements of masks are denominators too. See [Note: counts].
+        meets: Whether workers meet at the end, as they must if there will be sites. See [Note: workers meet].
+        mark: Gives a number below 2^16 at the end, which has to be every worker's.
+        meets_failed: Whether a worker whose forward raises comes to that meeting.
+
+    Attributes:
+        saw_counts: Whether there were such numbers.
+        local_denominators: What this worker contributed, one float64 number a site.
+        global_denominators: What was divided by, one float64 number a site.
+
+    Raises:
+        ExactnessError: The forward has more sites than `denominators` (on exit: fewer), or has some and does not meet.
+        Diverged: On exit: other workers came to other sites, or have another mark.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None = None,
+        denominators: Sequence[Tensor] | None = None,
+        record: bool = False,
+        counts: bool = False,
+        meets: bool = True,
+        mark: Callable[[], int] | None = None,
+        meets_failed: bool = False,
+    ) -> None:
+        super().__init__(device)
+        self.saw_counts = False
+        self.local_denominators: list[Tensor] = []
+        self.global_denominators: list[Tensor] = []
+        self._group = group
+        self._known = denominators
+        self._record = record
+        self._counts = counts
+        self._meets, self._mark, self._meets_failed = meets, mark, meets_failed
+        self._apart: list[Tensor] = []
+
+    def replay(self, sites: slice) -> GlobalReduction:
+        """Returns what has to be active while the part of the forward that has these sites is computed again."""
+        return GlobalReduction(self.device, denominators=self.global_denominators[sites], counts=self._counts)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CLASS_LOSSES or func in _ELEMENT_LOSSES:
+            return self._loss(func, args, kwargs)
+        if func in _MEANS:
+            return self._mean(func, args, kwargs)
+        if func in _COUNTS and _is_count(args, kwargs):
+            self.saw_counts = True
+            if self._counts:
+                local = super().__torch_function__(func, types, args, kwargs)
+                return self._add_up(local).to(local.device, local.dtype)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc_value, traceback)
+        if self._known is None and not self._record and self._meets:
+            if exc_type is None:
+                self._meet(0 if self._mark is None else self._mark())
+            elif self._meets_failed and issubclass(exc_type, Exception) and not issubclass(exc_type, _NOT_THE_SCRIPT_S):
+                self._meet(_FAILED)
+        if exc_type is None and self._known is not None and len(self._known) != len(self.local_denominators):
+            raise ExactnessError(
+                f"a forward took {len(self.local_denominators)} means over the batch, {len(self._known)} were expected",
+                "the same number of mean losses in every micro-batch",
+                'plan="micro_batches=1"',
+            )
+
+    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        call = inspect.signature(func).bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        reduction = given["reduction"]
+        legacy = given.get("size_average") is not None or given.get("reduce") is not None
+        if legacy or reduction not in ("mean", "batchmean"):
+            return func(*args, **kwargs)
+        if func in _CLASS_LOSSES:
+            count = _count_targets(given["input"], given["target"], given["weight"], given["ignore_index"])
+            given["reduction"] = "sum"
+            return self._share(self._evaluate(func, call), count)
+        given["reduction"] = "none"
+        values = self._evaluate(func, call)
+        weight = given.get("weight")
+        if func in _WEIGHTED_MEANS and weight is not None:
+            count = weight.detach().sum()
+        else:
+            count = values.shape[0] if reduction == "batchmean" else values.numel()
+        return self._share(values.sum(), count)
+
+    def _evaluate(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Tensor:
+        return func(*call.args, **call.kwargs)
+
+    def _mean(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        value = args[0] if args else kwargs["input"]
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+        keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+        if value.ndim == 0 or "out" in kwargs:
+            return func(*args, **kwargs)
+        dims = (dim,) if isinstance(dim, int) else tuple(dim or range(value.ndim))
+        dims = tuple(d % value.ndim for d in dims)
+        if 0 not in dims:
+            return func(*args, **kwargs)
+        count = 1
+        for d in dims:
+            count *= value.shape[d]
+        return self._share(value.sum(dims, keepdim=keepdim, dtype=kwargs.get("dtype")), count)
+
+    def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """Returns total / global count; `count` is what this worker adds to it."""
+        return (total / self._add_up(count).to(total.device)).to(total.dtype)
+
+    def _add_up(self, count: Tensor | int) -> Tensor:
+        """Returns the global count at a new site; `count` is what this worker adds to it."""
+        device = count.device if isinstance(count, Tensor) else self.device
+        local = torch.as_tensor(count, device=device).to(torch.float64)
+        site = len(self.local_denominators)
+        self.local_denominators.append(local)
+        if self._known is not None:
+            if site >= len(self._known):
+                raise ExactnessError(
+                    f"a forward took more than the {len(self._known)} means over the batch that were expected",
+                    "the same number of mean losses in every micro-batch",
+                    'plan="micro_batches=1"',
+                )
+            everywhere = self._known[site]
+        elif self._record:
+            everywhere = local
+        else:
+            if not self._meets:
+                raise ExactnessError(
+                    "a forward takes a mean over the batch, and the rows that were tried took none",
+                    "a forward that, in one mode and with such arguments, takes means always or never",
+                    "loss = outputs.mean()  # outside of the model",
+                )
+            everywhere, _ = self._exchange(local, _place(), 0)
+        self.global_denominators.append(everywhere)
+        return everywhere
+
+
+    def _exchange(self, local: Tensor, place: int, mark: int) -> tuple[Tensor, Tensor]:
+        """Returns the sums of a denominator and of the places for which workers gave it: numbers, 0 at the end."""
+        known = torch.tensor([place, mark, place * place, mark * mark], dtype=torch.float64)
+        numbers = torch.cat([local.reshape(1).to(self.device), known.to(self.device)])
+        dist.all_reduce(numbers, group=self._group)
+        sums, squares = numbers[1:3], numbers[3:]
+        self._apart.append(squares * dist.get_world_size(self._group) - sums.square())  # zeros if all gave the same
+        return numbers[0], sums[0]
+
+    def _meet(self, mark: int) -> None:
+        """Waits until the forwards of all workers are through. See [Note: workers meet]."""
+        through = torch.zeros((), dtype=torch.float64, device=self.device)
+        while self._exchange(through, 0, mark)[1] != 0:
+            pass
+        other_places, other_marks = torch.stack(self._apart).any(0).tolist()
+        if other_places:
+            raise Diverged("rows decide over which losses the forward takes a mean")
+        if other_marks:
+            raise Diverged("rows decide what the forward draws, or whether it raises an error")
+
+
+class MetaReduction(GlobalReduction):
+    """Records the denominators of a forward whose parameters are on meta, from inputs that are real.
+
+    Whatever depends on a parameter is on meta, where mathematics costs nothing; what depends on the inputs alone
+    (labels, masks) is real, so the numbers of valid targets are. An operation on both gives a result on meta.
+    """
+
+    def __init__(self, device: torch.device, *, counts: bool = False) -> None:
+        super().__init__(device, record=True, counts=counts)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CLASS_LOSSES or func in _ELEMENT_LOSSES or func in _MEANS or func in _COUNTS:
+            return super().__torch_function__(func, types, args, kwargs)
+        tensors: list[Tensor] = []
+        tree_map_only(Tensor, tensors.append, (args, kwargs))
+        if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
+            args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
+        if func in _GROUPED_PRODUCTS and len(args) > 1 and args[0].is_meta and (args[0].ndim, args[1].ndim) == (2, 3):
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1], dtype=kwargs.get("out_dtype"))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def place(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """As for any worker, with two exceptions.
+
+        A move leaves real what is real and on meta what is on meta. What is made on the device of a tensor that happens
+        to be on meta (positions, masks) is made real: control flow may ask for its values.
+        """
+        func, args, kwargs = super().place(func, args, kwargs)
+        if func is not Tensor.to and _names_meta(kwargs.get("device")):
+            kwargs = {**kwargs, "device": self.device}
+        if func is Tensor.to:
+            here = args[0].device
+            args = tuple(here if isinstance(arg, (torch.device, str)) else arg for arg in args)
+            kwargs = {**kwargs, "device": here} if "device" in kwargs else kwargs
+        return func, args, kwargs
+
+    def _evaluate(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Tensor:
+        args, kwargs = tree_map_only(Tensor, _to_meta, (call.args, call.kwargs))
+        return func(*args, **kwargs)
+
+    def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
+        self._add_up(count)
+        return total
+
+    def _add_up(self, count: Tensor | int) -> Tensor:
+        if isinstance(count, Tensor) and count.is_meta:
+            raise ExactnessError("the denominator of a mean loss depends on parameters", "labels among the inputs")
+        return super()._add_up(count)
+
+
+def _place() -> int:
+    """Returns a number below 2^16 for the line outside of PyTorch that is being executed."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
+        frame = frame.f_back
+    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno}".encode()) % 2**16 or 1
+
+
+def _is_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Says whether a sum is the number of true elements of a whole mask."""
+    value = args[0] if args else kwargs.get("input")
+    if not isinstance(value, Tensor) or value.dtype is not torch.bool or value.ndim == 0:
+        return False
+    return len(args) == 1 and not {"dim", "axis", "keepdim", "out"} & kwargs.keys()
+
+
+def _names_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def _count_targets(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | int:
+    """Returns by what the mean of a class loss is divided.
+
+    Source: PyTorch documentation of CrossEntropyLoss and NLLLoss, parameter `reduction`.
+    """
+    if target.is_floating_point():  # class probabilities: one row each, weights and ignore_index do not count
+        class_dim = 1 if scores.ndim > 1 else 0
+        return scores.numel() // scores.shape[class_dim]
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum()
+    return torch.where(valid, weight.detach()[target.where(valid, 0)], 0).sum()

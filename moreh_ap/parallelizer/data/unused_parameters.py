@@ -1,0 +1,92 @@
+"""Gradients that only some workers have, of parameters that FSDP2 manages.
+
+FSDP2 reduces the gradients that a worker has, and takes for granted that all workers have those of the same parameters.
+A parameter may be used on one worker and not on another: an expert that no token of its rows goes to. Decides what
+stands in for a gradient that is missing here, and whether it stays. Must not know plans, batches or losses.
+
+[Note: missing here]
+Before FSDP2 reduces, zeros become the gradient of every parameter that has none. After backward the workers tell each
+other which they had; a parameter that nobody used gets back what it had before, which may be None. Only a worker that
+misses a gradient looks at the answer, so the usual step reads nothing back from the device. It is what
+`gradient_sync.py` does for whole parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moreh_ap.parallelizer.data.fsdp import fsdp_modules, param_groups
+
+_ATTRIBUTE = "_moreh_uneven_gradients"
+
+
+class UnevenGradients:
+    """Lets FSDP2 reduce gradients that only some workers have. See [Note: missing here].
+
+    Args:
+        module: The module, wrapped already.
+        group: The process group of the workers that share the batch.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._missing: list[Any] = []
+        groups = [group for part in fsdp_modules(module) for group in param_groups(part)]
+        self._params = [param for group in groups for param in group.fsdp_params]
+        self._number = {param: number for number, param in enumerate(self._params)}
+        for param_group in groups:
+            self._fill_before_reducing(param_group)
+
+    def _fill_before_reducing(self, param_group: Any) -> None:
+        reduce = param_group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            if param_group.reduce_grads and param_group.is_unsharded:
+                self._fill(param_group.fsdp_params)
+            reduce(*unused)
+
+        param_group.post_backward = post_backward
+
+    def _fill(self, params: list[Any]) -> None:
+        for param in params:
+            whole = param.unsharded_param
+            if whole.requires_grad and whole.grad is None and param.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+                self._missing.append(param)
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Around everything that adds to gradients until they are reduced: parameters that no worker used keep theirs.
+
+        A collective, unless the block raises.
+        """
+        if not self._params:
+            yield
+            return
+        without = [param.sharded_param.grad is None for param in self._params]
+        self._missing.clear()
+        yield
+        used = torch.ones(len(self._params), dtype=torch.int32, device=self._params[0].sharded_param.device)
+        if self._missing:
+            used[[self._number[param] for param in self._missing]] = 0
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        if self._missing:
+            for param, is_used, had_none in zip(self._params, used.tolist(), without, strict=True):
+                if had_none and not is_used:
+                    param.sharded_param.grad = None
+
+
+def attach(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Makes `uneven_gradients_of(module)` an `UnevenGradients` over `group`."""
+    object.__setattr__(module, _ATTRIBUTE, UnevenGradients(module, group))
+
+
+def uneven_gradients_of(module: nn.Module) -> UnevenGradients | None:
+    """Returns what makes gradients even before FSDP2 reduces them, None where it does not."""
+    return module.__dict__.get(_ATTRIBUTE)

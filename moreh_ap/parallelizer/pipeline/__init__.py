@@ -1,0 +1,1 @@
+"""Pipeline parallelism: which blocks a stage holds, and PyTorch's schedules over the stages."""

@@ -1,0 +1,270 @@
+"""Values into and out of a module whose tensors may be sharded: from files, from whole tensors, to whole tensors.
+
+Decides which part of a tensor this worker reads or writes. Must not know where checkpoints come from, what their
+tensors are called in the library that wrote them, or what the module computes.
+
+No worker ever holds more than its own shards and one tensor on its way.
+
+[Note: two kinds of parts]
+Tensor parallelism leaves a worker an ordinary tensor, smaller than the whole; its `TensorLayout` says which ranges of
+the whole it is made of. FSDP2 then shards dim 0 of that tensor as a DTensor. Either may be absent. `pieces` puts both
+together: which slices of the whole are which slices of what this worker holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from moreh_ap.errors import LoadError
+from moreh_ap.parallelizer.data.fsdp import fsdp_modules
+from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
+from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
+from moreh_ap.protocol.blocks import modules_aside
+from moreh_ap.protocol.tensor_source import TensorSource as TensorSource
+
+Piece = tuple[tuple[slice, ...], tuple[slice, ...]]
+"""Slices of a whole tensor, and the slices of this worker's part that hold them."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A part of a tensor that is to be read from a file.
+
+    Attributes:
+        name: What errors call the tensor.
+        tensor: This worker's part.
+        source: Where the value, or a box of it, lies. Elements of the box that are not here are not read.
+        layout: What tensor parallelism left here of the whole.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    source: TensorSource
+    layout: TensorLayout | None = None
+
+
+def fill(
+    module: nn.Module,
+    sources: Mapping[str, TensorSource | tuple[TensorSource, ...]],
+    device: torch.device | str,
+    layouts: Mapping[str, TensorLayout] | None = None,
+    absent: Collection[str] = (),
+) -> None:
+    """Gives every parameter and buffer of `module` memory on `device` and this worker's part of its value.
+
+    Tensors are read one by one, each worker only its own rows of them, and cast to the dtype the module has. What
+    shares one tensor (tied weights) is read once and still shares it afterwards.
+
+    Args:
+        module: A module after `apply_plan`, usually on meta. Whatever values it had are dropped.
+        sources: Full name of a parameter or buffer -> where its value lies, or where the boxes lie that it is cut
+            into. One name of tied ones is enough; non-persistent buffers need a source like all others.
+        device: Where this worker computes.
+        layouts: What tensor parallelism left of the parameters it split, by full name.
+        absent: Full names of parameters that this worker does not hold: they stay on meta.
+
+    Raises:
+        LoadError: A tensor has no source, its file has no such tensor, or the shapes differ.
+    """
+    layouts = layouts or {}
+    names = [same for same in _names_by_tensor(module) if not any(name in absent for name in same)]
+    missing = [same[0] for same in names if not any(name in sources for name in same)]
+    if missing:
+        raise LoadError(
+            f"no value for {len(missing)} of {len(names)} tensors: {', '.join(missing[:8])}"
+            + (" ..." if len(missing) > 8 else ""),
+            "a source for every parameter and buffer",
+        )
+    _allocate(module, names, torch.device(device))
+    tensors = _tensors_by_name(module)
+    wanted = []
+    for same in names:
+        name = next(name for name in same if name in sources)
+        layout = next((layouts[name] for name in same if name in layouts), None)
+        source = sources[name]
+        boxes = source if isinstance(source, tuple) else (source,)
+        wanted += [Wanted(name, tensors[name], box, layout) for box in boxes]
+    read(wanted)
+
+
+def read(wanted: Iterable[Wanted]) -> None:
+    """Reads parts of tensors, only the elements that are here, and casts them to the dtype that they have here.
+
+    Raises:
+        LoadError: A file cannot be read, has no such tensor, or the shapes differ.
+    """
+    needed = [item for item in wanted if not item.source.start or _overlaps(item)]
+    needed.sort(key=lambda item: item.source.file)
+    for file, group in groupby(needed, key=lambda item: item.source.file):
+        try:
+            opened = safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise LoadError(
+                f"{file} cannot be read: {error}",
+                "files that stay as they are until their values have been read",
+                f"ls -l {file}",
+            ) from error
+        with opened:
+            keys = set(opened.keys())
+            for item in group:
+                _read_into(opened, keys, item)
+
+
+def _tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors.update(module.named_buffers(remove_duplicate=False))
+    return tensors
+
+
+def _names_by_tensor(module: nn.Module) -> list[list[str]]:
+    """Returns the names of every tensor of the module; tied names stand in one list."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in _tensors_by_name(module).items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
+
+
+def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -> None:
+    """Gives the tensors of `names` memory on `device`, without values, and ties again what that took apart."""
+    tensors = _tensors_by_name(module)
+    held = {id(tensors[same[0]]) for same in names}
+    aside = modules_aside(module)
+    with torch.no_grad():
+        module._apply(lambda t: torch.empty_like(t, device=device) if id(t) in held else t)
+    if aside:
+        now = _tensors_by_name(module)
+        allocated = {id(tensor): now[name] for name, tensor in tensors.items()}
+        for outside in aside:
+            for own in (outside._parameters, outside._buffers):
+                own.update({name: allocated.get(id(tensor), tensor) for name, tensor in own.items()})  # type: ignore[misc]
+    for first, *others in names:
+        tensor = _tensors_by_name(module)[first] if others else None
+        for name in others:
+            path, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(path), leaf, tensor)
+    for part in fsdp_modules(module):
+        part._apply(lambda t: t, recurse=False)  # FSDP2 looks its parameters up again
+
+
+def _overlaps(item: Wanted) -> list[Piece]:
+    """Returns which slices of what is stored are which slices of this worker's part."""
+    found = pieces(item.tensor, item.layout)
+    if not item.source.start:
+        return found
+    overlaps = []
+    for whole, own in found:
+        stored, local = [], []
+        for there, here, start, size in zip(whole, own, item.source.start, item.source.size, strict=True):
+            first, last = max(there.start, start), min(there.stop, start + size)
+            stored.append(slice(first - start, last - start))
+            local.append(slice(here.start + first - there.start, here.start + last - there.start))
+        if all(there.start < there.stop for there in stored):
+            overlaps.append((tuple(stored), tuple(local)))
+    return overlaps
+
+
+def _read_into(opened: safe_open, keys: set[str], item: Wanted) -> None:
+    if item.source.key not in keys:
+        raise LoadError(
+            f"{item.name}: {item.source.file} holds no tensor {item.source.key!r}", "a key that is in the file"
+        )
+    stored = opened.get_slice(item.source.key)
+    shape, wanted_shape = tuple(stored.get_shape()), item.source.size or whole_shape(item.tensor, item.layout)
+    if shape != wanted_shape:
+        raise LoadError(
+            f"{item.name}: has shape {wanted_shape}, {item.source.key!r} in {item.source.file} has {shape}",
+            "equal shapes",
+        )
+    with torch.no_grad():
+        local = local_part(item.tensor)
+        for there, own in _overlaps(item):
+            if own:
+                local[own].copy_(stored[there])
+            else:
+                local.copy_(opened.get_tensor(item.source.key))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this worker's part of a tensor; an ordinary tensor is its own part."""
+    return tensor.to_local() if isinstance(tensor, (DTensor, SplitTensor)) else tensor
+
+
+def whole_shape(tensor: torch.Tensor, layout: TensorLayout | None = None) -> tuple[int, ...]:
+    """Returns the shape of the whole tensor of which workers hold parts."""
+    return tuple(tensor.shape) if layout is None else layout.shape
+
+
+def pieces(tensor: torch.Tensor, layout: TensorLayout | None = None) -> list[Piece]:
+    """Returns which slices of the whole this worker holds, and where. See [Note: two kinds of parts].
+
+    One piece with empty slices stands for a tensor without dims. Nothing is returned for an empty part.
+    """
+    if tensor.ndim == 0:
+        return [((), ())]
+    sizes, starts = tuple(tensor.shape), (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if 0 in sizes:
+        return []
+    if layout is not None:
+        return layout.pieces(range(starts[0], starts[0] + sizes[0]))
+    whole = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return [(whole, tuple(slice(0, size) for size in sizes))]
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole of a tensor that says itself how it is split, and any other as it is; where it is computed.
+
+    A collective for the former.
+    """
+    return tensor.full_tensor().detach() if isinstance(tensor, (DTensor, SplitTensor)) else tensor.detach()
+
+
+def full_tensor(
+    tensor: torch.Tensor, layout: TensorLayout | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Returns the whole tensor on the CPU, as a copy. A collective: every worker that holds a part has to call it.
+
+    Args:
+        tensor: A parameter, buffer, gradient, optimizer state or output.
+        layout: What tensor parallelism left here of the whole.
+        group: The workers that hold the other parts; needed with `layout`.
+    """
+    whole = gathered(tensor)
+    if layout is not None:
+        own, whole = whole, torch.zeros(layout.shape, dtype=whole.dtype, device=whole.device)
+        if layout.writes:
+            for there, here in layout.pieces():
+                whole[there] = own[here]
+        dist.all_reduce(whole, group=group)
+    return whole.cpu().clone() if whole.device.type == "cpu" else whole.cpu()
+
+
+def write_tensor(tensor: torch.Tensor, whole: torch.Tensor, layout: TensorLayout | None = None) -> None:
+    """Writes this worker's part of `whole` into `tensor`. No collective.
+
+    Args:
+        tensor: A parameter, buffer, gradient or optimizer state, sharded or not.
+        whole: The whole value, of the whole's shape, on any device and of any dtype.
+        layout: What tensor parallelism left here of the whole.
+
+    Raises:
+        LoadError: The shapes differ.
+    """
+    if whole_shape(tensor, layout) != tuple(whole.shape):
+        raise LoadError(
+            f"a value of shape {tuple(whole.shape)} for a tensor of shape {whole_shape(tensor, layout)}", "equal shapes"
+        )
+    with torch.no_grad():
+        local = local_part(tensor)
+        for there, here in pieces(tensor, layout):
+            local[here].copy_(whole[there])

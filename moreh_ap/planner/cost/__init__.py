@@ -1,0 +1,1 @@
+"""How much memory and time a training step takes under a plan."""

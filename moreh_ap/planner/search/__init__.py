@@ -1,0 +1,1 @@
+"""Which plans are possible, which is best, and why."""

@@ -1,0 +1,66 @@
+"""Models on the workers: built, changed and forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moreh_ap.protocol.messages.tensors import TensorData
+from moreh_ap.protocol.tensor_source import TensorSource
+
+
+@dataclass(frozen=True)
+class BuildModel:
+    """Unpickle a skeleton on meta, apply the plan, and fill this worker's shards from files.
+
+    `sources` maps names of parameters and buffers to the boxes that their values lie in. `example` is the call that a
+    pipeline's cut is found with. Answers where the worker's parameters belong: parameters with one answer are laid out
+    alike.
+    """
+
+    owner: str
+    skeleton: bytes
+    plan: str
+    sources: dict[str, tuple[TensorSource, ...]]
+    example: ExampleCall | None = None
+
+
+@dataclass(frozen=True)
+class ExampleCall:
+    """A call of a model as a script makes it; constants and nesting as in `DefineSignature`."""
+
+    pickled_treespec: bytes
+    pickled_constants: bytes
+    tensors: tuple[TensorData, ...]
+
+
+@dataclass(frozen=True)
+class ChangeModule:
+    """Set attributes of submodules: ``(module path, attribute, pickled value)``; path "" is the root."""
+
+    owner: str
+    changes: tuple[tuple[str, str, bytes], ...]
+
+
+@dataclass(frozen=True)
+class SetRequiresGrad:
+    """Freeze or unfreeze parameters."""
+
+    owner: str
+    requires_grad: dict[str, bool]
+
+
+@dataclass(frozen=True)
+class SetKernelFormats:
+    """Say in which memory formats the script has the kernels of convolutions."""
+
+    owner: str
+    formats: dict[str, torch.memory_format]
+
+
+@dataclass(frozen=True)
+class ReleaseModel:
+    """Forget a model with its parameters and calls."""
+
+    owner: str

@@ -1,0 +1,75 @@
+"""Tensors that workers keep: read, written, computed with, clipped and cleared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moreh_ap.protocol.messages.tensors import StateRef, TensorData
+
+
+@dataclass(frozen=True)
+class ReleaseState:
+    """Forget temporary tensors."""
+
+    refs: tuple[StateRef, ...]
+
+
+@dataclass(frozen=True)
+class ReadState:
+    """Answer whole tensors: one worker sends each, the others None in its place."""
+
+    refs: tuple[StateRef, ...]
+
+
+@dataclass(frozen=True)
+class WriteState:
+    """Set whole tensors; each worker keeps its part."""
+
+    values: dict[StateRef, TensorData]
+
+
+@dataclass(frozen=True)
+class KeepState:
+    """Keep a state tensor under a temporary name too."""
+
+    ref: StateRef
+    output: StateRef
+
+
+@dataclass(frozen=True)
+class ClearGradients:
+    """Set gradients to None."""
+
+    gradients: int
+
+
+@dataclass(frozen=True)
+class RunOperation:
+    """Run an ATen operation on state tensors, each worker on its part; results are kept under `outputs`.
+
+    `func` names the operator and its overload (``add_.Tensor``); in the arguments a StateRef stands for each tensor.
+    """
+
+    func: str
+    arguments: Any
+    keyword_arguments: Any
+    outputs: tuple[StateRef, ...]
+
+
+@dataclass(frozen=True)
+class GradientNorm:
+    """Keep the common norm of some tensors under `output`."""
+
+    tensors: int
+    norm_type: float
+    output: StateRef
+
+
+@dataclass(frozen=True)
+class ClipGradients:
+    """Scale tensors so that a common norm of `total_norm` becomes at most `max_norm`."""
+
+    tensors: int
+    max_norm: float
+    total_norm: StateRef

@@ -1,0 +1,35 @@
+"""What holds for every command: several in one message, and waiting for all before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moreh_ap.protocol.messages.tensors import StateRef
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Several commands in one message, executed in order; answers the list of their results."""
+
+    commands: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class ImportModules:
+    """Import modules that a model will need: a hint, while the controller is busy with something else."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DefineList:
+    """Give a list of state tensors a number: later commands name the list by it."""
+
+    list_id: int
+    refs: tuple[StateRef, ...]
+
+
+@dataclass(frozen=True)
+class Synchronize:
+    """Answer when everything sent before is done."""

@@ -1,0 +1,140 @@
+"""How tensors travel: as bytes, by name, or by the files they lie in."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moreh_ap.protocol.memory_format import Order
+from moreh_ap.protocol.tensor_source import TensorSource
+
+MAX_INLINE_BYTES = 16 * 1024
+"""A loss travels with the answer that announces it; logits stay on the workers until somebody reads them."""
+
+
+class StateRef(NamedTuple):
+    """Names a tensor that workers keep: ``("model0", "param", "head.weight")``, ``("optimizer0", "3", "exp_avg")``."""
+
+    owner: str
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class TensorData:
+    """A whole tensor as bytes, in the order of memory. `on_device`: put it on the worker's device, not in host memory.
+
+    What has no strides (a sparse tensor) is in PyTorch's own format.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    data: bytes
+    on_device: bool = True
+
+    @staticmethod
+    def of(tensor: Tensor, on_device: bool = True) -> TensorData:
+        """Encode a CPU tensor of any dtype, strides and layout."""
+        if tensor.layout is not torch.strided:
+            buffer = io.BytesIO()
+            torch.save(tensor.detach(), buffer)
+            return TensorData(tensor.dtype, tuple(tensor.shape), None, buffer.getvalue(), on_device)
+        tensor = tensor.detach()
+        dense = tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.preserve_format)
+        flat = dense.as_strided((dense.numel(),), (1,))  # one element may have another stride
+        data = flat.view(torch.uint8).numpy().tobytes()
+        return TensorData(tensor.dtype, tuple(dense.shape), dense.stride(), data, on_device)
+
+    def tensor(self) -> Tensor:
+        """Decode into a CPU tensor that owns its memory."""
+        if self.strides is None:
+            loaded: Tensor = torch.load(io.BytesIO(self.data), weights_only=True)
+            return loaded
+        if not self.data:  # no elements: frombuffer refuses an empty buffer
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).as_strided(self.shape, self.strides)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A whole tensor that lies in files, in boxes; each worker reads what it holds of it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sources: tuple[TensorSource, ...]
+
+
+@dataclass(frozen=True)
+class OutputRef:
+    """An output of an earlier call that was left on the workers, each holding its rows."""
+
+    call_id: int
+    index: int
+
+
+@dataclass(frozen=True)
+class PartRef:
+    """A large tensor of which each worker holds its rows, or all."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class RowsOf:
+    """An operand that is whole, of which each worker takes its rows."""
+
+    whole: TensorData | PartRef | OutputRef
+
+
+@dataclass(frozen=True)
+class NumRows:
+    """A size that counts rows: `whole` over all workers, fewer on each."""
+
+    whole: int
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """An operand that repeats a smaller tensor."""
+
+    tensor: TensorData | RowsOf
+    sizes: tuple[int | NumRows, ...]
+
+
+class TensorSlot:
+    """Stands for a tensor among the constant leaves of a call."""
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The values of a tensor, its dims in the usual order."""
+    return TensorData.of(tensor.cpu().contiguous()).data
+
+
+@dataclass(frozen=True)
+class LeafReply:
+    """One leaf of a forward's result on one worker.
+
+    kind: "rows" (concatenate over workers), "share" (sum over workers), "same" (equal everywhere), "const" (`data` is a
+    pickled object). `data` is None where the tensor was left on the worker, of which operations may run there if
+    `has_parts`; else it is in the usual order of dims, and `order` is the one that they have on the worker.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    differentiable: bool
+    data: bytes | None
+    has_parts: bool = False
+    order: Order = ()
+
+    def tensor(self) -> Tensor:
+        """This worker's part as a CPU tensor; only for a tensor whose bytes were sent."""
+        assert self.dtype is not None and self.data is not None
+        if not self.data:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)

@@ -1,0 +1,155 @@
+"""Attributes that a forward sets on parts of a model: ``self.last_loss = loss``, ``self.attention = weights``.
+
+Decides which of them changed in a forward and which can be answered with its result. Must not know who asks for them.
+Looked at are parts whose class is the user's; what classes of libraries keep for themselves is their own, but for lists
+(PEFT's of adapters that are merged into a weight, which a forward takes out again where they are disabled).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.protocol.blocks import OF_EVERY_MODULE
+from moreh_ap.protocol.pytree import flatten
+
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers", "moreh_ap")
+"""Packages whose hooks and modules do their work inside the model: nothing of theirs is reported."""
+
+_OF_THIS_PACKAGE = "_moreh_"
+_ATTRIBUTE = f"{_OF_THIS_PACKAGE}attributes"
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_MAX_LOOKED_INTO = 64  # of a longer container (a vocabulary) only the length is compared
+
+Marks = dict[str, Any]
+"""What tells whether attributes change, by the path and name of each, such as ``encoder.attention``."""
+
+
+class Attributes:
+    """The attributes of a model's own parts.
+
+    Args:
+        root: The model, with all its parts.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._parts = [(path, part) for path, part in root.named_modules() if _is_of_user(type(part))]
+        self._lists = [
+            (path, part, name)
+            for path, part in root.named_modules()
+            if not _is_of_user(type(part))
+            for name, value in _kept(part, "_")
+            if type(value) is list
+        ]
+
+    def marks(self) -> Marks:
+        """Returns how the attributes are now."""
+        return {name: _mark(value) for name, value in self._values()}
+
+    def changed(self, before: Marks) -> dict[str, Any]:
+        """Returns the attributes that were set or changed since, and their values, in the order of their names."""
+        found = {
+            name: value
+            for name, value in self._values()
+            if name not in before or not _is_marked(value, before[name])
+        }
+        return {name: found[name] for name in sorted(found)}
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for path, part in self._parts:
+            for name, value in _kept(part, _OF_THIS_PACKAGE):
+                yield full_name(path, name), value
+        for path, part, name in self._lists:
+            if name in vars(part):
+                yield full_name(path, name), vars(part)[name]
+
+
+def full_name(path: str, name: str) -> str:
+    """Returns what an attribute of the part at `path` is called."""
+    return f"{path}.{name}" if path else name
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns what the class of a module keeps in its instances; of a library's class what is not private to it."""
+    return dict(_kept(module, _OF_THIS_PACKAGE if _is_of_user(type(module)) else "_"))
+
+
+def _kept(module: nn.Module, hidden: str) -> Iterator[tuple[str, Any]]:
+    values = vars(module)
+    for name in values.keys() - OF_EVERY_MODULE:  # in C: this is done before and after every forward
+        if not name.startswith(hidden):
+            yield name, values[name]
+
+
+def report_attributes(module: nn.Module) -> None:
+    """Have every forward of `module` answer the attributes that it sets."""
+    module.__dict__[_ATTRIBUTE] = Attributes(module)
+
+
+def reported_attributes(module: nn.Module) -> Attributes | None:
+    """Returns what `report_attributes` has put on the module."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def num_leaves(value: Any) -> int | None:
+    """Returns how many leaves an attribute's value has; None if it is not made of tensors and plain values alone."""
+    try:
+        leaves = flatten(value)[0]
+    except UnsupportedError:
+        return None
+    is_known = all(has_memory(leaf) if isinstance(leaf, Tensor) else isinstance(leaf, _PLAIN) for leaf in leaves)
+    return len(leaves) if is_known else None
+
+
+def is_same_container(value: Any, mark: Any) -> bool:
+    """Returns whether an attribute is the list, dict or set that it was when it was marked."""
+    return isinstance(value, (list, dict, set)) and mark is not None and mark[0] is value
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Returns whether the tensor can be read: FSDP2 frees the memory of whole parameters after a forward."""
+    return tensor.numel() == 0 or tensor.untyped_storage().size() > 0
+
+
+def _mark(value: Any) -> Any:
+    """What is compared later: no tensor is kept alive for it, as the forward that sets a new one frees the old one."""
+    if isinstance(value, _PLAIN):
+        return value, None
+    if isinstance(value, Tensor):
+        return weakref.ref(value), _version_of(value)
+    if isinstance(value, (list, tuple)):
+        return value, [_mark(item) for item in value] if len(value) <= _MAX_LOOKED_INTO else len(value)
+    if isinstance(value, dict):
+        return value, {key: _mark(value[key]) for key in value} if len(value) <= _MAX_LOOKED_INTO else len(value)
+    return value, len(value) if isinstance(value, set) else None
+
+
+def _is_marked(value: Any, mark: tuple[Any, Any]) -> bool:
+    was, inside = mark
+    if isinstance(value, Tensor):
+        is_it = isinstance(was, weakref.ref) and was() is value
+        return is_it and bool(inside == _version_of(value))
+    if isinstance(value, _PLAIN):
+        return type(was) is type(value) and was == value
+    if was is not value:
+        return False
+    if isinstance(inside, list):
+        return len(inside) == len(value) and all(map(_is_marked, value, inside))
+    if isinstance(inside, dict):
+        return inside.keys() == value.keys() and all(_is_marked(value[key], inside[key]) for key in inside)
+    return bool(inside is None or inside == len(value))
+
+
+def _version_of(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():  # to look whether it changed is not to read it
+        return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_of_user(cls: type) -> bool:
+    """Whether the class, or one that it is derived from (FSDP2 derives another), is none of a library."""
+    return any(base.__module__.split(".")[0] not in (*LIBRARIES, "builtins", "typing") for base in cls.__mro__)

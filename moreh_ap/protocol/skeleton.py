@@ -1,0 +1,202 @@
+"""The skeleton of a model: its module tree as it travels to the workers.
+
+The pickle of a skeleton holds no numbers of parameters and buffers, only their names, shapes and dtypes. The controller
+pickles it, a worker unpickles it with its tensors on meta.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import io
+import pickle
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.protocol.messages.tensors import TensorData
+
+
+@dataclass(frozen=True)
+class TensorStub:
+    """A parameter or buffer inside a pickled skeleton."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_parameter: bool
+
+
+def pickle_skeleton(module: nn.Module) -> bytes:
+    """`module` without the values of its parameters and buffers; classes defined in ``__main__`` travel by value.
+
+    What cannot be pickled, such as a lock or an open file, travels as `NotSent`.
+    """
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    stubs = {
+        id(tensor): TensorStub(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, name in parameters)
+        for name, tensor in {**buffers, **parameters}.items()
+    }
+    buffer = io.BytesIO()
+    _SkeletonPickler(buffer, stubs, set(map(id, module.modules()))).dump(module)
+    return buffer.getvalue()
+
+
+def pickle_attribute(value: Any) -> bytes:
+    """An attribute of a module as it travels; what cannot be pickled in it is `NotSent`."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+class NotSent:
+    """Stands in a worker for an object that stays in the script; whoever uses it is told.
+
+    Args:
+        kind: What it is, as a phrase.
+        why: Why it stays there.
+    """
+
+    def __init__(self, kind: str, why: str = "it cannot be pickled") -> None:
+        self._kind, self._why = kind, why
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"forward uses {self._kind}, which is in the script's process alone: {self._why}.",
+            allowed="What can be pickled (no open files, no locks), and modules in nn.ModuleList or nn.ModuleDict.",
+            fix="call the model, then use it in the script",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Python asks whether there is one
+            raise AttributeError(name)
+        return NotSent(self._kind, self._why)  # objects keep methods of a lock: the one who calls it is told
+
+    __call__ = __enter__ = __exit__ = __iter__ = __next__ = __len__ = __getitem__ = _refuse
+
+
+def unpickle_skeleton(data: bytes, device: torch.device) -> nn.Module:
+    """The module of a pickled skeleton with its parameters and buffers on meta; tied tensors are one object."""
+    return _SkeletonUnpickler(io.BytesIO(data), device).load()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and _is_renamed(obj):
+            return _global, (obj.__module__, obj.__name__)
+        reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented or isinstance(obj, (type, types.FunctionType)):
+            return reduced
+        if isinstance(obj, torch.jit.ScriptFunction) and hasattr(obj, "_torchdynamo_inline"):
+            return _itself, (obj._torchdynamo_inline,)  # the function of Python that it was made from
+        reduce = self.dispatch_table.get(type(obj))
+        try:
+            return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
+        except (TypeError, RuntimeError, pickle.PicklingError):  # objects of C++ raise a RuntimeError
+            return NotSent, (f"a {type(obj).__qualname__}",)
+
+
+def _is_renamed(kind: type) -> bool:
+    """Whether a class is where its `__name__` says and its `__qualname__` does not.
+
+    So are enumerations of C++ that PyTorch shows under another name (`torch.nn.attention.SDPBackend`): cloudpickle
+    would send them by value, which nobody can.
+    """
+    if kind.__qualname__ == kind.__name__ or kind.__module__ == "__main__":
+        return False
+    return getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+
+
+def _global(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class _SkeletonPickler(_Pickler):
+    def __init__(self, file: Any, stubs: dict[int, TensorStub], registered: set[int]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._stubs, self._registered = stubs, registered
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return None
+        stub = self._stubs.get(id(obj))
+        if stub is not None:
+            return stub
+        # A tensor that is an ordinary attribute of a module travels with its value.
+        return TensorData.of(obj.detach().cpu(), on_device=obj.device.type != "cpu")
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module):
+            if self._has_parameters_of_others(obj):
+                why = "it has trainable parameters that are none of the model's"
+                return NotSent, (f"a {type(obj).__qualname__}", why)
+            if parametrize.is_parametrized(obj):
+                return _reduce_parametrized(obj)
+            return _without_new(super().reducer_override(obj))
+        return super().reducer_override(obj)
+
+    def _has_parameters_of_others(self, module: nn.Module) -> bool:
+        """A module in a list of Python: workers would have a copy that is never trained."""
+        if id(module) in self._registered:
+            return False
+        return any(p.requires_grad and p.is_cuda and id(p) not in self._stubs for p in module.parameters())
+
+
+def _without_new(reduced: Any) -> Any:
+    """`reduced`, but a class whose `__new__` wants what `__init__` is given is not asked to make the module."""
+    if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and len(reduced[1]) == 1:  # type: ignore[attr-defined]
+        return (object.__new__, *reduced[1:])
+    return reduced
+
+
+def _reduce_parametrized(module: nn.Module) -> Any:
+    """Pickles a module with parametrizations, which PyTorch refuses because it gives each a class of its own."""
+    base = parametrize.type_before_parametrizations(module)
+    names = tuple(module.parametrizations)  # type: ignore[arg-type]
+    return _make_parametrized, (base, names), vars(module).copy()
+
+
+def _make_parametrized(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """Returns a bare module of class `base` whose tensors `names` are properties; its state is still to come."""
+    module = base.__new__(base)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+class _SkeletonUnpickler(pickle.Unpickler):
+    def __init__(self, file: Any, device: torch.device) -> None:
+        super().__init__(file)
+        self._device = device
+        self._made: dict[str, Tensor] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a module defines; a stand-in that refuses to be used if it does not define that in a worker.
+
+        A module may define more where `torch.cuda.is_available()`, which holds in the script and not in a CPU worker.
+        """
+        try:
+            return super().find_class(module, name)
+        except AttributeError:
+            return NotSent(f"{name} of {module}", "that module does not define it in a worker")
+
+    def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, TensorData):
+            return pid.tensor().to(self._device if pid.on_device else "cpu")
+        if pid.name not in self._made:
+            tensor = torch.empty(pid.shape, dtype=pid.dtype, device="meta")
+            self._made[pid.name] = nn.Parameter(tensor, pid.requires_grad) if pid.is_parameter else tensor
+        return self._made[pid.name]

@@ -1,0 +1,232 @@
+"""The worker processes of one mesh, from their start to their end.
+
+Decides in which order a start goes, how a dead process is recognised, and that none is left over. Must not know
+commands; it only lets the workers join each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moreh_ap.errors import MeshStartError, WorkerLostError
+from moreh_ap.runtime import worker_environment
+from moreh_ap.runtime.bootstrap import Launch
+from moreh_ap.runtime.child_process import Child
+from moreh_ap.runtime.worker.actor import Answer, WorkerSpec
+from moreh_ap.runtime.worker_output import WorkerOutput
+
+if TYPE_CHECKING:
+    from moreh_ap.runtime.engine import Engine, EngineError, Pending
+
+POLL_S = 0.1  # how often a wait looks up to see whether it still makes sense
+START_POLL_S = 0.02  # the same while processes start
+_CAUSE_S = 4.0  # how long to wait for somebody to say how a process ended; the engine may never do so
+_STOP_TIMEOUT_S = 15.0
+
+Progress = Callable[[str, int, int], object]
+
+
+def start_error(error: EngineError) -> MeshStartError:
+    """Makes the error for worker processes that the engine could not start."""
+    if error.is_time_out:
+        return MeshStartError(
+            "The worker processes were not ready in the 30 s that the engine gives them: this machine is busy, or "
+            "reads PyTorch from a slow disk for the first time.",
+            fix="run the script again",
+        )
+    return MeshStartError(
+        f"A worker process ended while it was starting: {error}",
+        fix="python -c 'import torch, monarch.actor'  # does the installation work?",
+    )
+
+
+class Stopping(Exception):
+    """Ends the background thread's work because the mesh is being closed."""
+
+
+@dataclass(frozen=True)
+class CrewRequest:
+    """What to start; see `WorkerMesh` for the meaning of each."""
+
+    num_workers: int
+    device_type: str
+    threads_per_worker: int
+    executor: str
+    imports: tuple[str, ...]
+    start_timeout_s: float
+    collective_timeout_s: float
+    visible_devices: str = ""
+
+
+class Crew:
+    """Worker processes. All methods but `kill` are called by one thread.
+
+    Attributes:
+        engine: what carries messages, once there.
+    """
+
+    def __init__(self, request: CrewRequest, is_stopping: Callable[[], bool]) -> None:
+        self.engine: Engine | None = None
+        self._request = request
+        self._is_stopping = is_stopping
+        self._output = WorkerOutput(request.num_workers)
+        self._store: Any = None
+        self._children: dict[int, Child] = {}
+        self._pid_reader, self._pid_writer = os.pipe()
+        os.set_inheritable(self._pid_writer, True)
+        os.set_blocking(self._pid_reader, False)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in rank order, as far as known."""
+        return [child.pid for _, child in sorted(self._children.items())]
+
+    def start(self, on_progress: Progress, engine_made: Callable[[], object]) -> tuple[Engine, Pending[Answer]]:
+        """Starts the processes and lets them join.
+
+        Args:
+            on_progress: told of each stage.
+            engine_made: called once the engine has registered its own exit handlers.
+
+        Returns:
+            The engine, and the answers of the workers to `join`, which are still to come.
+
+        Raises:
+            MeshStartError: a process could not be started or did not answer in time.
+            Stopping: the mesh is being closed.
+        """
+        num_workers = self._request.num_workers
+        on_progress("spawn", 0, num_workers)
+        self._store = worker_environment.open_store(num_workers)
+        environments = [self._environment(rank) for rank in range(num_workers)]
+        from moreh_ap.runtime.engine import Engine  # imports Monarch, which takes a while: here, beside the script
+
+        launches = [
+            Launch(rank, self._pid_writer, *self._output.descriptors(rank), self._request.imports)
+            for rank in range(num_workers)
+        ]
+        self.engine = engine = Engine(launches, environments)
+        engine_made()
+        joining = engine.join([self._spec(rank) for rank in range(num_workers)])
+        self._await_pids(joining, on_progress)
+        self._output.workers_have_inherited()
+        on_progress("link", 0, num_workers)
+        return engine, joining
+
+    def find_dead(self) -> WorkerLostError | None:
+        """Returns the error for the first worker whose process is gone, None while all live."""
+        for rank, child in self._children.items():
+            if not child.is_alive():
+                return self._lost(rank)
+        return None
+
+    def kill(self) -> None:
+        """Ends all processes that are known so far, with their children, at once. Any thread may call this."""
+        for pid in self.pids:
+            try:
+                # Workers lead process groups of their own. If this one should not, its group may be the script's.
+                leads = os.getpgid(pid) == pid
+            except ProcessLookupError:
+                leads = True  # gone already; what it started may still be there, in the group that it led
+            with contextlib.suppress(ProcessLookupError):
+                if leads:
+                    os.killpg(pid, signal.SIGKILL)
+                else:
+                    os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Ends everything that was started and shows the output that is left."""
+        self._read_pids()
+        self.kill()
+        if self.engine is not None:
+            self.engine.stop(_STOP_TIMEOUT_S)
+        for child in self._children.values():
+            child.close()
+        self._output.close()
+        os.close(self._pid_reader)
+        os.close(self._pid_writer)
+
+    def last_words(self, rank: int) -> str:
+        """Returns what worker `rank` printed last, for an error message; empty if nothing."""
+        tail = self._output.tail(rank)
+        return f" Its last output:\n{tail}" if tail else ""
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return worker_environment.worker_environment(
+            rank,
+            self._request.num_workers,
+            device_type=self._request.device_type,
+            visible_devices=self._request.visible_devices,
+            threads_per_worker=self._request.threads_per_worker,
+            store_port=self._store.port,
+        )
+
+    def _spec(self, rank: int) -> WorkerSpec:
+        request = self._request
+        return WorkerSpec(
+            rank=rank,
+            world_size=request.num_workers,
+            device_type=request.device_type,
+            executor=request.executor,
+            store_port=self._store.port,
+            collective_timeout_s=request.collective_timeout_s,
+        )
+
+    def _await_pids(self, joining: Pending[Answer], on_progress: Progress) -> None:
+        """Waits until every process runs. Each says so at once, long before it has imported what it needs."""
+        from moreh_ap.runtime.engine import EngineError
+
+        num_workers, timeout_s = self._request.num_workers, self._request.start_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        while len(self._children) < num_workers:
+            if self._is_stopping():
+                raise Stopping
+            known = len(self._children)
+            self._read_pids()
+            for count in range(known, len(self._children)):
+                on_progress("connect", count + 1, num_workers)
+            try:
+                joining.wait(START_POLL_S)
+            except TimeoutError:
+                pass
+            except EngineError as error:
+                raise start_error(error) from error
+            if time.monotonic() > deadline_s:
+                missing = sorted(set(range(num_workers)) - set(self._children))
+                raise MeshStartError(f"The processes of workers {missing} did not run {timeout_s:g} s after the start.")
+
+    def _read_pids(self) -> None:
+        try:
+            lines = os.read(self._pid_reader, 65536).decode().splitlines()
+        except BlockingIOError:
+            return
+        self._children.update((int(rank), Child(int(pid))) for rank, pid in map(str.split, lines))
+
+    def _lost(self, rank: int) -> WorkerLostError:
+        """Makes the error for a dead worker, giving kernel and engine a moment to tell how it died."""
+        assert self.engine is not None, "pids are known only after the engine is made"
+        child = self._children[rank]
+        deadline_s = time.monotonic() + _CAUSE_S
+        code, report = child.exit_code(), self.engine.cause_of_death(rank)
+        while code is None and report is None and time.monotonic() < deadline_s and not self._is_stopping():
+            time.sleep(POLL_S)
+            code, report = child.exit_code(), self.engine.cause_of_death(rank)
+        by_signal = re.fullmatch(r"Killed\(sig=(\d+)\)", report or "")
+        if code is None and by_signal:
+            code = -int(by_signal.group(1))
+        if code is None:
+            how = report or "cause unknown"
+        else:
+            how = f"killed by signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
+        memory = "dmesg | grep -i 'out of memory'  # the system kills for memory: try a smaller batch or model"
+        return WorkerLostError(
+            f"Worker {rank} of {self._request.num_workers} (process {child.pid}) died: {how}.{self.last_words(rank)}",
+            fix=memory if code == -signal.SIGKILL else "",
+        )

@@ -1,0 +1,66 @@
+"""From the workers' answers to one outcome of a command.
+
+Decides rules 1 and 3 of [Note: errors] in `mesh.py`: which error a command ends in, whether anybody has to be told of
+it, and whether the workers can go on together. Must not know processes, threads or replies.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moreh_ap.protocol.encoding import Failure, restore_failure, unpack
+from moreh_ap.runtime.worker.actor import DONE, FAILED, SKIPPED, Answer
+
+
+class Outcome(NamedTuple):
+    """How a command ended.
+
+    Attributes:
+        values: one result a worker, in rank order; empty after an error.
+        error: what to raise instead, if anything.
+        is_new: the error is this command's own, and not the one because of which workers skip commands.
+        must_stop: the workers cannot go on together.
+    """
+
+    values: list[object]
+    error: BaseException | None = None
+    is_new: bool = False
+    must_stop: bool = False
+
+
+class Judge:
+    """Judges the answers to commands, in the order in which these were sent."""
+
+    def __init__(self) -> None:
+        self._cause: tuple[int, BaseException] | None = None  # an epoch, and the error because of which it is skipped
+
+    def judge(self, epoch: int, recoverable: bool, answers: list[Answer]) -> Outcome:
+        """Returns how a command ended, given what all workers answered."""
+        statuses = {answer.status for answer in answers}
+        if statuses != {DONE}:
+            error, is_new = self._error(epoch, answers)
+            return Outcome([], error, is_new, DONE in statuses and (SKIPPED in statuses or not recoverable))
+        try:
+            return Outcome([unpack(answer.content) for answer in answers if answer.content is not None])
+        except Exception as error:  # what a worker answered cannot be built in this process: the reader is told
+            return Outcome([], error, is_new=True)
+
+    def judge_hang(self, epoch: int, failed: Answer) -> Outcome:
+        """Returns how a command ended of which one worker is known to have failed and others do not answer."""
+        error, is_new = self._error(epoch, [failed])
+        return Outcome([], error, is_new, must_stop=True)
+
+    def _error(self, epoch: int, answers: list[Answer]) -> tuple[BaseException, bool]:
+        if self._cause is not None and self._cause[0] == epoch:
+            return self._cause[1], False
+        error = restore_failure(failure_of(next(answer for answer in answers if answer.status == FAILED)))
+        self._cause = epoch, error
+        return error, True
+
+
+def failure_of(answer: Answer) -> Failure:
+    """Returns what a worker says of its failure."""
+    assert answer.content is not None, "a worker that failed says why"
+    failure = unpack(answer.content)
+    assert isinstance(failure, Failure)
+    return failure

@@ -1,0 +1,1 @@
+"""What runs inside one worker process: it executes the controller's commands in order and answers each."""

@@ -1,0 +1,126 @@
+"""One worker's side of the mesh: joins the process group, then executes commands in order and answers each.
+
+Decides what becomes of an exception: it is answered, never lost, and commands that were already on their way behind it
+are skipped, so that nothing runs on a state that a failed command left half made. Must not know the engine that calls
+it, nor what commands do: an executor named by the controller does them.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moreh_ap.protocol.encoding import Packed, capture_failure, import_by_name, pack, unpack
+
+DONE, FAILED, SKIPPED = "done", "failed", "skipped"
+
+
+class Trouble(NamedTuple):
+    """The failure because of which a worker skips the other commands of an epoch.
+
+    Attributes:
+        number, epoch: which command failed.
+        answer: what the worker answered to it.
+    """
+
+    number: int
+    epoch: int
+    answer: Answer
+
+
+class Answer(NamedTuple):
+    """What a worker answers to one command.
+
+    Attributes:
+        status: DONE, FAILED or SKIPPED.
+        content: the result, or the `Failure`; None when skipped.
+    """
+
+    status: str
+    content: Packed | None
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker needs to know to join.
+
+    Attributes:
+        rank, world_size: its place among the workers.
+        device_type: "cuda" or "cpu".
+        executor: "package.module:Class"; called with rank, world_size and device_type, in the thread that executes.
+        store_port: port of the key-value store on the loopback interface.
+        collective_timeout_s: how long a collective may wait for its peers before it raises.
+    """
+
+    rank: int
+    world_size: int
+    device_type: str
+    executor: str
+    store_port: int
+    collective_timeout_s: float
+
+
+class WorkerSide:
+    """Executes commands. All methods but `trouble` are called by one thread, which also joins the process group."""
+
+    def __init__(self) -> None:
+        self._spec: WorkerSpec | None = None
+        self._executor: Any = None
+        self._trouble: Trouble | None = None
+
+    def join(self, spec: WorkerSpec) -> Answer:
+        """Joins the process group of all workers, waiting for them. Counts as command 0, in epoch 0."""
+        self._spec = spec
+        try:
+            _join_process_group(spec)
+            return Answer(DONE, pack(None))
+        except BaseException as error:  # whatever it is, the controller has to hear of it
+            return self._fail(0, 0, error)
+
+    def execute(self, number: int, epoch: int, command: Packed) -> Answer:
+        """Executes one command.
+
+        Args:
+            number: its place in the stream of commands.
+            epoch: how many failures the controller had raised when it sent the command. A command of the epoch in
+                which an earlier one failed was sent in ignorance of that failure and is skipped.
+            command: the packed command.
+        """
+        assert self._spec is not None, "the engine delivers in order: join comes first"
+        if self._trouble is not None and self._trouble.epoch == epoch:
+            return Answer(SKIPPED, None)
+        try:
+            if self._executor is None:
+                factory: Any = import_by_name(self._spec.executor)
+                self._executor = factory(self._spec.rank, self._spec.world_size, self._spec.device_type)
+            return Answer(DONE, pack(self._executor.execute(unpack(command))))
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: they would end the worker unheard
+            return self._fail(number, epoch, error)
+
+    def trouble(self) -> Trouble | None:
+        """Returns the last failure. Any thread may ask, also while a command hangs: this is how the controller learns
+        why the others wait for this worker."""
+        return self._trouble
+
+    def _fail(self, number: int, epoch: int, error: BaseException) -> Answer:
+        assert self._spec is not None, "set before anything can fail"
+        answer = Answer(FAILED, pack(capture_failure(error, self._spec.rank)))
+        self._trouble = Trouble(number, epoch, answer)
+        return answer
+
+
+def _join_process_group(spec: WorkerSpec) -> None:
+    import torch
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=spec.collective_timeout_s)
+    store = dist.TCPStore("127.0.0.1", spec.store_port, spec.world_size + 1, False, timeout)
+    backend, device_id = "gloo", None
+    if spec.device_type == "cuda":
+        # The current device belongs to the thread, which is why this runs in the thread that executes commands.
+        torch.cuda.set_device(0)
+        backend, device_id = "cpu:gloo,cuda:nccl", torch.device("cuda", 0)
+    dist.init_process_group(
+        backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout, device_id=device_id
+    )

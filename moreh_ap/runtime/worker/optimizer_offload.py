@@ -1,0 +1,110 @@
+"""An optimizer whose state lies in host memory between steps.
+
+Decides when state is on the device, and how much of it at a time. Must not know messages, models, or what an optimizer
+computes: it has to treat every parameter by itself, as all optimizers do that workers run.
+
+[Note: bucket by bucket]
+A step over some of the parameters is a step of the same optimizer whose groups hold only these. So the state of one
+bucket is brought to the device, its parameters are stepped, and the state goes back before the next one comes. Copies
+and steps are on one stream, so they happen in this order without waiting. Numbers are the same: every parameter's step
+is computed from the same values on the same device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from moreh_ap.parallelizer.state.loading import local_part
+
+BUCKET_BYTES = 256 * 2**20
+"""Bytes of parameters whose state is on the device at a time: far more than a copy costs to start, little for a GPU."""
+
+
+class OffloadedState:
+    """Keeps the state of `optimizer` in host memory, pinned where the device is a GPU.
+
+    Args:
+        optimizer: Its step treats every parameter by itself.
+        bucket_bytes: Bytes of parameters that are stepped at a time.
+    """
+
+    def __init__(self, optimizer: Optimizer, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._optimizer = optimizer
+        self._bucket_bytes = bucket_bytes
+        self._host: dict[Tensor, dict[str, Tensor]] = {}  # where a state tensor goes, by parameter and key
+
+    def step(self) -> None:
+        """Steps every parameter, a bucket at a time."""
+        groups = self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for bucket in self._buckets(whole):
+                for group, parameters in zip(groups, bucket, strict=True):
+                    group["params"] = parameters
+                now = [parameter for parameters in bucket for parameter in parameters]
+                for parameter in now:
+                    self.fetch(parameter)
+                self._optimizer.step()
+                for parameter in now:
+                    self.put_away(parameter)
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+    def fetch(self, parameter: Tensor) -> None:
+        """Brings a parameter's state to its device, where it stays until the next step or `put_away`."""
+        device = local_part(parameter).device
+        for tensor in self._tensors(parameter).values():
+            local = local_part(tensor)
+            if local.device != device:
+                _point(tensor, local.to(device, non_blocking=True))
+
+    def put_away(self, parameter: Tensor) -> None:
+        """Brings a parameter's state to host memory."""
+        buffers = self._host.setdefault(parameter, {})
+        for key, tensor in self._tensors(parameter).items():
+            local = local_part(tensor)
+            if local.device.type == "cpu":
+                continue
+            buffer = buffers.get(key)
+            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+                buffer = buffers[key] = torch.empty_like(local, device="cpu", pin_memory=True)
+            buffer.copy_(local, non_blocking=True)
+            _point(tensor, buffer)
+
+    def _tensors(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Returns what of a parameter's state has its shape; step counts stay where the optimizer wants them."""
+        state = self._optimizer.state.get(parameter) or {}
+        return {
+            key: value
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+        }
+
+    def _buckets(self, groups: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+        """Yields the parameters of every group that are stepped together; no bucket is empty."""
+        bucket: list[list[Tensor]] = [[] for _ in groups]
+        num_bytes = 0
+        for index, parameters in enumerate(groups):
+            for parameter in parameters:
+                bucket[index].append(parameter)
+                local = local_part(parameter)
+                num_bytes += local.numel() * local.element_size()
+                if num_bytes >= self._bucket_bytes:
+                    yield bucket
+                    bucket, num_bytes = [[] for _ in groups], 0
+        if any(bucket):
+            yield bucket
+
+
+def _point(tensor: Tensor, local: Tensor) -> None:
+    """Makes the tensor's memory here that of `local`, on whatever device; whoever has the tensor sees it."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = local
+    else:
+        tensor.data = local

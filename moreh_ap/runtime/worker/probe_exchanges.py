@@ -1,0 +1,128 @@
+"""How long exchanges between workers take, by kind, number of members and bytes.
+
+Decides which exchanges are tried and how often. Must not know what the figures are used for.
+
+[Note: exchanges]
+Kinds differ greatly: gloo sums while it scatters in one case and sums everything in another, and the tensor axis
+changes the layout of what it exchanges. So every kind is tried the way the parallelizer has it: flat tensors with the
+copies that gathering, scattering and summing parameters and gradients take, and hidden states as they cross the tensor
+axis, forward and backward. Every worker computes something before each exchange, so that it finds neither its tensors
+in the cache nor the others in step, as in training. On CPU workers an exchange costs the cores that compute, and pairs
+are tried beside the group of all, all pairs at a time. The median counts. Beside it stands what the worker's own
+threads took, waiting not counted, of which the lower quartile counts: other programs only add to it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from moreh_ap.parallelizer.tensor.crossing import Crossing
+
+Exchange = tuple[str, int, int, float, float]
+"""Kind, members, bytes of the whole, seconds, seconds of the processor."""
+
+_BYTES = {"cpu": (1 << 10, 1 << 20, 1 << 22), "cuda": (1 << 10, 1 << 20, 1 << 26)}
+_ALTOGETHER_S = 1.2
+_LEAST_TIMES, _MOST_TIMES = 3, 16
+_TOKENS = {"cpu": 256, "cuda": 8192}
+_KINDS = 6
+
+
+def measure_exchanges(device: torch.device) -> Iterator[Exchange]:
+    """Yields what exchanges take. A collective of all workers. See [Note: exchanges]."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == 1:
+        return
+    sizes = sorted({2, world}) if device.type == "cpu" and world % 2 == 0 else [world]
+    each_s = _ALTOGETHER_S / (len(sizes) * len(_BYTES[device.type]) * _KINDS)
+    for size in sizes:
+        group = dist.group.WORLD if size == world else dist.new_subgroups(group_size=size)[0]
+        assert group is not None
+        for num_bytes in _BYTES[device.type]:
+            for kind, run, whole_bytes in _kinds(group, num_bytes, device):
+                yield kind, size, whole_bytes, *_seconds(run, device, each_s)
+        if size != world:
+            dist.destroy_process_group(group)
+
+
+def _kinds(
+    group: dist.ProcessGroup, num_bytes: int, device: torch.device
+) -> Iterator[tuple[str, Callable[[], object], int]]:
+    """Yields every kind of exchange of about so many bytes, as its name, what runs it, and its bytes."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    elements = -(-num_bytes // (4 * size)) * size
+    whole, part = torch.ones(elements, device=device), torch.ones(elements // size, device=device)
+    bucket = torch.empty_like(whole)
+
+    def sum_up() -> None:
+        bucket.copy_(whole)
+        dist.all_reduce(bucket, group=group)
+
+    def gather() -> None:
+        received = torch.empty_like(whole)
+        dist.all_gather_single(received, part, group=group)
+        torch.empty_like(whole).copy_(received)
+
+    def scatter() -> None:
+        dist.reduce_scatter_single(torch.empty_like(part), torch.empty_like(whole).copy_(whole), group=group)
+
+    def send_on() -> None:
+        neighbours = [
+            dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, torch.empty_like(whole), group=group, group_peer=(rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(neighbours):
+            work.wait()
+
+    yield "sum", sum_up, whole.nbytes
+    yield "gather", gather, whole.nbytes
+    yield "scatter", scatter, whole.nbytes
+    yield "message", send_on, whole.nbytes
+    crossing = Crossing(DeviceMesh.from_group(group, device.type))
+    tokens = -(-elements // (32 * size)) * size
+    hidden, own = torch.ones(2, tokens, 16, device=device), torch.ones(2, tokens // size, 16, device=device)
+
+    def there_and_back(inside: Callable[[Tensor], Tensor], state: Tensor) -> None:
+        state.requires_grad_()
+        torch.autograd.grad(inside(state), state, state)
+
+    def summed(state: Tensor) -> Tensor:
+        return crossing.leave(crossing.enter(state) * 1.0)
+
+    def split(state: Tensor) -> Tensor:
+        return crossing.leave_split(crossing.gather_into(state, 1, tokens) * 1.0, 1)
+
+    yield "crossing_sum", lambda: there_and_back(summed, hidden), hidden.nbytes
+    yield "crossing_split", lambda: there_and_back(split, own), hidden.nbytes
+
+
+def _seconds(run: Callable[[], object], device: torch.device, at_most_s: float) -> tuple[float, float]:
+    """Returns what an exchange takes, and this worker's processor for it; all workers run it equally often."""
+    hidden = torch.ones(_TOKENS[device.type], 256, device=device)
+    weight = torch.ones(1024, 256, device=device)
+
+    def timed() -> tuple[float, float]:
+        F.linear(hidden, weight)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started_s, began_s = time.perf_counter(), time.process_time()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started_s, time.process_time() - began_s
+
+    timed()  # the first one connects
+    longest = torch.tensor(timed()[0], dtype=torch.float64, device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    count = max(_LEAST_TIMES, min(_MOST_TIMES, int(at_most_s / float(longest))))
+    found = [timed() for _ in range(count)]
+    taken = sorted(processor_s for _, processor_s in found)
+    return statistics.median(seconds for seconds, _ in found), taken[len(taken) // 4]

@@ -1,0 +1,368 @@
+"""Worker processes, one a device, that execute an ordered stream of commands: the controller's side.
+
+Decides when a command is sent, in which order replies are completed, who is told of an error and when the workers have
+to go. Must not know what a command does, nor torch, nor the engine. One background thread starts the workers and then
+receives all answers; the script's own threads only send, and wait on ordinary locks.
+
+[Note: errors]
+Commands are sent ahead of their answers, so an error becomes known after later commands have left. Three rules make the
+stream behave like one device all the same. (1) A worker that failed skips every command that was sent before the
+controller raised the error; they share its epoch number. (2) The error is raised once: at the next call that sends a
+command or reads a value; the replies of skipped commands hold the same error. (3) If only some workers failed, their
+states may differ from then on, and a peer may wait for them in a collective for ever: unless the command was declared
+recoverable, all workers are stopped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from moreh_ap.errors import MeshStartError, WorkerLostError
+from moreh_ap.protocol.encoding import Packed, pack, restore_failure
+from moreh_ap.runtime.future import Reply
+from moreh_ap.runtime.launcher import Crew, CrewRequest, Progress, Stopping, start_error
+from moreh_ap.runtime.outcome_resolver import Judge, failure_of
+from moreh_ap.runtime.worker.actor import FAILED, Answer
+
+if TYPE_CHECKING:
+    from moreh_ap.runtime.engine import Engine, Pending
+    from moreh_ap.runtime.receiver import Receiver
+
+__all__ = ["Reply", "WorkerMesh"]
+
+MAX_OUTSTANDING = 256
+_JOIN_S = 5.0  # how long closing waits for the background thread; the workers are told to go before
+_IDLE_LOOK_S = 0.5  # how often the workers are looked after while there is nothing to receive
+
+
+class _Command(NamedTuple):
+    """A command and where its result goes. `payload` is one for all workers or a list with one a worker."""
+
+    reply: Reply
+    number: int
+    epoch: int
+    recoverable: bool
+    payload: Packed | list[Packed]
+
+
+class WorkerMesh:
+    """Worker processes that execute the same commands in the same order.
+
+    The constructor returns at once; commands may be submitted before the workers are there.
+
+    Args:
+        num_workers: how many processes, one a device.
+        device_type: "cuda" or "cpu"; decides the collective backend and which device a worker sees.
+        threads_per_worker: CPU threads that numerical libraries may use in each worker.
+        executor: "package.module:Class". Each worker calls it with rank, world size and device type, in the thread in
+            which it will execute, and then its `execute(command)` for each command.
+        on_progress: called in a background thread as ``on_progress(stage, done, total)`` with the stages "spawn",
+            "connect" (once a worker), "link" and "ready".
+        preimport: modules that workers import early, in the background, after torch.
+        start_timeout_s: how long the processes may take to answer.
+        collective_timeout_s: how long a collective may wait for its peers.
+        visible_devices: what CUDA_VISIBLE_DEVICES was when the devices were counted; None: what it is now.
+
+    Attributes:
+        num_workers: how many.
+        num_waits: how often a caller had to wait for a reply that was not there.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        device_type: str,
+        threads_per_worker: int,
+        executor: str = "moreh_ap.runtime.worker.executor:WorkerExecutor",
+        on_progress: Progress | None = None,
+        preimport: Sequence[str] = (),
+        start_timeout_s: float = 300.0,
+        collective_timeout_s: float = 300.0,
+        visible_devices: str | None = None,
+    ) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers is {num_workers}; it must be at least 1")
+        self.num_workers = num_workers
+        self.num_waits = 0
+        self._on_progress: Progress = on_progress or (lambda stage, done, total: None)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._slots = threading.BoundedSemaphore(MAX_OUTSTANDING)
+        self._engine: Engine | None = None
+        self._unsent: deque[_Command] = deque()
+        self._sent: deque[tuple[_Command, Pending[Answer]]] = deque()
+        self._last_number = 0  # 0 is the workers' joining; commands count from 1
+        self._epoch = 0
+        self._errors: deque[tuple[int, BaseException]] = deque()  # not raised yet, each with its command's number
+        self._judge = Judge()
+        self._stopped: BaseException | None = None  # why no further command is accepted
+        self._ready = threading.Event()
+        self._owner_pid = os.getpid()
+        request = CrewRequest(
+            num_workers,
+            device_type,
+            threads_per_worker,
+            executor,
+            ("torch", *preimport),
+            start_timeout_s,
+            collective_timeout_s,
+            os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible_devices is None else visible_devices,
+        )
+        self._crew = Crew(request, self._is_stopped)
+        self._thread = threading.Thread(target=self._run, name="moreh-mesh", daemon=True)
+        atexit.register(self.close)
+        self._thread.start()
+
+    # -- for the script's threads ----------------------------------------------------------------------------------
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in rank order; complete once the mesh is ready."""
+        return list(self._crew.pids)
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Waits until every worker has joined the process group.
+
+        Raises:
+            MeshStartError: the workers could not be started, or not in time.
+        """
+        if not self._ready.wait(timeout_s):
+            raise MeshStartError(
+                f"The {self.num_workers} worker processes are not ready after {timeout_s} s.",
+                fix="wait longer if the machine is busy",
+            )
+        self.check()
+        if self._stopped is not None:
+            raise self._stopped_error()
+
+    def submit(self, command: object, *, recoverable: bool = False) -> Reply:
+        """Sends `command` to every worker, after all that were submitted before. Does not wait for the answer, but for
+        a place while `MAX_OUTSTANDING` commands are unanswered.
+
+        Args:
+            command: any object whose class workers can import. It is pickled now, so later changes do not matter.
+            recoverable: the command changes no state that another command relies on, so workers on which it succeeded
+                and those on which it failed can go on together.
+
+        Raises:
+            Exception: an error of an earlier command, in its own type.
+            WorkerLostError: the workers have been stopped.
+        """
+        return self._submit(pack(command), recoverable)
+
+    def submit_each(self, commands: Sequence[object], *, recoverable: bool = False) -> Reply:
+        """Like `submit`, with one command a worker, in rank order."""
+        if len(commands) != self.num_workers:
+            raise ValueError(f"{len(commands)} commands for {self.num_workers} workers")
+        return self._submit([pack(command) for command in commands], recoverable)
+
+    def drain(self) -> None:
+        """Waits until every command submitted so far is done.
+
+        Raises:
+            Exception: the first error that has not been raised yet.
+        """
+        with self._lock:
+            last = self._unsent[-1] if self._unsent else self._sent[-1][0] if self._sent else None
+        if last is not None:
+            last.reply.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raises the first error that has not been raised yet. Never waits."""
+        self.raise_pending(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Lets `error` be raised where an error of a worker would be: at the script's next call. For callbacks."""
+        with self._lock:
+            self._errors.append((0, error))
+
+    def close(self) -> None:
+        """Ends all workers at once; what they have not finished is lost. Harmless when repeated."""
+        if os.getpid() != self._owner_pid:
+            return  # a forked child must leave its parent's workers alone
+        atexit.unregister(self.close)
+        self._stop(WorkerLostError("The workers have been closed."), tell=False)
+        if threading.current_thread() is not self._thread:
+            # With a limit: an interrupted import may have left its lock with this thread, and the other waits for it.
+            self._thread.join(_JOIN_S)
+
+    # -- for replies -----------------------------------------------------------------------------------------------
+
+    def count_wait(self) -> None:
+        """Notes that a caller has to wait."""
+        self.num_waits += 1
+
+    def raise_pending(self, up_to: int | None) -> None:
+        """Raises the oldest error not raised yet, if it is of command `up_to` or an earlier one (None: of any)."""
+        if threading.current_thread() is self._thread:
+            return  # callbacks read replies there; what is raised there the script would never see
+        with self._lock:
+            if not self._errors or (up_to is not None and self._errors[0][0] > up_to):
+                return
+            error = self._errors.popleft()[1]
+            self._epoch += 1
+        raise error
+
+    # -- sending ---------------------------------------------------------------------------------------------------
+
+    def _submit(self, payload: Packed | list[Packed], recoverable: bool) -> Reply:
+        if os.getpid() != self._owner_pid:
+            raise WorkerLostError(
+                "A forked child process cannot use the accelerator of its parent.",
+                allowed="CPU tensors in the workers of a DataLoader or of datasets.map",
+            )
+        self.check()
+        self._slots.acquire()
+        with self._lock:
+            if self._stopped is None:
+                self._last_number += 1
+                reply = Reply(self, self._last_number)
+                self._send(_Command(reply, self._last_number, self._epoch, recoverable, payload))
+                return reply
+        self._slots.release()
+        self.check()
+        raise self._stopped_error()
+
+    def _send(self, command: _Command) -> None:
+        """Sends a command, or keeps it until there are workers. The caller holds the lock: order is what it is for."""
+        if self._engine is None:
+            self._unsent.append(command)
+        else:
+            pending = self._engine.execute(command.number, command.epoch, command.payload)
+            self._sent.append((command, pending))
+            self._changed.notify()
+
+    def _stopped_error(self) -> WorkerLostError:
+        first_line = str(self._stopped).partition("\n")[0]
+        error = WorkerLostError(
+            f"The mesh is stopped: {type(self._stopped).__name__}: {first_line}", fix="run the script again"
+        )
+        error.__cause__ = self._stopped
+        return error
+
+    # -- the background thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Starts the workers, receives until the mesh stops, and ends the workers, whatever happened."""
+        try:
+            receiver = self._start()
+            while not self._is_stopped():
+                self._receive_next(receiver)
+        except Stopping:
+            return
+        except (MeshStartError, WorkerLostError) as error:
+            self._stop(error)
+        except Exception as error:
+            self._stop(self._unexpected(error))
+        finally:
+            self._crew.end()
+
+    def _start(self) -> Receiver:
+        engine, joining = self._crew.start(self._on_progress, self._come_first_at_exit)
+        with self._lock:
+            self._engine = engine
+            for command in self._unsent:
+                self._send(command)
+            self._unsent.clear()
+        from moreh_ap.runtime.engine import EngineError
+        from moreh_ap.runtime.receiver import PeersHang, Receiver
+
+        receiver = Receiver(self._crew, engine, self._is_stopped)
+        try:
+            answers: list[Answer] = receiver.receive(0, 0, joining)
+        except PeersHang as hang:
+            answers = [hang.answer]
+        except WorkerLostError as lost:
+            if isinstance(lost.__cause__, EngineError) and lost.__cause__.is_time_out:
+                raise start_error(lost.__cause__) from lost
+            raise MeshStartError(f"While the workers were joining each other: {lost.fact}", fix=lost.fix) from lost
+        failed = next((answer for answer in answers if answer.status == FAILED), None)
+        if failed is not None:
+            failure = failure_of(failed)
+            raise MeshStartError(
+                f"Worker {failure.rank} could not join the others: {failure.type_name}: {failure.text}"
+            ) from restore_failure(failure)
+        self._on_progress("ready", self.num_workers, self.num_workers)
+        self._ready.set()
+        return receiver
+
+    def _come_first_at_exit(self) -> None:
+        """Exit handlers run last in, first out, and the engine has just registered its own."""
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+
+    def _receive_next(self, receiver: Receiver) -> None:
+        from moreh_ap.runtime.receiver import PeersHang
+
+        with self._lock:
+            if not self._sent:
+                self._changed.wait(_IDLE_LOOK_S)
+            head = self._sent[0] if self._sent else None
+        if head is None:
+            receiver.look_around()
+            return
+        command, pending = head
+        try:
+            answers = receiver.receive(command.number, command.epoch, pending)
+            outcome = self._judge.judge(command.epoch, command.recoverable, answers)
+        except PeersHang as hang:
+            outcome = self._judge.judge_hang(command.epoch, hang.answer)
+        if outcome.must_stop and outcome.error is not None:
+            self._stop(outcome.error, tell=outcome.is_new)
+            return
+        with self._lock:
+            if self._stopped is not None:
+                return
+            self._sent.popleft()
+            if outcome.error is not None and outcome.is_new:
+                self._errors.append((command.number, outcome.error))
+        self._complete(command, outcome.values, outcome.error)
+
+    def _complete(self, command: _Command, values: list[object], error: BaseException | None) -> None:
+        self._slots.release()
+        command.reply.complete(values, error)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _is_stopped(self) -> bool:
+        return self._stopped is not None
+
+    def _stop(self, error: BaseException, *, tell: bool = True) -> None:
+        """Accepts no further command, ends the workers, and completes what is outstanding with `error`.
+
+        Args:
+            error: why.
+            tell: whether the script has still to be told of it.
+        """
+        with self._lock:
+            if self._stopped is not None:
+                return
+            self._stopped = error
+            if tell:
+                self._errors.append((0, error))
+            abandoned = [*(command for command, _ in self._sent), *self._unsent]
+            self._sent.clear()
+            self._unsent.clear()
+            self._changed.notify_all()
+        self._crew.kill()
+        for command in abandoned:
+            self._complete(command, [], error)
+        self._ready.set()
+
+    def _unexpected(self, error: Exception) -> MeshStartError | WorkerLostError:
+        """Wraps an error of this thread itself: without it the mesh cannot go on."""
+        text = f"{type(error).__name__}: {error}"
+        wrapped: MeshStartError | WorkerLostError
+        if self._ready.is_set():
+            wrapped = WorkerLostError(f"The connection to the workers failed: {text}")
+        else:
+            wrapped = MeshStartError(f"The {self.num_workers} worker processes could not be started: {text}")
+        wrapped.__cause__ = error
+        return wrapped

@@ -1,0 +1,214 @@
+"""`torch.autograd.grad`, and `backward(inputs=...)`, where the way leads through calls on workers.
+
+Decides what becomes of gradients of parameters that nobody asked for (they stay what they were), and how gradients of
+parameters and of outputs of a call are found, which are no tensors of the controller's graph. Must not know how a
+backward is carried out.
+
+[Note: how]
+A parameter on workers is asked for through the anchor of its model: autograd then goes through the model's calls. The
+workers put the gradients of before aside, so that what a backward adds is the answer, and put them back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.protocol.messages.calls import TakeGradients
+from moreh_ap.session.state_tensors import ModelState, OnWorkers
+
+if TYPE_CHECKING:
+    from moreh_ap.session.models.remote_model import RemoteModel
+    from moreh_ap.session.outbox import Posted
+
+_apart: ContextVar[Apart | None] = ContextVar("apart", default=None)
+
+
+def apart() -> Apart | None:
+    """Where gradients of parameters are kept apart now; None where they accumulate as usual."""
+    return _apart.get()
+
+
+class Apart:
+    """Models through which a backward went whose gradients of parameters are kept apart from those of before.
+
+    Args:
+        wanted: The parameters of each model that are asked for.
+    """
+
+    def __init__(self, wanted: dict[RemoteModel, list[str]]) -> None:
+        self._wanted = wanted
+        self._replies: dict[RemoteModel, Posted] = {}
+        self._with_graph: dict[tuple[RemoteModel, str], Tensor] = {}
+
+    def asked(self, model: RemoteModel) -> list[str]:
+        """The parameters of a model that are asked for."""
+        return self._wanted.get(model, [])
+
+    def add(self, model: RemoteModel, gradients: dict[str, Tensor | None]) -> None:
+        """Note gradients that have a graph; those of several calls add up."""
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                before = self._with_graph.get((model, name))
+                self._with_graph[model, name] = gradient if before is None else before + gradient
+
+    def after_backward(self, model: RemoteModel, reply: Posted) -> None:
+        """Note that a backward of a call of `model` was sent."""
+        self._replies[model] = reply
+
+    def take(self) -> dict[tuple[RemoteModel, str], Tensor]:
+        """Returns the gradients of what is asked for, of those that have one; the workers drop all others."""
+        taken, self._with_graph = self._with_graph, {}
+        for model, reply in self._replies.items():
+            names = self.asked(model)
+            present = model.gradients.decode(reply) if names else ()
+            taken.update({(model, name): model.promise_like(name) for name in names if name in present})
+            refs = {name: gradient._cell.value.ref for (of, name), gradient in taken.items() if of is model}  # type: ignore[attr-defined]
+            model.session.outbox.post(TakeGradients(model.owner, refs))
+        self._replies.clear()
+        return taken
+
+    def drop(self) -> None:
+        """Have the workers drop what was not taken."""
+        self._wanted = {}
+        self.take()
+
+
+@contextlib.contextmanager
+def _kept_apart(wanted: dict[RemoteModel, list[str]]) -> Iterator[Apart]:
+    scope = Apart(wanted)
+    token = _apart.set(scope)
+    try:
+        yield scope
+    finally:
+        _apart.reset(token)
+        scope.drop()
+
+
+@dataclass
+class _Asked:
+    """What the inputs of `torch.autograd.grad` are: tensors of the controller's graph, parameters, outputs of calls."""
+
+    in_graph: list[Tensor] = field(default_factory=list)
+    parameters: dict[int, tuple[RemoteModel, str]] = field(default_factory=dict)
+    outputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    removers: list[Callable[[], None]] = field(default_factory=list)
+
+    @staticmethod
+    def of(inputs: Sequence[Any]) -> _Asked:
+        asked = _Asked()
+        for position, tensor in enumerate(inputs):
+            parameter = _on_workers(tensor)
+            if parameter is not None:
+                asked.parameters[position] = parameter
+                asked.in_graph.append(parameter[0].anchor)
+            elif asked._watch(position, tensor):
+                asked.in_graph.append(tensor.grad_fn.next_functions[0][0].variable)
+            else:
+                asked.in_graph.append(tensor)
+        return asked
+
+    def _watch(self, position: int, tensor: Any) -> bool:
+        watch = getattr(getattr(tensor, "grad_fn", None), "watch_output", None)
+        found: list[Tensor] = []
+        watcher = None if watch is None else watch(tensor.output_nr, found.append, True)
+        if watcher is None:
+            return False
+        self.outputs[position] = found
+        self.removers.append(watcher.remove)
+        return True
+
+
+def _on_workers(tensor: Any) -> tuple[RemoteModel, str] | None:
+    """The model and the name of a parameter that workers keep; None for any other tensor."""
+    value = tensor._cell.value if isinstance(tensor, VirtualTensor) else None
+    if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState) and value.ref.kind == "param":
+        return value.owner.live_model(), value.ref.name
+    return None
+
+
+def gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Stands in for `torch.autograd.grad`."""
+    outputs, inputs = args[0], tuple(args[1])
+    asked = _Asked.of(inputs)
+    beyond_graph = {**asked.parameters, **asked.outputs}
+    if not beyond_graph:
+        with _kept_apart({}), torch._C.DisableTorchFunctionSubclass():
+            return func(outputs, inputs, *args[2:], **kwargs)
+    wanted: dict[RemoteModel, list[str]] = {}
+    for model, name in asked.parameters.values():
+        wanted.setdefault(model, []).append(name)
+    quiet = {**kwargs, "allow_unused": True, "materialize_grads": False}
+    parameters = [inputs[position] for position in asked.parameters]
+    try:
+        with _kept_apart(wanted) as scope:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = list(func(outputs, (*asked.in_graph, *parameters), *args[2:], **quiet))
+            taken = scope.take()
+    finally:
+        for remove in asked.removers:
+            remove()
+    used_here = found[len(inputs) :]  # what the script computes with a parameter itself: a penalty on weights
+    for (position, of), gradient in zip(asked.parameters.items(), used_here):
+        found[position] = _sum(taken.get(of), gradient)
+    del found[len(inputs) :]
+    for position, watched in asked.outputs.items():
+        found[position] = functools.reduce(_sum, watched, None)
+    if kwargs.get("materialize_grads"):
+        return tuple(torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(inputs, found))
+    if not kwargs.get("allow_unused") and any(grad is None for grad in found):
+        raise RuntimeError(  # in PyTorch's own words
+            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
+            "this is the desired behavior."
+        )
+    return tuple(found)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Stands in for `torch.autograd.backward`: with `inputs`, gradients accumulate in these alone."""
+    inputs = kwargs.get("inputs")
+    if inputs is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if kwargs.get("create_graph") and any(map(_on_workers, inputs)):
+        raise graph_of_kept_gradients()
+    options = {"grad_outputs": kwargs.get("grad_tensors"), "retain_graph": kwargs.get("retain_graph")}
+    options["create_graph"] = bool(kwargs.get("create_graph"))
+    found = gradients(torch.autograd.grad, (args[0], inputs), {**options, "allow_unused": True})
+    for tensor, gradient in zip(inputs, found, strict=True):
+        if gradient is not None:
+            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+    return None
+
+
+def graph_of_kept_gradients() -> UnsupportedError:
+    """What is raised where parameters would keep gradients that can be differentiated."""
+    return UnsupportedError(
+        "backward(create_graph=True): parameters keep their gradients on the workers, without a graph.",
+        allowed="torch.autograd.grad(..., create_graph=True) for inputs or parameters.",
+        fix="gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)",
+    )
+
+
+def backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Stands in for `Tensor.backward`."""
+    names = ("gradient", "retain_graph", "create_graph", "inputs")
+    given = {**dict(zip(names, args[1:])), **kwargs}
+    given["grad_tensors"] = given.pop("gradient", None)
+    return backward(torch.autograd.backward, (args[0],), given)

@@ -1,0 +1,184 @@
+"""What the controller knows of a call before its answer arrives: ids of its constant parts, its result's structure.
+
+A call's *signature* is where it goes, how its arguments nest, and its leaves that are not tensors. Its *structure* is
+how the result nests and the shape of every tensor in it; it is learnt from the workers' first answer and predicted
+after.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+from moreh_ap import log
+from moreh_ap.protocol.hook_records import Report
+from moreh_ap.protocol.memory_format import Order, empty_in_order
+from moreh_ap.protocol.messages.calls import DefineSignature, ForwardReply
+from moreh_ap.protocol.messages.tensors import LeafReply
+from moreh_ap.protocol.pytree import pickle_treespec, unpickle_treespec
+from moreh_ap.session.calls.row_shards import BatchRows
+
+if TYPE_CHECKING:
+    from moreh_ap.session.models.remote_model import RemoteModel
+
+_MAX_STRUCTURES = 4096
+
+
+@dataclass(frozen=True)
+class LeafTemplate:
+    """What is known of one output before its value is: its global shape, and how workers' parts make the whole."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    differentiable: bool
+    constant: Any = None
+    has_parts: bool = False
+    order: Order = ()
+
+    def promised(self) -> tuple[Any, ...]:
+        """What a script sees of the leaf at once."""
+        return (self.kind == "const", self.shape, self.dtype, self.differentiable, self.constant)
+
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
+
+    def meta(self) -> Tensor:
+        """The whole tensor without values, its dims in memory as on one device."""
+        return empty_in_order(self.shape, self.order, self.dtype, "meta")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a call's result nests, what its leaves are, whether the call drew random numbers, and who had which rows.
+
+    `attributes` are those that the forward set: their values are the last of the leaves.
+    """
+
+    treespec: TreeSpec
+    leaves: tuple[LeafTemplate, ...]
+    mode: str
+    note: str
+    draws: bool
+    batch: BatchRows | None
+    attributes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(replies: list[ForwardReply | None]) -> Structure:
+        """Join the answers of all workers that have a result, in rank order."""
+        answered = [reply for reply in replies if reply is not None]
+        leaves = []
+        for parts in zip(*(reply.leaves for reply in answered)):
+            first: LeafReply = parts[0]
+            if first.kind == "const":
+                leaves.append(LeafTemplate("const", (), None, False, pickle.loads(first.data or b"")))
+                continue
+            shape = first.shape
+            if first.kind == "rows":
+                shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+            leaves.append(
+                LeafTemplate(
+                    first.kind,
+                    shape,
+                    first.dtype,
+                    first.differentiable,
+                    has_parts=first.has_parts,
+                    order=first.order,
+                )
+            )
+        first_answer = answered[0]
+        own_rows = tuple(None if reply is None else reply.rows for reply in replies)
+        treespec = unpickle_treespec(first_answer.pickled_treespec)
+        return Structure(
+            treespec,
+            tuple(leaves),
+            first_answer.mode,
+            first_answer.note,
+            draws=any(reply.streams is not None for reply in answered),
+            batch=None if first_answer.rows is None else BatchRows(own_rows),
+            attributes=tuple(treespec.children()[-1].context) if treespec.context is Report else (),
+        )
+
+    def promises_the_same(self, other: Structure) -> bool:
+        """True if a script could not tell results of the two apart before reading a value, but for attributes."""
+        (nesting, leaves), (other_nesting, other_leaves) = self._without_attributes(), other._without_attributes()
+        # A named tuple that `forward` defines anew has another class in each result.
+        nest_alike = nesting == other_nesting or repr(nesting) == repr(other_nesting)
+        return nest_alike and [leaf.promised() for leaf in leaves] == [leaf.promised() for leaf in other_leaves]
+
+    def _without_attributes(self) -> tuple[list[TreeSpec], tuple[LeafTemplate, ...]]:
+        """How the result and what hooks were given nest, and the leaves of both."""
+        if self.treespec.context is not Report:
+            return [self.treespec], self.leaves
+        result, seen, ended_by, _ = self.treespec.children()
+        no_hook_ran = seen.num_leaves == 0 and self.leaves[result.num_leaves].constant is None
+        nesting = [result] if no_hook_ran else [result, seen, ended_by]
+        return nesting, self.leaves[: sum(part.num_leaves for part in nesting)]
+
+    def predictable(self) -> bool:
+        """True if another call of the same signature must give the same structure.
+
+        No leaf is a computed number, and no attribute is set: that may depend on everything.
+        """
+        constants = (leaf.constant for leaf in self.leaves if leaf.kind == "const")
+        return not self.attributes and all(constant is None for constant in constants)
+
+
+class Signatures:
+    """What one model knows of its calls: ids of their constant parts, and structures seen so far."""
+
+    def __init__(self, model: RemoteModel) -> None:
+        self._model = model
+        self._structures: dict[Any, Structure] = {}
+        self._unpredictable: set[Any] = set()
+        self._attributes: set[str] = set()
+        self._notes: set[str] = set()
+
+    def define(self, path: str, treespec: TreeSpec, constants: list[Any]) -> int:
+        """The id of this path, nesting and constants; the workers are told the first time."""
+        owner, nesting, values = self._model.owner, pickle_treespec(treespec), pickle_constants(constants)
+        return self._model.session.outbox.define(
+            (owner, path, nesting, values), lambda number: DefineSignature(number, owner, path, nesting, values)
+        )
+
+    def structure(self, key: Any) -> Structure | None:
+        """What is known of calls with `key`, if anything."""
+        return self._structures.get(key)
+
+    def learn(self, key: Any, structure: Structure, *, grad: bool) -> None:
+        """Remember the structure of the calls with `key`; say once in the log why a training batch is not shared."""
+        if grad and structure.note and structure.note not in self._notes:
+            self._notes.add(structure.note)
+            print(log.info(structure.note), flush=True)
+        if not self._attributes.issuperset(structure.attributes):
+            self._structures.clear()  # calls that set it to None, as it was, are to be looked at again
+            self._attributes.update(structure.attributes)
+        if structure.predictable() and key not in self._unpredictable:
+            if len(self._structures) >= _MAX_STRUCTURES:
+                self._structures.clear()
+            self._structures[key] = structure
+
+    def sets_attributes(self) -> bool:
+        """Whether a forward has set attributes so far."""
+        return bool(self._attributes)
+
+    def never_predict(self, key: Any) -> None:
+        """The structure of a call with `key` turned out to be another than that of an earlier one."""
+        self._structures.pop(key, None)
+        self._unpredictable.add(key)
+
+
+def pickle_constants(constants: list[Any]) -> bytes:
+    """The leaves of a call that are not tensors, as they travel."""
+    try:
+        return pickle.dumps(constants)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return cloudpickle.dumps(constants)

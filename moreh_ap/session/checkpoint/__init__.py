@@ -1,0 +1,1 @@
+"""Training checkpoints: saved under one plan, loaded under any other."""

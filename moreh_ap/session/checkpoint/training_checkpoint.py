@@ -1,0 +1,239 @@
+"""Training checkpoints: models and optimizers saved under one plan and loaded under any other, or without a plan.
+
+Decides what of models and optimizers is saved and how it comes back. Must not know the format of the folder
+(`checkpoint_folder`), how files are written (`parallelizer.checkpoint`), or what a plan is.
+
+[Note: nothing passes through the controller]
+What workers hold they write, each the elements that count there, and they read what they hold. A model that has not
+been called is in no worker yet: loading gives its tensors values that lie in the checkpoint (`InFile`), and the workers
+read them at the first call. What the controller holds itself, it writes tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moreh_ap import device
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import View
+from moreh_ap.errors import LoadError
+from moreh_ap.parallelizer.state.checkpoint_shards import Box, WrittenFile, check_dtype, write_file
+from moreh_ap.parallelizer.state.loading import Wanted, read
+from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
+from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef
+from moreh_ap.session.checkpoint.checkpoint_folder import Checkpoint, NewCheckpoint, problems_of, some, unknown
+from moreh_ap.session.checkpoint.checkpoint_optimizer import check_groups, describe_optimizer, load_optimizer
+from moreh_ap.session.checkpoint.checkpoint_values import Encoder, decode
+from moreh_ap.session.session import Session
+from moreh_ap.session.state_tensors import OnWorkers
+
+
+def save(
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Saves models, optimizers and whatever else belongs to the state of a training run into `folder`.
+
+    If this is interrupted, however that happens, the folder holds what it held before.
+
+    Args:
+        folder: Made if it is not there; a checkpoint in it is replaced.
+        model: The model, or models by names of your choice.
+        optimizer: The optimizer, or optimizers by names. Their parameters must be the models'.
+        extra: Numbers, strings, tensors, and lists, tuples and dicts of them, such as ``scheduler.state_dict()``.
+
+    Raises:
+        UnsupportedError: `extra` or an optimizer holds a value that a checkpoint has no form for.
+        OSError: A file could not be written.
+    """
+    models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
+    encoder = Encoder()
+    names = _parameter_names(models)
+    content: dict[str, Any] = {
+        "models": {name: _tensor_names(part, name, encoder) for name, part in models.items()},
+        "optimizers": {name: describe_optimizer(part, name, names, encoder) for name, part in optimizers.items()},
+        "extra": encoder.encode(dict(extra or {}), "extra"),
+        "generator": None,
+    }
+    accelerator = device.current()
+    if accelerator is not None:
+        content["generator"] = accelerator.session.generator.state().hex()
+    new = NewCheckpoint(folder)
+    new.write(lambda: _write_files(new, encoder.tensors), encoder.tensors, content)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module | Mapping[str, nn.Module] | None = None,
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Loads models and optimizers from a checkpoint, under whatever plan they are or will be, or none.
+
+    Nothing is changed unless everything that was asked for is there.
+
+    Args:
+        folder: Where `save` put it. It must stay until the first call of a model that has not been called yet.
+        model: What is to be loaded, under the same names as it was saved.
+        optimizer: Likewise; an optimizer's parameters are found by their names in `model`, which it needs.
+        verify: Whether to compare the files with their checksums. Their sizes are always compared.
+
+    Returns:
+        What was saved as `extra`, with tensors on the CPU.
+
+    Raises:
+        LoadError: There is no checkpoint, a file is damaged, or a tensor is missing or has another shape.
+    """
+    checkpoint = Checkpoint.open(folder, verify=verify)
+    checkpoint.check(_problems(checkpoint, verify))
+    models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
+    names = _parameter_names(models)
+    values: dict[str, Tensor] = {}
+    for name, part in models.items():
+        values |= _matching(checkpoint, part, name)
+    for name, part in optimizers.items():
+        check_groups(checkpoint, part, name, names)
+    extra: dict[str, Any] = decode(checkpoint.content["extra"], checkpoint.read)
+
+    _set_values(checkpoint, values)
+    for name, part in optimizers.items():
+        load_optimizer(checkpoint, part, name, names)
+    accelerator = device.current()
+    if accelerator is not None:
+        if optimizers and checkpoint.content["generator"]:
+            accelerator.session.generator.set_state(bytes.fromhex(checkpoint.content["generator"]))
+        if accelerator.in_use():
+            accelerator.session.synchronize()
+    return extra
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def _by_name(given: Any, name: str) -> dict[str, Any]:
+    if given is None:
+        return {}
+    return {f"{name}.{key}": part for key, part in given.items()} if isinstance(given, Mapping) else {name: given}
+
+
+def _state_of(model: nn.Module, name: str) -> dict[str, Tensor]:
+    """The tensors of a model by their names in a checkpoint; what is tied has one name."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    found = {f"{name}/{key}": tensor for key, tensor in model.named_parameters()}
+    for path, module in model.named_modules():
+        for key, buffer in module.named_buffers(path, recurse=False):
+            if key.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                found[f"{name}/{key}"] = buffer
+    return found
+
+
+def _parameter_names(models: dict[str, nn.Module]) -> dict[int, str]:
+    return {id(tensor): key for name, model in models.items() for key, tensor in _state_of(model, name).items()}
+
+
+# -- saving --------------------------------------------------------------------------------------------------------
+
+
+def _tensor_names(model: nn.Module, name: str, encoder: Encoder) -> list[str]:
+    state = _state_of(model, name)
+    encoder.tensors.update(state)
+    return list(state)
+
+
+def _write_files(new: NewCheckpoint, tensors: dict[str, Tensor]) -> list[WrittenFile]:
+    on_workers: dict[Session, dict[str, StateRef]] = defaultdict(dict)
+    boxes = []
+    for name, tensor in tensors.items():
+        check_dtype(name, tensor.dtype)
+        value = tensor._cell.value if isinstance(tensor, VirtualTensor) else None
+        if isinstance(value, OnWorkers):
+            on_workers[value.owner.session][name] = value.ref
+        else:
+            boxes.append(Box.whole(name, tensor, _reader(tensor)))
+    writing = [session.outbox.submit(WriteCheckpoint(new.path("worker"), refs)) for session, refs in on_workers.items()]
+    files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
+    for posted in writing:
+        files += posted.result()
+    return [file for file in files if file is not None]
+
+
+def _reader(tensor: Tensor) -> Callable[[], Tensor]:
+    return tensor.host_value if isinstance(tensor, VirtualTensor) else tensor.detach
+
+
+# -- loading: what is asked for is there ---------------------------------------------------------------------------
+
+
+def _problems(checkpoint: Checkpoint, verify: bool) -> dict[str, str]:
+    """What is wrong with the files of a checkpoint; workers share the reading where there are any."""
+    files = checkpoint.files(verify=verify)
+    accelerator = device.current()
+    if not verify or accelerator is None:
+        return problems_of(files)
+    found: dict[str, str] = {}
+    for part in accelerator.session.outbox.submit(CheckFiles(files)).result():
+        found |= part
+    return found
+
+
+def _matching(checkpoint: Checkpoint, model: nn.Module, name: str) -> dict[str, Tensor]:
+    """The tensors of a model by their names, all of which the checkpoint has in the same shapes."""
+    saved = checkpoint.content["models"].get(name)
+    if saved is None:
+        raise LoadError(unknown(checkpoint, "models", name), ", ".join(checkpoint.content["models"]))
+    state = _state_of(model, name)
+    missing, unexpected = sorted(state.keys() - set(saved)), sorted(set(saved) - state.keys())
+    if missing or unexpected:
+        facts = [f"{checkpoint.folder} lacks {some(missing)}"] if missing else []
+        facts += [f"the model lacks {some(unexpected)}"] if unexpected else []
+        raise LoadError("; ".join(facts), "a model with the same parameters and buffers as the one that was saved")
+    for key, tensor in state.items():
+        shape = checkpoint.tensors[key].shape
+        if tuple(tensor.shape) != shape:
+            raise LoadError(
+                f"{key} has shape {tuple(tensor.shape)} in the model and {shape} in {checkpoint.folder}", "equal shapes"
+            )
+        if tensor.is_meta:
+            raise LoadError(
+                f"{key} is on meta: it has no memory to load into",
+                "a model on the CPU or on the accelerator",
+                'model.to_empty(device="cpu")',
+            )
+    return state
+
+
+# -- loading: values -------------------------------------------------------------------------------------------------
+
+
+def _set_values(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    """Gives tensors their saved values, wherever they are. See [Note: nothing passes through the controller]."""
+    on_workers: dict[Session, dict[StateRef, SavedTensor]] = defaultdict(dict)
+    wanted: list[Wanted] = []
+    for name, tensor in tensors.items():
+        saved = checkpoint.tensors[name]
+        if not isinstance(tensor, VirtualTensor):
+            wanted += (Wanted(name, tensor.detach(), source) for source in saved.sources)
+            continue
+        cell = tensor._cell
+        if isinstance(cell.value, OnWorkers):
+            on_workers[cell.value.owner.session][cell.value.ref] = saved
+        elif cell.has_views or isinstance(cell.value, View):  # others look at the same memory
+            with torch.no_grad():
+                tensor.detach().copy_(checkpoint.read(name).to(tensor.device))
+        else:
+            cell.value = checkpoint.unread(name, tensor.dtype)
+    posted = [session.outbox.submit(ReadCheckpoint(values)) for session, values in on_workers.items()]
+    read(wanted)
+    for reply in posted:
+        reply.result()

@@ -1,0 +1,1 @@
+"""Models and optimizers that live on the workers, seen from the controller."""

@@ -1,0 +1,92 @@
+"""Lists, dicts and sets among the attributes of a model's modules, which scripts change in place.
+
+Decides which of them have other contents than workers know: setting an attribute is seen as it happens, ``.append`` is
+not. Looked at are those that hold nothing but plain values and tensors; another tensor is a change, other values in it
+are none. Must not know workers or messages.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from moreh_ap.protocol.blocks import OF_EVERY_MODULE
+
+_KINDS = (list, dict, set, OrderedDict, defaultdict)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_ITEMS = (*_PLAIN, torch.Tensor)
+
+
+class Containers:
+    """The contents that workers know of.
+
+    Args:
+        modules: The modules by path.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._known: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {}
+        for path, module in modules.items():
+            for name, value in vars(module).items():
+                self.note(path, module, name, value)
+
+    def note(self, path: str, module: nn.Module, name: str, value: Any) -> None:
+        """Workers know, or are about to be told, that the attribute is `value` as it is now."""
+        if name not in OF_EVERY_MODULE and type(value) in _KINDS and _is_plain(value):
+            self._known[path, name] = vars(module), _copy(value)
+        else:
+            self._known.pop((path, name), None)
+
+    def take_changes(self) -> list[tuple[str, str, Any]]:
+        """Returns path, name and value of those with other contents than at the last time."""
+        changes = []
+        for key, (attributes, known) in list(self._known.items()):
+            value = attributes.get(key[1])
+            if _same(value, known):
+                continue
+            if type(value) in _KINDS and _is_plain(value):
+                changes.append((*key, value))
+                self._known[key] = attributes, _copy(value)
+            else:
+                del self._known[key]
+        return changes
+
+
+def _copy(value: Any) -> Any:
+    """Other containers with the same items."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copy, value))
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = _copy(item)
+        return copied
+    return value.copy() if isinstance(value, set) else value
+
+
+def _same(value: Any, known: Any) -> bool:
+    if value is known:
+        return True
+    if type(value) is not type(known) or isinstance(value, torch.Tensor):
+        return False
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(known) and all(map(_same, value, known))
+    if isinstance(value, dict):
+        return value.keys() == known.keys() and all(_same(value[key], known[key]) for key in known)
+    try:
+        return bool(value == known)
+    except Exception:  # an object with a comparison of its own is in it now
+        return False
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return isinstance(value, _ITEMS)

@@ -1,0 +1,166 @@
+"""Which call of a module runs on the workers: the outermost one that holds accelerator parameters."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import Here
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.protocol.messages.stream import ImportModules
+from moreh_ap.session.models.remote_model import RemoteModel
+from moreh_ap.session.models.script_hooks import replaying
+from moreh_ap.session.planning import first_call
+from moreh_ap.session.planning.autotune import tune
+from moreh_ap.session.planning.oom_recovery import Recovery
+from moreh_ap.session.planning.step_watch import Watch
+from moreh_ap.session.session import Session
+from moreh_ap.session.state_tensors import ModelState, OnWorkers
+
+
+class Units:
+    """Finds, and makes at the first call, the remote model that a module belongs to."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._recovery = Recovery(session)
+        self._models: list[RemoteModel] = []
+        self._announced: set[str] = set()
+        # A module that was moved as a whole (``model.cuda()``) stays one unit even if a part of it is called first.
+        self._root_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+    def note_moved(self, root: nn.Module) -> None:
+        """`root` was moved by the script: it is one unit, or, if it left the accelerator, none."""
+        if _is_on_accelerator(root):
+            for module in root.modules():
+                self._root_of[module] = weakref.ref(root)
+            self._announce(root)
+        for model in [model for model in self._models if model.has_left()]:
+            self._models.remove(model)
+            model.release()
+
+    def _announce(self, root: nn.Module) -> None:
+        """Have the workers import what the model needs while the script prepares its data."""
+        names = {type(module).__module__ for module in root.modules()} - {"__main__"}
+        news = tuple(sorted(name for name in names - self._announced if not name.startswith("torch.")))
+        if news:
+            self._announced.update(news)
+            self._session.outbox.submit(ImportModules(news))
+
+    def any(self) -> bool:
+        """True if a model lives on the workers."""
+        return bool(self._models)
+
+    def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """An attribute of `module` was set: tell the model it belongs to, if any."""
+        for model in self._models:
+            if not model.contains(module):
+                continue
+            if replaying():
+                model.script_hooks.attributes.add(f"{model.path_of(module)}.{name}".lstrip("."))
+            elif isinstance(value, (nn.Module, nn.Parameter)) or name in module._buffers:
+                model.note_structure()
+            else:
+                model.note_attribute(module, name, value)
+
+    def find(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[RemoteModel, str] | None:
+        """The remote model and the path in it for a call of `module`; None if the call belongs in the controller."""
+        parameter = next(module.parameters(), None)
+        if not isinstance(parameter, VirtualTensor) or not parameter.is_cuda:
+            return None
+        value = parameter._cell.value
+        if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState):
+            model = value.owner.live_model()
+            if not model.is_out_of_date() and model.contains(module):
+                return model, model.path_of(module)
+            return self._build(module if not model.contains(module) else model.root, module, args, kwargs)
+        return self._build(self._moved_root(module), module, args, kwargs)
+
+    def _moved_root(self, module: nn.Module) -> nn.Module:
+        reference = self._root_of.get(module)
+        root = reference() if reference is not None else None
+        return root if root is not None and any(part is module for part in root.modules()) else module
+
+    def _build(self, root: nn.Module, module: nn.Module, args: Any, kwargs: Any) -> tuple[RemoteModel, str] | None:
+        if any(parameter.grad_fn is not None for parameter in root.parameters()):
+            return None  # the script computed it (`functional_call`): the result is a function of that, here
+        if not _is_on_accelerator(root):
+            root = module
+        if not _is_on_accelerator(root):
+            return None  # parameters on both sides: run it here, its parts that are on the accelerator run there
+        root = self._with_all_that_share(root)
+        refuse_compiled(root)
+        self._bring_back(root)
+        model = self._lay_out(root, (module, args, kwargs))
+        self._models.append(model)
+        self._session.job.has_model(type(root).__name__, str(model.plan))
+        return model, model.path_of(module)
+
+    def _with_all_that_share(self, root: nn.Module) -> nn.Module:
+        """The module, or one around it and others that have parameters of it: there gradients of all calls add up."""
+        roots = [reference() for reference in self._root_of.values()] + [model.root for model in self._models]
+        others = list({id(other): other for other in roots if other is not None and _is_on_accelerator(other)}.values())
+        group, own = [root], set(map(id, root.parameters()))
+        while sharing := [other for other in others if other not in group and not own.isdisjoint(_ids(other))]:
+            group += sharing
+            own.update(*map(_ids, sharing))
+        inside = {id(part) for module in group for part in module.modules() if part is not module}
+        outermost = [module for module in group if id(module) not in inside]
+        return outermost[0] if len(outermost) == 1 else nn.ModuleList(outermost)
+
+    def _lay_out(self, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> RemoteModel:
+        session, plan = self._session, first_call.plan_on_trial()
+        if plan is not None:
+            return RemoteModel(session, root, call, plan)
+        planned = first_call.plan_first_call(session, root, call)
+        values = [(tensor, tensor._cell.value) for tensor in _state_tensors(root)]
+        if session.options.autotune and not planned.is_given:
+            planned = tune(session, root, call, planned)
+        if not self._models:
+            session.outbox.journal.open()
+        model = RemoteModel(session, root, call, planned.plan)
+        self._recovery.take_on(model, planned, values)
+        session.watch = Watch(session.outbox, planned.expected)
+        return model
+
+    def _bring_back(self, root: nn.Module) -> None:
+        """Read what workers already keep of `root`, so that it can be laid out anew (its structure changed)."""
+        for tensor in _state_tensors(root):
+            if isinstance(tensor._cell.value, OnWorkers):
+                gradient = None if tensor.grad is None else tensor.grad.cpu()
+                tensor._cell.value = Here(tensor._cell.value.read())
+                tensor.grad = None if gradient is None else gradient.cuda()
+        for model in [model for model in self._models if model.has_left()]:
+            self._models.remove(model)
+            model.release()
+
+
+def refuse_compiled(root: nn.Module) -> None:
+    """Models of TorchScript have no code that workers could run.
+
+    Raises:
+        UnsupportedError: There is one in the module.
+    """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
+        raise UnsupportedError(
+            f"A {type(root).__name__} compiled by torch.jit on the accelerator, whose workers run Python.",
+            allowed="The model itself on the accelerator; compiled models on the CPU; compiled functions anywhere.",
+            fix="torch.jit.script(copy.deepcopy(model).cpu())  # to save it; train the model itself",
+        )
+
+
+def _ids(module: nn.Module) -> set[int]:
+    return set(map(id, module.parameters()))
+
+
+def _state_tensors(module: nn.Module) -> list[Any]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _is_on_accelerator(module: nn.Module) -> bool:
+    tensors = _state_tensors(module)
+    return bool(tensors) and all(isinstance(tensor, VirtualTensor) and tensor.is_cuda for tensor in tensors)

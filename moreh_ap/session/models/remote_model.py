@@ -1,0 +1,342 @@
+"""A model that lives on the workers, seen from the controller.
+
+The real `nn.Module` objects stay in the controller as a skeleton; their parameters and buffers are virtual tensors
+whose values the workers keep. Before each call the few things a script may change on a skeleton (training mode, frozen
+parameters, plain attributes, a transformers config, which modules there are) are compared with what the workers know.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import Value
+from moreh_ap.errors import PlanError, UnsupportedError
+from moreh_ap.plan import Plan
+from moreh_ap.protocol.memory_format import kernel_format
+from moreh_ap.protocol.messages.models import (
+    BuildModel,
+    ChangeModule,
+    ExampleCall,
+    ReleaseModel,
+    SetKernelFormats,
+    SetRequiresGrad,
+)
+from moreh_ap.protocol.messages.tensors import StateRef, TensorData, TensorSlot
+from moreh_ap.protocol.model_settings import Settings
+from moreh_ap.protocol.module_attributes import full_name
+from moreh_ap.protocol.passed_state import KEPT
+from moreh_ap.protocol.pytree import flatten, pickle_treespec
+from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
+from moreh_ap.session import script_line
+from moreh_ap.session.calls.parameter_gradients import Gradients
+from moreh_ap.session.calls.signatures import Signatures, pickle_constants
+from moreh_ap.session.models.container_attributes import Containers
+from moreh_ap.session.models.script_hooks import ScriptHooks, hook_keys
+from moreh_ap.session.outbox import Posted
+from moreh_ap.session.planning.first_call import plan_on_trial
+from moreh_ap.session.session import Session
+from moreh_ap.session.state_tensors import ModelState, OnWorkers
+from moreh_ap.session.value_files import ValueFiles
+
+
+class RemoteModel:
+    """Parameters and buffers of `root` move to the workers; the module tree stays.
+
+    Args:
+        session: Where the workers are.
+        root: A module whose parameters and buffers are virtual tensors.
+        call: Module, positional and keyword arguments of the first call, which a pipeline's cut depends on.
+        plan: How it is laid out.
+
+    Raises:
+        UnsupportedError: If the module cannot be sent (an attribute that cannot be pickled).
+    """
+
+    def __init__(self, session: Session, root: nn.Module, call: tuple[nn.Module, Any, Any], plan: Plan) -> None:
+        self.session, self.root = session, root
+        self.owner = f"model{session.outbox.new_id()}"
+        self.stale = False
+        self.settings = Settings()  # attributes and what is frozen: what is known of calls depends on it
+        self.plan = plan
+        self.modules = list(root.modules())
+        # Tied tensors appear once, under their first name.
+        self.parameters: dict[str, VirtualTensor] = dict(root.named_parameters())  # type: ignore[arg-type]
+        self.buffers: dict[str, VirtualTensor] = dict(root.named_buffers())  # type: ignore[arg-type]
+        self.holder = ModelState(session, self)
+        self.gradients = Gradients(self)
+        self.signatures = Signatures(self)
+        # Autograd enters a remote call through this leaf: a call joins no parameter to the controller's graph.
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.script_hooks = ScriptHooks(root, plan, plan_on_trial() is not None, session.hooks_kept_here)
+        self._hook_keys = hook_keys(self.modules)
+        self._training = self._training_flags()
+        self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
+        self._kernels = {name: parameter for name, parameter in self.parameters.items() if parameter.ndim >= 4}
+        self._kernel_strides = [_usual_strides(kernel) for kernel in self._kernels.values()]
+        self._config = self._config_snapshot()
+        self._changes: list[tuple[str, str, Any]] = []
+        self._containers = Containers(dict(root.named_modules()))
+        self._parts = _parts_of(self.modules)
+        self._warned_of: set[str] = set()
+        self._left_out: dict[str, None] = {}  # in their order
+        self._passed_on: dict[str, set[str]] = {}
+        self._path_of = {id(module): path for path, module in root.named_modules()}
+        self._built: Posted
+        self._placements: dict[str, str] | None = None
+        self._first_call: tuple[nn.Module, Any, Any] | None = call
+        self._build()
+        self._take_gradients()
+        session.outbox.journal.when_closed(self._forget_first_call)
+
+    def example(self) -> ExampleCall | None:
+        """The first call as workers need it to find where a model can be cut; None under a plan that does not.
+
+        Raises:
+            PlanError: A part of the model was called.
+        """
+        if self.plan.pipeline == 1 or self._first_call is None:
+            return None
+        return _example(self.root, self._first_call)
+
+    def _forget_first_call(self) -> None:
+        self._first_call = None
+
+    def laid_out_again(self, plan: Plan) -> None:
+        """Other workers are about to be told everything that these were, under another plan."""
+        self.plan = plan
+        self._placements = None
+        self.signatures = Signatures(self)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Have the model's tensors stand for what the workers keep."""
+        for kind, tensors in (("param", self.parameters), ("buffer", self.buffers)):
+            for name, tensor in tensors.items():
+                tensor._cell.value = OnWorkers(self.holder, StateRef(self.owner, kind, name))
+
+    def _build(self) -> None:
+        files = ValueFiles()
+        try:
+            with self.script_hooks.replaced():
+                skeleton = pickle_skeleton(self.root)
+            sources = files.sources_of({**self.parameters, **self.buffers})
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            files.remove()
+            raise UnsupportedError(
+                f"{type(self.root).__name__} cannot be sent to the accelerator's workers: {error}.",
+                allowed="Every attribute of a module must be picklable (no open files, locks or generators).",
+                fix="del model.<attribute>  # before the first call",
+            ) from error
+        tensors = [*self.parameters.values(), *self.buffers.values()]
+        before: list[tuple[VirtualTensor, Value]] = [(tensor, tensor._cell.value) for tensor in tensors]
+        self._attach()
+        outbox = self.session.outbox
+
+        def built(reply: Posted) -> None:
+            if reply.failed():  # nothing is lost: the next call tries again with the values that are still here
+                for tensor, value in before:
+                    tensor._cell.value = value
+            else:
+                before.clear()
+            outbox.journal.when_closed(files.remove)
+
+        command = BuildModel(self.owner, skeleton, str(self.plan), sources, self.example())
+        self._built = outbox.submit(command)
+        self._built.add_done_callback(built)
+
+    def _take_gradients(self) -> None:
+        """Workers take over what autograd has computed for parameters here, and will compute here."""
+        for name, parameter in self.parameters.items():
+            gradient = parameter.hand_gradient_on()
+            if gradient is not None:
+                self.gradients.set(name, gradient)
+            parameter.expect_gradients_here()
+
+    def placement_of(self, name: str) -> str | None:
+        """How the parts of a parameter lie on workers, see `OnWorkers.placement`; waits the first time."""
+        if self.plan.tensor == self.plan.pipeline == 1:
+            return None
+        if self._placements is None:
+            answers: list[dict[str, str]] = self._built.result()
+            self._placements = {name: place for answer in reversed(answers) for name, place in answer.items()}
+        return self._placements.get(name)
+
+    def promise_like(self, name: str) -> VirtualTensor:
+        """A new temporary of the workers whose parts lie as those of parameter `name` do."""
+        return self.holder.promise(self.parameters[name].detach(), self.placement_of(name))
+
+    def path_of(self, module: nn.Module) -> str:
+        """The path of a submodule below the root."""
+        return self._path_of[id(module)]
+
+    def contains(self, module: nn.Module) -> bool:
+        return id(module) in self._path_of
+
+    def has_trainable_parameters(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters.values())  # `_requires_grad` may be old
+
+    # -- what a script may change between calls --------------------------------------------------------------------
+
+    def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """A plain attribute of a submodule was set: the workers learn of it before the next call."""
+        path = self._path_of[id(module)]
+        self._containers.note(path, module, name, value)
+        if not self._is_passed_on(full_name(path, name), value):
+            self._changes.append((path, name, value))
+
+    def send_changes(self) -> bytes | None:
+        """Post what changed since the last call; the training flags, if they changed, go with the call itself."""
+        config = self._config_snapshot()
+        if config != self._config:
+            changed = {key: value for key, value in config.items() if self._config.get(key, self) != value}
+            self._changes += [("", f"config.{key}", value) for key, value in changed.items()]
+            self._config = config
+        for path, name, value in self._containers.take_changes():
+            if not self._is_passed_on(full_name(path, name), value):
+                self._changes.append((path, name, value))
+        if self._changes:
+            changes = tuple((path, name, pickle_attribute(value)) for path, name, value in self._changes)
+            self._changes = []
+            self.settings.set({(path, name): pickled for path, name, pickled in changes})
+            self.session.outbox.post(ChangeModule(self.owner, changes))
+        requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
+        if requires_grad != self._requires_grad:
+            pairs = zip(self.parameters, requires_grad, self._requires_grad)
+            flags = {name: new for name, new, old in pairs if new != old}
+            self.settings.set(flags)
+            self.session.outbox.post(SetRequiresGrad(self.owner, flags))
+            self._requires_grad = requires_grad
+        strides = [kernel.stride() for kernel in self._kernels.values()]
+        if strides != self._kernel_strides:
+            self._kernel_strides = strides
+            formats = {name: kernel_format(kernel) for name, kernel in self._kernels.items()}
+            self.settings.set({(name, "memory_format"): format for name, format in formats.items()})
+            self.session.outbox.post(SetKernelFormats(self.owner, formats))
+        training = self._training_flags()
+        if training == self._training:
+            return None
+        self._training = training
+        return training
+
+    @property
+    def training_flags(self) -> bytes:
+        """One byte a submodule, in the order of ``root.modules()``."""
+        return self._training
+
+    def _training_flags(self) -> bytes:
+        return bytes([module.training for module in self.modules])
+
+    def _config_snapshot(self) -> dict[str, Any]:
+        config = getattr(self.root, "config", None)
+        return dict(vars(config)) if hasattr(config, "__dict__") else {}
+
+    def take_attributes(self, attributes: dict[str, Any]) -> None:
+        """A forward has set attributes of submodules: they have these values here, too."""
+        for name, value in attributes.items():
+            path, _, last = name.rpartition(".")
+            if name not in self.script_hooks.attributes:
+                part = self.root.get_submodule(path)
+                vars(part)[last] = value
+                self._containers.note(path, part, last, value)
+
+    def may_be_called_again(self) -> bool:
+        """Whether a call may have to be made once more: with a hook run here, or given what others have set."""
+        return len(self.script_hooks) > 0 or self.signatures.sets_attributes()
+
+    def pass_on(self, path: str, names: tuple[str, ...]) -> None:
+        """Forwards of the part at `path` read these attributes: from now on they are given what is here."""
+        self._passed_on.setdefault(path, set()).update(names)
+
+    def kept_values(self, path: str) -> dict[str, Any]:
+        """What is passed with every call of the part at `path` beside its arguments."""
+        kept = {}
+        for name in sorted(self._passed_on.get(path, ())):
+            path, _, last = name.rpartition(".")
+            value = vars(self.root.get_submodule(path)).get(last)
+            if self._is_passed_on(name, value):
+                kept[name] = value
+        return {KEPT: kept} if kept else {}
+
+    def _is_passed_on(self, name: str, value: Any) -> bool:
+        is_read = any(name in names for names in self._passed_on.values())
+        return is_read and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+
+    def note_replayed(self) -> None:
+        """Hooks have changed lists and dicts of submodules here as they did in the workers."""
+        self._containers.take_changes()
+
+    def note_left_out(self, names: tuple[str, ...]) -> None:
+        """A forward has set attributes that did not come here, or not in time."""
+        self._left_out.update(dict.fromkeys(names))
+
+    def warn_of_attributes(self) -> None:
+        """Say once of each attribute that a forward has set it in the workers, where the script cannot see it."""
+        news = [name for name in self._left_out if name not in {*self._warned_of, *self.script_hooks.attributes}]
+        self._left_out.clear()
+        self._warned_of.update(news)
+        if news and not self.script_hooks.is_silent:
+            script_line.warn(
+                f"forward() of {type(self.root).__name__} sets {', '.join(news)} in the workers; in the script "
+                "the attribute stays what it was. Return the value from forward(), or register it as a buffer. "
+                "See: docs/limits.md#models"
+            )
+
+    def note_structure(self) -> None:
+        """A submodule or parameter was added or replaced: the next call lays the model out anew."""
+        self.stale = True
+
+    def is_out_of_date(self) -> bool:
+        """True if the module tree, or the hooks on it, are no longer those that workers have."""
+        return self.stale or hook_keys(self.modules) != self._hook_keys or self._has_other_parts()
+
+    def _has_other_parts(self) -> bool:
+        parts = _parts_of(self.modules)
+        return len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts))
+
+    # -- leaving ---------------------------------------------------------------------------------------------------
+
+    def has_left(self) -> bool:
+        """True if no parameter of the skeleton refers to the workers' model any more."""
+        return not any(
+            isinstance(tensor, VirtualTensor) and getattr(tensor._cell.value, "owner", None) is self.holder
+            for tensor in [*self.parameters.values(), *self.buffers.values()]
+        )
+
+    def release(self) -> None:
+        """Tell the workers to forget the model."""
+        self.session.outbox.release(ReleaseModel(self.owner))
+
+
+def _parts_of(modules: list[nn.Module]) -> list[nn.Module | Tensor | None]:
+    """What the modules consist of, by whatever way it came there: ``layers.insert(0, layer)`` sets no attribute."""
+    own = (registry for module in modules for registry in (module._modules, module._parameters, module._buffers))
+    return [part for registry in own for part in registry.values()]
+
+
+def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:
+    module, args, kwargs = call
+    if module is not root:
+        raise PlanError(
+            f"a pipeline is cut at the first call of the model, and a part of it ({type(module).__name__}) came first",
+            "a first call of the model itself",
+            f"model(...)  # model: the {type(root).__name__}",
+        )
+    leaves, treespec = flatten((args, kwargs))
+    constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    tensors = (TensorData.of(_on_host(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+    return ExampleCall(pickle_treespec(treespec), pickle_constants(constants), tuple(tensors))
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.host_value() if isinstance(tensor, VirtualTensor) else tensor
+
+
+def _usual_strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty(tensor.shape, device="meta").stride()

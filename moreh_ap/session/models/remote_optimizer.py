@@ -1,0 +1,236 @@
+"""An optimizer whose parameters live on the workers: it runs there, next to the shards; its controls stay here.
+
+The user's optimizer object keeps its class, its `param_groups` and its schedulers. `step()` sends the hyper-parameters
+that changed. `optimizer.state` becomes a mapping that asks the workers when somebody looks into it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import InFile
+from moreh_ap.protocol.messages.optimizers import BuildOptimizer, DescribeOptimizer, LoadOptimizer, StepOptimizer
+from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
+from moreh_ap.session.session import Session
+from moreh_ap.session.state_tensors import OnWorkers, StateHolder
+
+
+def worker_refs(optimizer: Optimizer) -> tuple[tuple[StateRef, ...], ...] | None:
+    """Names of the optimizer's parameters on the workers, group by group; None if one of them is not there."""
+    groups = []
+    for group in optimizer.param_groups:
+        values = [p._cell.value if isinstance(p, VirtualTensor) else None for p in group["params"]]
+        if not all(isinstance(value, OnWorkers) and value.ref.kind == "param" for value in values):
+            return None
+        groups.append(tuple(value.ref for value in values))  # type: ignore[union-attr]
+    return tuple(groups)
+
+
+class RemoteOptimizer:
+    """The workers' counterpart of one optimizer.
+
+    Args:
+        session: Where the workers are.
+        optimizer: The user's optimizer; its class must be elementwise, so that a step on shards is exact.
+        refs: What `worker_refs` says of it.
+    """
+
+    def __init__(self, session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRef, ...], ...]) -> None:
+        self.session, self.refs = session, refs
+        self.owner = f"optimizer{session.outbox.new_id()}"
+        self._sent = [_hyper_parameters(group) for group in optimizer.param_groups]
+        accepted = inspect.signature(type(optimizer).__init__).parameters
+        defaults = {key: _plain(value) for key, value in optimizer.defaults.items() if key in accepted}
+        session.outbox.post(BuildOptimizer(self.owner, cloudpickle.dumps(type(optimizer)), refs, defaults))
+        # The groups' own values outrank the defaults: send them all with the first step.
+        self._unsent = True
+        self._adopt_state(optimizer)
+
+    def matches(self, refs: tuple[tuple[StateRef, ...], ...]) -> bool:
+        """True if the workers' optimizer still has the same parameters."""
+        return refs == self.refs
+
+    def step(self, optimizer: Optimizer) -> None:
+        """One step on the workers with the current hyper-parameters; does not wait."""
+        self.adopt_new_state(optimizer)
+        current = [_hyper_parameters(group) for group in optimizer.param_groups]
+        if self._unsent:
+            changes = dict(enumerate(current))
+        else:
+            changes = {
+                index: {key: value for key, value in new.items() if key not in old or old[key] != value}
+                for index, (new, old) in enumerate(zip(current, self._sent))
+                if new != old
+            }
+        self._sent, self._unsent = current, False
+        outbox = self.session.outbox
+        stepped = outbox.post_soon(StepOptimizer(self.owner, changes))
+        self.session.traffic.next_step()
+        if outbox.journal.is_open:
+            stepped.add_done_callback(lambda done: None if done.failed() else outbox.journal.close())
+        if self.session.watch is not None:
+            self.session.watch.stepped()
+        optimizer.state.forget()  # type: ignore[attr-defined]
+
+    def adopt_new_state(self, optimizer: Optimizer) -> None:
+        """Have the workers go on from the state that `load_state_dict` or a checkpoint put into `optimizer`, if any."""
+        if not isinstance(optimizer.state, RemoteState):
+            self._adopt_state(optimizer)
+
+    def _adopt_state(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state = {
+            index: {key: _encode(value) for key, value in optimizer.state[parameter].items()}
+            for index, parameter in enumerate(parameters)
+            if parameter in optimizer.state
+        }
+        self.session.outbox.post(LoadOptimizer(self.owner, state))
+        optimizer.state = RemoteState(self, parameters)
+
+
+class RemoteState(defaultdict[Tensor, Any]):
+    """`optimizer.state` of a remote optimizer: filled from the workers when somebody looks.
+
+    Tensors of a parameter's shape are virtual tensors on the workers' state; others (step counts) are plain copies.
+    """
+
+    def __init__(self, remote: RemoteOptimizer, parameters: list[Tensor]) -> None:
+        super().__init__(dict)
+        self._remote, self._parameters = remote, parameters
+        self._known = False
+
+    def forget(self) -> None:
+        """What was looked at is out of date: a step was sent."""
+        if self._known:
+            super().clear()
+            self._known = False
+
+    def _look(self) -> None:
+        if self._known:
+            return
+        self._known = True
+        session = self._remote.session
+        described: dict[int, dict[str, Any]] = {}
+        for part in session.outbox.submit(DescribeOptimizer(self._remote.owner)).result():
+            described.update(part)
+        for index, entries in sorted(described.items()):
+            holder = StateHolder(session, self._parameters[index]._cell.value.placement())  # type: ignore[attr-defined]
+            state: dict[str, Any] = {}
+            for key, entry in entries.items():
+                if not isinstance(entry, Tensor):
+                    state[key] = entry
+                    continue
+                ref = StateRef(self._remote.owner, str(index), key)
+                state[key] = holder.handle(ref, entry) if entry.is_meta else entry
+            super().__setitem__(self._parameters[index], state)
+
+    def __getitem__(self, key: Tensor) -> Any:
+        self._look()
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._look()
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self._look()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._look()
+        return super().__len__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._look()
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        self._look()
+        return super().items()
+
+    def keys(self) -> Any:
+        self._look()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._look()
+        return super().values()
+
+    def __reduce__(self) -> Any:
+        """Pickles as an ordinary mapping."""
+        return (defaultdict, (dict, dict(self.items())))
+
+
+def elementwise_optimizers() -> list[type[Optimizer]]:
+    """Optimizers whose step treats every element by itself, so that a step on shards is a step on the whole.
+
+    Any other optimizer still works: its operations run on the workers one by one, or on values read from them.
+    """
+    from moreh_ap.integrations.adamw import AdamW
+
+    names = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+    return [*(getattr(torch.optim, name) for name in names), AdamW]
+
+
+def step_remotely(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
+    """Step on the workers if all parameters are there.
+
+    Returns:
+        Whether the step was taken, and the closure's result.
+    """
+    refs = worker_refs(optimizer)
+    if refs is None:
+        return False, None
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    _remote_of(session, optimizer, refs).step(optimizer)
+    return True, loss
+
+
+def send_state(session: Session, optimizer: Optimizer) -> bool:
+    """Have the workers take over a state that was put into the optimizer now rather than at its next step.
+
+    Returns:
+        False if its steps are not taken by the workers, or its parameters are not there yet.
+    """
+    refs = worker_refs(optimizer)
+    if refs is None or not isinstance(optimizer, tuple(elementwise_optimizers())):
+        return False
+    _remote_of(session, optimizer, refs).adopt_new_state(optimizer)
+    return True
+
+
+def _remote_of(session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRef, ...], ...]) -> RemoteOptimizer:
+    remote: RemoteOptimizer | None = optimizer.__dict__.get("_moreh_remote")
+    if remote is None or not remote.matches(refs):
+        remote = RemoteOptimizer(session, optimizer, refs)
+        optimizer.__dict__["_moreh_remote"] = remote
+    return remote
+
+
+def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, VirtualTensor):
+        unread = value._cell.value
+        if isinstance(unread, InFile):
+            return SavedTensor(unread.dtype, tuple(value.shape), unread.sources)
+        return TensorData.of(value.host_value())
+    return TensorData.of(value, on_device=False) if isinstance(value, Tensor) else value

@@ -1,0 +1,303 @@
+"""Hooks that the script has put on modules of a model that lives on the workers.
+
+Decides which hooks are the script's, what the workers get in their place, and when each runs in the controller. The
+reason for running twice is in `protocol/hook_records.py`, [Note: hooks run twice].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import pickle
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.protocol.hook_records import QuietHook, Report, ReportedHook
+from moreh_ap.protocol.module_attributes import LIBRARIES
+from moreh_ap.protocol.rng_state import host_untouched
+
+if TYPE_CHECKING:
+    from moreh_ap.plan import Plan
+    from moreh_ap.session.calls.remote_call import Call
+
+_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+
+_replaying: ContextVar[bool] = ContextVar("replaying", default=False)
+
+
+def replaying() -> bool:
+    """Whether hooks run that have run in the workers before: what they set on modules is set there already."""
+    return _replaying.get()
+
+
+def hook_keys(modules: list[nn.Module]) -> list[tuple[int, ...]]:
+    """Tells whether hooks of modules, of whomever, are those that they were."""
+    return [
+        (number, *part._forward_pre_hooks, *part._forward_hooks, *part._backward_pre_hooks, *part._backward_hooks)
+        for number, part in enumerate(modules)
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+    ]
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """One hook: the module it is on, the dict and the key under which it is there, and what it is."""
+
+    module: nn.Module
+    where: str
+    key: int
+    run: Callable[..., Any]
+
+
+class RunsHereOnly(Exception):
+    """A hook needs what only the script's process has (a run of wandb): the call is made once more without it there.
+
+    Args:
+        done: How many hooks have run in the script.
+        key: Which hook it is.
+    """
+
+    def __init__(self, done: int, key: int) -> None:
+        super().__init__(done, key)
+        self.done, self.key = done, key
+
+
+class ScriptHooks:
+    """The hooks of the script on one model, numbered.
+
+    Args:
+        root: The model.
+        plan: Its plan.
+        silent: The plan is on trial: hooks run in the workers alone.
+        kept_here: Keys of hooks that do not run in workers: they have raised there, and not here.
+
+    Raises:
+        UnsupportedError: There are hooks, and under this plan, or of this kind, they cannot be run.
+    """
+
+    def __init__(
+        self, root: nn.Module, plan: Plan, silent: bool = False, kept_here: Collection[int] = frozenset()
+    ) -> None:
+        self._root, self.is_silent = root, silent
+        self._hooks = [
+            _Hook(part, where, key, hook)
+            for part in root.modules()
+            for where in (*_FORWARD, *_BACKWARD)
+            for key, hook in getattr(part, where).items()
+            if not _is_of_library(hook)
+        ]
+        self._sent = {hook.key for hook in self._hooks if hook.key not in kept_here and _can_be_sent(hook.run)}
+        # Backward hooks are called with the gradients of what a forward hook here was given.
+        self._differentiated = list({id(hook.module): hook.module for hook in self._of(_BACKWARD)}.values())
+        self.attributes: set[str] = set()
+        """Names of attributes that hooks set, as they did in the workers."""
+        if self._hooks:
+            self._refuse(plan)
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def _of(self, kinds: tuple[str, ...]) -> list[_Hook]:
+        return [hook for hook in self._hooks if hook.where in kinds]
+
+    def _refuse(self, plan: Plan) -> None:
+        if plan.tensor * plan.pipeline > 1:
+            hook = self._hooks[0]
+            raise UnsupportedError(
+                f"{_name(hook.run)} is a hook on a {type(hook.module).__name__}, which under plan={str(plan)!r} no "
+                "worker has as a whole.",
+                allowed="Hooks under plans with replicate and shard alone.",
+                fix=f'torch.moreh.option.enable_advanced_parallelization(plan="shard={plan.num_devices}")',
+            )
+        if any(module._is_full_backward_hook is False for module in self._differentiated):
+            raise UnsupportedError(
+                "register_backward_hook: the hook would see gradients of a part of the batch.",
+                allowed="register_full_backward_hook, which PyTorch recommends instead.",
+                fix="module.register_full_backward_hook(hook)",
+            )
+
+    # -- what workers get ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Inside, what stands for the hooks in workers is where the hooks are."""
+        added: list[tuple[nn.Module, int]] = []
+        for number, hook in enumerate(self._hooks):
+            sent = hook.run if hook.key in self._sent else None
+            stands_for = ReportedHook(number, sent) if hook.where in _FORWARD else QuietHook(sent)
+            getattr(hook.module, hook.where)[hook.key] = stands_for
+        for number, module in enumerate(self._differentiated, start=len(self._hooks)):
+            handle = module.register_forward_hook(ReportedHook(number, None))
+            added.append((module, handle.id))
+        try:
+            yield
+        finally:
+            for module, key in added:
+                del module._forward_hooks[key]
+            for hook in self._hooks:
+                getattr(hook.module, hook.where)[hook.key] = hook.run
+
+    # -- running them here -----------------------------------------------------------------------------------------
+
+    def run(self, call: Call, tree: Any, leaves: list[Any], done: int = 0) -> Any:
+        """Run the forward hooks of a call, and set the attributes that it set; returns the module's result.
+
+        Args:
+            call: The call.
+            tree: How the result nests, a `Report` where it is not all that the call left.
+            leaves: Its leaves.
+            done: How many of them have run already, in a call that ended before its end.
+
+        Raises:
+            Exception: What a hook raises, as it would have ended the forward.
+            UnsupportedError: A hook could not do its work in the workers.
+            RunsHereOnly: A hook has raised in the workers and not here.
+        """
+        report = tree_unflatten(leaves, tree)
+        if not isinstance(report, Report):
+            return report
+        if self.is_silent:
+            return report.result
+        order = iter(tree_unflatten(list(range(len(leaves))), tree).seen)
+        token = _replaying.set(True)
+        try:
+            for position, seen in enumerate(report.seen):
+                ((number, given),), indices = seen.items(), next(order)
+                if number < len(self._hooks):
+                    if position >= done:
+                        self._run(self._hooks[number], given)
+                else:
+                    module = self._differentiated[number - len(self._hooks)]
+                    self._watch(call, module, given, indices[number])
+        finally:
+            _replaying.reset(token)
+        call.model.note_replayed()
+        if report.ended_by is not None:
+            hook = self._hooks[next(iter(report.seen[-1]))]
+            self._refuse_to_call_again(hook, report.ended_by)
+            raise RunsHereOnly(len(report.seen), hook.key)
+        call.model.take_attributes(report.attributes)
+        return report.result
+
+    def _refuse_to_call_again(self, hook: _Hook, raised: str) -> None:
+        """A forward that ended half-way has changed buffers up to there."""
+        for part in self._root.modules():
+            if part.training and set(part._buffers) - part._non_persistent_buffers_set:
+                raise UnsupportedError(
+                    f"{_name(hook.run)}, a hook, raised {raised} in a worker and not in the script, in a forward that "
+                    f"changes buffers of a {type(part).__name__}.",
+                    allowed="A first call in evaluation mode, in which the hook is found to run in the script alone.",
+                    fix="model.eval(); model(batch); model.train()  # once, after the hook is registered",
+                )
+
+    def _run(self, hook: _Hook, given: tuple[Any, ...]) -> None:
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        is_sent = hook.key in self._sent
+        with contextlib.ExitStack() as stack:
+            if is_sent:  # what it draws, it has drawn in the workers
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                stack.enter_context(host_untouched())
+            returned = hook.run(hook.module, *given)
+        changed = versions != [tensor._version for tensor in tensors]
+        if changed or (returned is not None and not is_sent):
+            raise UnsupportedError(
+                f"{_name(hook.run)}, a hook on a {type(hook.module).__name__}, "
+                + ("changes its tensors in place." if changed else "returns a value and cannot run in workers."),
+                allowed="Hooks that return the changed tensor, can be pickled, and need nothing of this process.",
+                fix="return output * 2  # instead of output.mul_(2)",
+            )
+
+    def _watch(self, call: Call, module: nn.Module, given: tuple[Any, ...], indices: tuple[Any, ...]) -> None:
+        """Have the backward hooks of `module` run with the gradients of its inputs and outputs in this call."""
+        inputs, outputs = (_top_level(given[0], indices[0]), _top_level(given[1], indices[1]))
+        wanted = [*inputs, *outputs]
+
+        def run(gradients: dict[int, Tensor]) -> None:
+            found = [None if index is None else gradients.get(index) for index in wanted]
+            grad_inputs, grad_outputs = tuple(found[: len(inputs)]), tuple(found[len(inputs) :])
+            if all(gradient is None for gradient in grad_outputs):
+                return
+            for pre_hook in module._backward_pre_hooks.values():
+                if not _is_of_library(pre_hook):
+                    pre_hook(module, grad_outputs)
+            for hook in module._backward_hooks.values():
+                if not _is_of_library(hook):
+                    hook(module, grad_inputs, grad_outputs)
+
+        call.watch([index for index in wanted if index is not None], run)
+
+
+def refuse_global_hooks() -> None:
+    """Hooks on all modules of the process do not reach the workers.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    kinds = (
+        "_global_forward_pre_hooks",
+        "_global_forward_hooks",
+        "_global_backward_pre_hooks",
+        "_global_backward_hooks",
+    )
+    for hook in (hook for kind in kinds for hook in getattr(torch_modules, kind).values()):
+        raise UnsupportedError(
+            f"{_name(hook)} is a hook on all modules: it would not run in the workers.",
+            allowed="Hooks on modules of the model.",
+            fix="for module in model.modules(): module.register_forward_hook(hook)",
+        )
+
+
+def _top_level(given: Any, indices: Any) -> list[int | None]:
+    """The numbers of the tensors among positional arguments, or in a result, as backward hooks count them."""
+    pairs = list(zip(given, indices, strict=True)) if isinstance(given, tuple) else [(given, indices)]
+    return [index if isinstance(value, Tensor) and value.requires_grad else None for value, index in pairs]
+
+
+def has_hooks_of_script(root: nn.Module) -> bool:
+    """Whether the script has put a hook on the module or a part of it."""
+    kinds = (*_FORWARD, *_BACKWARD)
+    hooks = (hook for part in root.modules() for kind in kinds for hook in getattr(part, kind).values())
+    return not all(map(_is_of_library, hooks))
+
+
+def _is_of_library(hook: Any) -> bool:
+    """Whether a library put the hook there: it does its work inside the model."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    hook = getattr(hook, "__func__", hook)
+    origin = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(origin).split(".")[0] in LIBRARIES
+
+
+def _name(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def _can_be_sent(hook: Any) -> bool:
+    try:
+        _Trial(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL).dump(hook)
+    except Exception:  # of any kind: objects say in their own ways that they cannot be pickled
+        return False
+    return True
+
+
+class _Trial(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+    """Pickles a hook without the tensors and modules that it refers to."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return "left out" if isinstance(obj, (torch.Tensor, nn.Module, VirtualTensor)) else None

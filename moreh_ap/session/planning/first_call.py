@@ -1,0 +1,175 @@
+"""The plan of a model at its first call: asked for, and proven where nobody has proven it for the family yet.
+
+Decides when a small copy of the model is trained first, under the plan and in this process, and what happens if the
+numbers differ. Must not know how a plan is chosen or carried out. Nothing of the script's is touched: its random
+streams, its gradients and the log of its plan are as if nothing had been verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from moreh_ap import log
+from moreh_ap.errors import PlanError, WorkerLostError
+from moreh_ap.plan import Plan
+from moreh_ap.planner.search import proven
+from moreh_ap.protocol.pytree import flatten
+from moreh_ap.protocol.replaced_forwards import has_another_forward
+from moreh_ap.session.calls.rng_streams import AcceleratorGenerator
+from moreh_ap.session.models.script_hooks import ScriptHooks
+from moreh_ap.session.planning.plan_selection import Planned, choose_plan_for
+from moreh_ap.session.session import Session
+from moreh_ap.session.verification import equivalence, reduced_model, verified_models
+from moreh_ap.session.verification.equivalence import Equivalence
+
+Watcher = Callable[[nn.Module, "reduced_model.Call"], None]
+
+_on_trial: ContextVar[Plan | None] = ContextVar("on_trial", default=None)
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextlib.contextmanager
+def on_trial(plan: Plan) -> Iterator[None]:
+    """Models that are called for the first time inside use `plan`, unproven and without a word in the log."""
+    token = _on_trial.set(plan)
+    try:
+        yield
+    finally:
+        _on_trial.reset(token)
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """`watcher(root, call)` is told of every first call of a model inside, before a plan is chosen for it."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def plan_on_trial() -> Plan | None:
+    """The plan that models which are called for the first time now have to use, if there is one."""
+    return _on_trial.get()
+
+
+def plan_first_call(session: Session, root: nn.Module, call: reduced_model.Call) -> Planned:
+    """Returns the plan for a model whose first call is `call`, with what is predicted of it.
+
+    Raises:
+        PlanError: There is no plan, or it does not give the numbers of one process.
+    """
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(root, call)
+    family = family_of(root)
+    planned = choose_plan_for(session, root, family, call[1:], _rows(call))
+    require_proof(session, root, call, planned)
+    return planned
+
+
+def require_proof(session: Session, root: nn.Module, call: reduced_model.Call, planned: Planned) -> None:
+    """Trains a small copy under the plan and in this process, unless somebody has done that before.
+
+    Raises:
+        PlanError: The numbers are not those of one process.
+        UnsupportedError: Hooks of the script are on the model, which the plan does not allow.
+    """
+    plan = planned.plan
+    ScriptHooks(root, plan)  # refuses, before a copy of the model has run them
+    if proven.kinds_to_prove(plan) and not proven.is_proven(planned.family, plan):
+        _prove(session, root, call, plan)
+
+
+def _rows(call: reduced_model.Call) -> int | None:
+    leaves = tree_leaves(call[1:])
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
+
+
+def family_of(root: nn.Module) -> str:
+    """Returns the name of the family in the list of proven ones; empty where parts of the model are somebody's own."""
+    if not reduced_model.is_of_libraries(root) or has_another_forward(root):
+        return ""
+    model_type = getattr(getattr(root, "config", None), "model_type", "")
+    return f"{type(root).__module__}.{type(root).__qualname__} {model_type}"
+
+
+def plan_for_trial(plan: Plan) -> Plan:
+    """Returns the plan as a small copy can be tried under it: in float32, its stages as even as can be."""
+    recompute = 1 if isinstance(plan.recompute, int) else plan.recompute
+    return replace(plan, layers=(), precision="fp32", recompute=recompute)
+
+
+def _prove(session: Session, root: nn.Module, call: reduced_model.Call, plan: Plan) -> None:
+    trial, name = plan_for_trial(plan), type(root).__name__
+    path = next(path for path, part in root.named_modules() if part is call[0])
+    key = verified_models.key_of(root, path, _describe(call), trial)
+    found = verified_models.look_up(key)
+    if found is None:
+        _say(f'plan="{trial}" is not proven for {name} yet: a small copy is trained under it and in one process...')
+        started_s = time.monotonic()
+        found = _verify(session, root, call, trial)
+        _say(f"{found} ({time.monotonic() - started_s:.0f} s)")
+        try:
+            verified_models.keep(key, name, found)
+        except OSError as error:
+            _say(f"this cannot be remembered: {error}")
+    if not found.proven:
+        raise _not_proven(name, plan, found.reason)
+
+
+def _verify(session: Session, root: nn.Module, call: reduced_model.Call, trial: Plan) -> Equivalence:
+    """Trains the small copy on both sides.
+
+    Raises:
+        PlanError: There is no small copy, or the plan is refused for it.
+    """
+    before, session.generator = session.generator, AcceleratorGenerator()
+    try:
+        with on_trial(trial):
+            rows, depth = reduced_model.rows_for(trial), reduced_model.depth_for(trial)
+            subject, expected = reduced_model.reduce_call(root, call, rows, depth)
+            found = equivalence.measure(subject, expected, trial)
+        session.memory(reset_peak=True)  # what the copy needed is not what the script's model needs
+        return found
+    except PlanError as error:
+        raise PlanError(error.fact, error.allowed, error.fix or _instead(trial)) from error
+    except WorkerLostError:
+        raise
+    except Exception as error:  # of any kind: whatever the copy raised on a worker speaks against the plan
+        raise _not_proven(type(root).__name__, trial, f"a small copy raised {type(error).__name__}: {error}") from error
+    finally:
+        session.generator = before
+
+
+def _not_proven(name: str, plan: Plan, reason: str) -> PlanError:
+    return PlanError(
+        f"plan={str(plan)!r} is not proven for {name}: {reason}",
+        "replicate and shard, which are exact for every model",
+        _instead(plan),
+    )
+
+
+def _instead(plan: Plan) -> str:
+    return f'torch.moreh.option.enable_advanced_parallelization(plan="shard={plan.num_devices}")'
+
+
+def _describe(call: reduced_model.Call) -> str:
+    """What a call is given: how it nests, and dims and dtype of each tensor."""
+    leaves, treespec = flatten(call[1:])
+    kinds: list[Any] = [
+        f"{leaf.dim()} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves
+    ]
+    return f"{treespec} {kinds}"
+
+
+def _say(text: str) -> None:
+    print(log.info(text), flush=True)

@@ -1,0 +1,158 @@
+"""The accelerator as the planner sees it: catalogue figures where the device is known, measured ones where it is not.
+
+Decides which figure is taken from where, and measures once a machine. Must not know models or plans. What a file may
+hold of earlier measurements is read by `session.rates`.
+
+[Note: workers that share cores]
+A CPU worker's rates are those of its processor while it has one. With more threads than cores each gets a part of
+them, so every rate is divided by that. An exchange then takes what the processors have to do for it, since others
+compute while one waits. Where everybody has a core, it takes as long as the clock says, but no longer than the work of
+all members one after another: what is beyond that was other programs'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import torch
+
+from moreh_ap.errors import OptionError
+from moreh_ap.local.cache_files import Remembered
+from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
+from moreh_ap.planner.cost.hardware import Cluster, Device, Link, find_device, find_link
+from moreh_ap.planner.cost.measured import Exchange
+from moreh_ap.planner.cost.practice import MOREH_AP, MOREH_AP_ON_CPU, Practice
+from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
+from moreh_ap.session.planning.device_rates import as_entry, rates_of, slowest
+from moreh_ap.session.session import Session
+
+FILE = Remembered("machine.json")
+
+STEP_S = 0.005
+"""Seconds of a step that this runtime adds whatever the model. Source: docs/benchmarks.md, an empty model."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the planner is told of an accelerator.
+
+    Attributes:
+        cluster: Devices and links.
+        practice: How this package's runtime carries out plans on such devices.
+        coefficients: Constants of the estimates on such devices.
+        key: Under which name what is learned of it is remembered.
+    """
+
+    cluster: Cluster
+    practice: Practice
+    coefficients: Coefficients
+    key: str
+
+
+def machine_of(session: Session) -> Machine:
+    """Returns the accelerator behind a session; measures it if that was not done on this machine before.
+
+    The smallest device counts where they differ, and the slowest rates. Measuring takes some seconds, and needs every
+    worker.
+    """
+    infos, options = session.devices(), session.options
+    info = min(infos, key=lambda one: one.memory_bytes)
+    native = all(one.native_bf16 for one in infos)
+    # CPU workers stand in for accelerators, and are compared with one process on the CPU, which computes in float32.
+    computes_bf16 = native and info.name != "CPU"
+    precision = "bf16" if computes_bf16 and options.mixed_precision else "fp32"
+    if options.plan is not None:
+        precision = options.plan.precision
+    threads = f" with {info.num_threads} threads" if info.num_threads else ""
+    key = f"{platform.node()}, {len(infos)} x {info.name}{threads}, torch {torch.__version__}"
+    rates = rates_of(FILE.look_up(key))
+    if rates is None:
+        answers: list[DeviceRates] = session.outbox.submit(ProbeDevice(native)).result()
+        rates = slowest(answers)
+        with contextlib.suppress(OSError):  # where the folder cannot be written, it is measured again next time
+            FILE.keep(key, as_entry(rates))
+    return machine_from(replace(info, native_bf16=computes_bf16), precision, len(infos), rates, key)
+
+
+def machine_from(info: DeviceInfo, precision: str, num_devices: int, rates: DeviceRates, key: str = "") -> Machine:
+    """Returns a machine of equal devices with these rates.
+
+    Args:
+        info: One of the devices.
+        precision: In which the plans compute.
+        num_devices: How many there are.
+        rates: What was measured of each.
+        key: Under which name what is learned of it is remembered.
+    """
+    coefficients = replace(COEFFICIENTS, step_s=STEP_S)
+    if not any(found == precision for found, *_ in rates.products):
+        precision = "fp32"  # bfloat16 is measured only where the hardware computes it
+    sustained, half_tokens, half_width = _product_constants(rates, precision)
+    practice = replace(MOREH_AP, host_s_per_rehearsed=rates.rehearse_s)
+    sharing = 1.0
+    if info.name == "CPU":
+        sharing = max(1.0, num_devices * info.num_threads / max(1, info.num_cores))
+        practice = replace(
+            MOREH_AP_ON_CPU,
+            host_s_per_kernel=rates.start_s * sharing,
+            host_s_per_rehearsed=rates.rehearse_s * sharing,
+        )
+        coefficients = replace(coefficients, kernel_s=0.0)
+    try:
+        device = find_device(info.name)
+        peak = device.peak_flops(precision)
+        device = replace(device, memory_bytes=float(info.memory_bytes), sustained=min(1.0, sustained / peak))
+    except OptionError:
+        coefficients = replace(coefficients, half_tokens=half_tokens, half_width=half_width, memory=1.0)
+        fp32_flops = _product_constants(rates, "fp32")[0]
+        device = Device(
+            name=info.name,
+            memory_bytes=float(info.memory_bytes),
+            bf16_flops=(sustained if precision == "bf16" else fp32_flops) / sharing,
+            fp32_flops=fp32_flops / sharing,
+            memory_bytes_per_s=rates.update_bytes_per_s / sharing,
+            sustained=1.0,
+            native_bf16=info.native_bf16,
+            elementwise=tuple(
+                sorted((float(moved), rate / sharing) for found, moved, rate in rates.elementwise if found == precision)
+            ),
+            sharing=sharing,
+        )
+    link = _link(rates, num_devices, info.name == "CPU", sharing) if num_devices > 1 else find_link("PCIe4")
+    return Machine(Cluster(device, num_devices, num_devices, link, link), practice, coefficients, key)
+
+
+def _product_constants(rates: DeviceRates, precision: str) -> tuple[float, float, float]:
+    """Returns the rate of endless products, and the tokens and the width at which half of it is reached.
+
+    Solves `rate = endless x m / (m + m0) x w / (w + w0)` for three measured products (`planner/cost/compute.py`).
+    """
+    found = {(tokens, width): rate for name, tokens, width, rate in rates.products if name == precision}
+    long, short = max(found)[0], min(found)[0]
+    best = found[long, long]
+    tokens = _half(best / found[short, long], short, long)
+    width = _half(best / found[long, short], short, long)
+    return best * (1 + tokens / long) * (1 + width / long), tokens, width
+
+
+def _half(slower: float, short: int, long: int) -> float:
+    """Returns the length at which half the rate is reached, if `short` is `slower` times as slow as `long`."""
+    slower = min(max(slower, 1.0), 0.9 * long / short)
+    return (slower - 1) / (1 / short - slower / long)
+
+
+def _link(rates: DeviceRates, num_devices: int, is_cpu: bool, sharing: float) -> Link:
+    """Returns the link that was measured. See [Note: workers that share cores]."""
+    points: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for kind, members, num_bytes, seconds, processor_s in rates.exchanges:
+        if is_cpu:
+            seconds = processor_s * sharing if sharing > 1.0 else min(seconds, members * processor_s)
+        points[kind, members].append((float(num_bytes), seconds))
+    exchanges = tuple(Exchange(kind, members, tuple(sorted(found))) for (kind, members), found in points.items())
+    (small, small_s), *_, (large, large_s) = sorted(points["sum", num_devices])
+    # for what was not measured: a ring over all devices that sums as fast
+    passed = 2 * (large - small) * (num_devices - 1) / num_devices
+    return Link("measured", passed / max(large_s - small_s, 1e-9), small_s / 2, measured=exchanges)

@@ -1,0 +1,135 @@
+"""What the planner must know of a script's model, from the module itself and its first call.
+
+Decides when a model's configuration can be believed, and how it is counted otherwise. Must not know plans or devices.
+
+[Note: counted models]
+Where a model is not a decoder whose configuration gives its shape, every layer with a weight counts as one matrix
+product of each position of a row, and keeps its input and its output for the backward. Convolutions count as one
+product at each pixel of the batch. Attention's scores and what has no weight are not counted, so that such models are
+underestimated; what is measured in the first steps is remembered (`session.watch`) and corrects it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from moreh_ap.errors import OptionError
+from moreh_ap.planner.models.model_profile import ModelProfile, PartProfile, Product
+from moreh_ap.planner.models.shapes import TransformerShape, from_config, profile_of
+from moreh_ap.protocol.blocks import block_lists
+from moreh_ap.session.verification import reduced_model
+
+_NEAR = 0.02
+"""Part of a model's parameters by which the count from its configuration may be off."""
+
+_KERNELS = 4
+"""Operations that a layer starts with what surrounds it: a product, a norm, an activation, a sum."""
+
+_FROZEN = 0.9
+"""Part of a model's parameters from which on, if they get no gradient, the few others count for nothing in memory and
+time. LoRA leaves more than 95 per cent without; a model of which part is frozen counts as one that is trained whole."""
+
+
+def trains_weights(root: nn.Module) -> bool:
+    """Returns False for a model whose weights are frozen but for some adapters."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in root.parameters()]
+    frozen = sum(size for size, trained in sizes if not trained)
+    return not 0 < frozen >= _FROZEN * sum(size for size, _ in sizes)
+
+
+def shape_of(root: nn.Module) -> TransformerShape | None:
+    """Returns the shape of a decoder of transformers with its head, adapters or not; None for every other model."""
+    describe = getattr(getattr(root, "config", None), "to_dict", None)
+    if describe is None or not reduced_model.is_of_libraries(root, but_for_adapters=True):
+        return None
+    try:
+        shape = from_config(describe(), type(root).__name__)
+    except OptionError:
+        return None
+    found = sum(parameter.numel() for parameter in root.parameters())
+    return shape if abs(shape.parameters - found) <= _NEAR * found else None
+
+
+def profile_model(root: nn.Module, shape: TransformerShape | None, call: tuple[Any, Any]) -> ModelProfile:
+    """Returns what a model costs for rows like those of a call with these positional and keyword arguments.
+
+    Args:
+        root: The model.
+        shape: What `shape_of` returned.
+        call: Arguments of the first call; only shapes of tensors are looked at.
+    """
+    tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    positions = _positions(tensors)
+    if shape is not None:
+        return profile_of(shape, positions)
+    return _counted(root, positions)
+
+
+def _positions(tensors: list[Tensor]) -> int:
+    """Returns how many positions a row has: of a sequence of ids or vectors, or the pixels of a picture."""
+    first = tensors[0] if tensors else None
+    if first is None or first.dim() < 2 or (first.is_floating_point() and first.dim() == 2):
+        return 1
+    if first.dim() >= 4:
+        return math.prod(first.shape[2:])
+    return int(first.shape[1])
+
+
+def _counted(root: nn.Module, positions: int) -> ModelProfile:
+    """See [Note: counted models]."""
+    lists = sorted(block_lists(root).values(), key=_elements)
+    blocks = lists[-1] if lists else []
+    inside = {id(module) for block in blocks for module in block.modules()}
+    rest = [module for module in root.modules() if id(module) not in inside]
+    tables = [module for module in rest if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    others = [module for module in rest if module not in tables]
+    owned = {id(p) for module in [*tables, *blocks] for p in module.parameters()}
+    whole = _part([m for block in blocks for m in block.modules()], set(), len(blocks)) if blocks else PartProfile()
+    first = PartProfile(parameters_whole=float(_elements(tables)), num_kernels=_KERNELS)
+    last = _part(others, owned, 1)
+    if not blocks:  # one part that nothing can cut
+        whole, last = last, PartProfile()
+    heads = [module.out_features for module in others if isinstance(module, nn.Linear)]
+    return ModelProfile(
+        name=type(root).__name__,
+        sequence_length=positions,
+        hidden=max((module.embedding_dim for module in tables), default=0) or max(heads, default=1),
+        num_blocks=max(1, len(blocks)),
+        first=first,
+        block=whole,
+        last=last,
+        logits_per_token=max(heads, default=0) if tables else 0,
+    )
+
+
+def _part(modules: list[nn.Module], owned_elsewhere: set[int], share: int) -> PartProfile:
+    """Returns the cost of modules together, divided by `share`; equal products of equal blocks are counted once."""
+    parameters: dict[int, int] = {}
+    counts: dict[tuple[int, int, int], int] = {}
+    for module in modules:
+        own = [p for p in module._parameters.values() if p is not None]
+        parameters.update({id(p): p.numel() for p in own if id(p) not in owned_elsewhere})
+        matrices = [p for p in own if p.dim() >= 2]
+        for matrix in matrices:
+            size = (math.prod(matrix.shape[1:]), matrix.shape[0], matrix.shape[1])  # a kernel's pixels are one input
+            counts[size] = counts.get(size, 0) + 1
+    products = tuple(Product(inner, outer, share=count / share) for (inner, outer, _), count in counts.items())
+    results = sum(2.0 * outer * count / share for (_, outer, _), count in counts.items())
+    inputs = sum(2.0 * channels * count / share for (_, _, channels), count in counts.items())
+    return PartProfile(
+        parameters_whole=sum(parameters.values()) / share,
+        products=products,
+        kept_whole_bytes_per_token=inputs + results,
+        selective_whole_bytes_per_token=results,
+        moved_whole_bytes_per_token=2.0 * (inputs + results),
+        num_kernels=max(1, round(_KERNELS * sum(counts.values()) / share)),
+    )
+
+
+def _elements(modules: Sequence[nn.Module]) -> int:
+    return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())

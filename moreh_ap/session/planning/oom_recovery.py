@@ -1,0 +1,201 @@
+"""Going on under another plan, before a model's first step is through, when the chosen one turns out not to do.
+
+Workers ran out of memory, or the script differentiates gradients, which most plans do not allow.
+
+Decides which plan comes next and what the script is told if there is none. Must not know how commands are kept or sent
+again (`journal`, `outbox`).
+
+[Note: what is done once more]
+Until the first optimizer step is through, everything that the workers know of a model came from the controller or from
+files: its values, the calls, what was done to gradients. All of it is in the journal. When a worker runs out of memory,
+its peers may wait for it in a collective for ever, so all workers are started anew (otherwise the same go on); they are
+told the same with another plan in the message that builds the model. Promises that the script holds are then kept by
+workers under that plan, and since every plan gives the same numbers, the script notices nothing but the time. After the
+first step the workers' state is nowhere else: then the error goes to the script, and what is remembered of it makes the
+next run choose better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moreh_ap import log
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import Value
+from moreh_ap.errors import PlanError
+from moreh_ap.plan import Plan
+from moreh_ap.planner.search import explain, proven
+from moreh_ap.planner.search.plan_search import search
+from moreh_ap.planner.search.ranking import Candidate
+from moreh_ap.planner.search.remedies import nothing_fits
+from moreh_ap.protocol.messages.models import BuildModel
+from moreh_ap.runtime.worker_group import WorkerMesh
+from moreh_ap.session.journal import Journal
+from moreh_ap.session.models.remote_model import RemoteModel
+from moreh_ap.session.outbox import Restart
+from moreh_ap.session.planning import first_call, oom_records
+from moreh_ap.session.planning.plan_selection import Planned, say, write_selected
+from moreh_ap.session.planning.step_watch import Watch
+from moreh_ap.session.session import Session
+
+Values = list[tuple[VirtualTensor, Value]]
+
+
+@dataclass
+class _Model:
+    """A model that has not been trained for a step: its present plan, and its values before the workers had them."""
+
+    remote: RemoteModel
+    planned: Planned
+    values: Values
+
+
+class Recovery:
+    """Lays models out under the next best plan when they run out of memory. See [Note: what is done once more].
+
+    Args:
+        session: Where the workers are.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._models: list[_Model] = []
+        self._largest: Planned | None = None
+        session.outbox.on_error = self._on_error
+        session.lay_out_again = self.lay_out_again
+
+    def take_on(self, remote: RemoteModel, planned: Planned, values: Values) -> None:
+        """A model was built; `values` are those of its tensors before.
+
+        The journal has to have been opened before if the model is to be recovered; otherwise nothing is noted.
+        """
+        self._largest = max(filter(None, (self._largest, planned)), key=_needed_bytes)
+        if self._session.outbox.journal.is_open:
+            if not self._models:
+                self._session.outbox.journal.when_closed(self._models.clear)
+            self._models.append(_Model(remote, planned, values))
+
+    def _on_error(self, error: Exception) -> Restart | None:
+        journal = self._session.outbox.journal
+        if not oom_records.is_out_of_memory(error) or first_call.plan_on_trial() is not None or self._largest is None:
+            return None
+        if not (self._models and journal.is_open):
+            oom_records.remember(self._largest.expected, error)
+            raise type(error)(f"{oom_records.first_line(error)}\n{_too_late(self._largest)}") from error
+        # Which of several models took too much is not known: the largest gives way.
+        model = max(self._models, key=lambda one: _needed_bytes(one.planned))
+        failed = model.planned.expected
+        oom_records.remember(failed, error)
+        try:
+            model.planned = planned = _next_best(model.planned, journal)
+        except PlanError as nothing:
+            self._give_up()
+            # Of its own type, so that a script that tries smaller batches catches it.
+            raise type(error)(f"{oom_records.first_line(error)}\n{nothing}") from error
+        say(
+            [
+                log.info(f'plan="{failed.chosen.plan}" ran out of memory: {oom_records.first_line(error)}'),
+                log.plan_line(planned.plan, f"the next that fits: {explain.prediction(planned.chosen)}"),
+            ]
+        )
+        return self._restart(self._session.restart_workers(), planned)
+
+    def lay_out_again(self, remote: RemoteModel, plan: Plan, reason: str) -> bool:
+        """Lays a model out under `plan`, and has the workers do once more what they were told.
+
+        Returns:
+            False, and nothing is done, if the script gave the plan, the workers' state is nowhere else any more, what
+            they were told does not suit another plan, or `plan` does not fit.
+        """
+        journal = self._session.outbox.journal
+        model = next((one for one in self._models if one.remote is remote), None)
+        if model is None or not journal.is_open or model.planned.is_given:
+            return False
+        before, task = model.planned.plan, model.planned.task
+        if journal.is_bound_to_layout and before.tensor * before.pipeline > 1:
+            return False
+        candidate = Candidate(plan, task.memory_of(plan), task.usable_bytes, task.step_of(plan))
+        if not candidate.fits:
+            return False
+        model.planned = planned = model.planned.instead(candidate)
+        say([log.info(reason), log.plan_line(plan, explain.prediction(candidate))])
+        self._session.outbox.flush()
+        self._session.outbox.restart(self._restart(self._session.mesh, planned))
+        return True
+
+    def _restart(self, mesh: WorkerMesh, planned: Planned) -> Restart:
+        """Has models stand for what the workers of `mesh` are about to be told; `planned` is what is new."""
+        write_selected(planned.plan, planned.task)
+        for one in self._models:
+            one.remote.laid_out_again(one.planned.plan)
+            self._session.job.has_model(type(one.remote.root).__name__, str(one.planned.plan))
+        self._session.watch = Watch(self._session.outbox, planned.expected)
+        return Restart(mesh, self._changed())
+
+    def _changed(self) -> Callable[[Any], Any]:
+        """Returns what each command of the journal becomes: models are built under their present plans."""
+        plans = {one.remote.owner: one.remote for one in self._models}
+
+        def change(command: Any) -> Any:
+            if not isinstance(command, BuildModel) or command.owner not in plans:
+                return command
+            remote = plans[command.owner]
+            return replace(command, plan=str(remote.plan), example=remote.example())
+
+        return change
+
+    def _give_up(self) -> None:
+        """Puts all values back: after the error the script can go on with a smaller batch."""
+        for one in self._models:
+            for tensor, value in one.values:
+                tensor._cell.value = value
+        self._session.outbox.journal.close()
+        self._session.outbox.restart(Restart(self._session.restart_workers(), lambda command: command))
+
+
+def _next_best(planned: Planned, journal: Journal) -> Planned:
+    """Returns the fastest plan that needs less memory than the one that ran out.
+
+    Raises:
+        PlanError: There is none, or the plan was the script's own.
+    """
+    failed = planned.chosen
+    if planned.is_given:
+        raise PlanError(
+            f"plan={str(failed.plan)!r}, which the script asks for, ran out of memory",
+            "a smaller batch, or a plan of the planner's choice",
+            "torch.moreh.option.enable_advanced_parallelization()",
+        )
+    task = planned.task.with_usable(oom_records.limit_after(failed))
+    ranking = search(task)
+    for candidate in ranking.candidates[: ranking.num_fitting]:
+        plan = candidate.plan
+        is_proven = not proven.kinds_to_prove(plan) or proven.is_proven(planned.family, plan)
+        shares_rows_only = plan.tensor * plan.pipeline == 1
+        if not is_proven or (journal.is_bound_to_layout and not shares_rows_only):
+            continue
+        if not journal.differentiates_gradients or plan == plan.whole_model():
+            return planned.instead(candidate)
+    needed, usable = failed.memory.reserved_bytes, planned.task.usable_bytes
+    there_are = f"{round(usable)} ({usable / 2**30:.2f} GiB) are available"
+    remedy = nothing_fits(task, ranking.candidates)
+    raise PlanError(
+        f"plan={str(failed.plan)!r} ran out of memory, and no plan needs clearly less: {round(needed)} bytes "
+        f"({needed / 2**30:.2f} GiB) on a device were predicted, {there_are}",
+        remedy.allowed,
+        remedy.fix,
+    )
+
+
+def _too_late(planned: Planned) -> PlanError:
+    return PlanError(
+        f"plan={str(planned.plan)!r} ran out of memory after the first step, when its state is on the workers alone",
+        f"a smaller batch; or a second run, which chooses a plan that needs less because of {oom_records.FILE.path}",
+        "extra = moreh_ap.load(folder, model=model, optimizer=optimizer)  # a checkpoint loads under any plan",
+    )
+
+
+def _needed_bytes(planned: Planned) -> float:
+    return planned.chosen.memory.reserved_bytes

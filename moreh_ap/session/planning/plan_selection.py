@@ -1,0 +1,145 @@
+"""Asks the planner for a plan and says in the log what was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from moreh_ap import log
+from moreh_ap.errors import PlanError
+from moreh_ap.option import Options
+from moreh_ap.plan import Plan
+from moreh_ap.planner.models.model_profile import ModelProfile
+from moreh_ap.planner.models.shapes import TransformerShape
+from moreh_ap.planner.search.choice import Choice, choose_plan
+from moreh_ap.planner.search.proven import proven_kinds
+from moreh_ap.planner.search.ranking import Candidate, Task
+from moreh_ap.planner.search.space import Constraints, tensor_degrees_of
+from moreh_ap.protocol.dropout import draws_random_numbers
+from moreh_ap.session.models.script_hooks import has_hooks_of_script
+from moreh_ap.session.planning import oom_records
+from moreh_ap.session.planning.machine_profile import Machine, machine_of
+from moreh_ap.session.planning.model_profiling import profile_model, shape_of, trains_weights
+from moreh_ap.session.planning.step_watch import Expected, corrections_of
+from moreh_ap.session.session import Session
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan for a model, and what else there was to choose.
+
+    Attributes:
+        expected: The plan with what is predicted of it.
+        task: What was searched for.
+        candidates: The plans that fit, best first; the given one alone where the script gave it.
+        family: The model's name in the list of proven ones.
+        is_given: Whether the script gave the plan.
+    """
+
+    expected: Expected
+    task: Task
+    candidates: tuple[Candidate, ...]
+    family: str
+    is_given: bool
+
+    @property
+    def chosen(self) -> Candidate:
+        """The plan with its predictions."""
+        return self.expected.chosen
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.expected.chosen.plan
+
+    def instead(self, chosen: Candidate) -> Planned:
+        """Returns the same with another plan."""
+        return replace(self, expected=replace(self.expected, chosen=chosen))
+
+
+def choose_plan_for(
+    session: Session, root: nn.Module, family: str, call: tuple[Any, Any], rows: int | None
+) -> Planned:
+    """Returns the plan for a model with what is predicted of it; logged, and written to the `.dump` files.
+
+    Args:
+        session: Where the workers are.
+        root: The model.
+        family: Its name in the list of proven ones.
+        call: Positional and keyword arguments of its first call.
+        rows: Rows of the global batch, None where no argument has any.
+
+    Raises:
+        PlanError: If no plan fits, or a forced plan does not match the devices.
+    """
+    options = session.options
+    machine, shape = machine_of(session), shape_of(root)
+    profile = profile_model(root, shape, call)
+    # Where dropout is compared with one device's, only devices that share the batch draw the same (`draws.py`).
+    draws_apart = machine.cluster.device.name == "CPU" and draws_random_numbers(root)()
+    shares_batch_only = draws_apart or has_hooks_of_script(root)
+    practice = replace(machine.practice, trains_weights=trains_weights(root))
+    task = Task(
+        profile,
+        machine.cluster,
+        rows or 1,
+        constraints_of(options, "" if shares_batch_only else family, profile, shape, machine),
+        practice,
+        machine.coefficients,
+        corrections_of(machine.key),
+    )
+    limit_bytes = oom_records.limit_of(machine.key, profile.name, task.global_batch, task.corrections.memory)
+    choice = _choose(task, limit_bytes, options.plan)
+    lines = [*choice.lines, log.plan_line(choice.plan, choice.reason)]
+    if options.detailed_log == 1:
+        lines += log.candidate_lines(choice)
+    elif options.detailed_log == 2:
+        log.write_autoconfig_log(choice)
+    say(lines)
+    write_selected(choice.plan, task)
+    expected = Expected(machine.key, profile.name, task.global_batch, choice.chosen, task.corrections)
+    fitting = tuple(one for one in choice.candidates if one.fits and one.step is not None)
+    return Planned(expected, task, fitting, family, options.plan is not None)
+
+
+def say(lines: Iterable[str]) -> None:
+    """Prints lines of the log."""
+    for line in lines:
+        print(line, flush=True)
+
+
+def write_selected(plan: Plan, task: Task) -> None:
+    """Writes the selected plan to its `.dump` file."""
+    try:
+        log.write_selected_config(plan, task.global_batch)
+    except OSError as error:  # the plan stands in the log too
+        say([log.info(f"the selected plan cannot be written to a file: {error}")])
+
+
+def _choose(task: Task, limit_bytes: float, given: Plan | None) -> Choice:
+    """Returns a plan within what earlier runs of the model leave; without that limit where nothing fits into it."""
+    if given is None and limit_bytes < task.usable_bytes:
+        try:
+            return choose_plan(task.with_usable(limit_bytes))
+        except PlanError:
+            say([log.info("plans of this model ran out of memory before, and none needs less: tried again")])
+    return choose_plan(task, given)
+
+
+def constraints_of(
+    options: Options, family: str, profile: ModelProfile, shape: TransformerShape | None, machine: Machine
+) -> Constraints:
+    """Returns what the user's options, and what is known of the model, leave of all plans."""
+    has_blocks = profile.num_blocks > 1
+    degrees = (1,) if shape is None else tensor_degrees_of(shape, machine.cluster.num_devices)
+    left = Constraints.from_options(options, proven_kinds().get(family, frozenset()), degrees)
+    recompute = left.activation_recomputation
+    return replace(
+        left,
+        pipeline_parallel=left.pipeline_parallel and has_blocks,
+        activation_recomputation=False if recompute == "auto" and not has_blocks else recompute,
+        offload=machine.cluster.device.name != "CPU",  # what a CPU worker moves to host memory stays where it is
+    )

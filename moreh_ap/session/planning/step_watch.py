@@ -1,0 +1,140 @@
+"""Compares what was predicted for a model's plan with what its first steps do, says so once, and remembers it.
+
+Decides after how many steps to look, and what of it corrects later predictions on this machine. Must not know how
+anything is predicted or measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from moreh_ap import log
+from moreh_ap.local.cache_files import Remembered
+from moreh_ap.planner.search.ranking import Candidate, Corrections
+from moreh_ap.protocol.messages.devices import ReportSteps, StepReport
+from moreh_ap.session.outbox import Outbox, Posted
+
+FILE = Remembered("learned.json")
+
+LOOKS_AFTER_STEPS = 6
+"""The first step builds the optimizer's state and is left out; the median of five others is like later ones."""
+
+_LEAST_STEPS = 3
+_KEPT_RUNS = 50
+_LEAST_S = 0.01
+_LEAST_BYTES = 2**30
+"""Shorter steps and smaller models are not learned from: they measure what they have in common with nothing."""
+
+_MOST = 1e18
+"""No figure of a run is larger, in seconds or bytes."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a watch compares with.
+
+    Attributes:
+        machine: Under which name the machine's runs are remembered.
+        model: Name of the model.
+        batch: Rows of a step.
+        chosen: The plan with its predictions.
+        corrections: What these contain of earlier runs; taken out before they are learned from.
+    """
+
+    machine: str
+    model: str
+    batch: int
+    chosen: Candidate
+    corrections: Corrections
+
+
+class Watch:
+    """Counts the steps of one model.
+
+    Args:
+        outbox: How to ask the workers.
+        expected: What was predicted.
+    """
+
+    def __init__(self, outbox: Outbox, expected: Expected) -> None:
+        self._outbox, self._expected = outbox, expected
+        self._num_steps = 0
+        self._asked: Posted | None = None
+        self._done = False
+
+    def stepped(self) -> None:
+        """An optimizer step was sent. Never waits."""
+        self._num_steps += 1
+        if self._done or self._num_steps < LOOKS_AFTER_STEPS:
+            return
+        if self._asked is None:
+            self._asked = self._outbox.post_soon(ReportSteps())
+        elif self._asked.failed():
+            self._done = True  # the error reaches the script where it reads a result
+        elif self._asked.done():
+            self._done = True
+            self._compare(self._asked.result())
+
+    def _compare(self, reports: list[StepReport]) -> None:
+        if min(len(one.seconds) for one in reports) < _LEAST_STEPS:
+            return  # the script adds up gradients of several calls, or has several optimizers: nothing to compare with
+        seconds = max(statistics.median(one.seconds[1:]) for one in reports)
+        peak_bytes = max(one.peak_bytes for one in reports)
+        chosen = self._expected.chosen
+        assert chosen.step is not None  # a chosen plan has been timed
+        print(log.measured_line(chosen, seconds, peak_bytes), flush=True)
+        remember_run(self._expected, seconds, peak_bytes)
+
+
+def corrections_of(machine: str) -> Corrections:
+    """Returns by what factors predictions for this machine were off, as the median of the runs it remembers.
+
+    Runs that somebody wrote by hand, or that lack a figure, are left out.
+    """
+    runs = _runs_of(machine)
+    seconds = [_off(run, "measured_s", "predicted_s", _LEAST_S) for run in runs]
+    times = [off for off in seconds if off is not None]
+    sizes = [_off(run, "measured_bytes", "predicted_bytes", _LEAST_BYTES) for run in runs]
+    memories = [off for off in sizes if off is not None]
+    return Corrections(
+        time=statistics.median(times) if times else 1.0, memory=statistics.median(memories) if memories else 1.0
+    )
+
+
+def _runs_of(machine: str) -> list[dict[str, Any]]:
+    """Returns what is remembered of a machine, as far as it has the form of runs."""
+    runs = (FILE.look_up(machine) or {}).get("runs")
+    return [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
+
+
+def _off(run: dict[str, Any], measured: str, predicted: str, least: float) -> float | None:
+    """Returns how many times its prediction a figure of a run was, None if it is too small or no such figures."""
+    figures = (run.get(measured), run.get(predicted))
+    if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in figures):
+        return None
+    found, expected = figures
+    if not (least <= found < _MOST and 0.0 < expected < _MOST):  # type: ignore[operator]
+        return None
+    return float(found / expected)  # type: ignore[operator]
+
+
+def remember_run(expected: Expected, seconds: float, peak_bytes: float) -> None:
+    """Notes what steps of a plan took, for later predictions on this machine."""
+    chosen, corrections = expected.chosen, expected.corrections
+    assert chosen.step is not None
+    run: dict[str, Any] = {
+        "model": expected.model,
+        "plan": str(chosen.plan),
+        "batch": expected.batch,
+        "predicted_s": float(f"{chosen.step.total_s / corrections.time:.4g}"),
+        "measured_s": float(f"{seconds:.4g}"),
+        "predicted_bytes": round(chosen.memory.reserved_bytes / corrections.memory),
+        "measured_bytes": round(peak_bytes),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+    with contextlib.suppress(OSError):  # where the folder cannot be written, nothing is learned
+        FILE.keep(expected.machine, {"runs": [*_runs_of(expected.machine), run][-_KEPT_RUNS:]})

@@ -1,0 +1,212 @@
+"""State tensors: parameters, buffers, gradients and optimizer state that workers keep, and operations on them.
+
+An operation whose tensors are all kept by workers runs there, each worker on its own part, where that is known to be
+right (`_RUNS_ON_WORKERS`); anything else is read, computed by the controller and written back (`device.tensor`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moreh_ap.device.operations import meta_of, written_arguments
+from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
+from moreh_ap.device.values import Cell, Here, Value
+from moreh_ap.protocol.messages.state import RunOperation
+from moreh_ap.protocol.messages.tensors import StateRef, TensorData
+
+if TYPE_CHECKING:
+    from moreh_ap.session.models.remote_model import RemoteModel
+    from moreh_ap.session.session import Session
+
+aten = torch.ops.aten
+
+# Beside everything that PyTorch tags as pointwise: operations that sharded tensors (DTensor) carry out exactly.
+_RUNS_ON_WORKERS = {
+    aten.clone,
+    aten.copy_,
+    aten.zero_,
+    aten.fill_,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.empty_like,
+    aten.linalg_vector_norm,
+    aten.sum,
+    aten.mean,
+    aten.stack,
+    aten._to_copy,
+}
+_KEEPS_SHAPE = _RUNS_ON_WORKERS - {aten.linalg_vector_norm, aten.sum, aten.mean, aten.stack}
+_FOREACH_PREFIX = "_foreach_"
+_REDUCTIONS = {"norm", "max", "powsum"}
+
+
+class OnWorkers(Value):
+    """A tensor that workers keep under a name.
+
+    Args:
+        holder: Who answers for gradients: the model of a parameter, otherwise the session's plain `StateHolder`.
+        ref: The tensor's name.
+    """
+
+    __slots__ = ("owner", "ref")
+
+    stays = True
+
+    def __init__(self, owner: StateHolder, ref: StateRef) -> None:
+        self.owner, self.ref = owner, ref
+
+    def ready(self) -> bool:
+        return False
+
+    def runner(self) -> Any:
+        return self.owner.run_operation
+
+    def placement(self) -> str | None:
+        """Tells tensors apart whose parts lie on workers differently; None if every worker has its part alike."""
+        return self.owner.placement_of(self.ref)
+
+    def read(self) -> Tensor:
+        return self.owner.session.read_state((self.ref,))[0]
+
+    def write(self, tensor: Tensor) -> None:
+        self.owner.session.write_state({self.ref: tensor})
+
+
+class StateHolder:
+    """What a virtual tensor on workers asks: run an operation, give or take a gradient.
+
+    Args:
+        session: Where the workers are.
+        placement: See `OnWorkers.placement`; that of all tensors of this holder.
+    """
+
+    def __init__(self, session: Session, placement: str | None = None) -> None:
+        self.session = session
+        self._placement = placement
+
+    def placement_of(self, ref: StateRef) -> str | None:
+        """How the parts of a tensor lie on workers."""
+        return self._placement
+
+    def keeps_gradient(self, value: Value) -> bool:
+        """True if the gradient of the tensor lives on the workers."""
+        return False
+
+    def gradient_of(self, value: Any) -> Tensor | None:
+        raise TypeError("only parameters keep gradients on the workers")
+
+    def set_gradient(self, value: Any, gradient: Tensor | None) -> None:
+        raise TypeError("only parameters keep gradients on the workers")
+
+    def add_gradient(self, value: Any, gradient: Tensor) -> None:
+        raise TypeError("only parameters keep gradients on the workers")
+
+    def no_longer_keeps(self, value: Any) -> None:
+        """The script gives the tensor another shape or dtype."""
+
+    def handle(self, ref: StateRef, like: Tensor) -> VirtualTensor:
+        """A virtual tensor on the state tensor `ref`, shaped like `like`."""
+        return VirtualTensor(Cell(OnWorkers(self, ref), ACCELERATOR), like)
+
+    def promise(self, meta: Tensor, placement: str | None = None) -> VirtualTensor:
+        """A virtual tensor on a new temporary of the workers, forgotten there once it is forgotten here."""
+        value = OnWorkers(StateHolder(self.session, placement), self.session.new_temporary())
+        weakref.finalize(value, self.session.release_temporary, value.ref)
+        return VirtualTensor(Cell(value, ACCELERATOR), meta)
+
+    def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an ATen operation where its tensors are; NotImplemented if that is not known to be right."""
+        if not _runs_on_workers(func):
+            return NotImplemented
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not all(_is_worker_argument(tensor) for tensor in tensors):
+            return NotImplemented
+        values = [tensor._cell.value for tensor in tensors if isinstance(tensor, VirtualTensor)]
+        placements = {value.placement() for value in values if isinstance(value, OnWorkers)} - {None}
+        if placements and (len(placements) > 1 or not _keeps_shape(func)):
+            return NotImplemented
+        placement = next(iter(placements), None)
+        if kwargs.get("device") is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+
+        aliases_input = func._schema.is_mutable
+        if not all(isinstance(tensor._cell.value, OnWorkers) for tensor in written_arguments(func, args, kwargs)):
+            return NotImplemented
+        metas = () if aliases_input else func(*meta_of(args), **meta_of(kwargs))
+        result = tree_map_only(Tensor, lambda meta: self.promise(meta, placement), metas)
+        refs: Any = tuple(_as_argument(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        sent_args, sent_kwargs = tree_map_only(Tensor, _as_argument, (args, kwargs))
+        self.session.outbox.post(RunOperation(f"{func._opname}.{func._overloadname}", sent_args, sent_kwargs, refs))
+        if not aliases_input:
+            return result
+        return args[0] if len(func._schema.returns) == 1 else None
+
+
+class ModelState(StateHolder):
+    """Holds the parameters and buffers of one model; its gradients are the model's to tell."""
+
+    def __init__(self, session: Session, model: RemoteModel) -> None:
+        super().__init__(session)
+        self._model = weakref.ref(model)
+
+    def live_model(self) -> RemoteModel:
+        """The model that these parameters belong to."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("this parameter belongs to a model that has left the accelerator")
+        return model
+
+    def no_longer_keeps(self, value: Any) -> None:
+        self.live_model().note_structure()
+
+    def keeps_gradient(self, value: Any) -> bool:
+        return bool(value.ref.kind == "param")
+
+    def placement_of(self, ref: StateRef) -> str | None:
+        return self.live_model().placement_of(ref.name) if ref.kind != "buffer" else None
+
+    def gradient_of(self, value: Any) -> Tensor | None:
+        return self.live_model().gradients.get(value.ref.name)
+
+    def set_gradient(self, value: Any, gradient: Tensor | None) -> None:
+        self.live_model().gradients.set(value.ref.name, gradient)
+
+    def add_gradient(self, value: Any, gradient: Tensor) -> None:
+        self.live_model().gradients.add(value.ref.name, gradient)
+
+
+def _runs_on_workers(func: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.inplace_view in func.tags:
+        return False
+    return (
+        torch.Tag.pointwise in func.tags
+        or func.overloadpacket in _RUNS_ON_WORKERS
+        or func._opname.startswith(_FOREACH_PREFIX)
+    )
+
+
+def _keeps_shape(func: Any) -> bool:
+    """True if the result's parts lie where the operand's do: neither a reduction nor a new arrangement."""
+    return (
+        torch.Tag.pointwise in func.tags
+        or func.overloadpacket in _KEEPS_SHAPE
+        or (func._opname.startswith(_FOREACH_PREFIX) and func._opname.removeprefix(_FOREACH_PREFIX) not in _REDUCTIONS)
+    )
+
+
+def _is_worker_argument(tensor: Tensor) -> bool:
+    if not isinstance(tensor, VirtualTensor):
+        return tensor.dim() == 0
+    value = tensor._cell.value
+    return isinstance(value, OnWorkers) or (isinstance(value, Here) and tensor.dim() == 0)
+
+
+def _as_argument(tensor: Tensor) -> StateRef | TensorData:
+    if isinstance(tensor, VirtualTensor) and isinstance(tensor._cell.value, OnWorkers):
+        return tensor._cell.value.ref
+    return TensorData.of(tensor.to_host() if isinstance(tensor, VirtualTensor) else tensor)
