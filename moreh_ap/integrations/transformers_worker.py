@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from moreh_ap.integrations.import_hook import when_imported
+from moreh_ap.import_hook import when_imported
 
 _CACHES: set[type] = set()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
@@ -15,9 +15,6 @@ from moreh_ap.protocol.messages.calls import Differentiate, Forward, TakeGradien
 from moreh_ap.protocol.messages.row_shards import RunOnParts
 from moreh_ap.protocol.messages.state import RunOperation
 from moreh_ap.protocol.messages.tensors import OutputRef, TensorData
-
-if TYPE_CHECKING:
-    from moreh_ap.session.outbox import Posted
 
 _MOST_COMMANDS = 1024
 _MOST_BYTES = 1 << 28
@@ -29,7 +26,7 @@ class Message:
     """Commands that left together, and the promises of the results of the first of them."""
 
     commands: tuple[Any, ...]
-    posted: tuple[Posted, ...]
+    posted: tuple[Any, ...]
 
 
 class Journal:
@@ -83,7 +80,7 @@ class Journal:
         else:
             callback()
 
-    def note(self, commands: tuple[Any, ...], posted: tuple[Posted, ...]) -> None:
+    def note(self, commands: tuple[Any, ...], posted: tuple[Any, ...]) -> None:
         """A message is about to leave."""
         if not self._is_open:
             return

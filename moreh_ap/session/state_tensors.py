@@ -7,7 +7,7 @@ right (`_RUNS_ON_WORKERS`); anything else is read, computed by the controller an
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +18,7 @@ from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Here, Value
 from moreh_ap.protocol.messages.state import RunOperation
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
-
-if TYPE_CHECKING:
-    from moreh_ap.session.models.remote_model import RemoteModel
-    from moreh_ap.session.session import Session
+from moreh_ap.session.session import Session
 
 aten = torch.ops.aten
 
@@ -147,14 +144,34 @@ class StateHolder:
         return args[0] if len(func._schema.returns) == 1 else None
 
 
+class GradientsByName(Protocol):
+    """The gradients that workers keep of a model's parameters."""
+
+    def get(self, name: str) -> Tensor | None: ...
+
+    def set(self, name: str, gradient: Tensor | None) -> None: ...
+
+    def add(self, name: str, gradient: Tensor) -> None: ...
+
+
+class ModelOnWorkers(Protocol):
+    """What the tensors of a model ask of it."""
+
+    gradients: GradientsByName
+
+    def placement_of(self, name: str) -> str | None: ...
+
+    def note_structure(self) -> None: ...
+
+
 class ModelState(StateHolder):
     """Holds the parameters and buffers of one model; its gradients are the model's to tell."""
 
-    def __init__(self, session: Session, model: RemoteModel) -> None:
+    def __init__(self, session: Session, model: ModelOnWorkers) -> None:
         super().__init__(session)
         self._model = weakref.ref(model)
 
-    def live_model(self) -> RemoteModel:
+    def live_model(self) -> Any:
         """The model that these parameters belong to."""
         model = self._model()
         if model is None:

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +24,9 @@ from torch import Tensor
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.calls import TakeGradients
+from moreh_ap.session.models.remote_model import RemoteModel
+from moreh_ap.session.outbox import Posted
 from moreh_ap.session.state_tensors import ModelState, OnWorkers
-
-if TYPE_CHECKING:
-    from moreh_ap.session.models.remote_model import RemoteModel
-    from moreh_ap.session.outbox import Posted
 
 _apart: ContextVar[Apart | None] = ContextVar("apart", default=None)
 

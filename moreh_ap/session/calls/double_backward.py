@@ -19,8 +19,8 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.calls import Differentiate
 from moreh_ap.session.calls import autograd_api
 from moreh_ap.session.calls.remote_call import Call, send_as_node
-from moreh_ap.session.calls.signatures import Structure
 from moreh_ap.session.models.remote_model import RemoteModel
+from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.outbox import Posted
 
 

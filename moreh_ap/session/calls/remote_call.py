@@ -41,11 +41,10 @@ from moreh_ap.protocol.process_flags import process_flags
 from moreh_ap.protocol.pytree import flatten
 from moreh_ap.protocol.rng_state import Streams
 from moreh_ap.session.calls import autograd_api
-from moreh_ap.session.calls.row_shard_rules import run_on_parts
 from moreh_ap.session.calls.row_shards import Located, PartValue, PartView, join
-from moreh_ap.session.calls.signatures import Structure
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import RunsHereOnly, refuse_global_hooks
+from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import OnWorkers
@@ -377,7 +376,7 @@ class OutputValue(Value):
         return reply is not None and reply.done() and (reply.failed() or self._is_inline(reply))
 
     def runner(self) -> Any:
-        return run_on_parts if self.located() is not None else None
+        return self.session.run_on_row_shards if self.located() is not None else None
 
     def located(self) -> Located | None:
         """Where workers have it, if it is large and stayed with them."""
@@ -440,8 +439,7 @@ class _RemoteCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():  # create_graph=True
-            from moreh_ap.session.calls.double_backward import differentiate
-
+            differentiate = ctx.call.model.session.differentiate
             found = iter(differentiate(ctx.call, gradients, ctx.saved_tensors))
             return (None, None, *(next(found) if requires_grad else None for *_, requires_grad in ctx.inputs))
         reply = ctx.call.backward(gradients)

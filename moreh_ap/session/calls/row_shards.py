@@ -14,35 +14,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from moreh_ap.device.values import Cell, Value, View
+from moreh_ap.protocol.batch import BatchRows
 from moreh_ap.protocol.memory_format import in_order
 from moreh_ap.protocol.messages.row_shards import ReadPart, ReleaseParts, WritePart
 from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, PartRef, TensorData
-
-if TYPE_CHECKING:
-    from moreh_ap.session.outbox import Posted
-    from moreh_ap.session.session import Session
-
-
-@dataclass(frozen=True)
-class BatchRows:
-    """How workers share the rows of a batch; tensors that are shared alike have the same rows on each.
-
-    Attributes:
-        rows: Rows of each worker that speaks, None for the others, in rank order.
-    """
-
-    rows: tuple[int | None, ...]
-
-    @property
-    def total(self) -> int:
-        """Rows of the batch."""
-        return sum(rows for rows in self.rows if rows is not None)
+from moreh_ap.session.outbox import Posted
+from moreh_ap.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -103,10 +86,8 @@ class PartValue(Value):
         """Large parts stay; what is whole and small comes with the answer, and is an ordinary value from then on."""
         return self._reply is None
 
-    def runner(self) -> Callable[[Any, Any, Any], Any]:
-        from moreh_ap.session.calls.row_shard_rules import run_on_parts
-
-        return run_on_parts
+    def runner(self) -> Callable[[Any, Any, Any], Any] | None:
+        return self.session.run_on_row_shards
 
     def ready(self) -> bool:
         return self._reply is not None and self._reply.done()

@@ -35,12 +35,11 @@ from moreh_ap.protocol.passed_state import KEPT
 from moreh_ap.protocol.pytree import flatten, pickle_treespec
 from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
 from moreh_ap.session import script_line
-from moreh_ap.session.calls.parameter_gradients import Gradients
-from moreh_ap.session.calls.signatures import Signatures, pickle_constants
 from moreh_ap.session.models.container_attributes import Containers
+from moreh_ap.session.models.parameter_gradients import Gradients
 from moreh_ap.session.models.script_hooks import ScriptHooks, hook_keys
+from moreh_ap.session.models.signatures import Signatures, pickle_constants
 from moreh_ap.session.outbox import Posted
-from moreh_ap.session.planning.first_call import plan_on_trial
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import ModelState, OnWorkers
 from moreh_ap.session.value_files import ValueFiles
@@ -54,12 +53,15 @@ class RemoteModel:
         root: A module whose parameters and buffers are virtual tensors.
         call: Module, positional and keyword arguments of the first call, which a pipeline's cut depends on.
         plan: How it is laid out.
+        on_trial: Whether the plan is only tried: hooks of the script run in the workers alone.
 
     Raises:
         UnsupportedError: If the module cannot be sent (an attribute that cannot be pickled).
     """
 
-    def __init__(self, session: Session, root: nn.Module, call: tuple[nn.Module, Any, Any], plan: Plan) -> None:
+    def __init__(
+        self, session: Session, root: nn.Module, call: tuple[nn.Module, Any, Any], plan: Plan, on_trial: bool = False
+    ) -> None:
         self.session, self.root = session, root
         self.owner = f"model{session.outbox.new_id()}"
         self.stale = False
@@ -70,11 +72,11 @@ class RemoteModel:
         self.parameters: dict[str, VirtualTensor] = dict(root.named_parameters())  # type: ignore[arg-type]
         self.buffers: dict[str, VirtualTensor] = dict(root.named_buffers())  # type: ignore[arg-type]
         self.holder = ModelState(session, self)
-        self.gradients = Gradients(self)
-        self.signatures = Signatures(self)
+        self.gradients = Gradients(self.holder, self.owner, self.parameters)
+        self.signatures = Signatures(session.outbox, self.owner)
         # Autograd enters a remote call through this leaf: a call joins no parameter to the controller's graph.
         self.anchor = torch.zeros((), requires_grad=True)
-        self.script_hooks = ScriptHooks(root, plan, plan_on_trial() is not None, session.hooks_kept_here)
+        self.script_hooks = ScriptHooks(root, plan, on_trial, session.hooks_kept_here)
         self._hook_keys = hook_keys(self.modules)
         self._training = self._training_flags()
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
@@ -112,7 +114,7 @@ class RemoteModel:
         """Other workers are about to be told everything that these were, under another plan."""
         self.plan = plan
         self._placements = None
-        self.signatures = Signatures(self)
+        self.signatures = Signatures(self.session.outbox, self.owner)
         self._attach()
 
     def _attach(self) -> None:

@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
@@ -23,13 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.plan import Plan
 from moreh_ap.protocol.hook_records import QuietHook, Report, ReportedHook
 from moreh_ap.protocol.module_attributes import LIBRARIES
 from moreh_ap.protocol.rng_state import host_untouched
-
-if TYPE_CHECKING:
-    from moreh_ap.plan import Plan
-    from moreh_ap.session.calls.remote_call import Call
 
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
@@ -49,6 +46,23 @@ def hook_keys(modules: list[nn.Module]) -> list[tuple[int, ...]]:
         for number, part in enumerate(modules)
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
     ]
+
+
+class HookedModel(Protocol):
+    """A model whose hooks run in the script."""
+
+    def note_replayed(self) -> None: ...
+
+    def take_attributes(self, attributes: dict[str, Any]) -> None: ...
+
+
+class HookedCall(Protocol):
+    """A call whose hooks run in the script."""
+
+    @property
+    def model(self) -> HookedModel: ...
+
+    def watch(self, indices: list[int], watcher: Callable[[dict[int, Tensor]], None]) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -151,7 +165,7 @@ class ScriptHooks:
 
     # -- running them here -----------------------------------------------------------------------------------------
 
-    def run(self, call: Call, tree: Any, leaves: list[Any], done: int = 0) -> Any:
+    def run(self, call: HookedCall, tree: Any, leaves: list[Any], done: int = 0) -> Any:
         """Run the forward hooks of a call, and set the attributes that it set; returns the module's result.
 
         Args:
@@ -220,7 +234,7 @@ class ScriptHooks:
                 fix="return output * 2  # instead of output.mul_(2)",
             )
 
-    def _watch(self, call: Call, module: nn.Module, given: tuple[Any, ...], indices: tuple[Any, ...]) -> None:
+    def _watch(self, call: HookedCall, module: nn.Module, given: tuple[Any, ...], indices: tuple[Any, ...]) -> None:
         """Have the backward hooks of `module` run with the gradients of its inputs and outputs in this call."""
         inputs, outputs = (_top_level(given[0], indices[0]), _top_level(given[1], indices[1]))
         wanted = [*inputs, *outputs]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import torch
@@ -18,15 +18,13 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from moreh_ap import log
+from moreh_ap.protocol.batch import BatchRows
 from moreh_ap.protocol.hook_records import Report
 from moreh_ap.protocol.memory_format import Order, empty_in_order
 from moreh_ap.protocol.messages.calls import DefineSignature, ForwardReply
 from moreh_ap.protocol.messages.tensors import LeafReply
 from moreh_ap.protocol.pytree import pickle_treespec, unpickle_treespec
-from moreh_ap.session.calls.row_shards import BatchRows
-
-if TYPE_CHECKING:
-    from moreh_ap.session.models.remote_model import RemoteModel
+from moreh_ap.session.outbox import Outbox
 
 _MAX_STRUCTURES = 4096
 
@@ -133,10 +131,15 @@ class Structure:
 
 
 class Signatures:
-    """What one model knows of its calls: ids of their constant parts, and structures seen so far."""
+    """What one model knows of its calls: ids of their constant parts, and structures seen so far.
 
-    def __init__(self, model: RemoteModel) -> None:
-        self._model = model
+    Args:
+        outbox: How the workers are told.
+        owner: The model's name on the workers.
+    """
+
+    def __init__(self, outbox: Outbox, owner: str) -> None:
+        self._outbox, self._owner = outbox, owner
         self._structures: dict[Any, Structure] = {}
         self._unpredictable: set[Any] = set()
         self._attributes: set[str] = set()
@@ -144,8 +147,8 @@ class Signatures:
 
     def define(self, path: str, treespec: TreeSpec, constants: list[Any]) -> int:
         """The id of this path, nesting and constants; the workers are told the first time."""
-        owner, nesting, values = self._model.owner, pickle_treespec(treespec), pickle_constants(constants)
-        return self._model.session.outbox.define(
+        owner, nesting, values = self._owner, pickle_treespec(treespec), pickle_constants(constants)
+        return self._outbox.define(
             (owner, path, nesting, values), lambda number: DefineSignature(number, owner, path, nesting, values)
         )
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 
+from moreh_ap.device.patches.unsupported import refuse_compiled
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here
-from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.stream import ImportModules
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import replaying
@@ -115,7 +114,7 @@ class Units:
     def _lay_out(self, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> RemoteModel:
         session, plan = self._session, first_call.plan_on_trial()
         if plan is not None:
-            return RemoteModel(session, root, call, plan)
+            return RemoteModel(session, root, call, plan, on_trial=True)
         planned = first_call.plan_first_call(session, root, call)
         values = [(tensor, tensor._cell.value) for tensor in _state_tensors(root)]
         if session.options.autotune and not planned.is_given:
@@ -137,20 +136,6 @@ class Units:
         for model in [model for model in self._models if model.has_left()]:
             self._models.remove(model)
             model.release()
-
-
-def refuse_compiled(root: nn.Module) -> None:
-    """Models of TorchScript have no code that workers could run.
-
-    Raises:
-        UnsupportedError: There is one in the module.
-    """
-    if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
-        raise UnsupportedError(
-            f"A {type(root).__name__} compiled by torch.jit on the accelerator, whose workers run Python.",
-            allowed="The model itself on the accelerator; compiled models on the CPU; compiled functions anywhere.",
-            fix="torch.jit.script(copy.deepcopy(model).cpu())  # to save it; train the model itself",
-        )
 
 
 def _ids(module: nn.Module) -> set[int]:

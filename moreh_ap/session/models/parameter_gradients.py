@@ -15,9 +15,9 @@ is one and to use it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,8 @@ from torch import Tensor
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.protocol.messages.state import KeepState, WriteState
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
-
-if TYPE_CHECKING:
-    from moreh_ap.session.models.remote_model import RemoteModel
-    from moreh_ap.session.outbox import Posted
+from moreh_ap.session.outbox import Posted
+from moreh_ap.session.state_tensors import ModelState
 
 Kind = tuple[Hashable, ...]
 """What is called, what was changed in the model before it, and which of its outputs have a gradient."""
@@ -40,10 +38,17 @@ _OWN_REFERENCES = 2  # the variable and the argument of getrefcount: whoever els
 
 
 class Gradients:
-    """Gradients of one model's parameters, by name."""
+    """Gradients of one model's parameters, by name.
 
-    def __init__(self, model: RemoteModel) -> None:
-        self._model = model
+    Args:
+        holder: Who holds the model's tensors.
+        owner: The model's name on the workers.
+        parameters: Its parameters by name.
+    """
+
+    def __init__(self, holder: ModelState, owner: str, parameters: Mapping[str, VirtualTensor]) -> None:
+        self._holder, self._owner, self._parameters = holder, owner, parameters
+        self._outbox = holder.session.outbox
         self._present: set[str] = set()
         self._patterns: dict[Kind, frozenset[str]] = {}
         self._varying: set[Kind] = set()
@@ -72,7 +77,7 @@ class Gradients:
             self._varying.add(kind)
             self._patterns.pop(kind, None)
         elif had_none and kind not in self._varying:
-            trainable = {name for name, parameter in self._model.parameters.items() if parameter.requires_grad}
+            trainable = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
             if trainable <= found:
                 self._patterns[kind] = found
 
@@ -81,7 +86,7 @@ class Gradients:
         if kind in self._reach_all_inputs:
             return [True] * num_inputs
         flags = zip(*reply.result())
-        reached = [any(having) for having in flags][len(self._model.parameters) :]
+        reached = [any(having) for having in flags][len(self._parameters) :]
         if all(reached):
             self._reach_all_inputs.add(kind)
         return reached
@@ -93,15 +98,13 @@ class Gradients:
             return None
         handle = self._handles.get(name)
         if handle is None:
-            model = self._model
-            handle = model.holder.handle(StateRef(model.owner, "grad", name), model.parameters[name].detach())
+            handle = self._holder.handle(self._ref(name), self._parameters[name].detach())
             self._handles[name] = handle
         return handle
 
     def set(self, name: str, gradient: Tensor | None) -> None:
         """Forget the gradient of `name`, or replace it by a tensor of the parameter's shape."""
         self._settle(expected_will_do=True)
-        model = self._model
         self._set_since[name] = gradient is not None
         if gradient is None:
             if name in self._present:
@@ -110,9 +113,8 @@ class Gradients:
             return
         if gradient is self._handles.get(name):
             return
-        ref = StateRef(model.owner, "grad", name)
         host = gradient.to_host() if isinstance(gradient, VirtualTensor) else gradient.detach()
-        model.session.outbox.post(WriteState({ref: TensorData.of(host)}))
+        self._outbox.post(WriteState({self._ref(name): TensorData.of(host)}))
         self._present.add(name)
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -126,14 +128,16 @@ class Gradients:
 
     def _let_go(self, name: str) -> None:
         """The gradient is no longer the parameter's; if the script still holds it, it lives on as a tensor."""
-        model = self._model
-        ref = StateRef(model.owner, "grad", name)
+        ref = self._ref(name)
         handle = self._handles.pop(name, None)
         if handle is not None and sys.getrefcount(handle) > _OWN_REFERENCES:
-            kept = model.holder.promise(handle)
-            model.session.outbox.post(KeepState(ref, kept._cell.value.ref))  # type: ignore[attr-defined]
+            kept = self._holder.promise(handle)
+            self._outbox.post(KeepState(ref, kept._cell.value.ref))  # type: ignore[attr-defined]
             handle._cell.value = kept._cell.value
-        model.session.outbox.post_clear(ref)
+        self._outbox.post_clear(ref)
+
+    def _ref(self, name: str) -> StateRef:
+        return StateRef(self._owner, "grad", name)
 
     def _settle(self, expected_will_do: bool) -> None:
         """Takes in the answer of the last backward; waits, unless what is expected will do and all is expected."""
@@ -147,7 +151,7 @@ class Gradients:
     def decode(self, reply: Any) -> frozenset[str]:
         """The parameters that have a gradient, as workers answered to a backward; waits."""
         flags = zip(*reply.result())  # of a parameter, a worker each: some hold it and others do not
-        return frozenset(name for name, having in zip(self._model.parameters, flags) if any(having))
+        return frozenset(name for name, having in zip(self._parameters, flags) if any(having))
 
 
 def _is_asked_in_passing() -> bool:
