@@ -242,7 +242,7 @@ class _Reader:
                     other.names.setdefault(target.attr, Entry("value"))
 
     def _value(self, value: ast.expr | None, path: str, scope: Scope) -> Entry:
-        """Returns what an assigned value is: a chain of attributes another name for something, a call of a class one."""
+        """Returns an alias for a chain of attributes, an instance for a call of a class, else any value."""
         is_made = isinstance(value, ast.Call)
         dotted = _dotted(value.func if isinstance(value, ast.Call) else value)
         absolute = self._absolute(dotted, path, scope) if dotted else "?"

@@ -20,8 +20,8 @@ class Entry(NamedTuple):
 
     Attributes:
         kind: What the name is; a value may be anything.
-        target: Full name of what an alias stands for, or of an instance's class; names of a function's parameters, ``**``
-            where it takes any.
+        target: Full name of what an alias stands for, or of an instance's class; names of a function's parameters,
+            ``**`` where it takes any.
     """
 
     kind: Kind

@@ -1,14 +1,15 @@
 """Collects the names of torch that Python files use, by `ast`, with the line of each.
 
-    python scripts/torch_uses.py [FILE ...]    # those that a list in tests/torch_names lacks; by default in all our files
+    python scripts/torch_uses.py [FILE ...]    # those that a list in tests/torch_names lacks; by default of all files
 
-Looked at are imports, chains of attributes that begin at an import (``dist.all_reduce``), operations of `torch.ops.aten`,
-keyword arguments of such calls, texts that are a dotted name (``"torch.nn.parallel.distributed"``), an object followed by
-the name of an attribute among the arguments of a call (``patches.replace(torch.cuda, "_lazy_init", ...)``), and private
-attributes of objects whose class is not known. Not looked at are public attributes of such objects (methods of tensors).
+Looked at are imports, chains of attributes that begin at an import (``dist.all_reduce``), operations of
+`torch.ops.aten`, keyword arguments of such calls, texts that are a dotted name (``"torch.nn.parallel.distributed"``), an
+object followed by the name of an attribute among the arguments of a call (``replace(torch.cuda, "_lazy_init", new)``),
+and private attributes of objects whose class is not known. Not looked at are public attributes of such objects, among
+them methods of tensors.
 
-A use is guarded where the code goes on without the name: in a `try` that catches its absence, under `contextlib.suppress`,
-behind `hasattr` of the same name, and in a `getattr` with a default.
+A use is guarded where the code goes on without the name: in a `try` that catches its absence, under
+`contextlib.suppress`, behind `hasattr` of the same name, and in a `getattr` with a default.
 """
 
 from __future__ import annotations
@@ -293,8 +294,8 @@ def _caught(handler: ast.ExceptHandler) -> Iterator[str]:
 def _asked_for(test: ast.expr) -> Iterator[str]:
     """Yields the names that a condition asks for with `hasattr`."""
     for node in ast.walk(test):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "hasattr" and isinstance(node.args[1], ast.Constant):
-            yield str(node.args[1].value)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "hasattr":
+            yield ast.unparse(node.args[-1]).strip("'")
 
 
 def main() -> int:

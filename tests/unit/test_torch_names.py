@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,16 +222,19 @@ def test_every_name_is_in_the_installed_version(used):
 
 
 def is_installed(name: str) -> bool:
-    """Whether a chain of attributes, of which the first may be modules, can be followed in this process."""
-    found = importlib.import_module("torch")
-    prefix = "torch"
-    for part in name.split(".")[1:]:
+    """Whether a chain of attributes can be followed in this process. A module at its end is not imported for that."""
+    found: object = importlib.import_module("torch")
+    prefix, *parts = name.split(".")
+    for part in parts:
         prefix = f"{prefix}.{part}"
-        if not hasattr(found, part):
-            try:
-                found = importlib.import_module(prefix)
-            except ImportError:
-                return False
-        else:
+        may_be_module = hasattr(found, "__path__") and part not in vars(found)
+        is_module = may_be_module and importlib.util.find_spec(prefix) is not None
+        if is_module and prefix == name:
+            return True
+        if is_module:
+            found = importlib.import_module(prefix)
+        elif hasattr(found, part):
             found = getattr(found, part)
+        else:
+            return False
     return True
