@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from moreh_ap import versions
 from moreh_ap.errors import OptionError
 from moreh_ap.plan import Plan
 
@@ -97,6 +98,9 @@ def enable_advanced_parallelization(
     Raises:
         OptionError: An argument or environment variable has a wrong type or value, or two contradict each other.
         PlanError: The text of `plan` is no plan.
+
+    Warns:
+        VersionWarning: This package was not checked with the versions of Python and libraries here.
     """
     options = resolve_options(
         os.environ,
@@ -110,6 +114,7 @@ def enable_advanced_parallelization(
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.parse(plan),
         autotune=_check_bool("autotune", autotune),
     )
+    versions.warn_if_unchecked(stacklevel=3)
     from moreh_ap import device
 
     device.enable(options)

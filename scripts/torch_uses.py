@@ -3,7 +3,7 @@
     python scripts/torch_uses.py [FILE ...]    # those that a list in tests/torch_names lacks; by default of all files
 
 Looked at are imports, chains of attributes that begin at an import (``dist.all_reduce``), operations of
-`torch.ops.aten`, keyword arguments of such calls, texts that are a dotted name (``"torch.nn.parallel.distributed"``), an
+`torch.ops.aten`, keyword arguments of such calls, texts that are a dotted name (``"torch.nn.parallel"``), an
 object followed by the name of an attribute among the arguments of a call (``replace(torch.cuda, "_lazy_init", new)``),
 and private attributes of objects whose class is not known. Not looked at are public attributes of such objects, among
 them methods of tensors.
