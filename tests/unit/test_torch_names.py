@@ -165,6 +165,7 @@ def test_parameters(small):
         ("import torch\naten = torch.ops.aten\naten.add.Scalar", ["3: torch.ops.aten.add.Scalar"]),
         ("import torch\nwith torch.nowhere(): pass", ["2: torch.nowhere"]),
         ("import torch\ntry:\n    torch.nowhere\nexcept ValueError: pass", ["3: torch.nowhere"]),
+        ("import torch\ntry:\n    torch.nowhere\nexcept Exception: pass", ["3: torch.nowhere"]),
         # goes on without the name
         ("import torch\ntry:\n    torch.nowhere\nexcept (ValueError, AttributeError): pass", []),
         ("import torch, contextlib\nwith contextlib.suppress(ImportError):\n    import torch.nowhere", []),
