@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 
@@ -24,9 +23,5 @@ def install(patches: Patches) -> None:
 
     start = patches.replace(threading.Thread, "_bootstrap_inner", bootstrap)
 
-    # A mode is off while it handles a call: functions of the script that a backward runs would be without it.
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        with function_mode.RedirectMode():
-            return original_run_backward(*args, **kwargs)
-
-    original_run_backward = patches.replace(torch.autograd, "_engine_run_backward", run_backward)
+    run_backward = function_mode.in_mode(torch.autograd._engine_run_backward)
+    patches.replace(torch.autograd, "_engine_run_backward", run_backward)
