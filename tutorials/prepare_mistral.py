@@ -44,8 +44,8 @@ def as_mistral(llama) -> MistralForCausalLM:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=helpers.HelpFormatter)
     parser.add_argument("--embedded", action="store_true", help="what scripts/prepare_tutorial.py prepared, no hub")
-    parser.add_argument("--model", default="mistralai/Mistral-7B-v0.1", help="on the hub or a folder")
-    parser.add_argument("--dataset", default="iamtarun/python_code_instructions_18k_alpaca", help="the same")
+    parser.add_argument("--model", default="mistralai/Mistral-7B-v0.1", help="hub name or folder")
+    parser.add_argument("--dataset", default="iamtarun/python_code_instructions_18k_alpaca", help="hub name or folder")
     parser.add_argument("--block-size", type=int, default=1024, help="tokens a sequence")
     parser.add_argument("--model-path", type=Path, default="mistral-7b", help="where the model goes")
     parser.add_argument("--dataset-path", type=Path, default="mistral_dataset.pt", help="where the tokens go")

@@ -23,7 +23,7 @@ def mask_pads(input_ids, attention_mask, ignore_index=-100):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=helpers.HelpFormatter, allow_abbrev=False)
     parser.add_argument("--embedded", action="store_true", help="prepared model and data, sizes for two CPU cores")
-    parser.add_argument("--model", "--model-name", default="cerebras/Cerebras-GPT-13B", help="on the hub or a folder")
+    parser.add_argument("--model", "--model-name", default="cerebras/Cerebras-GPT-13B", help="hub name or folder")
     parser.add_argument("--dataset", "--dataset-name", default="mlabonne/Evol-Instruct-Python-26k", help="the same")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences a step, over all devices together")
     parser.add_argument("--block-size", type=int, default=1024, help="tokens a sequence")

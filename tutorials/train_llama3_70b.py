@@ -25,8 +25,8 @@ SMALL_PLAN = "shard=2,pipeline=4,stages_per_device=2,schedule=interleaved,micro_
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=helpers.HelpFormatter, allow_abbrev=False)
     parser.add_argument("--embedded", action="store_true", help="prepared model and data, sizes for two CPU cores")
-    parser.add_argument("--model", "--model-name", default="meta-llama/Meta-Llama-3-70B", help="on the hub or a folder")
-    parser.add_argument("--dataset", "--dataset-name", default="cnn_dailymail:3.0.0", help="the same")
+    parser.add_argument("--model", "--model-name", default="meta-llama/Meta-Llama-3-70B", help="hub name or folder")
+    parser.add_argument("--dataset", "--dataset-name", default="cnn_dailymail:3.0.0", help="hub name or folder")
     parser.add_argument("--batch-size", type=int, default=512, help="sequences a step, over all devices together")
     parser.add_argument("--block-size", type=int, default=1024, help="tokens a sequence")
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")

@@ -26,8 +26,8 @@ def main():
     parser.add_argument("--embedded", action="store_true", help="prepared model and data, sizes for two CPU cores")
     parser.add_argument("--experiment-name", required="--embedded" not in sys.argv,
                         help="folder in --save-path; a run continues from the checkpoint in it")
-    parser.add_argument("--model", "--model-name", default="openai-community/gpt2", help="on the hub or a folder")
-    parser.add_argument("--dataset", "--dataset-name", default="tatsu-lab/alpaca", help="the same")
+    parser.add_argument("--model", "--model-name", default="openai-community/gpt2", help="hub name or folder")
+    parser.add_argument("--dataset", "--dataset-name", default="tatsu-lab/alpaca", help="hub name or folder")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a step, over all devices together")
     parser.add_argument("--block-size", type=int, default=1024, help="tokens a sequence")
