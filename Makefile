@@ -32,28 +32,33 @@ $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup_venv.sh
 tutorial: $(INSTALLED)  ## prepare a model and data, train it on every device, show the result
 	$(PY) scripts/prepare_tutorial.py --only model dataset
 	$(PY) tutorials/train_gpt.py --embedded
+	$(PY) scripts/plot_losses.py outputs/train_gpt
 	$(PY) tutorials/inference_gpt.py
 
 tutorial-mistral: $(INSTALLED)  ## the same with a Mistral, from tokens in a file
 	$(PY) scripts/prepare_tutorial.py --only model dataset
 	$(PY) tutorials/prepare_mistral.py --embedded
 	$(PY) tutorials/train_mistral.py --embedded
+	$(PY) scripts/plot_losses.py outputs/train_mistral
 	$(PY) tutorials/inference_mistral.py
 
 tutorial-llama2: $(INSTALLED)  ## a Llama learns to summarise
 	$(PY) scripts/prepare_tutorial.py --only model summaries
 	$(PY) tutorials/train_llama2.py --embedded
+	$(PY) scripts/plot_losses.py outputs/train_llama2
 	$(PY) tutorials/inference_llama2.py
 
 tutorial-llama3-70b: $(INSTALLED)  ## the plan of Llama 3 70B, and a small Llama in 8 stages on 8 workers
 	$(PY) scripts/prepare_tutorial.py --only model summaries
 	$(PY) tutorials/train_llama3_70b.py --show-plan
 	$(PY) tutorials/train_llama3_70b.py --embedded
+	$(PY) scripts/plot_losses.py outputs/train_llama3_70b
 	$(PY) tutorials/inference_llama3_70b.py
 
 tutorial-llm: $(INSTALLED)  ## a GPT-2 from random weights, with timers and checkpoints
 	$(PY) scripts/prepare_tutorial.py --only model config dataset
 	$(PY) tutorials/train_llm.py --embedded
+	$(PY) scripts/plot_losses.py outputs/train_llm/gpt2-embedded
 	$(PY) tutorials/inference_llm.py
 
 tutorials: tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-llm  ## all of these, one after another

@@ -45,6 +45,7 @@ def without_us(script: str) -> str:
 def test_a_fine_tuning_script_gives_the_losses_of_one_device(folder, script, num_steps):
     from transformers import AutoModelForCausalLM
 
+    assert "\nfrom transformers import AdamW, AutoModelForCausalLM" in without_us(script), "as older scripts have it"
     (folder / "reference.py").write_text(without_us(script))
     with UserScript(script, cwd=folder, **TWO) as tuning, UserScript("reference.py", cwd=folder) as reference:
         losses, expected = losses_of(tuning.succeed()), losses_of(reference.succeed())
