@@ -16,6 +16,7 @@ from moreh_ap.plan_checks import (
     RECOMPUTE_KINDS,
     SCHEDULES,
     WORDS,
+    PipelineFields,
     check_layers,
     check_pipeline,
     check_recompute,
@@ -95,7 +96,9 @@ class Plan:
         check_recompute(self.recompute)
         check_sequence_parallel(self.sequence_parallel, self.tensor)
         check_layers(self.layers)
-        check_pipeline(self)
+        check_pipeline(
+            PipelineFields(self.pipeline, self.schedule, self.stages_per_device, self.micro_batches, self.layers)
+        )
 
     @property
     def num_devices(self) -> int:

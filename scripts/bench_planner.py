@@ -29,7 +29,7 @@ from moreh_ap.accelerator import enable
 from moreh_ap.option import Options
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search.plan_search import search
-from moreh_ap.planner.search.ranking import Task
+from moreh_ap.planner.search.planning_task import Task
 from moreh_ap.session.planning.first_call import family_of
 from moreh_ap.session.planning.machine_profile import machine_of
 from moreh_ap.session.planning.model_profiling import profile_model, shape_of

@@ -14,7 +14,7 @@ from typing import Any
 
 from moreh_ap.evaluation import accuracy, predictions, run_table
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
-from moreh_ap.planner.cost.footprint import estimate_memory
+from moreh_ap.planner.cost.memory_footprint import estimate_memory
 from moreh_ap.planner.cost.step_time import estimate_step
 
 Place = tuple[str, str]

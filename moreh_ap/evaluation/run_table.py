@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moreh_ap.errors import OptionError
+from moreh_ap.evaluation.expert_parallelism import ExpertAxis, axis_of
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost import hardware
-from moreh_ap.planner.cost.experts import ExpertAxis, axis_of
-from moreh_ap.planner.cost.practice import EAGER_MEGATRON, PLAIN_MEGATRON, TUNED_FSDP, TUNED_MEGATRON, Practice
-from moreh_ap.planner.models.known_models import find_model
-from moreh_ap.planner.models.model_profile import ModelProfile
-from moreh_ap.planner.models.shapes import TransformerShape, profile_of
+from moreh_ap.planner.cost.training_systems import EAGER_MEGATRON, PLAIN_MEGATRON, TUNED_FSDP, TUNED_MEGATRON, Practice
+from moreh_ap.planner.profiles.known_models import find_model
+from moreh_ap.planner.profiles.model_profile import ModelProfile
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 
 __all__ = ["MEASURED_COLUMNS", "Run", "is_true", "run_of"]
 

@@ -25,7 +25,7 @@ from moreh_ap.errors import MorehError
 from moreh_ap.local.cache_files import cache_folder
 from moreh_ap.local.jobs import running_jobs
 from moreh_ap.toolkit.findings import FAILED, OK, WARNING, Finding
-from moreh_ap.toolkit.machine import Machine
+from moreh_ap.toolkit.machine_inventory import Machine
 
 DISTRIBUTION = "moreh-ap"
 

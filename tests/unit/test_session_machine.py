@@ -12,7 +12,7 @@ from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.option import Options
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.collectives import crossing_s, group_of, message_s, queued_gathers_s, queued_sums_s
-from moreh_ap.planner.cost.practice import MOREH_AP, MOREH_AP_ON_CPU
+from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
 from moreh_ap.session.planning import machine_profile as machines
 from moreh_ap.session.planning.device_rates import as_entry, rates_of, slowest

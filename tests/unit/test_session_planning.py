@@ -10,10 +10,10 @@ import torch
 from moreh_ap.option import Options
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
 from moreh_ap.planner.cost.hardware import Device, find_cluster
-from moreh_ap.planner.cost.practice import MOREH_AP
-from moreh_ap.planner.models.model_profile import ModelProfile, PartProfile
-from moreh_ap.planner.models.shapes import TransformerShape, profile_of
-from moreh_ap.planner.search.proven import proven_kinds
+from moreh_ap.planner.cost.training_systems import MOREH_AP
+from moreh_ap.planner.profiles.model_profile import ModelProfile, PartProfile
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
+from moreh_ap.planner.search.verified_kinds import verified_kinds
 from moreh_ap.session.models.script_hooks import has_hooks_of_script
 from moreh_ap.session.planning.machine_profile import Machine
 from moreh_ap.session.planning.plan_selection import constraints_of
@@ -35,7 +35,7 @@ def left(profile=PROFILE, shape=SHAPE, family=LLAMA, cpu=True, **options):
 
 
 def test_kinds_are_those_that_are_proven_for_the_family():
-    assert left().kinds == proven_kinds()[LLAMA] != frozenset()
+    assert left().kinds == verified_kinds()[LLAMA] != frozenset()
     assert left(family="nobody's").kinds == frozenset()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moreh_ap.planner.models.shapes import profile_of
+from moreh_ap.planner.profiles.transformer_shape import profile_of
 from moreh_ap.session.planning.model_profiling import profile_model, shape_of
 
 transformers = pytest.importorskip("transformers")

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from moreh_ap.planner.cost.coefficients import Coefficients
 from moreh_ap.planner.cost.hardware import Cluster
-from moreh_ap.planner.cost.measured import Exchange, nearest
+from moreh_ap.planner.cost.measured_collectives import Exchange, nearest
 
 __all__ = ["Group", "crossing_s", "gather_s", "group_of", "message_s", "queued_gathers_s", "queued_sums_s"]
 

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from moreh_ap.errors import OptionError
-from moreh_ap.planner.cost.measured import Exchange
+from moreh_ap.planner.cost.measured_collectives import Exchange
 
 __all__ = ["Cluster", "Device", "Link", "devices", "find_cluster", "find_device", "find_link", "links"]
+
+USABLE_FRACTION = 0.925
+"""Fraction of a device's memory that a program can fill before it runs out: contexts of CUDA and NCCL take the rest."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class Device:
     devices_per_node: int = 8
     source: str = ""
     checked: str = ""
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of its memory that a plan may reserve."""
+        return self.memory_bytes * USABLE_FRACTION
 
     def peak_flops(self, precision: str) -> float:
         """Returns the peak rate of products in `precision`: "fp32", "bf16", "fp16" or "fp8"."""

@@ -53,8 +53,24 @@ class StepEstimate:
     model_flops: float
     peak_flops: float
 
+    @property
+    def components(self) -> list[tuple[str, float, float]]:
+        """Where the time goes: labels, seconds that count, and seconds that overlap with computation and do not."""
+        return [
+            ("forward", self.forward_s, 0.0),
+            ("backward", self.backward_s, 0.0),
+            ("recomputation", self.recompute_s, 0.0),
+            ("host", self.host_s, 0.0),
+            ("tensor axis", self.tensor_s, self.tensor_hidden_s),
+            ("data axes", self.data_s, self.data_hidden_s),
+            ("pipeline messages", self.pipeline_s, self.pipeline_hidden_s),
+            ("bubble", self.bubble_s, 0.0),
+            ("optimizer", self.optimizer_s, 0.0),
+            ("fixed", self.fixed_s, 0.0),
+        ]
+
     def scaled(self, factor: float) -> StepEstimate:
-        """Returns the same with every part so many times as long."""
+        """Returns the same with every component `factor` times as long."""
         parts = {one.name: getattr(self, one.name) * factor for one in fields(self) if one.name.endswith("_s")}
         return replace(self, **parts)
 

@@ -23,13 +23,13 @@ from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
 from moreh_ap.planner.cost.collectives import crossing_s, group_of, message_s
-from moreh_ap.planner.cost.compute import PartTime, part_time
+from moreh_ap.planner.cost.compute_time import PartTime, part_time
+from moreh_ap.planner.cost.data_parallel_time import data_s, optimizer_s
 from moreh_ap.planner.cost.hardware import Cluster
-from moreh_ap.planner.cost.occupancy import Holding, holdings, parameters_at
-from moreh_ap.planner.cost.practice import MOREH_AP, Practice
+from moreh_ap.planner.cost.stage_positions import Holding, holdings, parameters_at
 from moreh_ap.planner.cost.step_estimate import StepEstimate
-from moreh_ap.planner.cost.step_time_data import data_s, optimizer_s
-from moreh_ap.planner.models.model_profile import ModelProfile
+from moreh_ap.planner.cost.training_systems import MOREH_AP, Practice
+from moreh_ap.planner.profiles.model_profile import ModelProfile
 
 __all__ = ["StepEstimate", "estimate_step"]
 

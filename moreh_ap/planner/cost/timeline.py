@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.step_time import StepEstimate
-from moreh_ap.planner.models.model_profile import ModelProfile
+from moreh_ap.planner.profiles.model_profile import ModelProfile
 
 __all__ = ["Action", "Bar", "order_of", "play", "stage_seconds"]
 

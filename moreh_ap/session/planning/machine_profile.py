@@ -23,8 +23,8 @@ from moreh_ap.errors import OptionError
 from moreh_ap.local.cache_files import Remembered
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
 from moreh_ap.planner.cost.hardware import Cluster, Device, Link, find_device, find_link
-from moreh_ap.planner.cost.measured import Exchange
-from moreh_ap.planner.cost.practice import MOREH_AP, MOREH_AP_ON_CPU, Practice
+from moreh_ap.planner.cost.measured_collectives import Exchange
+from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU, Practice
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
 from moreh_ap.session.planning.device_rates import as_entry, rates_of, slowest
 from moreh_ap.session.session import Session

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import OptionError
-from moreh_ap.planner.models.model_profile import ModelProfile, PartProfile, Product
-from moreh_ap.planner.models.shapes import TransformerShape, from_config, profile_of
+from moreh_ap.planner.profiles.model_profile import ModelProfile, PartProfile, Product
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, from_config, profile_of
 from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.session.verification import reduced_model
 

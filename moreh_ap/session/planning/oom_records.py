@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moreh_ap.local.cache_files import Remembered
-from moreh_ap.planner.search.ranking import Candidate
+from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.session.planning.step_watch import Expected
 
 FILE = Remembered("ran_out.json")

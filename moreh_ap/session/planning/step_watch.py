@@ -14,7 +14,8 @@ from typing import Any
 
 from moreh_ap import log
 from moreh_ap.local.cache_files import Remembered
-from moreh_ap.planner.search.ranking import Candidate, Corrections
+from moreh_ap.planner.search.candidate import Candidate
+from moreh_ap.planner.search.planning_task import Corrections
 from moreh_ap.protocol.messages.devices import ReportSteps, StepReport
 from moreh_ap.session.outbox import Outbox, Posted
 
