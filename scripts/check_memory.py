@@ -74,7 +74,7 @@ class Case:
     """One rank of one plan, tracked and predicted.
 
     Attributes:
-        model: Name of the model, one of `planner.models`.
+        model: Name of the model, one of `planner/profiles/known_models.json`.
         plan: The plan.
         rank: The rank that was looked at.
         tracked_bytes: Most bytes at a time in the second step.
