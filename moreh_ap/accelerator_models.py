@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from moreh_ap.errors import OptionError
 from moreh_ap.flavours import FLAVOUR_DEVICE_BYTES, FLAVOURS
-from moreh_ap.local.cache_files import Remembered
+from moreh_ap.local.cache_files import CacheFile
 
-FILE = Remembered("accelerators.json")
+FILE = CacheFile("accelerators.json")
 MOST_ACCELERATORS = 5
 """So many can be made on the platform. Source: the platform's public manual, toolkit."""
 
@@ -51,7 +51,7 @@ class Supply:
 
 @dataclass(frozen=True)
 class Accelerators:
-    """The accelerators somebody has set up, by number.
+    """The accelerators that were set up, by number.
 
     Attributes:
         current: The one that the next process takes.

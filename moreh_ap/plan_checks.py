@@ -4,7 +4,7 @@ Decides which values and combinations are possible, and names in the error what 
 written or used; `moreh_ap.plan` asks it once for every plan that is made.
 
 [Note: numbers of micro-batches]
-1F1B keeps as many micro-batches under way as there are stages, so it needs at least that many. Interleaved 1F1B and the
+1F1B keeps as many micro-batches in flight as there are stages, so it needs at least that many. Interleaved 1F1B and the
 zero-bubble schedule work in rounds: with P devices in the pipeline and M micro-batches there are max(1, M // P) rounds,
 and M must be a multiple of their number. GPipe takes any number. A batch at run time may have fewer rows than that.
 Source: torch/distributed/pipelining/schedules.py, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble.

@@ -105,7 +105,7 @@ def measure(num_devices: int, options: Options, rounds: int, work: Workload) -> 
     ids = torch.zeros(work.batch, work.length, dtype=torch.long)
     profile = profile_model(model, shape, ((), {"input_ids": ids}))
     left = constraints_of(options, family_of(model), profile, shape, machine)
-    task = Task(profile, machine.cluster, work.batch, left, machine.practice, machine.coefficients)
+    task = Task(profile, machine.cluster, work.batch, left, machine.system, machine.coefficients)
     ranking = search(task)
     predicted = {one.plan: one.step.total_s for one in ranking.candidates if one.step is not None}
     measured = {plan: Measured(float("inf"), float("inf")) for plan in predicted}

@@ -15,7 +15,7 @@ from rich.text import Text
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.memory_footprint import MemoryEstimate, estimate_memory
-from moreh_ap.planner.cost.timeline import Bar, play, stage_seconds
+from moreh_ap.planner.cost.timeline import Bar, simulate, stage_seconds
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.planning_task import Task
 
@@ -199,7 +199,7 @@ def _memories(task: Task, plan: Plan) -> list[tuple[int, MemoryEstimate]]:
     return [
         (
             position,
-            estimate_memory(task.profile, plan, task.global_batch, task.practice, task.coefficients, position=position),
+            estimate_memory(task.profile, plan, task.global_batch, task.system, task.coefficients, position=position),
         )
         for position in _shown(plan.pipeline)
     ]
@@ -207,7 +207,7 @@ def _memories(task: Task, plan: Plan) -> list[tuple[int, MemoryEstimate]]:
 
 def _bars(task: Task, candidate: Candidate) -> list[Bar]:
     step = candidate.step or task.step_of(candidate.plan)
-    return play(candidate.plan, stage_seconds(task.profile, candidate.plan, step))
+    return simulate(candidate.plan, stage_seconds(task.profile, candidate.plan, step))
 
 
 def _idle(plan: Plan, bars: list[Bar]) -> float:

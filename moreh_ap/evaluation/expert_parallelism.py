@@ -1,15 +1,16 @@
-"""What it adds to memory and time that each block's experts are dealt over devices which share the batch.
+"""Memory and time that expert parallelism adds: each block's experts are distributed over data-parallel devices.
 
-Decides the bytes of experts' state beyond what a profile with one device's part of them says, and the seconds of
-bringing tokens to their experts and back. No plan of ours has such an axis: it is there for tables of others' runs
-(`rows.py`). Must not know how runs are read.
+Decides the bytes of experts' state beyond those in the profile of one device's experts, and the seconds of sending
+tokens to their experts and back. No plan of ours has such an axis: it is there for tables of other programs' runs
+(`run_table.py`). Must not know how runs are read.
 
-[Note: dealt experts]
-With experts dealt over `e` devices, a device computes with 1/e of them, for tokens of all `e`: its profile has that
-part (`FeedForward.spread`). State that is split over all `d` devices of the batch is split over d/e for experts, so
-each holds as much of it as without the axis. In forward and backward, tokens go to the devices of their experts and
-come back. A token goes to each device once, even if several of its experts are there; with `k` experts chosen evenly
-these are e (1 - (1 - 1/e)^k) devices. Source: https://github.com/deepseek-ai/DeepEP, which programs of such runs use.
+[Note: expert parallelism]
+With experts distributed over `e` devices, a device computes with 1/e of them, for tokens of all `e`: its profile has
+that part (`FeedForwardCost.spread`). State that is split over all `d` data-parallel devices is split over d/e for
+experts, so each holds as much of it as without the axis. In forward and backward, tokens go to the devices of their
+experts and come back. A token goes to each device once, even if several of its experts are there; with `k` experts
+chosen evenly these are e (1 - (1 - 1/e)^k) devices. Source: https://github.com/deepseek-ai/DeepEP, which programs of
+such runs use.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from dataclasses import dataclass
 
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import Cluster
-from moreh_ap.planner.cost.training_systems import Practice
+from moreh_ap.planner.cost.training_systems import TrainingSystem
 from moreh_ap.planner.profiles.model_profile import BYTES_PER_VALUE, ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 
-__all__ = ["ExpertAxis", "axis_of", "exchange_s", "state_bytes"]
+__all__ = ["ExpertAxis", "all_to_all_s", "axis_of", "state_bytes"]
 
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """Experts dealt over devices.
+    """Experts distributed over devices.
 
     Attributes:
-        degree: Devices over which the experts of a block are dealt, those of the tensor axis among them.
+        degree: Devices over which the experts of a block are distributed, those of the tensor axis among them.
         layers: Layers that have experts.
         width: Length of what a token sends to its experts.
         taken: Experts that a token goes to.
@@ -45,12 +46,12 @@ class ExpertAxis:
 
     @property
     def devices_per_token(self) -> float:
-        """Devices, its own among them, to which a token goes. See [Note: dealt experts]."""
+        """Devices, its own among them, to which a token goes. See [Note: expert parallelism]."""
         return self.degree * (1.0 - (1.0 - 1.0 / self.degree) ** self.taken)
 
 
 def axis_of(shape: TransformerShape, degree: int, spread: int) -> ExpertAxis | None:
-    """Returns how the experts of a model are dealt over `degree` devices; None where each device has all of them.
+    """Returns how the experts of a model are distributed over `degree` devices; None where each device has all of them.
 
     Args:
         shape: The model.
@@ -64,28 +65,28 @@ def axis_of(shape: TransformerShape, degree: int, spread: int) -> ExpertAxis | N
     return ExpertAxis(degree, layers, shape.latent_hidden or shape.hidden, shape.experts_per_token, elsewhere)
 
 
-def state_bytes(axis: ExpertAxis, plan: Plan, practice: Practice) -> float:
-    """Returns what a device holds beyond the profile's part of what is split. See [Note: dealt experts]."""
-    kinds = ((1, practice.master_bytes + practice.optimizer_bytes), (2, practice.gradient_bytes))
-    split = sum(each for stage, each in (*kinds, (3, practice.weight_bytes)) if practice.zero_stage >= stage)
+def state_bytes(axis: ExpertAxis, plan: Plan, system: TrainingSystem) -> float:
+    """Returns what a device holds beyond the profile's part of what is split. See [Note: expert parallelism]."""
+    kinds = ((1, system.master_bytes + system.optimizer_bytes), (2, system.gradient_bytes))
+    split = sum(each for stage, each in (*kinds, (3, system.weight_bytes)) if system.zero_stage >= stage)
     if plan.shard > 1:
-        split = practice.master_bytes + practice.optimizer_bytes + practice.gradient_bytes + practice.weight_bytes
+        split = system.master_bytes + system.optimizer_bytes + system.gradient_bytes + system.weight_bytes
     held = axis.parameters_elsewhere / plan.tensor / plan.pipeline
     return split * held / (plan.shard if plan.shard > 1 else plan.data_parallel)
 
 
-def exchange_s(
-    axis: ExpertAxis, profile: ModelProfile, plan: Plan, rows: int, cluster: Cluster, practice: Practice
+def all_to_all_s(
+    axis: ExpertAxis, profile: ModelProfile, plan: Plan, rows: int, cluster: Cluster, system: TrainingSystem
 ) -> float:
     """Returns the seconds of a step in which tokens travel and nothing is computed meanwhile.
 
     Args:
-        axis: How experts are dealt.
+        axis: How experts are distributed.
         profile: The model.
         plan: How the rest of it is spread.
         rows: Rows of a micro-batch.
         cluster: The devices.
-        practice: What the program hides behind computation, as much as of the tensor axis' communication.
+        system: What the program hides behind computation, as much as of the tensor axis' communication.
     """
     tokens = rows * profile.sequence_length / (plan.tensor if plan.sequence_parallel else 1)
     near = min(axis.degree, cluster.devices_per_node)
@@ -96,5 +97,5 @@ def exchange_s(
         own_bytes_per_s = cluster.inter.bytes_per_s / cluster.devices_per_node
         outside_s = cluster.inter.latency_s + sent * (1.0 - near / axis.degree) / own_bytes_per_s
     passes = 6.0 if plan.recompute == "full" else 4.0
-    once_s = passes * max(inside_s, outside_s) * axis.layers / plan.pipeline * (1.0 - practice.hides_tensor)
+    once_s = passes * max(inside_s, outside_s) * axis.layers / plan.pipeline * (1.0 - system.hides_tensor)
     return once_s * (plan.micro_batches + (plan.pipeline - 1) / plan.stages_per_device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moreh_ap.evaluation.expert_parallelism import exchange_s, state_bytes
+from moreh_ap.evaluation.expert_parallelism import all_to_all_s, state_bytes
 from moreh_ap.evaluation.run_table import Run, run_of
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
 from moreh_ap.planner.cost.memory_footprint import estimate_memory
@@ -40,14 +40,14 @@ def predict(row: Mapping[str, str], coefficients: Coefficients = COEFFICIENTS) -
         MorehError: The row lacks something, or describes what cannot be; the text says what.
     """
     run = run_of(row)
-    memory = estimate_memory(run.profile, run.plan, run.global_batch, run.practice, coefficients)
-    logged = estimate_memory(run.profile, run.plan, run.global_batch, run.practice, coefficients, position=0)
-    step = estimate_step(run.profile, run.plan, run.global_batch, run.cluster, run.practice, coefficients)
+    memory = estimate_memory(run.profile, run.plan, run.global_batch, run.system, coefficients)
+    logged = estimate_memory(run.profile, run.plan, run.global_batch, run.system, coefficients, position=0)
+    step = estimate_step(run.profile, run.plan, run.global_batch, run.cluster, run.system, coefficients)
     step_s, more_bytes = step.total_s, 0.0
     if run.experts is not None:
         rows = run.plan.rows_per_micro_batch(run.global_batch)
-        step_s += exchange_s(run.experts, run.profile, run.plan, rows, run.cluster, run.practice)
-        more_bytes = state_bytes(run.experts, run.plan, run.practice)
+        step_s += all_to_all_s(run.experts, run.profile, run.plan, rows, run.cluster, run.system)
+        more_bytes = state_bytes(run.experts, run.plan, run.system)
     if memory.reserved_bytes > run.cluster.device.memory_bytes * RETRY_FRACTION and not row.get("source"):
         step_s += RETRY_S * run.plan.micro_batches
     fits = memory.reserved_bytes + more_bytes <= run.cluster.device.usable_bytes
@@ -67,5 +67,5 @@ def predict(row: Mapping[str, str], coefficients: Coefficients = COEFFICIENTS) -
 
 def is_full(run: Run, coefficients: Coefficients = COEFFICIENTS) -> bool:
     """Returns whether a run fills a device so far that the allocator gives back and asks again. See `RETRY_S`."""
-    memory = estimate_memory(run.profile, run.plan, run.global_batch, run.practice, coefficients)
+    memory = estimate_memory(run.profile, run.plan, run.global_batch, run.system, coefficients)
     return memory.reserved_bytes > run.cluster.device.memory_bytes * RETRY_FRACTION

@@ -32,7 +32,7 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-class Remembered:
+class CacheFile:
     """Entries by key, in a file below `MOREH_AP_CACHE`, or else below `~/.cache/moreh_ap`.
 
     Args:

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         OptionError: There is no such model or accelerator, or it cannot be added or removed.
-        EOFError: An answer is needed, and there is nobody to give it.
+        EOFError: An answer is needed, and standard input is closed or at its end.
     """
     supply = look().supply
     accelerators = accelerator_models.load(supply.device_type)
@@ -115,7 +115,7 @@ def _switched(text: str, supply: Supply, accelerators: Accelerators) -> Accelera
 
 
 def _number(text: str, supply: Supply, accelerators: Accelerators) -> int | None:
-    """Returns the accelerator that was named or is chosen now; None if nobody wants any."""
+    """Returns the accelerator that was named or is chosen now; None if the answer is ``q``."""
     if text:
         return find_accelerator(text, accelerators)
     smi_tables.console().print(smi_tables.listed(accelerators, accelerator_models.model_of_all(supply)))

@@ -16,7 +16,7 @@ from moreh_ap.errors import MorehError, OptionError
 from moreh_ap.toolkit import findings, smi_tables
 from moreh_ap.toolkit.environment_checks import check_environment
 from moreh_ap.toolkit.findings import FAILED, Finding
-from moreh_ap.toolkit.machine_inventory import Machine, look
+from moreh_ap.toolkit.machine_inventory import MachineInventory, look
 
 DEFAULT_TIMEOUT_S = 30.0
 _LEAST_TIMEOUT_S = 1.0
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     return 1 if any(finding.status == FAILED for finding in everything) else 0
 
 
-def _checks(machine: Machine, asked: int | None, timeout_s: float) -> Iterator[Finding]:
+def _checks(machine: MachineInventory, asked: int | None, timeout_s: float) -> Iterator[Finding]:
     supply = machine.supply
     try:
         num_devices = asked or accelerator_models.chosen_devices(supply) or supply.num_devices

@@ -25,7 +25,7 @@ from moreh_ap.errors import MorehError
 from moreh_ap.local.cache_files import cache_folder
 from moreh_ap.local.jobs import running_jobs
 from moreh_ap.toolkit.findings import FAILED, OK, WARNING, Finding
-from moreh_ap.toolkit.machine_inventory import Machine
+from moreh_ap.toolkit.machine_inventory import MachineInventory
 
 DISTRIBUTION = "moreh-ap"
 
@@ -42,7 +42,7 @@ _SHARED_BYTES = 64 * 2**20
 _CONNECT_S = 5.0
 
 
-def check_environment(machine: Machine, num_devices: int) -> Iterator[Finding]:
+def check_environment(machine: MachineInventory, num_devices: int) -> Iterator[Finding]:
     """Yields what is found, in an order in which causes come before effects.
 
     Args:
@@ -104,7 +104,7 @@ def _package(text: str) -> Iterator[Finding]:
     yield Finding(wanted.name, OK if fits else FAILED, found, "" if fits else install)
 
 
-def _devices(machine: Machine) -> Finding:
+def _devices(machine: MachineInventory) -> Finding:
     found = f"{machine.supply}; {machine.processor}"
     if machine.gpus:
         return Finding("devices", OK, f"{len(machine.gpus)} x {machine.gpus[0].name}")
@@ -114,7 +114,7 @@ def _devices(machine: Machine) -> Finding:
     return Finding("devices", OK, found)
 
 
-def _accelerator(machine: Machine) -> Finding:
+def _accelerator(machine: MachineInventory) -> Finding:
     accelerators = accelerator_models.load(machine.supply.device_type)
     name = accelerators.model or accelerator_models.model_of_all(machine.supply)
     try:
@@ -126,7 +126,7 @@ def _accelerator(machine: Machine) -> Finding:
     return Finding("accelerator", OK, found)
 
 
-def _memory(machine: Machine, num_devices: int) -> Finding:
+def _memory(machine: MachineInventory, num_devices: int) -> Finding:
     available = min(int(psutil.virtual_memory().available), machine.supply.memory_bytes)
     found = f"{available / _GIB:.1f} GiB of {machine.supply.memory_bytes / _GIB:.1f} GiB are free"
     needed = num_devices * WORKER_BYTES

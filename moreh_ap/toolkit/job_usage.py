@@ -15,7 +15,7 @@ import psutil
 
 from moreh_ap import accelerator_models
 from moreh_ap.local.jobs import JobEntry, Process, running_jobs
-from moreh_ap.toolkit.machine_inventory import Gpu, Machine, look
+from moreh_ap.toolkit.machine_inventory import Gpu, MachineInventory, look
 
 SAMPLE_S = 0.3
 """Seconds between the two looks: 30 ticks of the clock by which the system counts CPU time."""
@@ -77,7 +77,7 @@ class Snapshot:
         jobs: What runs, oldest first.
     """
 
-    machine: Machine
+    machine: MachineInventory
     accelerators: accelerator_models.Accelerators
     jobs: tuple[JobState, ...]
 
@@ -122,7 +122,7 @@ def snapshot(sample_s: float = SAMPLE_S) -> Snapshot:
     return Snapshot(machine, accelerator_models.load(machine.supply.device_type), jobs)
 
 
-def _workers(entry: JobEntry, machine: Machine, cores: dict[Process, float]) -> tuple[WorkerState, ...]:
+def _workers(entry: JobEntry, machine: MachineInventory, cores: dict[Process, float]) -> tuple[WorkerState, ...]:
     gpus = {gpu.index: gpu for gpu in machine.gpus} if entry.device_type == "cuda" else {}
     found = []
     for rank, process in enumerate(entry.workers):

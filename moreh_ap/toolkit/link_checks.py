@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from moreh_ap.errors import MorehError
 from moreh_ap.runtime.worker_group import WorkerMesh
 from moreh_ap.toolkit.findings import FAILED, OK, WARNING, Finding
-from moreh_ap.toolkit.link_worker import Collective, Exchange, Received
+from moreh_ap.toolkit.link_worker import Collective, PointToPoint, Received
 
 EXECUTOR = "moreh_ap.toolkit.link_worker:LinkExecutor"
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast")
@@ -53,7 +53,7 @@ def check_links(device_type: str, num_devices: int, timeout_s: float, executor: 
                           "the error above all; then memory, open files and loopback")  # fmt: skip
             return
         yield Finding("workers", OK, f"{num_devices} on {device_type} started in {time.monotonic() - started_s:.1f} s")
-        pairs = [Exchange(*pair) for pair in itertools.permutations(range(num_devices), 2)]
+        pairs = [PointToPoint(*pair) for pair in itertools.permutations(range(num_devices), 2)]
         yield from links.try_all("links", pairs, f"{len(pairs)} between pairs of workers, every value right")
         yield from links.try_all("collectives", [Collective(name) for name in COLLECTIVES],
                                  f"{', '.join(COLLECTIVES)}: every value right on every worker")  # fmt: skip
@@ -96,7 +96,7 @@ class _Links:
         if mesh is not None:
             mesh.close()
 
-    def try_all(self, name: str, commands: Sequence[Exchange | Collective], all_well: str) -> Iterator[Finding]:
+    def try_all(self, name: str, commands: Sequence[PointToPoint | Collective], all_well: str) -> Iterator[Finding]:
         """Yields a finding for each command that went wrong, and one for all if none did."""
         slowest, wrong = 0.0, 0
         for tried, command in enumerate(commands):
@@ -113,7 +113,7 @@ class _Links:
             figures = f"; 1 MiB took {slowest * 1000:.1f} ms at most" if slowest else ""
             yield Finding(name, OK, f"{all_well}{figures}")
 
-    def _try(self, command: Exchange | Collective) -> tuple[str, float]:
+    def _try(self, command: PointToPoint | Collective) -> tuple[str, float]:
         """Returns what went wrong, empty if nothing, and the seconds of the slowest message."""
         try:
             answers = self.mesh().submit(command, recoverable=True).result(self._timeout_s)
@@ -139,8 +139,8 @@ def _slowest(answers: list[Received | None]) -> float:
     return max((answer.seconds for answer in answers if answer is not None), default=0.0)
 
 
-def _name(command: Exchange | Collective) -> str:
-    if isinstance(command, Exchange):
+def _name(command: PointToPoint | Collective) -> str:
+    if isinstance(command, PointToPoint):
         return f"worker {command.sender} to worker {command.receiver}"
     return command.name
 

@@ -41,7 +41,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineInventory:
     """What there is.
 
     Attributes:
@@ -55,13 +55,13 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
 
 
-def look() -> Machine:
+def look() -> MachineInventory:
     """Returns what this machine has at this moment."""
     gpus = _gpus() if _may_have_gpus() else ()
     memory = memory_limit()
     if gpus:
-        return Machine(Supply("cuda", len(gpus), memory), _processor(), gpus)
-    return Machine(Supply("cpu", len(os.sched_getaffinity(0)), memory), _processor())
+        return MachineInventory(Supply("cuda", len(gpus), memory), _processor(), gpus)
+    return MachineInventory(Supply("cpu", len(os.sched_getaffinity(0)), memory), _processor())
 
 
 def _may_have_gpus() -> bool:

@@ -1,6 +1,6 @@
 """Numbered lists, and the question which number.
 
-Decides how a list reads, what becomes of an answer that is none, and how a tool ends that nobody answers. Must not know
+Decides how a list reads, what becomes of an answer that is none, and how a tool ends without an answer. Must not know
 what is chosen.
 """
 
@@ -44,7 +44,7 @@ def ask(first: int, last: int, find: Callable[[str], Found]) -> Found | None:
         find: Gets the answer.
 
     Raises:
-        EOFError: There is nobody to answer: standard input is closed or at its end.
+        EOFError: Standard input is closed or at its end.
     """
     while True:
         answer = _answer(f"Selection ({first}-{last}, q, Q): ")
@@ -62,7 +62,7 @@ def agree(question: str) -> bool:
     """Returns whether the answer is yes.
 
     Raises:
-        EOFError: There is nobody to answer.
+        EOFError: Standard input is closed or at its end.
     """
     return _answer(f"{question} [y/N] ").lower() in ("y", "yes")
 

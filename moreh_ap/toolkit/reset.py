@@ -29,7 +29,7 @@ def run(only: int | None, yes: bool) -> int:
         yes: Do not ask.
 
     Raises:
-        EOFError: An answer is needed, and there is nobody to give it.
+        EOFError: An answer is needed, and standard input is closed or at its end.
     """
     jobs = [job for job in running_jobs() if only in (None, job.accelerator)]
     own = [job for job in jobs if _is_own(job)]

@@ -59,7 +59,7 @@ def _run(wanted: str | None, of_all: bool, only_list: bool) -> int:
 
 
 def _ask(supply: Supply) -> int:
-    """Asks until somebody has enough.
+    """Asks until the answer is ``q`` or input ends.
 
     Raises:
         EOFError: Input ended before anything was chosen.

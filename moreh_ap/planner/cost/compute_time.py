@@ -1,4 +1,4 @@
-"""How long one device computes a part of a model for a micro-batch.
+"""How long one device computes a layer, or a segment of a model, for a micro-batch.
 
 Decides the rates of matrix products by their shape, of attention, of elementwise work and of starting kernels. Must not
 know pipelines, collectives or steps.
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from moreh_ap.planner.cost.coefficients import Coefficients
 from moreh_ap.planner.cost.hardware import Device
 from moreh_ap.planner.cost.measured_collectives import rate_at
-from moreh_ap.planner.cost.training_systems import Practice
-from moreh_ap.planner.profiles.model_profile import PartProfile
+from moreh_ap.planner.cost.training_systems import TrainingSystem
+from moreh_ap.planner.profiles.model_profile import LayerProfile
 
-__all__ = ["PartTime", "part_time"]
+__all__ = ["LayerTime", "layer_time"]
 
 
 LOGIT_BYTES = 14.0
@@ -35,8 +35,8 @@ HALF_HEAD = 32.0
 
 
 @dataclass(frozen=True)
-class PartTime:
-    """Seconds that a part takes for one micro-batch on one device.
+class LayerTime:
+    """Seconds that a layer takes for one micro-batch on one device.
 
     Attributes:
         forward_s: The forward on the device.
@@ -51,25 +51,25 @@ class PartTime:
     host_backward_s: float
 
 
-def part_time(
-    part: PartProfile,
+def layer_time(
+    layer: LayerProfile,
     rows: int,
     sequence_length: int,
     tensor: int,
     sequence_parallel: bool,
     device: Device,
     precision: str,
-    practice: Practice,
+    system: TrainingSystem,
     coefficients: Coefficients,
     logits_per_token: int = 0,
-) -> PartTime:
-    """Returns how long a part takes for `rows` rows on one of `tensor` devices. See [Note: rates]."""
+) -> LayerTime:
+    """Returns the seconds that a layer takes for `rows` rows on one of `tensor` devices. See [Note: rates]."""
     tokens = float(rows * sequence_length)
-    matrix_precision = practice.matrix_precision if practice.matrix_precision and precision == "bf16" else precision
+    matrix_precision = system.matrix_precision if system.matrix_precision and precision == "bf16" else precision
     rate = device.peak_flops(matrix_precision) * device.sustained
     half_tokens, half_width = coefficients.half_tokens, coefficients.half_width
     products = 0.0
-    for product in part.products:
+    for product in layer.products:
         inner: float = product.inner
         outer: float = product.outer
         if product.split == "inner":
@@ -82,27 +82,27 @@ def part_time(
         slowed = (1.0 + half_tokens / each) * (1.0 + half_width / width)
         products += 2.0 * used * inner * outer * slowed / rate
     attention = 0.0
-    if part.attention_flops_per_row:
-        attention = rows * part.attention_flops_per_row / tensor * (1.0 if practice.fused_attention else 2.0)
+    if layer.attention_flops_per_row:
+        attention = rows * layer.attention_flops_per_row / tensor * (1.0 if system.fused_attention else 2.0)
         attention /= device.peak_flops(precision) * device.sustained * device.attention
-        attention *= 1.0 + HALF_HEAD / part.attention_width
+        attention *= 1.0 + HALF_HEAD / layer.attention_width
     width_bytes = 1.0 if precision == "bf16" else 2.0
     whole = 1.0 / tensor if sequence_parallel else 1.0
-    moved = part.moved_split_bytes_per_token / tensor + part.moved_whole_bytes_per_token * whole
+    moved = layer.moved_split_bytes_per_token / tensor + layer.moved_replicated_bytes_per_token * whole
     moved *= tokens * width_bytes
     bandwidth = _elementwise_bytes_per_s(device, moved, coefficients)
-    elementwise = moved * practice.fused_elementwise / bandwidth
-    if not practice.fused_attention:
-        elementwise += rows * SCORE_PASSES * part.score_bytes_per_row / tensor * width_bytes / bandwidth
+    elementwise = moved * system.fused_elementwise / bandwidth
+    if not system.fused_attention:
+        elementwise += rows * SCORE_PASSES * layer.score_bytes_per_row / tensor * width_bytes / bandwidth
     if logits_per_token:
         logits = tokens * logits_per_token / tensor * LOGIT_BYTES
         elementwise += logits / _elementwise_bytes_per_s(device, logits, coefficients)
-    kernels = part.num_kernels * practice.fused_elementwise
-    host = kernels * practice.host_s_per_kernel
+    kernels = layer.num_kernels * system.fused_elementwise
+    host = kernels * system.host_s_per_kernel
     started = kernels * coefficients.kernel_s
     aside = elementwise + started
-    both_gradients = 2.0 if practice.trains_weights else 1.0
-    return PartTime(
+    both_gradients = 2.0 if system.trains_weights else 1.0
+    return LayerTime(
         forward_s=products + attention / coefficients.attention_forward + aside,
         backward_s=both_gradients * products + 2.5 * attention / coefficients.attention_backward + 2.0 * aside,
         host_forward_s=host,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moreh_ap.errors import OptionError
-from moreh_ap.planner.cost.measured_collectives import Exchange
+from moreh_ap.planner.cost.measured_collectives import MeasuredCollective
 
 __all__ = ["Cluster", "Device", "Link", "devices", "find_cluster", "find_device", "find_link", "links"]
 
@@ -103,7 +103,7 @@ class Link:
     queued_s: float = 5e-6
     queued_sum_s: float = 5e-6
     crowding_s: float = 0.0
-    measured: tuple[Exchange, ...] = ()
+    measured: tuple[MeasuredCollective, ...] = ()
     source: str = ""
     checked: str = ""
 

@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Exchange", "nearest", "rate_at"]
+__all__ = ["MeasuredCollective", "nearest", "rate_at"]
 
 
 @dataclass(frozen=True)
-class Exchange:
+class MeasuredCollective:
     """One kind of exchange.
 
     Attributes:
@@ -33,7 +33,7 @@ class Exchange:
         """Returns how long so many bytes take: between two that were measured on a line, beyond as the last two say.
 
         Example:
-            >>> Exchange("sum", 2, ((1e3, 1e-3), (1e6, 2e-3), (3e6, 4e-3))).takes_s(2e6)
+            >>> MeasuredCollective("sum", 2, ((1e3, 1e-3), (1e6, 2e-3), (3e6, 4e-3))).takes_s(2e6)
             0.003
         """
         points = self.seconds
@@ -44,7 +44,7 @@ class Exchange:
         return max(low_s + (num_bytes - low) * (high_s - low_s) / (high - low), low_s)
 
 
-def nearest(exchanges: Iterable[Exchange], kind: str, members: int) -> Exchange | None:
+def nearest(exchanges: Iterable[MeasuredCollective], kind: str, members: int) -> MeasuredCollective | None:
     """Returns the exchange of a kind with the nearest number of members, None if that kind was not measured."""
     found = [one for one in exchanges if one.kind == kind]
     return min(found, key=lambda one: abs(math.log(one.members / members)), default=None)

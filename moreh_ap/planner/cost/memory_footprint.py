@@ -19,9 +19,9 @@ from functools import cached_property
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
-from moreh_ap.planner.cost.peak_moment import fullest_moment
-from moreh_ap.planner.cost.stage_positions import Holding, holdings, parameters_at
-from moreh_ap.planner.cost.training_systems import MOREH_AP, Practice
+from moreh_ap.planner.cost.peak_moment import peak_moment
+from moreh_ap.planner.cost.stage_positions import StagePosition, parameters_at, positions_of
+from moreh_ap.planner.cost.training_systems import MOREH_AP, TrainingSystem
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
@@ -91,7 +91,7 @@ def estimate_memory(
     profile: ModelProfile,
     plan: Plan,
     global_batch: int,
-    practice: Practice = MOREH_AP,
+    system: TrainingSystem = MOREH_AP,
     coefficients: Coefficients = COEFFICIENTS,
     position: int | None = None,
 ) -> MemoryEstimate:
@@ -101,18 +101,18 @@ def estimate_memory(
         profile: The model.
         plan: How it is spread.
         global_batch: Rows of a step.
-        practice: How the program keeps state.
+        system: How the program keeps state.
         coefficients: Constants of allocators.
         position: A place along the pipeline, to ask about it instead of the fullest.
     """
     rows = plan.rows_per_micro_batch(global_batch)
     here, fullest = 0, None
-    for holding in holdings(profile, plan, practice):
-        if position is None or here <= position < here + holding.count:
-            found = _at(profile, plan, rows, practice, coefficients, holding, here)
+    for stage in positions_of(profile, plan, system):
+        if position is None or here <= position < here + stage.count:
+            found = _at(profile, plan, rows, system, coefficients, stage, here)
             if fullest is None or found.reserved_bytes > fullest.reserved_bytes:
                 fullest = found
-        here += holding.count
+        here += stage.count
     if fullest is None:
         raise PlanError(f"plan={str(plan)!r} has no position {position}", f"0 to {plan.pipeline - 1}")
     return fullest
@@ -122,36 +122,36 @@ def _at(
     profile: ModelProfile,
     plan: Plan,
     rows: int,
-    practice: Practice,
+    system: TrainingSystem,
     coefficients: Coefficients,
-    holding: Holding,
+    stage: StagePosition,
     position: int,
 ) -> MemoryEstimate:
     """Returns what a device at one position of the pipeline holds."""
     sharing = plan.data_parallel
-    parameters = parameters_at(profile, plan, holding)
+    parameters = parameters_at(profile, plan, stage)
     # what is left on a device of each kind of state
-    zero = practice.zero_stage
+    zero = system.zero_stage
     by_plan = parameters / plan.shard
     by_zero = parameters / sharing
-    weights = practice.weight_bytes * (by_zero if zero >= 3 else by_plan)
-    masters = practice.master_bytes * (by_zero if zero >= 1 else by_plan)
-    gradients = practice.gradient_bytes * (by_zero if zero >= 2 else by_plan)
-    buckets = practice.bucket_bytes * by_plan if sharing > 1 else 0.0
-    moments = practice.optimizer_bytes * (by_zero if zero >= 1 else by_plan)
+    weights = system.weight_bytes * (by_zero if zero >= 3 else by_plan)
+    masters = system.master_bytes * (by_zero if zero >= 1 else by_plan)
+    gradients = system.gradient_bytes * (by_zero if zero >= 2 else by_plan)
+    buckets = system.bucket_bytes * by_plan if sharing > 1 else 0.0
+    moments = system.optimizer_bytes * (by_zero if zero >= 1 else by_plan)
     if plan.offload == "optimizer":
         moments = 0.0
-    if not practice.trains_weights:
+    if not system.trains_weights:
         gradients = buckets = moments = 0.0
     step_copies = 0.0
-    if practice.gather_copies and zero >= 1 and sharing > 1:
+    if system.gather_copies and zero >= 1 and sharing > 1:
         step_copies = 2.0 * (by_plan + by_zero)
-    if plan.micro_batches > 1 and plan.shard > 1 and practice.gathers_blocks and not practice.reduces_every_micro_batch:
-        gradients += practice.gradient_bytes * parameters
-    if practice.gradients_come:
-        activations, logits, gathered = fullest_moment(profile, plan, rows, practice, holding, parameters, gradients)
+    if plan.micro_batches > 1 and plan.shard > 1 and system.gathers_blocks and not system.reduces_every_micro_batch:
+        gradients += system.gradient_bytes * parameters
+    if system.gradients_come:
+        activations, logits, gathered = peak_moment(profile, plan, rows, system, stage, parameters, gradients)
     else:
-        activations, logits, gathered = _all_at_once(profile, plan, rows, practice, holding)
+        activations, logits, gathered = _all_at_once(profile, plan, rows, system, stage)
     transient = activations + logits + gathered
     temporary, peak_activations, peak_logits = gathered, activations, logits
     if step_copies > transient:
@@ -170,49 +170,49 @@ def _at(
 
 
 def _all_at_once(
-    profile: ModelProfile, plan: Plan, rows: int, practice: Practice, holding: Holding
+    profile: ModelProfile, plan: Plan, rows: int, system: TrainingSystem, stage: StagePosition
 ) -> tuple[float, float, float]:
     """Returns activations, logits and temporary bytes of forward and backward. See [Note: peaks]."""
     wide = 1.0 if plan.precision == "bf16" else 2.0
     gathered = 0.0
-    if practice.gathers_blocks and (plan.shard > 1 or plan.precision == "bf16"):
+    if system.gathers_blocks and (plan.shard > 1 or plan.precision == "bf16"):
         # the block that computes, the one gathered ahead, and one block's gradients before they are reduced
         gathered = 3.0 * 2.0 * wide * profile.block.parameters_on_device(plan.tensor)
-    kept = _kept_bytes_per_row(profile, plan, practice, holding) * wide
-    whole = practice.boundary_kept if plan.pipeline > 1 else 0.0
+    kept = _kept_bytes_per_row(profile, plan, system, stage) * wide
+    whole = system.boundary_kept if plan.pipeline > 1 else 0.0
     if plan.tensor > 1:
-        whole += holding.blocks * practice.gathered_kept * (1.0 - 1.0 / plan.tensor)
+        whole += stage.blocks * system.gathered_kept * (1.0 - 1.0 / plan.tensor)
     kept += whole * profile.hidden * profile.sequence_length
     logits = 0.0
-    if holding.has_last:
+    if stage.has_last:
         elements = rows * profile.sequence_length * profile.logits_per_token / plan.tensor
-        in_loss = holding.under_way if plan.schedule == "gpipe" else 1.0
-        left = practice.logits_left_bytes if plan.micro_batches > 1 else 0.0
-        logits = elements * (practice.logits_kept_bytes * in_loss + practice.logits_peak_bytes + left)
-    return kept * rows * holding.under_way, logits, gathered
+        in_loss = stage.in_flight if plan.schedule == "gpipe" else 1.0
+        left = system.logits_left_bytes if plan.micro_batches > 1 else 0.0
+        logits = elements * (system.logits_kept_bytes * in_loss + system.logits_peak_bytes + left)
+    return kept * rows * stage.in_flight, logits, gathered
 
 
-def _kept_bytes_per_row(profile: ModelProfile, plan: Plan, practice: Practice, holding: Holding) -> float:
+def _kept_bytes_per_row(profile: ModelProfile, plan: Plan, system: TrainingSystem, stage: StagePosition) -> float:
     """Returns what one row of one micro-batch keeps on a device until its backward, in 16-bit values."""
     length, tensor = profile.sequence_length, plan.tensor
     whole = 1.0 / tensor if plan.sequence_parallel else 1.0
     boundary = profile.boundary_bytes_per_row * whole
     block = profile.block
-    everything = block.kept_bytes_per_row(length, tensor, plan.sequence_parallel) * practice.kept_part
-    if not practice.fused_attention:
+    everything = block.kept_bytes_per_row(length, tensor, plan.sequence_parallel) * system.kept_fraction
+    if not system.fused_attention:
         everything += block.score_bytes_per_row / tensor
     selective = length * (
-        block.selective_split_bytes_per_token / tensor + block.selective_whole_bytes_per_token * whole
+        block.selective_split_bytes_per_token / tensor + block.selective_replicated_bytes_per_token * whole
     )
     if plan.recompute == "none":
-        kept = holding.blocks * everything
+        kept = stage.blocks * everything
     elif plan.recompute == "selective":
-        kept = holding.blocks * selective
+        kept = stage.blocks * selective
     else:
-        count = holding.blocks if plan.recompute == "full" else min(holding.blocks, int(plan.recompute))
-        kept = count * boundary + (holding.blocks - count) * everything
+        count = stage.blocks if plan.recompute == "full" else min(stage.blocks, int(plan.recompute))
+        kept = count * boundary + (stage.blocks - count) * everything
         if count:
-            kept += everything / max(1.0, holding.under_way)  # of the block that is being computed again
-    if holding.has_last:
-        kept += profile.last.kept_bytes_per_row(length, tensor, plan.sequence_parallel) / max(1.0, holding.under_way)
+            kept += everything / max(1.0, stage.in_flight)  # of the block that is being computed again
+    if stage.has_last:
+        kept += profile.last.kept_bytes_per_row(length, tensor, plan.sequence_parallel) / max(1.0, stage.in_flight)
     return kept

@@ -1,4 +1,4 @@
-"""Which blocks the stages of a pipeline hold, and how many micro-batches are under way in them.
+"""Which blocks the stages of a pipeline hold, and how many micro-batches are in flight in them.
 
 Decides in closed form what the schedules of `plan.SCHEDULES` imply for the first stage, a middle one and the last. Must
 not know bytes or seconds.
@@ -10,58 +10,58 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.training_systems import Practice
+from moreh_ap.planner.cost.training_systems import TrainingSystem
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 
-__all__ = ["Holding", "holdings", "parameters_at"]
+__all__ = ["StagePosition", "parameters_at", "positions_of"]
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What one kind of pipeline position holds.
+class StagePosition:
+    """What the devices at one kind of pipeline position hold: the stages of one device taken together.
 
     Attributes:
         blocks: Number of blocks on the device.
         has_first: Whether it has the part before the blocks.
         has_last: Whether it has the part after them.
-        under_way: Micro-batches whose activations it keeps at a time.
+        in_flight: Micro-batches whose activations it keeps at a time.
         count: How many positions are like this.
     """
 
     blocks: int
     has_first: bool
     has_last: bool
-    under_way: float
+    in_flight: float
     count: int = 1
 
 
-def holdings(profile: ModelProfile, plan: Plan, practice: Practice) -> tuple[Holding, ...]:
+def positions_of(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> tuple[StagePosition, ...]:
     """Returns the kinds of positions along the pipeline; their counts add up to `plan.pipeline`."""
-    head_in_blocks, past = 0.0, practice.partition == "past_cost"
-    if practice.partition != "even" and not plan.layers and plan.stages_per_device == 1:
+    head_in_blocks, past = 0.0, system.partition == "past_cost"
+    if system.partition != "even" and not plan.layers and plan.stages_per_device == 1:
         block = sum(one.inner * one.outer for one in profile.block.products)
         head_in_blocks = sum(one.inner * one.outer for one in profile.last.products) / block if block else 0.0
     counts = plan.layers if plan.pipeline > 1 else ()
-    return _holdings(
+    return _positions_of(
         profile.num_blocks, plan.pipeline, plan.stages_per_device, plan.schedule, plan.micro_batches, counts,
         head_in_blocks, past,
     )  # fmt: skip
 
 
-def parameters_at(profile: ModelProfile, plan: Plan, holding: Holding) -> float:
+def parameters_at(profile: ModelProfile, plan: Plan, stage: StagePosition) -> float:
     """Returns the parameter elements that a device at a position of the pipeline computes with."""
-    parameters = holding.blocks * profile.block.parameters_on_device(plan.tensor)
-    if holding.has_first:
+    parameters = stage.blocks * profile.block.parameters_on_device(plan.tensor)
+    if stage.has_first:
         parameters += profile.first.parameters_on_device(plan.tensor)
-    if holding.has_last:
+    if stage.has_last:
         parameters += profile.last.parameters_on_device(plan.tensor)
-        if profile.tied and not holding.has_first:
+        if profile.tied and not stage.has_first:
             parameters += profile.tied_parameters / plan.tensor
     return parameters
 
 
 @lru_cache(maxsize=65536)
-def _holdings(
+def _positions_of(
     num_blocks: int,
     pipeline: int,
     stages_per_device: int,
@@ -70,28 +70,28 @@ def _holdings(
     layers: tuple[int, ...],
     head_in_blocks: float,
     past: bool,
-) -> tuple[Holding, ...]:
+) -> tuple[StagePosition, ...]:
     if pipeline == 1:
-        return (Holding(num_blocks, True, True, 1.0),)
+        return (StagePosition(num_blocks, True, True, 1.0),)
     if head_in_blocks:
-        counts, last = _by_cost(num_blocks, pipeline, head_in_blocks, past)
+        counts, last = _balanced_by_parameters(num_blocks, pipeline, head_in_blocks, past)
     else:
         stages = layers or _even(num_blocks, pipeline * stages_per_device)
         counts, last = [sum(stages[device::pipeline]) for device in range(pipeline)], pipeline - 1
-    merged: list[Holding] = []
+    merged: list[StagePosition] = []
     for device, blocks in enumerate(counts):
-        under_way = _under_way(device, pipeline, stages_per_device, schedule, micro_batches)
-        here = Holding(blocks, device == 0, device == last, under_way)
+        in_flight = _in_flight(device, pipeline, stages_per_device, schedule, micro_batches)
+        here = StagePosition(blocks, device == 0, device == last, in_flight)
         same = merged and 0 < device < last and merged[-1].blocks == blocks and not merged[-1].has_first
         if same:
             before = merged[-1]
-            merged[-1] = Holding(blocks, False, False, before.under_way, before.count + 1)
+            merged[-1] = StagePosition(blocks, False, False, before.in_flight, before.count + 1)
         else:
             merged.append(here)
     return tuple(merged)
 
 
-def _under_way(device: int, pipeline: int, stages_per_device: int, schedule: str, micro_batches: int) -> float:
+def _in_flight(device: int, pipeline: int, stages_per_device: int, schedule: str, micro_batches: int) -> float:
     """Returns of how many micro-batches a device of the pipeline keeps activations at a time.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2: all
@@ -114,8 +114,8 @@ def _even(num_blocks: int, num_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _by_cost(num_blocks: int, pipeline: int, head_in_blocks: float, past: bool) -> tuple[list[int], int]:
-    """Deals blocks so that the parameters of blocks and head are shared; returns counts and the head's position.
+def _balanced_by_parameters(num_blocks: int, pipeline: int, head_in_blocks: float, past: bool) -> tuple[list[int], int]:
+    """Distributes blocks so that the parameters of blocks and head are shared; returns counts and the head's position.
 
     A position takes blocks until it has its share, and the last one takes the head. With `past` a position takes blocks
     until it has more than its share, and the head goes where the last block is. Source: nanotron, `build_model` in

@@ -1,20 +1,20 @@
-"""How the program that carries out a plan goes about it, as far as memory and time depend on it.
+"""Training systems: how the program that executes a plan does so, as far as memory and time depend on it.
 
-Decides what a program can be told apart by: in which precisions it keeps state, what it shards without being told by
-the plan, what it fuses and what it overlaps. Must not know models, plans or devices.
+Decides what distinguishes programs: in which precisions they keep state, what they shard beyond the plan, what they
+fuse and what they overlap. Must not know models, plans or devices.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["EAGER_MEGATRON", "MOREH_AP", "MOREH_AP_ON_CPU", "PLAIN_MEGATRON", "PRACTICES", "TUNED_FSDP",
-           "TUNED_MEGATRON", "Practice"]  # fmt: skip
+__all__ = ["EAGER_MEGATRON", "MOREH_AP", "MOREH_AP_ON_CPU", "PLAIN_MEGATRON", "TRAINING_SYSTEMS", "TUNED_FSDP",
+           "TUNED_MEGATRON", "TrainingSystem"]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Practice:
-    """The habits of one training program.
+class TrainingSystem:
+    """One training program's way of executing plans.
 
     Attributes:
         name: How messages call it.
@@ -46,7 +46,7 @@ class Practice:
         logits_left_bytes: Bytes for each logit of the micro-batch before that are still there then.
         logits_out_bytes: Bytes for each logit of the results, which stay for every micro-batch until the step ends.
         gradients_come: Whether a step begins without gradients, so that they come as activations go. Then the peak is
-            found moment by moment: [Note: moments] in `footprint.py`.
+            found moment by moment: [Note: moments] in `peak_moment.py`.
         step_copy_bytes: Bytes for each of a device's parameters that the optimizer's step makes and drops. Source: the
             square roots of all second averages at once, `_multi_tensor_adam` in torch/optim/adam.py.
         norm_kept_bytes: Bytes for each value of the hidden state that a norm keeps beyond its input and its result,
@@ -57,10 +57,10 @@ class Practice:
         selective_again: Part of a block's forward that selective recomputation computes again.
         fused_attention: Whether attention keeps no scores.
         fused_elementwise: Part of the elementwise traffic and of its kernels that is left after fusing, 1.0 for none.
-        kept_part: Part of the activations that is kept after fusing; 1.0 where every operation keeps its input.
+        kept_fraction: Part of the activations that is kept after fusing; 1.0 where every operation keeps its input.
         host_s_per_kernel: Seconds that the host needs to start one operation.
         host_s_per_exchange: Seconds that the host needs to start one exchange of the tensor axis.
-        host_s_per_rehearsed: Seconds that the host needs for one operation of a forward that it follows without values,
+        host_s_per_dry_run_op: Seconds that the host needs for one operation of a forward without values (a dry run),
             as before a step with several micro-batches or a pipeline; nothing hides them.
         host_computes: Whether the processor that starts operations is the one that carries them out.
         hides_tensor: Part of the tensor axis' communication that runs beside matrix products.
@@ -68,11 +68,11 @@ class Practice:
         hides_scatters: The same where each device keeps a part of the sums only (`zero_stage` of at least 1).
         hides_gathers: Part of the computation beside which blocks can be gathered.
         hides_pipeline: Part of the pipeline's messages that runs beside computation.
-        boundary_kept: Bytes for each value of the hidden state that a micro-batch under way in a pipeline keeps whole
+        boundary_kept: Bytes for each value of the hidden state that a micro-batch in flight in a pipeline keeps whole
             on every device of the tensor axis, beside what its blocks keep.
         gathered_kept: Bytes for each value of the hidden state that a block keeps whole on every device of the tensor
             axis, where inputs that were gathered for products are not gathered again.
-        partition: How blocks are dealt to stages where the plan does not say: "even"; "by_cost", where a stage takes
+        partition: Which stage gets how many blocks where the plan does not say: "even"; "by_cost", where a stage takes
             blocks until it has its share of the parameters of blocks and head; or "past_cost", until it has more.
         matrix_precision: The precision of matrix products where it is not the plan's, such as "fp8".
     """
@@ -104,10 +104,10 @@ class Practice:
     selective_again: float = 0.1
     fused_attention: bool = True
     fused_elementwise: float = 1.0
-    kept_part: float = 1.0
+    kept_fraction: float = 1.0
     host_s_per_kernel: float = 9e-6
     host_s_per_exchange: float = 2e-5
-    host_s_per_rehearsed: float = 0.0
+    host_s_per_dry_run_op: float = 0.0
     host_computes: bool = False
     hides_tensor: float = 0.0
     hides_gradients: float = 0.5
@@ -119,12 +119,12 @@ class Practice:
     partition: str = "even"
     matrix_precision: str = ""
 
-    def with_zero_stage(self, zero_stage: int) -> Practice:
+    def with_zero_stage(self, zero_stage: int) -> TrainingSystem:
         """Returns the same habits with another sharding over the devices that share the batch."""
         return replace(self, zero_stage=zero_stage)
 
 
-MOREH_AP = Practice(
+MOREH_AP = TrainingSystem(
     name="moreh_ap",
     weight_bytes=0.0,
     gathers_blocks=True,
@@ -148,7 +148,7 @@ MOREH_AP = Practice(
 MOREH_AP_ON_CPU = replace(MOREH_AP, host_computes=True, hides_gradients=0.0, hides_gathers=0.0, hides_pipeline=0.0)
 """The same on CPU workers. What carries messages are the cores that compute, so nothing is hidden."""
 
-EAGER_MEGATRON = Practice(
+EAGER_MEGATRON = TrainingSystem(
     name="eager_megatron",
     bucket_bytes=2.0,
     gather_copies=True,
@@ -165,12 +165,12 @@ EAGER_MEGATRON = Practice(
 )
 """16-bit weights, float32 gradient sums and master weights, one kernel an operation. Source: nanotron."""
 
-TUNED_MEGATRON = Practice(
+TUNED_MEGATRON = TrainingSystem(
     name="tuned_megatron",
     zero_stage=1,
     reduced_bytes=2.0,
     fused_elementwise=0.5,
-    kept_part=0.75,
+    kept_fraction=0.75,
     host_s_per_kernel=4e-6,
     hides_tensor=0.5,
     hides_gradients=0.9,
@@ -191,7 +191,7 @@ PLAIN_MEGATRON = replace(
 )
 """As before fused attention, nothing hidden. Source: Narayanan et al., 2021, section 4."""
 
-TUNED_FSDP = Practice(
+TUNED_FSDP = TrainingSystem(
     name="tuned_fsdp",
     accumulation_bytes=10.0,
     weight_bytes=0.0,
@@ -199,7 +199,7 @@ TUNED_FSDP = Practice(
     reduced_bytes=2.0,
     gradient_bytes=4.0,
     fused_elementwise=0.5,
-    kept_part=0.75,
+    kept_fraction=0.75,
     host_s_per_kernel=5e-6,
     hides_tensor=0.5,
     hides_gradients=0.9,
@@ -208,5 +208,5 @@ TUNED_FSDP = Practice(
 )
 """FSDP with compiled blocks. Source: torchtitan, llm-foundry, PyTorch FSDP."""
 
-PRACTICES = {one.name: one for one in (MOREH_AP, EAGER_MEGATRON, TUNED_MEGATRON, PLAIN_MEGATRON, TUNED_FSDP)}
+TRAINING_SYSTEMS = {one.name: one for one in (MOREH_AP, EAGER_MEGATRON, TUNED_MEGATRON, PLAIN_MEGATRON, TUNED_FSDP)}
 """The habits known by name."""

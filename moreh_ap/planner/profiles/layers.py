@@ -19,16 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from moreh_ap.planner.profiles.model_profile import PartProfile, Product
+from moreh_ap.planner.profiles.model_profile import LayerProfile, Product
 
-__all__ = ["Attention", "FeedForward", "StateSpace", "mean_of"]
+__all__ = ["AttentionCost", "FeedForwardCost", "StateSpaceCost", "mean_of"]
 
 _KERNELS = 12
 """Operations that a layer starts, its norm and its residual among them, apart from what is added below."""
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCost:
     """Attention over a row.
 
     Attributes:
@@ -52,7 +52,7 @@ class Attention:
     kv_rank: int = 0
     shared_dim: int = 0
 
-    def part(self, hidden: int, biases: bool, sequence_length: int, context_length: int) -> PartProfile:
+    def profile(self, hidden: int, biases: bool, sequence_length: int, context_length: int) -> LayerProfile:
         """Returns what it costs for rows of `sequence_length` positions that see `context_length`."""
         queries, mixed = self.num_heads * self.head_dim, self.num_heads * self.value_dim
         keys, values = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.value_dim
@@ -69,9 +69,9 @@ class Attention:
         inside.append(Product(mixed, hidden, "inner"))
         rotated = 2.0 * (queries + keys) if self.rotated else 0.0
         results = 2.0 * (queries + keys + values)
-        return PartProfile(
+        return LayerProfile(
             parameters_split=float(sum(one.inner * one.outer for one in inside if one.split)),
-            parameters_whole=float(
+            parameters_replicated=float(
                 sum(one.inner * one.outer for one in inside if not one.split)
                 + (self.query_rank + self.kv_rank)
                 + (queries + keys + values + hidden if biases else 0)
@@ -84,19 +84,19 @@ class Attention:
             # softmax's result and a copy of it in the precision of the product
             score_bytes_per_row=5.0 * self.num_heads * sequence_length * context_length,
             kept_split_bytes_per_token=results + rotated + 2.0 * mixed,
-            kept_whole_bytes_per_token=4.0 * hidden + 4.0 * latent,
+            kept_replicated_bytes_per_token=4.0 * hidden + 4.0 * latent,
             # results of products and of attention; norms, rotation and activation functions are computed again
             selective_split_bytes_per_token=results + 2.0 * mixed,
-            selective_whole_bytes_per_token=2.0 * hidden + 2.0 * latent,
+            selective_replicated_bytes_per_token=2.0 * hidden + 2.0 * latent,
             moved_split_bytes_per_token=2.0 * rotated,
-            moved_whole_bytes_per_token=_moved(hidden) + 8.0 * latent,
+            moved_replicated_bytes_per_token=_moved(hidden) + 8.0 * latent,
             num_kernels=_KERNELS + (10 if self.rotated else 2),
             num_tensor_sums=1,
         )
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class FeedForwardCost:
     """A feed-forward, or experts of which a token takes some.
 
     Attributes:
@@ -106,7 +106,7 @@ class FeedForward:
         experts_per_token: How many of them a token goes through.
         shared_width: Inner width of what every token goes through beside its experts.
         latent: Width to which tokens are brought before they go to experts; 0 where experts take the hidden state.
-        spread: Devices, beyond the tensor axis, over which the experts are dealt. A device then holds its part of them,
+        spread: Devices, beyond the tensor axis, over which the experts are distributed. A device then holds its part,
             and computes for as many tokens as it has itself, which come from all of these devices.
     """
 
@@ -118,7 +118,7 @@ class FeedForward:
     latent: int = 0
     spread: int = 1
 
-    def part(self, hidden: int, biases: bool) -> PartProfile:
+    def profile(self, hidden: int, biases: bool) -> LayerProfile:
         """Returns what it costs."""
         widenings = 2 if self.gated else 1
         taken, here = float(self.experts_per_token), self.num_experts / self.spread
@@ -138,9 +138,9 @@ class FeedForward:
             products += [Product(hidden, self.latent), Product(self.latent, hidden)]
         matrices = widenings + 1
         width = self.width * taken + self.shared_width
-        return PartProfile(
+        return LayerProfile(
             parameters_split=here * matrices * inside * self.width + matrices * hidden * self.shared_width,
-            parameters_whole=float(
+            parameters_replicated=float(
                 router
                 + 2 * hidden * self.latent
                 + (here * (widenings * self.width + inside) if biases else 0)
@@ -148,12 +148,12 @@ class FeedForward:
             ),
             products=tuple(products),
             kept_split_bytes_per_token=4.0 * widenings * width,
-            kept_whole_bytes_per_token=4.0 * hidden + self._copies_bytes(inside),
+            kept_replicated_bytes_per_token=4.0 * hidden + self._copies_bytes(inside),
             selective_split_bytes_per_token=2.0 * widenings * width,
-            selective_whole_bytes_per_token=2.0 * hidden,
+            selective_replicated_bytes_per_token=2.0 * hidden,
             # residuals read two and write one; activation functions read and write
             moved_split_bytes_per_token=4.0 * width * (2 * widenings - 0.5),
-            moved_whole_bytes_per_token=_moved(hidden) + 4.0 * self._copies_bytes(inside),
+            moved_replicated_bytes_per_token=_moved(hidden) + 4.0 * self._copies_bytes(inside),
             num_kernels=_KERNELS + (8 * round(min(here, 8)) if self.num_experts > 1 else 0),
             num_tensor_sums=1,
         )
@@ -164,7 +164,7 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
-class StateSpace:
+class StateSpaceCost:
     """A layer that carries a state along the row. Source: Dao and Gu, "Transformers are SSMs", 2024, section 6 and 7.
 
     Attributes:
@@ -183,7 +183,7 @@ class StateSpace:
     kernel: int = 4
     chunk: int = 128
 
-    def part(self, hidden: int, biases: bool, sequence_length: int) -> PartProfile:
+    def profile(self, hidden: int, biases: bool, sequence_length: int) -> LayerProfile:
         """Returns what it costs for rows of `sequence_length` positions."""
         inner, beside = self.num_heads * self.head_dim, 2 * self.num_groups * self.state
         into = 2 * inner + beside + self.num_heads
@@ -191,42 +191,42 @@ class StateSpace:
         scan = self.chunk * (self.num_groups * self.state + inner) + 4.0 * self.state * inner
         kept = 2.0 * into + 2.0 * (inner + beside) + 4.0 * inner
         states = 4.0 * self.state * inner / self.chunk  # in float32, one for each chunk
-        return PartProfile(
+        return LayerProfile(
             parameters_split=float((into + inner) * hidden + (inner + beside) * (self.kernel + 1) + inner),
-            parameters_whole=float(3 * self.num_heads + _norm(hidden, biases)),
+            parameters_replicated=float(3 * self.num_heads + _norm(hidden, biases)),
             products=(Product(hidden, into, "outer"), Product(inner, hidden, "inner")),
             attention_flops_per_row=sequence_length * scan,
             attention_width=self.head_dim,
             kept_split_bytes_per_token=kept,
-            kept_whole_bytes_per_token=4.0 * hidden,
+            kept_replicated_bytes_per_token=4.0 * hidden,
             selective_split_bytes_per_token=2.0 * into + 2.0 * inner,
-            selective_whole_bytes_per_token=2.0 * hidden,
+            selective_replicated_bytes_per_token=2.0 * hidden,
             moved_split_bytes_per_token=2.0 * kept + 4.0 * states,  # written, passed on, and read
-            moved_whole_bytes_per_token=_moved(hidden),
+            moved_replicated_bytes_per_token=_moved(hidden),
             num_kernels=_KERNELS + 8,
             num_tensor_sums=1,
         )
 
 
-def mean_of(parts: Sequence[tuple[PartProfile, float]]) -> PartProfile:
-    """Returns one part that costs as much as these parts, each as often as stands beside it.
+def mean_of(layers: Sequence[tuple[LayerProfile, float]]) -> LayerProfile:
+    """Returns one layer that costs as much as these layers together, each as often as its number says.
 
     Half a layer is one matrix that half of all blocks have: as many tokens go through it as through any.
     """
     sums: dict[str, Any] = {}
-    for part, often in parts:
-        for field in fields(PartProfile):
+    for layer, often in layers:
+        for field in fields(LayerProfile):
             if field.name not in ("products", "attention_width"):
-                sums[field.name] = sums.get(field.name, 0.0) + often * getattr(part, field.name)
+                sums[field.name] = sums.get(field.name, 0.0) + often * getattr(layer, field.name)
     products = tuple(
         replace(product, share=product.share * often, copies=product.copies * often)
-        for part, often in parts
-        for product in part.products
+        for layer, often in layers
+        for product in layer.products
         if often
     )
     whole = {name: round(sums.pop(name)) for name in ("num_kernels", "num_tensor_sums")}
-    widths = [part.attention_width for part, often in parts if often and part.attention_width]
-    return PartProfile(products=products, attention_width=widths[0] if widths else 0, **whole, **sums)
+    widths = [layer.attention_width for layer, often in layers if often and layer.attention_width]
+    return LayerProfile(products=products, attention_width=widths[0] if widths else 0, **whole, **sums)
 
 
 def _norm(hidden: int, biases: bool) -> int:

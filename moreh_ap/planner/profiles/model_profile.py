@@ -1,12 +1,12 @@
-"""What a model costs, counted once for every kind of part that it has.
+"""What a model costs, counted for its first layers, one block and its last layers.
 
 Decides in which quantities the planner thinks of a model: parameters, matrix products, bytes kept and bytes moved for
 every token. Must not know which architecture a model has, how it is spread, or on which devices it runs: a profile
-may come from a shape (`planner.shapes`) or be counted on the model itself.
+may come from a shape (`transformer_shape.py`) or be counted on the model itself.
 
-[Note: split and whole]
-A tensor axis of `t` devices cuts what is called *split* into `t` equal parts and leaves what is called *whole* on
-every device. Sequence parallelism cuts whole activations too, by positions.
+[Note: split and replicated]
+A tensor axis of `t` devices cuts what is called *split* into `t` equal shards and leaves what is called *replicated* on
+every device. Sequence parallelism cuts replicated activations too, by positions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["ModelProfile", "PartProfile", "Product"]
+__all__ = ["LayerProfile", "ModelProfile", "Product"]
 
 BYTES_PER_VALUE = 2.0
 """Bytes of a value in the 16-bit precisions in which all bytes of a profile are counted; float32 has twice as many."""
@@ -46,48 +46,48 @@ class Product:
 
 
 @dataclass(frozen=True)
-class PartProfile:
-    """One part of a model: what comes before the blocks, one block, or what comes after them.
+class LayerProfile:
+    """A segment of a model: the layers before the blocks, one block, or the layers after them.
 
-    Bytes are those of 16-bit values. See [Note: split and whole].
+    Bytes are those of 16-bit values. See [Note: split and replicated].
 
     Attributes:
         parameters_split: Parameter elements that the tensor axis cuts.
-        parameters_whole: Parameter elements that it leaves on every device.
+        parameters_replicated: Parameter elements that it leaves on every device.
         products: Matrix products with parameters.
         attention_flops_per_row: Operations of the forward of attention itself (scores and weighted sum) for one row,
             counting only what a causal mask leaves.
         attention_width: Length of a head; 0 without attention.
         score_bytes_per_row: Bytes kept of the scores of one row where attention is not fused.
         kept_split_bytes_per_token: Bytes kept from forward to backward, nothing recomputed.
-        kept_whole_bytes_per_token: The same for what the tensor axis leaves whole.
+        kept_replicated_bytes_per_token: The same for activations that the tensor axis leaves on every device.
         selective_split_bytes_per_token: As `kept_split_bytes_per_token` under selective recomputation.
-        selective_whole_bytes_per_token: As `kept_whole_bytes_per_token` under selective recomputation.
+        selective_replicated_bytes_per_token: As `kept_replicated_bytes_per_token` under selective recomputation.
         moved_split_bytes_per_token: Bytes that the forward's elementwise operations read and write.
-        moved_whole_bytes_per_token: The same for what the tensor axis leaves whole.
+        moved_replicated_bytes_per_token: The same for activations that the tensor axis leaves on every device.
         num_kernels: Operations that the forward starts on the device.
         num_tensor_sums: Sums over the tensor axis of one hidden state for each token, in the forward.
     """
 
     parameters_split: float = 0.0
-    parameters_whole: float = 0.0
+    parameters_replicated: float = 0.0
     products: tuple[Product, ...] = ()
     attention_flops_per_row: float = 0.0
     attention_width: int = 0
     score_bytes_per_row: float = 0.0
     kept_split_bytes_per_token: float = 0.0
-    kept_whole_bytes_per_token: float = 0.0
+    kept_replicated_bytes_per_token: float = 0.0
     selective_split_bytes_per_token: float = 0.0
-    selective_whole_bytes_per_token: float = 0.0
+    selective_replicated_bytes_per_token: float = 0.0
     moved_split_bytes_per_token: float = 0.0
-    moved_whole_bytes_per_token: float = 0.0
+    moved_replicated_bytes_per_token: float = 0.0
     num_kernels: int = 0
     num_tensor_sums: int = 0
 
     @cached_property
     def parameters(self) -> float:
         """Parameter elements."""
-        return self.parameters_split + self.parameters_whole
+        return self.parameters_split + self.parameters_replicated
 
     @cached_property
     def product_flops_per_token(self) -> float:
@@ -96,29 +96,29 @@ class PartProfile:
 
     def parameters_on_device(self, tensor: int) -> float:
         """Parameter elements that one of `tensor` devices holds."""
-        return self.parameters_split / tensor + self.parameters_whole
+        return self.parameters_split / tensor + self.parameters_replicated
 
     def kept_bytes_per_row(self, length: int, tensor: int, sequence_parallel: bool) -> float:
         """Bytes that one of `tensor` devices keeps of a row of so many positions, nothing recomputed."""
         whole = 1.0 / tensor if sequence_parallel else 1.0
-        return length * (self.kept_split_bytes_per_token / tensor + self.kept_whole_bytes_per_token * whole)
+        return length * (self.kept_split_bytes_per_token / tensor + self.kept_replicated_bytes_per_token * whole)
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A model as the planner sees it: a first part, equal blocks, and a last part.
+    """A model as the planner sees it: first layers, equal blocks, and last layers.
 
     Attributes:
         name: How messages call it.
         sequence_length: Positions of a row on one device.
         hidden: Length of the state that is handed from block to block.
         num_blocks: Number of equal blocks.
-        first: What comes before the blocks: embeddings.
+        first: The layers before the blocks: embeddings.
         block: One block.
-        last: What comes after them: the final norm and the head.
-        logits_per_token: Elements of the result of the last part; 0 where there is no loss over a vocabulary.
-        tied: Whether first and last part share their weights. The last part's parameters are then counted in the first
-            alone, and a pipeline keeps them twice.
+        last: The layers after them: the final norm and the head.
+        logits_per_token: Elements of the result of the last layers; 0 where there is no loss over a vocabulary.
+        tied: Whether first and last layers share weights. Those of the last layers are then counted in the first alone,
+            and a pipeline keeps them twice.
         tied_parameters: Parameter elements that they share.
     """
 
@@ -126,9 +126,9 @@ class ModelProfile:
     sequence_length: int
     hidden: int
     num_blocks: int
-    first: PartProfile
-    block: PartProfile
-    last: PartProfile
+    first: LayerProfile
+    block: LayerProfile
+    last: LayerProfile
     logits_per_token: int = 0
     tied: bool = False
     tied_parameters: float = 0.0

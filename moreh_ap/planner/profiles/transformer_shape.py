@@ -17,8 +17,8 @@ from typing import Any
 
 from moreh_ap.errors import OptionError
 from moreh_ap.planner.profiles.configurations import numbers_of
-from moreh_ap.planner.profiles.layers import Attention, FeedForward, StateSpace, mean_of
-from moreh_ap.planner.profiles.model_profile import ModelProfile, PartProfile, Product
+from moreh_ap.planner.profiles.layers import AttentionCost, FeedForwardCost, StateSpaceCost, mean_of
+from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile, Product
 
 __all__ = ["TransformerShape", "from_config", "profile_of"]
 
@@ -48,12 +48,12 @@ class TransformerShape:
         dense_layers: Layers that have a feed-forward in place of experts.
         dense_hidden: Width of that.
         value_dim: Width of a head's values where it is not `head_dim`, else 0.
-        shared_dim: See `Attention`, as for the two ranks.
+        shared_dim: See `AttentionCost`, as for the two ranks.
         query_rank: Likewise.
         kv_rank: Likewise.
         kinds: A letter for each layer of a hybrid: "*" attention, "M" state space, "E" experts, "-" feed-forward; ""
             where each has attention and a feed-forward or experts.
-        state_space: Numbers of a `StateSpace` layer, () without.
+        state_space: Numbers of a `StateSpaceCost` layer, () without.
     """
 
     num_layers: int
@@ -130,7 +130,7 @@ def profile_of(
         shape: The model.
         sequence_length: Positions of a row that one device computes.
         context_length: Positions that attention sees; more than `sequence_length` where devices share a row.
-        expert_spread: Devices over which each block's experts are dealt; the profile is then that of one of them, with
+        expert_spread: Devices over which each block's experts are distributed; the profile is that of one of them, with
             its part of the experts and the tokens of all devices that go there.
     """
     vocabulary = float(shape.vocabulary * shape.hidden)
@@ -140,21 +140,21 @@ def profile_of(
         sequence_length=sequence_length,
         hidden=shape.hidden,
         num_blocks=shape.num_layers,
-        first=PartProfile(
+        first=LayerProfile(
             parameters_split=vocabulary,
-            parameters_whole=positions,
-            moved_whole_bytes_per_token=4.0 * shape.hidden,
+            parameters_replicated=positions,
+            moved_replicated_bytes_per_token=4.0 * shape.hidden,
             num_kernels=4,
             num_tensor_sums=1,
         ),
         block=_block(shape, sequence_length, context_length or sequence_length, expert_spread),
-        last=PartProfile(
+        last=LayerProfile(
             parameters_split=0.0 if shape.tied else vocabulary,
-            parameters_whole=float(shape.hidden * (2 if shape.biases else 1)),
+            parameters_replicated=float(shape.hidden * (2 if shape.biases else 1)),
             products=(Product(shape.hidden, shape.vocabulary, "outer"),),
-            kept_whole_bytes_per_token=4.0 * shape.hidden,
-            selective_whole_bytes_per_token=4.0 * shape.hidden,
-            moved_whole_bytes_per_token=4.0 * shape.hidden,
+            kept_replicated_bytes_per_token=4.0 * shape.hidden,
+            selective_replicated_bytes_per_token=4.0 * shape.hidden,
+            moved_replicated_bytes_per_token=4.0 * shape.hidden,
             num_kernels=16,
         ),
         logits_per_token=shape.vocabulary,
@@ -163,14 +163,14 @@ def profile_of(
     )
 
 
-def _block(shape: TransformerShape, sequence_length: int, context_length: int, expert_spread: int) -> PartProfile:
+def _block(shape: TransformerShape, sequence_length: int, context_length: int, expert_spread: int) -> LayerProfile:
     """Returns what a block costs. See [Note: blocks that differ]."""
     hidden, biases, layers = shape.hidden, shape.biases, shape.num_layers
-    attention = Attention(
+    attention = AttentionCost(
         shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim or shape.head_dim,
         shape.rotated and not shape.learned_positions, shape.query_rank, shape.kv_rank, shape.shared_dim,
     )  # fmt: skip
-    experts = FeedForward(
+    experts = FeedForwardCost(
         shape.ffn_hidden, shape.gated, shape.num_experts, shape.experts_per_token, shape.shared_hidden,
         shape.latent_hidden, expert_spread,
     )  # fmt: skip
@@ -179,12 +179,12 @@ def _block(shape: TransformerShape, sequence_length: int, context_length: int, e
     if shape.kinds:
         attends, mixes, dense = (shape.kinds.count(kind) / layers for kind in "*E-")
     parts = [
-        (attention.part(hidden, biases, sequence_length, context_length), attends),
-        (experts.part(hidden, biases), mixes),
+        (attention.profile(hidden, biases, sequence_length, context_length), attends),
+        (experts.profile(hidden, biases), mixes),
     ]
     if dense:
-        parts.append((FeedForward(shape.dense_hidden, shape.gated).part(hidden, biases), dense))
+        parts.append((FeedForwardCost(shape.dense_hidden, shape.gated).profile(hidden, biases), dense))
     if shape.state_space:
-        state_space = StateSpace(*shape.state_space)
-        parts.append((state_space.part(hidden, biases, sequence_length), shape.kinds.count("M") / layers))
+        state_space = StateSpaceCost(*shape.state_space)
+        parts.append((state_space.profile(hidden, biases, sequence_length), shape.kinds.count("M") / layers))
     return mean_of(parts)

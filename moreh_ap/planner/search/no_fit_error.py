@@ -15,7 +15,7 @@ from moreh_ap.flavours import flavour_of
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.planning_task import Task
-from moreh_ap.planner.search.search_space import axes, recompute_kinds
+from moreh_ap.planner.search.search_space import enumerate_axes, recompute_kinds
 
 __all__ = ["nothing_fits"]
 
@@ -89,22 +89,22 @@ def _least_bytes(task: Task) -> float:
 
 
 def _lean_plans(task: Task) -> Iterator[Plan]:
-    """Yields, for each way to deal the devices, the plan that keeps least: recomputing, in pieces of one row."""
+    """Yields, for each assignment of devices to axes, the plan that keeps least: it recomputes, one row at a time."""
     constraints, offload = task.constraints, "optimizer" if task.constraints.offload else "none"
     num_devices, per_node = task.cluster.num_devices, task.cluster.devices_per_node
     for across_nodes in (False, True):
-        for dealt in axes(task.profile, num_devices, per_node, constraints, across_nodes=across_nodes):
-            rows = -(-task.global_batch // (dealt.replicate * dealt.shard))
+        for assignment in enumerate_axes(task.profile, num_devices, per_node, constraints, across_nodes=across_nodes):
+            rows = -(-task.global_batch // (assignment.replicate * assignment.shard))
             count = rows if constraints.num_micro_batches == "auto" else constraints.num_micro_batches
-            short = count < dealt.pipeline
+            short = count < assignment.pipeline
             yield Plan(
-                dealt.replicate,
-                dealt.shard,
-                tensor=dealt.tensor,
-                sequence_parallel=dealt.sequence_parallel,
-                pipeline=dealt.pipeline,
+                assignment.replicate,
+                assignment.shard,
+                tensor=assignment.tensor,
+                sequence_parallel=assignment.sequence_parallel,
+                pipeline=assignment.pipeline,
                 micro_batches=count,
-                schedule="gpipe" if short and dealt.pipeline > 1 else "1f1b",
+                schedule="gpipe" if short and assignment.pipeline > 1 else "1f1b",
                 recompute=recompute_kinds(task.profile.num_blocks, constraints)[-1],
                 precision=task.precision,
                 offload=offload,

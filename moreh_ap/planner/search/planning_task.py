@@ -14,7 +14,7 @@ from moreh_ap.planner.cost.hardware import Cluster
 from moreh_ap.planner.cost.memory_footprint import MemoryEstimate, estimate_memory
 from moreh_ap.planner.cost.step_estimate import StepEstimate
 from moreh_ap.planner.cost.step_time import estimate_step
-from moreh_ap.planner.cost.training_systems import MOREH_AP, Practice
+from moreh_ap.planner.cost.training_systems import MOREH_AP, TrainingSystem
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 from moreh_ap.planner.search.constraints import Constraints
 
@@ -43,7 +43,7 @@ class Task:
         cluster: The devices.
         global_batch: Rows of a step.
         constraints: What the user's options leave.
-        practice: How the program that executes the plan keeps state.
+        system: How the program that executes the plan keeps state.
         coefficients: Constants of the estimates.
         corrections: What was learned of the estimates on this machine.
     """
@@ -52,7 +52,7 @@ class Task:
     cluster: Cluster
     global_batch: int
     constraints: Constraints = field(default_factory=Constraints)
-    practice: Practice = MOREH_AP
+    system: TrainingSystem = MOREH_AP
     coefficients: Coefficients = COEFFICIENTS
     corrections: Corrections = Corrections()
 
@@ -76,10 +76,10 @@ class Task:
 
     def memory_of(self, plan: Plan) -> MemoryEstimate:
         """Returns the bytes that the fullest device holds under a plan."""
-        estimate = estimate_memory(self.profile, plan, self.global_batch, self.practice, self.coefficients)
+        estimate = estimate_memory(self.profile, plan, self.global_batch, self.system, self.coefficients)
         return estimate if self.corrections.memory == 1.0 else estimate.scaled(self.corrections.memory)
 
     def step_of(self, plan: Plan) -> StepEstimate:
         """Returns the seconds that a step takes under a plan."""
-        estimate = estimate_step(self.profile, plan, self.global_batch, self.cluster, self.practice, self.coefficients)
+        estimate = estimate_step(self.profile, plan, self.global_batch, self.cluster, self.system, self.coefficients)
         return estimate if self.corrections.time == 1.0 else estimate.scaled(self.corrections.time)

@@ -1,7 +1,7 @@
 """Which plans are worth looking at: the space of the search.
 
-Decides how devices are dealt to axes, which orders, stages and micro-batches go with them, and which plans are left out
-because another one is never worse. Must not know bytes, seconds or devices' names.
+Decides how devices are assigned to axes, which orders, stages and micro-batches go with them, and which plans are left
+out because another one is never worse. Must not know bytes, seconds or devices' names.
 
 [Note: left out]
 A plan is not looked at where a cheaper comparison settles it:
@@ -27,7 +27,8 @@ from moreh_ap.planner.profiles.model_profile import ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape
 from moreh_ap.planner.search.constraints import Constraints
 
-__all__ = ["Axes", "Order", "axes", "micro_batch_counts", "orders", "recompute_kinds", "tensor_degrees_of"]
+__all__ = ["Axes", "PipelineOrder", "enumerate_axes", "micro_batch_counts", "pipeline_orders", "recompute_kinds",
+           "tensor_degrees_of"]  # fmt: skip
 
 MOST_STAGES_PER_DEVICE = 4
 """Stages of a device at most: v stages wait 1/v as long and send v times the bytes, so more gain little. Source:
@@ -49,7 +50,7 @@ _WEIGHING_BLOCKS = 0.5
 
 @dataclass(frozen=True)
 class Axes:
-    """How the devices are dealt to the axes of a plan; names as in `Plan`."""
+    """How many devices each axis of a plan has; names as in `Plan`."""
 
     replicate: int
     shard: int
@@ -59,7 +60,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Order:
+class PipelineOrder:
     """A pipeline's schedule and stages; names as in `Plan`. Without a pipeline there is the first one only."""
 
     schedule: str = "1f1b"
@@ -70,7 +71,7 @@ class Order:
 def tensor_degrees_of(shape: TransformerShape, most: int) -> tuple[int, ...]:
     """Returns the tensor degrees up to `most` that a model of this shape admits.
 
-    Heads are dealt whole; several devices may hold one head of keys and values, if the numbers divide.
+    Every device has complete heads; several devices may hold one head of keys and values, if the numbers divide.
 
     Example:
         >>> llama = TransformerShape(32, 4096, 14336, 32, 8, 128, 128256)
@@ -85,10 +86,10 @@ def tensor_degrees_of(shape: TransformerShape, most: int) -> tuple[int, ...]:
     )
 
 
-def axes(
+def enumerate_axes(
     profile: ModelProfile, num_devices: int, devices_per_node: int, constraints: Constraints, *, across_nodes: bool
 ) -> Iterator[Axes]:
-    """Yields the ways to deal `num_devices` to axes. See [Note: left out].
+    """Yields the ways to assign `num_devices` devices to axes. See [Note: left out].
 
     Args:
         profile: The model.
@@ -113,24 +114,24 @@ def axes(
                         yield Axes(sharing // shard, shard, tensor, split, pipeline)
 
 
-def orders(profile: ModelProfile, pipeline: int, constraints: Constraints) -> tuple[Order, ...]:
+def pipeline_orders(profile: ModelProfile, pipeline: int, constraints: Constraints) -> tuple[PipelineOrder, ...]:
     """Returns the schedules and stages to look at for a pipeline of so many devices. See [Note: left out]."""
     if pipeline == 1:
-        return (Order(),)
+        return (PipelineOrder(),)
     uneven = _lighter_ends(profile, pipeline)
-    found = [Order("1f1b"), Order("zero_bubble")]
+    found = [PipelineOrder("1f1b"), PipelineOrder("zero_bubble")]
     if uneven:
-        found += [Order("1f1b", 1, uneven), Order("zero_bubble", 1, uneven)]
-    found.append(Order("gpipe"))
+        found += [PipelineOrder("1f1b", 1, uneven), PipelineOrder("zero_bubble", 1, uneven)]
+    found.append(PipelineOrder("gpipe"))
     most = profile.num_blocks if constraints.num_stages == "auto" else constraints.num_stages
     stages = 2
     while stages <= MOST_STAGES_PER_DEVICE and pipeline * stages <= min(most, profile.num_blocks):
-        found.append(Order("interleaved", stages))
+        found.append(PipelineOrder("interleaved", stages))
         stages *= 2
     return tuple(found)
 
 
-def micro_batch_counts(rows: int, pipeline: int, order: Order, constraints: Constraints) -> list[int]:
+def micro_batch_counts(rows: int, pipeline: int, order: PipelineOrder, constraints: Constraints) -> list[int]:
     """Returns the numbers of micro-batches to look at, rising.
 
     Args:
@@ -139,7 +140,7 @@ def micro_batch_counts(rows: int, pipeline: int, order: Order, constraints: Cons
         order: The pipeline's order. GPipe is there for numbers that are too small for 1F1B.
         constraints: What the options leave.
     """
-    counts = [constraints.num_micro_batches] if constraints.num_micro_batches != "auto" else _pieces(rows)
+    counts = [constraints.num_micro_batches] if constraints.num_micro_batches != "auto" else _micro_batch_divisors(rows)
     if pipeline == 1:
         return counts
     if order.schedule == "gpipe":
@@ -194,7 +195,7 @@ def _lighter_ends(profile: ModelProfile, pipeline: int) -> tuple[int, ...]:
     block = profile.block.product_flops_per_token + profile.block.attention_flops_per_row / profile.sequence_length
     if block <= 0 or pipeline < 2:
         return ()
-    first, last = (part.product_flops_per_token / block for part in (profile.first, profile.last))
+    first, last = (layer.product_flops_per_token / block for layer in (profile.first, profile.last))
     if max(first, last) < _WEIGHING_BLOCKS:
         return ()
     share = (profile.num_blocks + first + last) / pipeline
@@ -208,7 +209,7 @@ def _lighter_ends(profile: ModelProfile, pipeline: int) -> tuple[int, ...]:
     return () if counts == even else counts
 
 
-def _pieces(rows: int) -> list[int]:
+def _micro_batch_divisors(rows: int) -> list[int]:
     """Returns 1, the divisors of `rows`, and where these leave large gaps the powers of two between them."""
     counts = set(_divisors(rows))
     power = 1

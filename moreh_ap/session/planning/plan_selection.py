@@ -83,13 +83,13 @@ def choose_plan_for(
     # Where dropout is compared with one device's, only devices that share the batch draw the same (`draws.py`).
     draws_apart = machine.cluster.device.name == "CPU" and draws_random_numbers(root)()
     shares_batch_only = draws_apart or has_hooks_of_script(root)
-    practice = replace(machine.practice, trains_weights=trains_weights(root))
+    system = replace(machine.system, trains_weights=trains_weights(root))
     task = Task(
         profile,
         machine.cluster,
         rows or 1,
         constraints_of(options, "" if shares_batch_only else family, profile, shape, machine),
-        practice,
+        system,
         machine.coefficients,
         corrections_of(machine.key),
     )

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 import moreh_ap
-from moreh_ap.local.cache_files import Remembered
+from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.replaced_forwards import own_forwards
 from moreh_ap.session.verification.equivalence import Equivalence
 
-FILE = Remembered("verified.json")
+FILE = CacheFile("verified.json")
 _NUMBERS = ("loss", "norm", "gradient", "weight")
 
 

@@ -9,7 +9,7 @@ import pytest
 from moreh_ap.errors import OptionError
 from moreh_ap.evaluation import predictions, run_table
 from moreh_ap.evaluation.accuracy import evaluate
-from moreh_ap.evaluation.expert_parallelism import exchange_s, state_bytes
+from moreh_ap.evaluation.expert_parallelism import all_to_all_s, state_bytes
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import find_cluster
 from moreh_ap.planner.cost.training_systems import TUNED_FSDP, TUNED_MEGATRON
@@ -82,15 +82,15 @@ def test_a_token_goes_to_a_device_once():
 
 def test_tokens_travel_at_the_rate_of_the_narrowest_way():
     run = run_table.run_of(NAMED)
-    practice = replace(run.practice, hides_tensor=0.0)
-    inside = exchange_s(run.experts, run.profile, run.plan, 1, run.cluster, practice)
+    system = replace(run.system, hides_tensor=0.0)
+    inside = all_to_all_s(run.experts, run.profile, run.plan, 1, run.cluster, system)
     sent = 4096 * run.experts.devices_per_token * 2048 * 2.0 * 7 / 8
     latency = run.cluster.intra.latency_s
     assert inside == pytest.approx(4 * 48 * 32 * (sent / run.cluster.intra.bytes_per_s + latency))
-    over_nodes = exchange_s(replace(run.experts, degree=16), run.profile, run.plan, 1, run.cluster, practice)
+    over_nodes = all_to_all_s(replace(run.experts, degree=16), run.profile, run.plan, 1, run.cluster, system)
     assert over_nodes > 2 * inside
-    in_a_rack = exchange_s(
-        replace(run.experts, degree=16), run.profile, run.plan, 1, find_cluster("16xGB200"), practice
+    in_a_rack = all_to_all_s(
+        replace(run.experts, degree=16), run.profile, run.plan, 1, find_cluster("16xGB200"), system
     )
     assert in_a_rack < inside
 
@@ -99,8 +99,8 @@ def test_predictions_have_what_the_axis_adds():
     dealt, alone = (predictions.predict(NAMED | {"ep": ep}) for ep in ("8", "1"))
     assert float(dealt["predicted_reserved_gib"]) < float(alone["predicted_reserved_gib"])
     run = run_table.run_of(NAMED)
-    without = float(dealt["predicted_step_time_s"]) - exchange_s(
-        run.experts, run.profile, run.plan, 1, run.cluster, run.practice
+    without = float(dealt["predicted_step_time_s"]) - all_to_all_s(
+        run.experts, run.profile, run.plan, 1, run.cluster, run.system
     )
     assert 0.0 < without < float(dealt["predicted_step_time_s"])
 

@@ -30,7 +30,7 @@ def test_a_row_of_the_sweep_is_its_own_plan():
     assert run.plan == Plan(
         4, tensor=4, sequence_parallel=True, pipeline=4, micro_batches=32, precision="bf16", recompute="none"
     )
-    assert run.practice.zero_stage == 1
+    assert run.system.zero_stage == 1
     assert run.profile.parameters == pytest.approx(8.86e9, rel=2e-3)
     assert (run.cluster.num_devices, run.cluster.devices_per_node) == (64, 8)
 

@@ -16,9 +16,9 @@ from moreh_ap.local import jobs
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit import environment_checks
 from moreh_ap.toolkit.findings import FAILED, OK, WARNING, Finding
-from moreh_ap.toolkit.machine_inventory import Gpu, Machine
+from moreh_ap.toolkit.machine_inventory import Gpu, MachineInventory
 
-TWO_CORES = Machine(Supply("cpu", 2, 24 * 2**30), "A CPU")
+TWO_CORES = MachineInventory(Supply("cpu", 2, 24 * 2**30), "A CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_limits_that_are_too_low(monkeypatch, cache):
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    little = Machine(Supply("cpu", 2, 2**28), "A CPU")
+    little = MachineInventory(Supply("cpu", 2, 2**28), "A CPU")
     found = checked(little)
     assert (found["open files"].status, found["open files"].fix) == (WARNING, "ulimit -n 65536")
     assert (found["/dev/shm"].status, found["scratch folder"].status) == (WARNING, WARNING)
@@ -88,7 +88,7 @@ def test_a_loopback_that_does_not_answer(monkeypatch):
 def test_a_model_with_more_devices_than_there_are(monkeypatch):
     gpus = tuple(Gpu(index, "H100", 2**36) for index in range(2))
     accelerator_models.save("cuda", Accelerators(0, {0: "Large.256GB"}))
-    found = checked(Machine(Supply("cuda", 2), "A CPU", gpus))
+    found = checked(MachineInventory(Supply("cuda", 2), "A CPU", gpus))
     assert found["accelerator"].status == FAILED
     assert found["devices"].found == "2 x H100"
 

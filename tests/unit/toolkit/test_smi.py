@@ -9,7 +9,7 @@ from moreh_ap.accelerator_models import Accelerators, Supply
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit import machine_inventory, smi
 from moreh_ap.toolkit.job_usage import JobState, Snapshot
-from moreh_ap.toolkit.machine_inventory import Machine
+from moreh_ap.toolkit.machine_inventory import MachineInventory
 
 TWO_CORES = Supply("cpu", 2, 24 * 2**30)
 
@@ -21,7 +21,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def state(*found: JobState, accelerators=None) -> Snapshot:
-    return Snapshot(Machine(TWO_CORES, "A CPU"), accelerators or Accelerators(0, {0: "CPU.2", 1: ""}), found)
+    return Snapshot(MachineInventory(TWO_CORES, "A CPU"), accelerators or Accelerators(0, {0: "CPU.2", 1: ""}), found)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_arguments_that_do_not_go_together(arguments):
 
 
 def test_short_tools_of_smi(monkeypatch, capsys):
-    monkeypatch.setattr(smi, "look", lambda: Machine(TWO_CORES))
+    monkeypatch.setattr(smi, "look", lambda: MachineInventory(TWO_CORES))
     monkeypatch.setattr(machine_inventory, "_may_have_gpus", lambda: False)
     assert smi.main(["-s"]) == 0
     assert f"torch {torch.__version__}" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from moreh_ap.local import jobs
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit import smi_tables
 from moreh_ap.toolkit.job_usage import JobState, Snapshot, WorkerState
-from moreh_ap.toolkit.machine_inventory import Gpu, Machine
+from moreh_ap.toolkit.machine_inventory import Gpu, MachineInventory
 
 TWO_CORES = Supply("cpu", 2, 24 * 2**30)
 MIB = 2**20
@@ -54,7 +54,7 @@ def cells(text: str, row: str) -> list[str]:
 
 
 def state(*found: JobState, accelerators=None) -> Snapshot:
-    return Snapshot(Machine(TWO_CORES, "A CPU"), accelerators or Accelerators(0, {0: "CPU.2", 1: ""}), found)
+    return Snapshot(MachineInventory(TWO_CORES, "A CPU"), accelerators or Accelerators(0, {0: "CPU.2", 1: ""}), found)
 
 
 def test_idle_accelerators_show_dashes():
@@ -102,7 +102,7 @@ def test_gpus_are_counted_once_and_unknown_readings_are_dashes():
     found = tuple(
         JobState(entry(job_id=str(number), device_type="cuda"), "x", (one,)) for number, one in enumerate(on_first)
     )
-    snapshot = Snapshot(Machine(Supply("cuda", 2), "A CPU", gpus), Accelerators(0, {0: ""}), found)
+    snapshot = Snapshot(MachineInventory(Supply("cuda", 2), "A CPU", gpus), Accelerators(0, {0: ""}), found)
     assert cells(printed(smi_tables.overview(snapshot)), "* 0")[2:4] == ["Medium.128GB", "1000 MiB"]
     text = printed(smi_tables.physical(snapshot))
     assert text.count("55 C") == 3 and text.count("300 W") == 3, "two workers on one GPU, and the idle GPU"

@@ -12,7 +12,7 @@ from moreh_ap import accelerator_models
 from moreh_ap.accelerator_models import Supply
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit import device_command, switch_model
-from moreh_ap.toolkit.machine_inventory import Machine
+from moreh_ap.toolkit.machine_inventory import MachineInventory
 
 TWO_CORES = Supply("cpu", 2, 24 * 2**30)
 
@@ -25,8 +25,8 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cpu_machine(monkeypatch):
-    monkeypatch.setattr(switch_model, "look", lambda: Machine(TWO_CORES))
-    monkeypatch.setattr(device_command, "look", lambda: Machine(TWO_CORES))
+    monkeypatch.setattr(switch_model, "look", lambda: MachineInventory(TWO_CORES))
+    monkeypatch.setattr(device_command, "look", lambda: MachineInventory(TWO_CORES))
 
 
 def answers(monkeypatch, text):

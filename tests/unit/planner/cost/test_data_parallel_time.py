@@ -13,8 +13,8 @@ PROFILE = profile_of(SHAPE, 4096)
 CLUSTER = find_cluster("64xH100")
 
 
-def estimate(plan, rows=512, cluster=CLUSTER, practice=MOREH_AP):
-    return estimate_step(PROFILE, plan, rows, cluster, practice)
+def estimate(plan, rows=512, cluster=CLUSTER, system=MOREH_AP):
+    return estimate_step(PROFILE, plan, rows, cluster, system)
 
 
 def test_gathering_sharded_weights_takes_longer_for_more_micro_batches():

@@ -10,7 +10,7 @@ from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
 from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gathers_s, queued_sums_s
 from moreh_ap.planner.cost.hardware import Cluster, Device, Link
-from moreh_ap.planner.cost.measured_collectives import Exchange, nearest, rate_at
+from moreh_ap.planner.cost.measured_collectives import MeasuredCollective, nearest, rate_at
 from moreh_ap.planner.cost.step_time import estimate_step
 from moreh_ap.planner.cost.training_systems import MOREH_AP_ON_CPU
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
@@ -19,7 +19,7 @@ PROFILE = profile_of(TransformerShape(8, 256, 768, 8, 4, 32, 2000), 128)
 DEVICE = Device("CPU", 2**32, 1e12, 1e11, 1e10, sustained=1.0)
 POINTS = ((1e3, 1e-3), (1e6, 2e-3))
 RING = Link("ring", 1e9, 1e-4)
-PRACTICE = replace(MOREH_AP_ON_CPU, host_s_per_kernel=1e-5, host_s_per_rehearsed=2e-4)
+SYSTEM = replace(MOREH_AP_ON_CPU, host_s_per_kernel=1e-5, host_s_per_dry_run_op=2e-4)
 
 
 def link(**seconds: float) -> Link:
@@ -27,22 +27,23 @@ def link(**seconds: float) -> Link:
     kinds = ("sum", "gather", "scatter", "message", "crossing_sum", "crossing_split")
     taken = dict.fromkeys(kinds, 1e-6) | seconds
     points = {kind: ((1.0, each), (1e9, each)) for kind, each in taken.items()}
-    return replace(RING, measured=tuple(Exchange(kind, size, points[kind]) for kind in kinds for size in (2, 4)))
+    measured = tuple(MeasuredCollective(kind, size, points[kind]) for kind in kinds for size in (2, 4))
+    return replace(RING, measured=measured)
 
 
-def step(plan: str, between: Link = RING, device: Device = DEVICE, practice=PRACTICE, rows: int = 16):
+def step(plan: str, between: Link = RING, device: Device = DEVICE, system=SYSTEM, rows: int = 16):
     found = Plan.parse(plan)
     cluster = Cluster(device, found.num_devices, found.num_devices, between, between)
-    return estimate_step(PROFILE, found, rows, cluster, practice, replace(COEFFICIENTS, step_s=0.0))
+    return estimate_step(PROFILE, found, rows, cluster, system, replace(COEFFICIENTS, step_s=0.0))
 
 
 def test_between_measured_sizes_seconds_are_on_a_line_and_never_fall():
-    exchange = Exchange("sum", 2, (*POINTS, (2e6, 1.5e-3), (3e6, 4.5e-3)))
+    exchange = MeasuredCollective("sum", 2, (*POINTS, (2e6, 1.5e-3), (3e6, 4.5e-3)))
     assert exchange.takes_s(1.0) == 1e-3
     assert exchange.takes_s(500_500) == pytest.approx(1.5e-3)
     assert exchange.takes_s(1.5e6) == 2e-3, "noise does not make more bytes faster than fewer"
     assert exchange.takes_s(4e6) == pytest.approx(7.5e-3)
-    assert Exchange("sum", 2, POINTS[:1]).takes_s(1e9) == 1e-3
+    assert MeasuredCollective("sum", 2, POINTS[:1]).takes_s(1e9) == 1e-3
 
 
 def test_rates_change_evenly_with_every_doubling():
@@ -53,7 +54,8 @@ def test_rates_change_evenly_with_every_doubling():
 
 
 def test_the_nearest_number_of_members_stands_for_others():
-    found = [Exchange("sum", members, POINTS) for members in (2, 8)] + [Exchange("gather", 4, POINTS)]
+    kinds = [("sum", 2), ("sum", 8), ("gather", 4)]
+    found = [MeasuredCollective(kind, members, POINTS) for kind, members in kinds]
     assert [nearest(found, "sum", members).members for members in (2, 3, 5, 16)] == [2, 2, 8, 8]
     assert nearest(found, "scatter", 2) is None
 

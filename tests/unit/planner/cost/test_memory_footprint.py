@@ -18,8 +18,8 @@ PROFILE = profile_of(SHAPE, 2048)
 PARAMETERS = SHAPE.parameters
 
 
-def estimate(plan, rows=16, practice=MOREH_AP, profile=PROFILE, **kwargs):
-    return estimate_memory(profile, plan, rows, practice, **kwargs)
+def estimate(plan, rows=16, system=MOREH_AP, profile=PROFILE, **kwargs):
+    return estimate_memory(profile, plan, rows, system, **kwargs)
 
 
 def test_state_of_one_device_in_float32():

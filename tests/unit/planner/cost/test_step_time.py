@@ -12,7 +12,7 @@ from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import find_cluster
 from moreh_ap.planner.cost.memory_footprint import estimate_memory
 from moreh_ap.planner.cost.step_time import estimate_step
-from moreh_ap.planner.cost.training_systems import EAGER_MEGATRON, MOREH_AP, PRACTICES
+from moreh_ap.planner.cost.training_systems import EAGER_MEGATRON, MOREH_AP, TRAINING_SYSTEMS
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 
 SHAPE = TransformerShape(32, 4096, 14336, 32, 8, 128, 128256, name="8B")
@@ -22,8 +22,8 @@ HIDDEN = ("tensor_hidden_s", "data_hidden_s", "pipeline_hidden_s")
 NOT_SECONDS = ("tokens", "num_devices", "model_flops", "peak_flops")
 
 
-def estimate(plan, rows=512, cluster=CLUSTER, practice=MOREH_AP):
-    return estimate_step(PROFILE, plan, rows, cluster, practice)
+def estimate(plan, rows=512, cluster=CLUSTER, system=MOREH_AP):
+    return estimate_step(PROFILE, plan, rows, cluster, system)
 
 
 PLANS = [
@@ -37,10 +37,10 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("practice", PRACTICES.values(), ids=lambda practice: practice.name)
+@pytest.mark.parametrize("system", TRAINING_SYSTEMS.values(), ids=lambda system: system.name)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_parts_add_up_and_no_plan_beats_the_hardware(plan, practice):
-    found = estimate(plan, practice=practice)
+def test_parts_add_up_and_no_plan_beats_the_hardware(plan, system):
+    found = estimate(plan, system=system)
     parts = {field.name: getattr(found, field.name) for field in fields(found) if field.name not in NOT_SECONDS}
     assert all(seconds >= 0.0 for seconds in parts.values()), parts
     assert found.total_s == pytest.approx(sum(seconds for name, seconds in parts.items() if name not in HIDDEN))
@@ -84,8 +84,8 @@ def test_a_tensor_axis_that_leaves_the_node_is_slower():
 
 def test_small_micro_batches_wait_for_the_host():
     plan = Plan(8, tensor=8, sequence_parallel=True, precision="bf16")
-    small = estimate(replace(plan, micro_batches=64), practice=EAGER_MEGATRON)
-    large = estimate(replace(plan, micro_batches=4), practice=EAGER_MEGATRON)
+    small = estimate(replace(plan, micro_batches=64), system=EAGER_MEGATRON)
+    large = estimate(replace(plan, micro_batches=4), system=EAGER_MEGATRON)
     assert small.host_s > 0.0
     assert large.host_s / large.total_s < small.host_s / small.total_s
 

@@ -11,7 +11,7 @@ import pytest
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost import timeline
 from moreh_ap.planner.cost.hardware import find_cluster
-from moreh_ap.planner.profiles.model_profile import PartProfile
+from moreh_ap.planner.profiles.model_profile import LayerProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.planner.search.planning_task import Task
 
@@ -57,7 +57,7 @@ def test_order_is_that_of_pytorch(text):
 @pytest.mark.parametrize("text", PIPELINES)
 def test_every_action_once_and_none_overlap(text):
     plan = Plan.parse(text)
-    bars = timeline.play(plan, [(1.0, 2.0)] * plan.num_stages)
+    bars = timeline.simulate(plan, [(1.0, 2.0)] * plan.num_stages)
     assert len({bar.action for bar in bars}) == len(bars)
     assert len(bars) == (3 if plan.schedule == "zero_bubble" else 2) * plan.num_stages * plan.micro_batches
     for device in range(plan.pipeline):
@@ -70,7 +70,7 @@ def test_the_bubble_of_the_literature():
     def last_s(text):
         plan = Plan.parse(text)
         stage = (1.0 / plan.stages_per_device, 2.0 / plan.stages_per_device)
-        return max(bar.end_s for bar in timeline.play(plan, [stage] * plan.num_stages))
+        return max(bar.end_s for bar in timeline.simulate(plan, [stage] * plan.num_stages))
 
     assert last_s("pipeline=4,micro_batches=8") == (8 + 3) * 3
     assert last_s("pipeline=4,micro_batches=8,schedule=gpipe") == (8 + 3) * 3
@@ -86,5 +86,5 @@ def test_the_slowest_device_takes_what_the_estimate_says():
     seconds = timeline.stage_seconds(profile, plan, step)
     expected = step.forward_s + step.backward_s + step.recompute_s + step.host_s + step.tensor_s
     assert max(map(sum, seconds)) * 8 == pytest.approx(expected)
-    bare = replace(profile, first=PartProfile(), block=PartProfile(parameters_whole=10.0), last=PartProfile())
+    bare = replace(profile, first=LayerProfile(), block=LayerProfile(parameters_replicated=10.0), last=LayerProfile())
     assert len(set(timeline.stage_seconds(bare, plan, step))) == 1, "nothing is known of it: stages are taken as equal"

@@ -172,7 +172,8 @@ def test_a_profile_is_the_mean_of_blocks_that_differ():
     dense = profile_of(replace(mixed, dense_layers=6), 64).block
     sparse = profile_of(replace(mixed, dense_layers=0), 64).block
     mean = profile_of(mixed, 64).block
-    for field in ("parameters", "product_flops_per_token", "kept_split_bytes_per_token", "moved_whole_bytes_per_token"):
+    kept, moved = "kept_split_bytes_per_token", "moved_replicated_bytes_per_token"
+    for field in ("parameters", "product_flops_per_token", kept, moved):
         assert getattr(mean, field) == pytest.approx((2 * getattr(dense, field) + 4 * getattr(sparse, field)) / 6)
 
 

@@ -12,7 +12,7 @@ from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import Cluster, Device, Link, find_cluster
 from moreh_ap.planner.profiles.known_models import find_model
-from moreh_ap.planner.profiles.model_profile import ModelProfile, PartProfile
+from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.planner.search.candidate import evaluate_plan
 from moreh_ap.planner.search.constraints import Constraints
@@ -171,7 +171,7 @@ def test_workers_on_the_cpu(num_devices):
 
 
 def test_a_model_of_which_only_the_parameters_are_known():
-    bare = ModelProfile("bare", 1, 1, 1, PartProfile(), PartProfile(parameters_whole=1e6), PartProfile())
+    bare = ModelProfile("bare", 1, 1, 1, LayerProfile(), LayerProfile(parameters_replicated=1e6), LayerProfile())
     ranking = find(CPU, 3, bare)
     assert ranking.best.plan.num_devices == 2
 

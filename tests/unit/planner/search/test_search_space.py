@@ -8,23 +8,29 @@ from math import prod
 import pytest
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner.profiles.model_profile import ModelProfile, PartProfile
+from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.planner.search.constraints import ALL_KINDS, Constraints
-from moreh_ap.planner.search.search_space import axes, micro_batch_counts, orders, recompute_kinds, tensor_degrees_of
+from moreh_ap.planner.search.search_space import (
+    enumerate_axes,
+    micro_batch_counts,
+    pipeline_orders,
+    recompute_kinds,
+    tensor_degrees_of,
+)
 
 SHAPE = TransformerShape(24, 1024, 4096, 16, 4, 64, 32000)
 PROFILE = profile_of(SHAPE, 512)
 
 
 def dealt(num_devices, per_node=8, across_nodes=False, profile=PROFILE, **settings):
-    return list(axes(profile, num_devices, per_node, Constraints(**settings), across_nodes=across_nodes))
+    return list(enumerate_axes(profile, num_devices, per_node, Constraints(**settings), across_nodes=across_nodes))
 
 
 def plans(num_devices, rows, **settings):
     constraints = Constraints(**settings)
-    for one in axes(PROFILE, num_devices, 8, constraints, across_nodes=False):
-        for order in orders(PROFILE, one.pipeline, constraints):
+    for one in enumerate_axes(PROFILE, num_devices, 8, constraints, across_nodes=False):
+        for order in pipeline_orders(PROFILE, one.pipeline, constraints):
             for count in micro_batch_counts(rows, one.pipeline, order, constraints):
                 for level in recompute_kinds(24, constraints):
                     yield Plan(
@@ -108,14 +114,14 @@ def test_tensor_degrees_of_heads():
 
 
 def test_without_products_there_is_no_tensor_axis():
-    bare = ModelProfile("bare", 1, 1, 4, PartProfile(), PartProfile(parameters_whole=10.0), PartProfile())
+    bare = ModelProfile("bare", 1, 1, 4, LayerProfile(), LayerProfile(parameters_replicated=10.0), LayerProfile())
     assert {one.tensor for one in dealt(4, profile=bare)} == {1}
     assert {one.pipeline for one in dealt(4, profile=bare)} == {1, 2, 4}
 
 
 def test_a_model_without_blocks_has_no_pipeline_and_recomputes_nothing():
     assert recompute_kinds(0, Constraints()) == ("none",)
-    bare = ModelProfile("bare", 1, 1, 0, PartProfile(parameters_whole=10.0), PartProfile(), PartProfile())
+    bare = ModelProfile("bare", 1, 1, 0, LayerProfile(parameters_replicated=10.0), LayerProfile(), LayerProfile())
     assert {(one.replicate, one.shard, one.pipeline) for one in dealt(2, profile=bare)} == {(2, 1, 1), (1, 2, 1)}
 
 
@@ -130,27 +136,28 @@ def test_split_sequences_alone_where_there_are_many_devices():
 
 def test_gpipe_only_where_the_batch_is_too_small_for_the_others():
     free = Constraints()
-    schedules = {order.schedule for order in orders(PROFILE, 4, free) for _ in micro_batch_counts(2, 4, order, free)}
+    orders = pipeline_orders(PROFILE, 4, free)
+    schedules = {order.schedule for order in orders for _ in micro_batch_counts(2, 4, order, free)}
     assert schedules == {"gpipe"}
-    counts = {order.schedule: micro_batch_counts(16, 4, order, free) for order in orders(PROFILE, 4, free)}
+    counts = {order.schedule: micro_batch_counts(16, 4, order, free) for order in orders}
     assert counts["gpipe"] == [1, 2]
     assert counts["1f1b"] == counts["zero_bubble"] == counts["interleaved"] == [4, 8, 16]
-    odd = {order.schedule: micro_batch_counts(18, 4, order, free) for order in orders(PROFILE, 4, free)}
+    odd = {order.schedule: micro_batch_counts(18, 4, order, free) for order in pipeline_orders(PROFILE, 4, free)}
     assert odd["1f1b"] == [6, 9, 18]
     assert odd["interleaved"] == [6], "9 and 18 do not divide among 2 and 4 rounds"
 
 
 def test_micro_batches_are_divisors_of_the_rows():
-    order = orders(PROFILE, 1, Constraints())[0]
+    order = pipeline_orders(PROFILE, 1, Constraints())[0]
     assert micro_batch_counts(24, 1, order, Constraints()) == [1, 2, 3, 4, 6, 8, 12, 24]
     assert micro_batch_counts(13, 1, order, Constraints()) == [1, 2, 4, 8, 13]
 
 
 def test_lighter_last_stage_only_where_the_head_weighs():
-    heavy = [order.layers for order in orders(PROFILE, 4, Constraints()) if order.layers]
+    heavy = [order.layers for order in pipeline_orders(PROFILE, 4, Constraints()) if order.layers]
     assert heavy and all(sum(layers) == 24 and layers[-1] < 6 for layers in heavy)
     light = profile_of(replace(SHAPE, vocabulary=1000), 512)
-    assert not any(order.layers for order in orders(light, 4, Constraints()))
+    assert not any(order.layers for order in pipeline_orders(light, 4, Constraints()))
 
 
 def test_numbers_with_many_divisors_are_thinned():
