@@ -123,17 +123,23 @@ def ranking_reason(ranking: Ranking) -> str:
 
 
 def prediction(candidate: Candidate) -> str:
-    """Returns what is predicted for a timed candidate, in short."""
+    """Returns the predictions for a timed candidate in short: seconds of a step and GiB reserved on a device."""
     return f"{candidate.seconds:.3g} s a step, {candidate.memory.reserved_bytes / 2**30:.1f} GiB"
 
 
 def measured_line(chosen: Candidate, seconds: float, peak_bytes: float) -> str:
-    """Returns the line that compares what was predicted for a timed plan with what was measured in its first steps."""
+    """Returns the line that compares the predictions for a timed plan with its first steps.
+
+    Args:
+        chosen: The plan with its predictions.
+        seconds: Measured seconds of a step.
+        peak_bytes: Measured bytes of the fullest device at its peak.
+    """
     return info(_measured(chosen, seconds, peak_bytes))
 
 
 def tried_line(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
-    """Returns the line for a timed plan that was tried for a few steps before one is kept."""
+    """Returns the line for a timed plan that was tried for a few steps before one is kept; arguments as above."""
     return info(f'tried plan="{candidate.plan}": {_measured(candidate, seconds, peak_bytes)}')
 
 
@@ -145,7 +151,7 @@ def _measured(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
 
 
 def candidate_lines(choice: Choice) -> Iterable[str]:
-    """Yields a line for each candidate with what is predicted for it, for detailed logs."""
+    """Yields a line with the predictions for each candidate, for detailed logs."""
     for candidate in choice.candidates:
         memory, step = candidate.memory, candidate.step
         verdict = "selected" if candidate.plan == choice.plan else "fits" if candidate.fits else "does not fit"

@@ -90,7 +90,7 @@ def check_sequence_parallel(sequence_parallel: object, tensor: int) -> None:
         )
     if sequence_parallel and tensor == 1:
         raise PlanError(
-            "plan: sequence_parallel=true with tensor=1: there is nobody to split the sequence with",
+            "plan: sequence_parallel=true with tensor=1: there is no other device to split the sequence with",
             "sequence_parallel=false, or tensor of at least 2",
             'plan="tensor=2,sequence_parallel=true"',
         )

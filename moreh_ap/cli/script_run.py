@@ -1,6 +1,6 @@
 """Runs a user's script until it calls a model for the first time.
 
-Decides how a script is run and left. Must not know what is done with the call.
+Decides how a script is run and left. Must not know what the call is used for.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def axis_of(shape: TransformerShape, degree: int, spread: int) -> ExpertAxis | N
 
 
 def state_bytes(axis: ExpertAxis, plan: Plan, system: TrainingSystem) -> float:
-    """Returns what a device holds beyond the profile's part of what is split. See [Note: expert parallelism]."""
+    """Returns the bytes of state that a device holds beyond those of its profile. See [Note: expert parallelism]."""
     kinds = ((1, system.master_bytes + system.optimizer_bytes), (2, system.gradient_bytes))
     split = sum(each for stage, each in (*kinds, (3, system.weight_bytes)) if system.zero_stage >= stage)
     if plan.shard > 1:

@@ -1,7 +1,7 @@
 """Whether this machine and this installation have what a run needs, without starting a worker.
 
-Decides what is looked at and where good ends. Must not know how findings are shown. Nothing is changed: what a check
-writes, it removes.
+Decides what is checked and which values are good enough. Must not know how findings are shown. Nothing is changed: a
+check removes the files that it writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What runs at this moment: accelerators, their jobs, and what each worker uses.
+"""The jobs that run at this moment: their accelerators, and the memory and time that each worker uses.
 
 Decides how memory and utilization are read from living processes. Must not know how they are shown, nor how a job is
 ended. Utilization needs two looks, some time apart.
@@ -28,7 +28,7 @@ class WorkerState:
     Attributes:
         rank: Its number in the job.
         pid: Its process.
-        device: What tells its device from others: the number of the GPU, or the process of a CPU worker.
+        device: Key of its device: the number of the GPU, or the process of a CPU worker.
         name: Name of the device.
         used_bytes: Memory in use, of its process, or of its GPU; None if it cannot be read.
         total_bytes: Memory of the device; of a CPU worker, its part of the machine's.

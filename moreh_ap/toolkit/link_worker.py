@@ -1,4 +1,4 @@
-"""A worker's side of `moreh-ap doctor`: sends, receives and sums values that everybody knows beforehand.
+"""A worker's side of `moreh-ap doctor`: sends, receives and sums values that every rank knows beforehand.
 
 Decides what is sent, and counts what arrived wrong. Must not know how long that may take, nor what is made of it.
 Values are whole numbers below 2^24, which float32 holds exactly, so every comparison is for equality.

@@ -25,7 +25,7 @@ class Gpu:
         index: Its number.
         name: Its name.
         total_bytes: Its memory.
-        used_bytes: What all processes together hold of it.
+        used_bytes: Bytes that all processes together hold.
         utilization: Per cent of the time in which something ran on it.
         temperature: Degrees Celsius.
         power_w: Watts.
@@ -42,7 +42,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class MachineInventory:
-    """What there is.
+    """The devices, memory and processor of a machine.
 
     Attributes:
         supply: Kind and number of devices, and memory for CPU workers.

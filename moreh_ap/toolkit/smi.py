@@ -1,4 +1,4 @@
-"""`moreh-smi`: the accelerators of this machine, what runs on them, and the end of what is stuck.
+"""`moreh-smi`: the accelerators of this machine, the jobs that run on them, and ending those that are stuck.
 
 Decides which arguments there are and what each leads to. Must not know how a state is read or a table made.
 """
@@ -24,7 +24,7 @@ from moreh_ap.toolkit.machine_inventory import look
 
 _LEAST_PERIOD_S = 0.5
 _LINK = "docs/toolkit.md#moreh-smi"
-_PARTS = ("torch", "torchmonarch", "transformers")
+_COMPONENTS = ("torch", "torchmonarch", "transformers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,9 +112,9 @@ def _print_again(console: Console, make: Callable[[float], RenderableType], peri
 
 
 def _versions() -> list[str]:
-    """Returns a line for each part that carries out jobs."""
+    """Returns a line with the version of each component that executes jobs."""
     found = [f"moreh_ap {moreh_ap.__version__}", f"Python {platform.python_version()}"]
-    for name in _PARTS:
+    for name in _COMPONENTS:
         try:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:

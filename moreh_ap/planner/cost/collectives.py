@@ -1,6 +1,6 @@
 """How long groups of devices need to exchange bytes, by where their members are.
 
-Decides the cost of collectives and messages from link figures. Must not know what is exchanged or why.
+Decides the cost of collectives and messages from link figures. Must not know which tensors are exchanged, or why.
 
 [Note: rings]
 A ring over `n` devices passes (n - 1) / n of all bytes through every device for a gather or a scatter, twice that for a

@@ -1,7 +1,7 @@
-"""How long the devices that share the batch need to exchange weights and gradients, and the optimizer for its step.
+"""Seconds in which data-parallel devices exchange weights and gradients, and seconds of the optimizer's step.
 
-Decides what is exchanged how often under `replicate` and `shard`, and which part of it the computation hides. Must not
-know how long the computation takes: that is told.
+Decides what is exchanged how often under `replicate` and `shard`, and which part of it overlaps with computation. Must
+not know how long the computation takes: that is told.
 """
 
 from __future__ import annotations

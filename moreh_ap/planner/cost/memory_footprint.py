@@ -1,10 +1,10 @@
-"""How many bytes the fullest device holds under a plan, by what they are for.
+"""The memory footprint of a plan: bytes on the fullest device, by what they are for.
 
 Decides the memory formula: what is allocated at each peak of a step, and what the allocator reserves for it. Must not
 know architectures, devices or seconds.
 
 [Note: peaks]
-State is there all the time. On top of it come, one after another: the activations of the micro-batches that are under
+State is always there. On top of it come, one after another: the activations of the micro-batches that are under
 way, with the logits of one and the gradients of one block in the computation's precision (the peak of forward and
 backward); and the copies that the optimizer's step makes (the peak of the step). The larger of the two counts.
 
@@ -35,10 +35,10 @@ class MemoryEstimate:
         parameter_bytes: Weights, in every precision in which they are always there.
         gradient_bytes: Gradient sums and the buckets that are handed over.
         optimizer_bytes: State of the optimizer.
-        activation_bytes: What is kept for the backward.
-        logit_bytes: Logits and what the loss makes of them.
-        temporary_bytes: Gathered blocks, gradients on their way, copies.
-        fragmentation_bytes: What the allocator holds beyond all of that.
+        activation_bytes: Activations kept for the backward.
+        logit_bytes: Logits and the intermediate results of the loss.
+        temporary_bytes: Gathered blocks, gradients in flight, copies.
+        fragmentation_bytes: Bytes that the allocator reserves beyond all of that.
         position: Place along the pipeline where this is so, from 0.
     """
 
@@ -83,7 +83,7 @@ class MemoryEstimate:
 
     @property
     def reserved_bytes(self) -> float:
-        """Bytes that the allocator holds: what decides whether a plan fits."""
+        """Bytes that the allocator reserves; they decide whether a plan fits."""
         return self.allocated_bytes + self.fragmentation_bytes
 
 
@@ -130,7 +130,7 @@ def _at(
     """Returns what a device at one position of the pipeline holds."""
     sharing = plan.data_parallel
     parameters = parameters_at(profile, plan, stage)
-    # what is left on a device of each kind of state
+    # a device's shard of each kind of state
     zero = system.zero_stage
     by_plan = parameters / plan.shard
     by_zero = parameters / sharing

@@ -1,7 +1,7 @@
-"""At which moment of a step a device holds most, where gradients come as activations go.
+"""The moment of a step at which a device holds most, where gradients come as activations go.
 
-Decides what is there at each of these moments beside the state that is there all the time. Must not know architectures,
-devices or seconds.
+Decides what a device holds at each of these moments beyond the state, which is always there. Must not know
+architectures, devices or seconds.
 
 [Note: moments]
 Where a step begins without gradients (`TrainingSystem.gradients_come`), they come block by block as activations go, and
@@ -13,7 +13,7 @@ precision; and `4B` for a block's gradients in float32 on their way to the other
 2. the backward of the last block but one, when the gradients of the last are on their way: A - K + E, the results,
    R, the block, the one gathered ahead, 4B; or, at the end of that block, its gradients instead of its activations;
 3. the same in the first block, with all gradients but its own and only its own activations;
-4. the gradients of what is outside of blocks on their way, with all others;
+4. the gradients of parameters outside of blocks in flight, with all others;
 5. the optimizer's step.
 
 Between 2 and 3 everything grows or shrinks evenly. Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py

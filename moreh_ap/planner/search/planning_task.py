@@ -36,7 +36,7 @@ class Corrections:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned.
+    """One question to the planner: a model, devices, a batch and the constraints.
 
     Attributes:
         profile: The model.

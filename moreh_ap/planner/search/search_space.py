@@ -8,13 +8,13 @@ A plan is not looked at where a cheaper comparison settles it:
 
 - `gpipe` where 1F1B can run: the same waiting, and more activations kept.
 - a tensor axis without `sequence_parallel` where both are allowed and there are many devices: the same bytes travel,
-  and what is whole is kept by every device.
+  and every device keeps the replicated activations.
 - more micro-batches than rows: the rest would be empty.
 - uneven stages, unless head or embedding weigh at least half a block.
 - a tensor axis over several nodes, and state in host memory, unless nothing fits without.
 - of a number with many divisors, those that are near another one.
 
-What is left out by comparing memory is decided in `plan_search.py`.
+Plans left out by comparing memory are decided in `plan_search.py`.
 """
 
 from __future__ import annotations
