@@ -17,8 +17,8 @@ from user_script import UserScript
 
 from moreh_ap import device
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.footprint import estimate_memory
-from moreh_ap.planner.models.shapes import TransformerShape, profile_of
+from moreh_ap.planner.cost.memory_footprint import estimate_memory
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 
 MB = 10**6
 VOCABULARY = 1024
