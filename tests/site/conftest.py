@@ -21,7 +21,7 @@ CHROMIUM = next(
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Site:
-    """The site as `make docs` builds it, which fails at a warning once all is built: a test of its own asks for none."""
+    """The site as `make docs` builds it, which fails at a warning after the build: a test of its own asks for none."""
     for module in ("material", "mkdocs_static_i18n"):
         pytest.importorskip(module, reason="the site needs the extra `docs`: pip install -e .[docs]")
     folder = tmp_path_factory.mktemp("site")
