@@ -94,7 +94,7 @@ imports: $(INSTALLED)  ## which module may import which
 docs: docs-sources  ## build the documentation, English and Korean, into site/
 	@for page in $$(find docs -name '*.md' ! -name '*.ko.md'); do \
 		test -f $${page%.md}.ko.md || { echo "$$page is not translated" >&2; missing=1; }; done; test -z "$$missing"
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir $(SITE)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir $(SITE)
 	@echo "$(SITE)/index.html"
 
 docs-sources: $(INSTALLED) $(MERMAID)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-ONE_LANE = ("tests/site/", "tests/process/test_drop_in")
+ONE_LANE = ("tests/site/",)
 """How the paths of files begin that share a fixture which is expensive to make: one process of pytest runs them all."""
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and so would be the scripts of tests that send it.

@@ -105,7 +105,7 @@ def team() -> Iterator[Team]:
     team.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def both_in_turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothInTurn]:
     """``both_in_turn(script, folder)``: what a script prints with and without the one line."""
     both = BothInTurn(tmp_path_factory.mktemp("in-turn"))
