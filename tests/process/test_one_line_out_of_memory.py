@@ -5,29 +5,22 @@ import re
 import shutil
 
 import pytest
-from drop_in_runs import InTurn
+from user_script import UserScript
 
 from moreh_ap.session.machine import FILE
 
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """``run(folder, *arguments)``: losses and errors of the script, and what it printed; all in one process."""
-    process = InTurn(tmp_path_factory.mktemp("in-turn"))
-
-    def run(folder, *arguments):
-        process.start(folder, "out_of_memory.py", *map(str, arguments))
-        out = process.output()
-        return json.loads(out.splitlines()[-1]), out
-
-    yield run
-    process.close()
+def run(folder, *arguments):
+    """Returns losses and errors of the script, and what it printed."""
+    with UserScript("out_of_memory.py", *arguments, cwd=folder, MOREH_AP_CACHE=str(folder)) as script:
+        out = script.succeed()
+    return json.loads(out.splitlines()[-1]), out
 
 
 @pytest.fixture(scope="module")
-def machine(run, tmp_path_factory):
+def machine(tmp_path_factory):
     """The machine's rates, so that they are measured once."""
     if FILE.path.exists():
         return FILE.path
@@ -44,13 +37,13 @@ def folder(tmp_path, machine):
 
 
 @pytest.fixture(scope="module")
-def expected(run, tmp_path_factory):
+def expected(tmp_path_factory):
     """The losses of one process."""
     return run(tmp_path_factory.mktemp("one"), "never")[0]["losses"]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
-def test_the_next_plan_is_taken_with_the_state_as_it_was(run, folder, expected, where):
+def test_the_next_plan_is_taken_with_the_state_as_it_was(folder, expected, where):
     """In "backward" one of two workers fails, and the other waits for it in a collective."""
     found, out = run(folder, where)
     assert found["errors"] == []
@@ -63,7 +56,7 @@ def test_the_next_plan_is_taken_with_the_state_as_it_was(run, folder, expected, 
         assert "ran out of memory" not in out, "the second run knows of the first"
 
 
-def test_where_no_plan_is_left_the_error_says_what_would_fit_and_the_script_can_go_on(run, folder, expected):
+def test_where_no_plan_is_left_the_error_says_what_would_fit_and_the_script_can_go_on(folder, expected):
     found, _ = run(folder, "given")
     assert found["losses"] == pytest.approx(expected, rel=1e-5)
     assert len(found["errors"]) == len(expected), "a plan that the script asks for is not left"
@@ -73,7 +66,7 @@ def test_where_no_plan_is_left_the_error_says_what_would_fit_and_the_script_can_
     assert [line.partition(":")[0] for line in lines[1:]] == ["Allowed", "Try", "See"]
 
 
-def test_after_the_first_step_the_error_is_explained_and_remembered(run, folder):
+def test_after_the_first_step_the_error_is_explained_and_remembered(folder):
     found, _ = run(folder, "later")
     assert len(found["losses"]) == 3
     assert "ran out of memory after the first step" in found["errors"][0]
@@ -81,7 +74,7 @@ def test_after_the_first_step_the_error_is_explained_and_remembered(run, folder)
     assert again["errors"] == [] and len(again["losses"]) == 6
 
 
-def test_plans_are_tried_and_one_that_runs_out_is_not_kept(run, folder, expected):
+def test_plans_are_tried_and_one_that_runs_out_is_not_kept(folder, expected):
     found, out = run(folder, "tuned", 3)
     assert found["errors"] == []
     assert found["losses"] == pytest.approx(expected, rel=1e-5)

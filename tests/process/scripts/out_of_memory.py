@@ -4,8 +4,7 @@
 
 WHERE is "never" (and no accelerator), or one of "forward", "backward", "step", "later", "given", "tuned": the place, or
 the way in which the plan is chosen. A worker runs out if it was given more than LIMIT rows at once; in "backward", the
-second worker alone. What is remembered of the machine is in the working directory. Workers of an earlier run in this
-process are ended first.
+second worker alone.
 """
 
 import json
@@ -14,8 +13,6 @@ import sys
 
 import torch
 from torch import nn
-
-from moreh_ap import device
 
 WHERE, LIMIT = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2
 ROWS, LENGTH, WIDTH = 8, 2048, 32
@@ -69,8 +66,6 @@ class Optimizer(torch.optim.AdamW):
 
 
 def main() -> None:
-    device.disable()
-    os.environ["MOREH_AP_CACHE"] = os.getcwd()
     if WHERE != "never":
         plan = "replicate=2" if WHERE == "given" else None
         torch.moreh.option.enable_advanced_parallelization(
