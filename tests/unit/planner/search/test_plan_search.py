@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from dataclasses import replace
@@ -35,8 +36,10 @@ def find(cluster, batch, profile=PROFILE, **settings):
     return search(Task(profile, cluster, batch, Constraints(**{**LIKE_ONE_LINE, **settings})))
 
 
+@functools.cache
 def every_plan(num_devices, batch):
     """All plans of four axes with the micro-batches, orders and recomputation that there are, found by trying."""
+    plans = []
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     for replicate, shard, tensor, pipeline in itertools.product(sizes, repeat=4):
         if replicate * shard * tensor * pipeline != num_devices or pipeline > SHAPE.num_layers:
@@ -54,7 +57,8 @@ def every_plan(num_devices, batch):
                 plan.stage_ranges(SHAPE.num_layers)
             except PlanError:
                 continue
-            yield plan
+            plans.append(plan)
+    return plans
 
 
 SPACES = {

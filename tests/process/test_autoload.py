@@ -72,7 +72,7 @@ def test_hook_adds_less_than_30_ms(site):
         "print(time.perf_counter() - start, hasattr(torch, 'moreh'))"
     )
     seconds = []
-    for _ in range(3):
+    while len(seconds) < 3 and min(seconds, default=1.0) >= 0.030:  # again where other programs were in the way
         measured, attached = run(site, code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.split()
         assert attached == "True"
         seconds.append(float(measured))
