@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import PlanError
+from moreh_ap.parallelizer.rng.policy import OwnStream
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.layer_splits import Parts
-from moreh_ap.parallelizer.tensor.region_rng import OwnStream
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, whole
 from moreh_ap.parallelizer.tensor.styles import make_per_head, set_forward
 from moreh_ap.protocol.blocks import block_lists
