@@ -221,7 +221,7 @@ def _treats_tokens_alone(block: nn.Module) -> bool | None:
             try:
                 together = trial(hidden, **needed)
                 alone = [trial(hidden[:, i : i + 1], **needed) for i in range(4)]
-            except Exception:  # whatever a strange forward raises here: it cannot be tried so
+            except Exception:  # any error of a forward that takes other hidden states: the next form is tried
                 continue
         if isinstance(together, tuple):
             together, alone = together[0], [result[0] for result in alone]

@@ -19,7 +19,6 @@ from torch import Tensor
 from moreh_ap.errors import ExactnessError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.call.execution import Execution
-from moreh_ap.parallelizer.call.gradient_pass import GradientPass
 from moreh_ap.parallelizer.data.loss_reduction import Diverged
 from moreh_ap.parallelizer.rng.policy import RandomPolicy, current_streams
 from moreh_ap.parallelizer.state.loading import full_tensor, gathered, whole_shape
@@ -52,12 +51,9 @@ from moreh_ap.protocol.pytree import pickle_treespec
 from moreh_ap.runtime.worker.cache_arguments import without_cache
 from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles
 from moreh_ap.runtime.worker.row_shards import Part
+from moreh_ap.runtime.worker.second_derivatives import KIND_OF_GRADIENT, differentiate
 from moreh_ap.runtime.worker.tables import Handlers, Tables
 from moreh_ap.runtime.worker.worker_model import WorkerModel
-
-_KIND_OF_GRADIENT = {"rows": "rows", "same": "share", "share": "same"}
-"""Of an output that every worker computes alike, each worker uses it for its rows; a share of a sum gets the gradient
-of the sum."""
 
 
 class CallCommands:
@@ -315,35 +311,11 @@ class WorkerCall:
 
     def differentiate(self, command: Differentiate, gradients: list[Tensor | Part | None]) -> WorkerCall:
         """The gradients of this call as a call of their own. See [Note: a call like others] in `gradient_pass.py`."""
-        run, roles = self._run, self._roles
-        kinds, carried = run.kinds if roles.is_split else (), roles.carried
-        wanted = [index for index, wants in enumerate(roles.wants_grad) if wants]
-        held = [self.model.parameter(name) for name in command.parameters]
-        parameters = [shard.tensor for shard in held if shard is not None]
-        result_kinds: list[str] = []
-        if roles.is_split:
-            result_kinds = ["rows" if carried[index] else "share" for index in wanted]
-            result_kinds += [_KIND_OF_GRADIENT[run.kind(index)] for index in command.watched]
-            result_kinds += ["share"] * len(parameters)
+        shards = [self.model.parameter(name) for name in command.parameters]
+        parameters = [shard.tensor for shard in shards if shard is not None]
         own = self._own_gradients(gradients)
-        tensors = [index for index, shape in enumerate(run.shapes) if isinstance(shape, Tensor)]
-        given = [index for index in tensors if own[index] is not None]
-        wants_grad = dict(zip(tensors, command.wants_grad, strict=True))
-        for index in given:
-            own[index] = own[index].detach().requires_grad_(wants_grad[index])  # type: ignore[union-attr]
-        gradient = GradientPass(run, own, tuple(result_kinds), command.watched, parameters)  # type: ignore[arg-type]
-        return WorkerCall(
-            self.model,
-            gradient,
-            Roles(
-                roles.axis,
-                roles.rows,
-                [bool(kinds) and kinds[index] == "rows" for index in given] + [carried[index] for index in wanted],
-                (*(wants_grad[index] for index in given), *(True for _ in wanted)),
-                roles.is_split,
-                num_own_rows=roles.num_own_rows,
-            ),
-        )
+        run, roles = differentiate(self._run, self._roles, own, command.wants_grad, command.watched, parameters)
+        return WorkerCall(self.model, run, roles)
 
     def _own_gradients(self, gradients: list[Tensor | Part | None]) -> list[Tensor | None]:
         """For each leaf of the result this worker's part of its gradient."""
@@ -367,7 +339,7 @@ class WorkerCall:
         gradient = self._run.output_gradient(index)
         if gradient is None or not self._answers:
             return None
-        kind = _KIND_OF_GRADIENT[self._run.kind(index)] if self._roles.is_split else "same"
+        kind = KIND_OF_GRADIENT[self._run.kind(index)] if self._roles.is_split else "same"
         return LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, bytes_of(gradient))
 
     def input_gradient_flags(self) -> bytes:
