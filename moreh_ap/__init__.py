@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moreh_ap.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from moreh_ap.session.checkpoint.training_checkpoint import load as load
     from moreh_ap.session.checkpoint.training_checkpoint import save as save
 
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
@@ -39,7 +40,7 @@ def _autoload() -> None:
     torch.moreh = moreh  # type: ignore[attr-defined]
     transformers_import.install()
     if os.environ.get("MOREH_ENABLE_ADVANCED_PARALLELIZATION", "").strip() not in ("", "0"):
-        from moreh_ap import option
+        from moreh_ap import option, settings
 
-        if option.enabled_by_environment(os.environ):
+        if settings.enabled_by_environment(os.environ):
             option.enable_advanced_parallelization()

@@ -8,17 +8,19 @@ import threading
 
 import torch
 
-import moreh_ap
 from moreh_ap import accelerator_models, device, log
+from moreh_ap.device import checkpoint_tensors
 from moreh_ap.device.patches.install import install
 from moreh_ap.errors import OptionError
 from moreh_ap.integrations import accelerate, transformers
 from moreh_ap.local.jobs import Job
-from moreh_ap.option import Options
 from moreh_ap.runtime.worker_group import WorkerMesh
-from moreh_ap.session.calls.rng_streams import AcceleratorGenerator, ProcessGenerator
-from moreh_ap.session.models.model_registry import Units
+from moreh_ap.session.backend import SessionBackend
+from moreh_ap.session.model_registry import Units
+from moreh_ap.session.rng_streams import AcceleratorGenerator, ProcessGenerator
 from moreh_ap.session.session import Session
+from moreh_ap.settings import Options
+from moreh_ap.version import __version__
 
 _MADE_S = 5.0  # workers take seconds to be ready, the constructor that starts them none, unless it is interrupted
 
@@ -65,8 +67,8 @@ class Accelerator:
         generator = ProcessGenerator() if device_type == "cpu" else AcceleratorGenerator()
         self.session = Session(options, start_mesh, job, generator)
         self.units = Units(self.session)
-        self._patches = install(self.session, self.units)
-        transformers.install(self._patches.replace, self._patches.on_undo)
+        self._patches = install(SessionBackend(self.session, self.units))
+        transformers.install(self._patches.replace, self._patches.on_undo, checkpoint_tensors)
         accelerate.install(self._patches.on_undo)
 
     def in_use(self) -> bool:
@@ -144,5 +146,5 @@ def _log_progress(stage: str, done: int, total: int) -> None:
         _log(log.links_line())
     elif stage == "ready":
         _log(log.ready_line())
-        _log(log.version_line(moreh_ap.__version__))
+        _log(log.version_line(__version__))
         _log(log.job_line(os.getpid()))

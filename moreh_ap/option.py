@@ -1,61 +1,26 @@
-"""The one line that users add: its arguments, its environment variables, their defaults and what they may be.
+"""The one line that users add.
 
-Decides which settings exist and turns them, checked, into one frozen `Options`. Must not know what is done with them:
-it hands them to `moreh_ap.accelerator.enable` and imports nothing heavy before that.
+Decides what its arguments are called. Checking them is `moreh_ap.settings`'; everything else begins in
+`moreh_ap.accelerator.enable`, and nothing heavy is imported before that.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
-from moreh_ap.errors import OptionError
+from moreh_ap import checked_versions
 from moreh_ap.plan import Plan
+from moreh_ap.settings import (
+    Options,
+    check_bool,
+    check_bool_or_auto,
+    check_count,
+    check_count_or_auto,
+    resolve_options,
+)
 
-ENABLE_VARIABLE = "MOREH_ENABLE_ADVANCED_PARALLELIZATION"
-NUM_DEVICES_VARIABLE = "MOREH_NUM_DEVICES"
-_PREFIX = "MOREH_ADVANCED_PARALLELIZATION_"
-COMPILE_THREADS_VARIABLE = _PREFIX + "MAX_PARALLEL_COMPILE_THREADS"
-DETAILED_LOG_VARIABLE = _PREFIX + "DETAILED_LOG"
-MEMORY_RATIO_VARIABLE = _PREFIX + "MEMORY_USAGE_CORRECTION_RATIO"
-
-_CALL = "torch.moreh.option.enable_advanced_parallelization"
-_LINK = "docs/ap/advanced-settings.md"
-
-
-@dataclass(frozen=True)
-class Options:
-    """Every setting of one accelerator, checked. Two calls with equal options mean the same accelerator.
-
-    Attributes:
-        pipeline_parallel: Whether a pipeline may be used.
-        num_stages: Largest number of pipeline stages, several on a device counted.
-        num_micro_batches: Number of micro-batches.
-        activation_recomputation: Whether every block recomputes its activations, or none does.
-        distribute_parameter: Whether devices that share the batch shard parameters, gradients and optimizer state.
-        mixed_precision: Whether bfloat16 may be computed in, on GPUs that have it natively.
-        devices: Number of devices; None means all there are.
-        plan: The plan to use; None leaves it to the planner.
-        autotune: Whether the planner's best plans are tried before one is kept.
-        max_parallel_compile_threads: Threads used while candidates are prepared.
-        detailed_log: 0 normal, 1 more on the console, 2 into a file.
-        memory_usage_correction_ratio: Per cent of a device's memory that a chosen plan may reserve.
-    """
-
-    pipeline_parallel: bool = True
-    num_stages: int | Literal["auto"] = "auto"
-    num_micro_batches: int | Literal["auto"] = "auto"
-    activation_recomputation: bool | Literal["auto"] = "auto"
-    distribute_parameter: bool | Literal["auto"] = "auto"
-    mixed_precision: bool = True
-    devices: int | None = None
-    plan: Plan | None = None
-    autotune: bool = False
-    max_parallel_compile_threads: int = 16
-    detailed_log: int = 0
-    memory_usage_correction_ratio: int = 80
+__all__ = ["Options", "enable_advanced_parallelization"]
 
 
 def enable_advanced_parallelization(
@@ -97,149 +62,23 @@ def enable_advanced_parallelization(
     Raises:
         OptionError: An argument or environment variable has a wrong type or value, or two contradict each other.
         PlanError: The text of `plan` is no plan.
+
+    Warns:
+        VersionWarning: This package was not checked with the versions of Python and libraries here.
     """
     options = resolve_options(
         os.environ,
-        pipeline_parallel=_check_bool("pipeline_parallel", pipeline_parallel),
-        num_stages=_check_count_or_auto("num_stages", num_stages),
-        num_micro_batches=_check_count_or_auto("num_micro_batches", num_micro_batches),
-        activation_recomputation=_check_bool_or_auto("activation_recomputation", activation_recomputation),
-        distribute_parameter=_check_bool_or_auto("distribute_parameter", distribute_parameter),
-        mixed_precision=_check_bool("mixed_precision", mixed_precision),
-        devices=None if devices is None else _check_count("devices", devices),
+        pipeline_parallel=check_bool("pipeline_parallel", pipeline_parallel),
+        num_stages=check_count_or_auto("num_stages", num_stages),
+        num_micro_batches=check_count_or_auto("num_micro_batches", num_micro_batches),
+        activation_recomputation=check_bool_or_auto("activation_recomputation", activation_recomputation),
+        distribute_parameter=check_bool_or_auto("distribute_parameter", distribute_parameter),
+        mixed_precision=check_bool("mixed_precision", mixed_precision),
+        devices=None if devices is None else check_count("devices", devices),
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.parse(plan),
-        autotune=_check_bool("autotune", autotune),
+        autotune=check_bool("autotune", autotune),
     )
+    checked_versions.warn_if_unchecked(stacklevel=3)
     from moreh_ap import accelerator
 
     accelerator.enable(options)
-
-
-def resolve_options(
-    environment: Mapping[str, str],
-    *,
-    pipeline_parallel: bool = True,
-    num_stages: int | Literal["auto"] = "auto",
-    num_micro_batches: int | Literal["auto"] = "auto",
-    activation_recomputation: bool | Literal["auto"] = "auto",
-    distribute_parameter: bool | Literal["auto"] = "auto",
-    mixed_precision: bool = True,
-    devices: int | None = None,
-    plan: Plan | None = None,
-    autotune: bool = False,
-) -> Options:
-    """Returns the options that checked arguments and the environment make together; an argument outranks a variable.
-
-    Raises:
-        OptionError: A variable has a wrong value, or the plan contradicts another argument.
-    """
-    if plan is not None and devices is None:
-        devices = plan.num_devices
-    if devices is None:
-        devices = _read_variable(environment, NUM_DEVICES_VARIABLE, 0, least=1) or None
-    options = Options(
-        pipeline_parallel=pipeline_parallel,
-        num_stages=num_stages,
-        num_micro_batches=num_micro_batches,
-        activation_recomputation=activation_recomputation,
-        distribute_parameter=distribute_parameter,
-        mixed_precision=mixed_precision,
-        devices=devices,
-        plan=plan,
-        autotune=autotune,
-        max_parallel_compile_threads=_read_variable(environment, COMPILE_THREADS_VARIABLE, 16, least=1),
-        detailed_log=_read_variable(environment, DETAILED_LOG_VARIABLE, 0, least=0, most=2),
-        memory_usage_correction_ratio=_read_variable(environment, MEMORY_RATIO_VARIABLE, 80, least=1, most=100),
-    )
-    if plan is not None:
-        _check_plan(plan, options)
-    return options
-
-
-def enabled_by_environment(environment: Mapping[str, str]) -> bool:
-    """Returns whether the environment asks for what the one line does.
-
-    Raises:
-        OptionError: The variable is neither `0` nor `1`.
-    """
-    return bool(_read_variable(environment, ENABLE_VARIABLE, 0, least=0, most=1))
-
-
-def _check_plan(plan: Plan, options: Options) -> None:
-    """Raises OptionError where an argument next to `plan` says something else than the plan does."""
-    if options.devices != plan.num_devices:
-        sizes = {name: getattr(plan, name) for name in ("replicate", "shard", "tensor", "pipeline")}
-        factors = " x ".join(str(size) for name, size in sizes.items() if size > 1 or name in ("replicate", "shard"))
-        other = f"devices={options.devices}, but the plan has {factors} = {plan.num_devices} devices"
-    elif not options.pipeline_parallel and plan.pipeline > 1:
-        other = f"pipeline_parallel=False, but the plan has pipeline={plan.pipeline}"
-    elif options.num_stages != "auto" and options.num_stages < plan.num_stages:
-        other = f"num_stages={options.num_stages} at most, but the plan has {plan.num_stages}"
-    elif options.num_micro_batches not in ("auto", plan.micro_batches):
-        other = f"num_micro_batches={options.num_micro_batches}, but the plan has {plan.micro_batches}"
-    elif options.activation_recomputation is True and plan.recompute == "none":
-        other = "activation_recomputation=True, but the plan has recompute=none"
-    elif options.activation_recomputation is False and plan.recompute != "none":
-        other = f"activation_recomputation=False, but the plan has recompute={plan.recompute}"
-    elif options.distribute_parameter is False and plan.shard > 1:
-        other = f"distribute_parameter=False, but the plan shards parameters over {plan.shard} devices"
-    elif options.distribute_parameter is True and plan.shard == 1 and plan.replicate > 1:
-        other = f"distribute_parameter=True, but the plan has {plan.replicate} copies of every parameter and shard=1"
-    elif not options.mixed_precision and plan.precision == "bf16":
-        other = "mixed_precision=False, but the plan computes in bfloat16"
-    elif options.autotune:
-        other = "autotune=True, but there is one plan to choose from"
-    else:
-        return
-    raise OptionError(
-        f"plan={str(plan)!r}: {other}",
-        "a plan alone, or arguments that agree with it",
-        f'{_CALL}(plan="{plan}")',
-        _LINK,
-    )
-
-
-def _check_bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong_value(name, value, "True or False", "True")
-    return value
-
-
-def _check_bool_or_auto(name: str, value: object) -> bool | Literal["auto"]:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value == "auto":
-        return "auto"
-    raise _wrong_value(name, value, "True, False or 'auto'", "'auto'")
-
-
-def _check_count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _wrong_value(name, value, "an integer of at least 1", "2")
-    return value
-
-
-def _check_count_or_auto(name: str, value: object) -> int | Literal["auto"]:
-    if isinstance(value, str) and value == "auto":
-        return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _wrong_value(name, value, "an integer of at least 1, or 'auto'", "'auto'")
-    return value
-
-
-def _wrong_value(name: str, value: object, allowed: str, example: str) -> OptionError:
-    return OptionError(f"{name}={value!r} ({type(value).__name__})", allowed, f"{_CALL}({name}={example})", _LINK)
-
-
-def _read_variable(
-    environment: Mapping[str, str], name: str, default: int, *, least: int, most: int | None = None
-) -> int:
-    """Returns the integer that the variable spells, or `default` where it is not set or empty."""
-    text = environment.get(name, "").strip()
-    if not text:
-        return default
-    number = int(text) if text.isascii() and text.isdigit() else None
-    if number is None or number < least or (most is not None and number > most):
-        allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
-        raise OptionError(f"environment: {name}={text!r}", allowed, f"export {name}={max(default, 1)}", _LINK)
-    return number

@@ -26,7 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moreh_ap import device
 from moreh_ap.accelerator import enable
-from moreh_ap.option import Options
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.ranking import Task
@@ -34,6 +33,7 @@ from moreh_ap.session.planning.first_call import family_of
 from moreh_ap.session.planning.machine_profile import machine_of
 from moreh_ap.session.planning.model_profiling import profile_model, shape_of
 from moreh_ap.session.planning.plan_selection import constraints_of
+from moreh_ap.settings import Options
 
 STEPS = 6
 

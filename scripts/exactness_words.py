@@ -41,8 +41,9 @@ python scripts/exactness_page.py
 """,
     "legend": """\
 A number is the largest difference of its row and column. "refused": the plan ends with a `PlanError` that says why,
-which is what the tests ask for. "whole": rows of this model look at each other, so every device computes the whole
-batch; exact, and no faster than one device. **wrong** and **failed** are open. An empty cell has not run.
+which is what the tests ask for. "unsplit": this model does not compute every row independently, so every device
+computes the whole batch; exact, and no faster than one device ([glossary](glossary.md#unsplit)). **wrong** and
+**failed** are open. An empty cell has not run.
 """,
     "plans": "## Plans\n\n"
     "| plan | as it is written | families | refused | largest loss difference | gradient | weight |",
@@ -56,7 +57,7 @@ batch; exact, and no faster than one device. **wrong** and **failed** are open. 
     "refused": "refused",
     "wrong": "wrong",
     "failed": "failed",
-    "whole": "whole",
+    "whole": "unsplit",
     "count": "{number} {verdict}",
     "days": "{first} to {last}",
     "minutes": "{minutes:.0f} minutes",
@@ -94,8 +95,9 @@ python scripts/exactness_page.py
 """,
     "legend": """\
 수는 그 행과 열에서 가장 큰 차이입니다. "거부": 플랜이 이유를 알려 주는 `PlanError`로 끝나며, 이것이 테스트가 요구하는
-결과입니다. "통째로": 이 모델의 행들은 서로를 보므로 모든 장치가 배치 전체를 계산합니다. 정확하지만 장치 하나보다
-빠르지 않습니다. **틀림**과 **실패**는 해결되지 않은 것입니다. 빈 셀은 실행하지 않은 것입니다.
+결과입니다. "분할 안 함": 이 모델은 행을 서로 독립적으로 계산하지 않으므로 모든 장치가 배치 전체를 계산합니다.
+정확하지만 장치 하나보다 빠르지 않습니다([용어집](glossary.md#unsplit)). **틀림**과 **실패**는 해결되지 않은 것입니다.
+빈 셀은 실행하지 않은 것입니다.
 """,
     "plans": "## 플랜 { #plans }\n\n"
     "| 플랜 | 적는 방법 | 모델 계열 | 거부 | 손실의 가장 큰 차이 | 기울기 | 가중치 |",
@@ -109,7 +111,7 @@ python scripts/exactness_page.py
     "refused": "거부",
     "wrong": "틀림",
     "failed": "실패",
-    "whole": "통째로",
+    "whole": "분할 안 함",
     "count": "{verdict} {number}개",
     "days": "{first}부터 {last}까지",
     "minutes": "{minutes:.0f}분",

@@ -51,7 +51,7 @@ ENGLISH = Words(
 <!-- Written by scripts/compare_manual.py from tutorials/manual and reference/manual.json. Change those. -->
 
 One training, written for one device, with the one line, and by hand for each kind of parallelism: a small Llama, AdamW,
-accumulation, clipping by the norm of the whole gradient, and one file of weights that loads on one device.
+accumulation, clipping by the norm of the full gradient, and one file of weights that loads on one device.
 
 What a script needs is counted against `{single}`, which knows of one device. Lines are lines of code, without comments,
 docstrings and blank lines. Concepts are what its reader has to know: one or more for each name of PyTorch's distributed
@@ -95,7 +95,7 @@ numbers are those of one device.
     scripts={
         "ddp": About(
             "Data parallel: DistributedDataParallel",
-            "the batch; each holds the whole model",
+            "the batch; each holds the full model",
             (
                 "A script that does not cut the batch trains on it once for each process, or on a batch so many "
                 "times as large as before. Nothing fails; the learning rate no longer fits.",
@@ -118,14 +118,14 @@ numbers are those of one device.
             (
                 "An optimizer made before `fully_shard` keeps the old parameters: its steps change nothing, without "
                 "an error.",
-                "`fully_shard` on the model alone, not on its layers, gathers the whole model at once: right, and "
+                "`fully_shard` on the model alone, not on its layers, gathers the full model at once: right, and "
                 "no memory is saved while it computes.",
-                "`model.state_dict()` has parts of tensors. What puts them together communicates, and has to be "
-                "called by all.",
+                "`model.state_dict()` has shards of tensors. The code that gathers them communicates, and all "
+                "processes have to call it.",
                 "The norm that `clip_grad_norm_` returns is a DTensor; what logs it needs `full_tensor()`, on all "
                 "devices.",
-                "Each process makes the whole model before it keeps its part. For a model that is too large for "
-                "that, the script needs a meta device and a loader for parts of checkpoints.",
+                "Each process makes the full model before it keeps its shards. For a model that is too large for "
+                "that, the script needs a meta device and a loader for slices of checkpoints.",
             ),
         ),
         "tp": About(
@@ -138,8 +138,8 @@ numbers are those of one device.
                 "numbers and no error.",
                 "Some parameters become DTensors and some do not. `clip_grad_norm_` and fused optimizers do not "
                 "take both together: the script needs a clipping of its own and groups of parameters.",
-                "Layouts between modules are promises that nobody checks: a norm that is computed from split "
-                "positions, and is not said to be, gets a part of its gradient.",
+                "Layouts between modules are declared and not checked: a norm that is computed from split positions "
+                "without such a declaration gets a partial gradient.",
                 "The backward has to be inside `loss_parallel()` too, not only the forward.",
             ),
         ),
@@ -152,7 +152,7 @@ numbers are those of one device.
                 "The loss has to be a function that the schedule calls. It divides gradients by the number of "
                 "micro-batches itself; a loss that does so too is divided twice.",
                 "Only the last device knows the loss, and each device knows the norm of its own stages only.",
-                "Each stage counts its layers from 0. A checkpoint for one device needs the names of the whole "
+                "Each stage counts its layers from 0. A checkpoint for one device needs the names of the full "
                 "model, and tensors from all devices.",
                 "Evaluation and `generate` need code of their own: no process can call the model.",
             ),
@@ -165,11 +165,11 @@ numbers are those of one device.
                 "the micro-batches, the tensor axis by nothing. A factor too many is no error.",
                 "The order of wrapping is fixed: products first, shards after. So is the order of the axes, if "
                 "neighbours on the tensor axis are to be on one machine.",
-                "The norm for clipping is summed over parts, over groups of parameters on different meshes, and "
+                "The norm for clipping is summed over shards, over groups of parameters on different meshes, and "
                 "over stages.",
-                "The batch is cut by one axis and not by the others, and each process has to find its own place on "
-                "all of them.",
-                "A checkpoint is put together twice: parts of tensors within a stage, then stages.",
+                "The batch is cut by one axis and not by the others, and each process has to find its rank on all "
+                "of them.",
+                "A checkpoint is assembled twice: shards of tensors within a stage, then stages.",
             ),
             "PyTorch warns that sums over two axes are taken one after the other; that is meant so.",
         ),
@@ -183,7 +183,7 @@ numbers are those of one device.
                 "`engine.step` is called after each of them. A loop that divides too divides twice.",
                 "Clipping is a value of the configuration. A `clip_grad_norm_` that was left in the loop sees no "
                 "gradients.",
-                "Most parameters are empty between steps; a state dict is whole only inside "
+                "Most parameters are empty between steps; a state dict is complete only inside "
                 "`GatheredParameters`, which all processes have to enter.",
                 "Operations are compiled at the first start, for which the machine needs a compiler.",
             ),
@@ -195,13 +195,13 @@ numbers are those of one device.
         "ranks": "rank, local rank, number of processes",
         "groups": "process groups and their backends",
         "collectives": "collectives: all processes call them, in one order",
-        "state_dicts": "state dicts of parts",
+        "state_dicts": "sharded state dicts",
         "mesh": "device mesh: axes and their order",
         "dtypes": "dtypes of gathering and of reduction",
         "units": "units of sharding; the optimizer comes after them",
         "stages": "stages and what travels between them",
         "schedules": "schedules of micro-batches",
-        "dtensor": "DTensor: whole, split and partial tensors",
+        "dtensor": "DTensor: replicated, sharded and partial tensors",
         "products": "products split by columns and by rows",
         "layouts": "layouts between modules",
         "positions": "positions split between products",

@@ -9,10 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import moreh_ap
 from moreh_ap.cli import evaluate, plan, predict, verify
 from moreh_ap.errors import MorehError
 from moreh_ap.toolkit import doctor
+from moreh_ap.version import __version__
 
 USAGE_STATUS = 2
 """Exit status where nothing was done because of what was asked. Source: argparse, which exits with it too."""
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows the program's name; default: the process's own.
     """
     parser = argparse.ArgumentParser(prog="moreh-ap", description="Train on every device as if it were one.")
-    parser.add_argument("--version", action="version", version=f"moreh-ap {moreh_ap.__version__}")
+    parser.add_argument("--version", action="version", version=f"moreh-ap {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (verify, plan, predict, evaluate, doctor):
         command.add_arguments(commands)

@@ -110,9 +110,9 @@ def verify_plans(plans: list[Plan], prepare: Callable[[int], Prepared]) -> list[
 def _verify_plan(plan: Plan, prepare: Callable[[int], Prepared]) -> Equivalence:
     from moreh_ap import device
     from moreh_ap.accelerator import enable
-    from moreh_ap.option import Options
     from moreh_ap.session.planning import first_call
     from moreh_ap.session.verification import equivalence, reduced_model
+    from moreh_ap.settings import Options
 
     subject, expected = prepare(reduced_model.depth_for(plan))
     said = io.StringIO()
@@ -186,14 +186,17 @@ def _from_model(arguments: argparse.Namespace, plans: list[Plan]) -> Callable[[i
         OptionError: There is no such family, folder or configuration.
     """
     from moreh_ap.integrations import transformers_families
-    from moreh_ap.session.verification import equivalence
+    from moreh_ap.session.verification import equivalence, reduced_model
 
     rows, prepared = _rows(arguments, plans), {}
 
     def prepare(depth: int) -> Prepared:
         if depth not in prepared:
             try:
-                subject = transformers_families.subject(arguments.model, rows, arguments.seq_len, depth)
+                module, calls = transformers_families.model_and_calls(
+                    arguments.model, rows, arguments.seq_len, depth, equivalence.STEPS
+                )
+                subject = reduced_model.subject_of(module, calls)
                 prepared[depth] = (subject, equivalence.reference(subject))
             except Exception as error:  # of any kind: transformers' own model did not take what it was given
                 raise OptionError(

@@ -16,6 +16,7 @@ from torch.utils import _device as torch_device_context
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.device import autocast, transfers
+from moreh_ap.device.backend import IN_FORCE
 from moreh_ap.device.operations import ASKED
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, place, to_accelerator
 from moreh_ap.device.transfers import is_accelerator, move
@@ -24,20 +25,25 @@ _MAY_SHARE_MEMORY = {torch.as_tensor, torch.asarray, torch.frombuffer}
 _FACTORIES = torch_device_context._device_constructors()
 
 
-class _Active:
-    """Whether the accelerator is enabled; a mode left on some thread's stack lets everything pass when it is not."""
-
-    on = False
-
-
-ACTIVE = _Active()
-
-
 class RedirectMode(TorchFunctionMode):
     """While it is active, "cuda" means the accelerator in every call of PyTorch by this thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return redirect(func, args, kwargs or {}) if ACTIVE.on else func(*args, **(kwargs or {}))
+        # Left on another thread's stack, the mode lets every call pass once the accelerator is disabled.
+        return redirect(func, args, kwargs or {}) if IN_FORCE.backend is not None else func(*args, **(kwargs or {}))
+
+
+def in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` in a mode of its own.
+
+    A mode is off while it handles a call: without this, functions of the script that run inside would be without it.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with RedirectMode():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def remove_mode(mode: RedirectMode) -> None:
@@ -150,21 +156,28 @@ def _new_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    from moreh_ap.session.calls.autograd_api import gradients
-
-    return gradients(func, args, kwargs)
+    backend = IN_FORCE.backend
+    return func(*args, **kwargs) if backend is None else backend.gradients(func, args, kwargs)
 
 
 def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    from moreh_ap.session.calls.autograd_api import backward
-
-    return backward(func, args, kwargs)
+    backend = IN_FORCE.backend
+    return func(*args, **kwargs) if backend is None else backend.backward(func, args, kwargs)
 
 
 def _backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    from moreh_ap.session.calls.autograd_api import backward_of_tensor
+    backend, tensor = IN_FORCE.backend, args[0]
+    if len(args) == 1 and not any(map(kwargs.get, _BEYOND_PLAIN_BACKWARD)) and isinstance(tensor, VirtualTensor):
+        with torch._C.DisableTorchFunction():
+            is_plain = tensor.numel() == 1 and tensor.is_floating_point()  # PyTorch has its own error for others
+            one = place(torch.ones(tensor.shape, dtype=tensor.dtype)) if is_plain else None
+        if is_plain:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(tensor, **{**kwargs, "gradient": one})
+    return func(*args, **kwargs) if backend is None else backend.backward_of_tensor(func, args, kwargs)
 
-    return backward_of_tensor(func, args, kwargs)
+
+_BEYOND_PLAIN_BACKWARD = ("gradient", "create_graph", "inputs")
 
 
 def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -232,3 +245,5 @@ _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
         _whole,
     ),
 }
+
+VirtualTensor.torch_function = staticmethod(redirect)

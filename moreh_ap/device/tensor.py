@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class VirtualTensor(torch.Tensor):
 
     _cell: Cell
     _compressed: torch.layout | None = None
+    #: What a function of PyTorch, and below autograd an ATen operation, does with such tensors: called with (func,
+    #: args, kwargs). `function_mode` and `operations` set them when they are imported; this module imports neither.
+    torch_function: ClassVar[Callable[[Any, Any, Any], Any]]
+    torch_dispatch: ClassVar[Callable[[Any, Any, Any], Any]]
 
     @staticmethod
     def __new__(cls, cell: Cell, like: Tensor, requires_grad: bool = False) -> VirtualTensor:
@@ -219,6 +223,11 @@ class VirtualTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    def item(self) -> Any:
+        """The value of a tensor with one element, as a Python number; waits if it must."""
+        with torch._C.DisableTorchFunction():
+            return self.host_value().item()
+
     def tolist(self) -> Any:
         return self.to_host().tolist()
 
@@ -276,18 +285,14 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from moreh_ap.device.function_mode import redirect
-
         if not all(issubclass(kind, torch.Tensor) for kind in types):
             return NotImplemented  # an argument stands for a tensor without being one: its class comes next
         with torch._C.DisableTorchFunctionSubclass():
-            return redirect(func, args, kwargs or {})
+            return cls.torch_function(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from moreh_ap.device.operations import run
-
-        return run(func, args, kwargs or {})
+        return cls.torch_dispatch(func, args, kwargs or {})
 
 
 def _hand_gradient_on(parameter: VirtualTensor) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from moreh_ap.integrations.import_hook import when_imported
+from moreh_ap.import_hook import when_imported
 
 
 def install(on_undo: Callable[[Callable[[], None]], None]) -> None:

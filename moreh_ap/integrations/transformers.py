@@ -8,15 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moreh_ap.device.tensor import CPU, VirtualTensor
-from moreh_ap.device.values import Cell, InFile
+from moreh_ap.import_hook import when_imported
 from moreh_ap.integrations import transformers_worker
-from moreh_ap.integrations.import_hook import when_imported
 from moreh_ap.protocol.tensor_source import TensorSource
 
 # Source: https://github.com/huggingface/safetensors, "Format", dtype names.
@@ -34,20 +32,36 @@ _DTYPES = {
 }
 
 
-def install(replace: Callable[[Any, str, Any], Any], on_undo: Callable[[Callable[[], None]], None]) -> None:
+class Tensors(Protocol):
+    """What this module needs of the virtual device's tensors."""
+
+    def promise_from_file(self, source: TensorSource, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor whose value stays in its file until it is read."""
+
+    def is_virtual(self, tensor: Tensor) -> bool:
+        """Whether the tensor is one of the virtual device's."""
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """The value of a virtual tensor as an ordinary CPU tensor."""
+
+
+def install(
+    replace: Callable[[Any, str, Any], Any], on_undo: Callable[[Callable[[], None]], None], tensors: Tensors
+) -> None:
     """Redirect transformers, now or when the script imports it.
 
     Args:
         replace: ``replace(holder, name, new)`` sets an attribute undoably and returns what was there.
         on_undo: Registers an action for the undoing.
+        tensors: The virtual device's tensors.
     """
 
     def redirect_loading(modeling: ModuleType) -> None:
-        replace(modeling, "safe_open", LazyCheckpoint.opener(modeling.safe_open))
+        replace(modeling, "safe_open", LazyCheckpoint.opener(modeling.safe_open, tensors))
         # It would take all the memory that a checkpoint is about to need, from a device that is not here.
         replace(modeling, "caching_allocator_warmup", lambda *args, **kwargs: None)
         cls = modeling.PreTrainedModel
-        replace(cls, "save_pretrained", _save_from_workers(cls.save_pretrained))
+        replace(cls, "save_pretrained", _save_from_workers(cls.save_pretrained, tensors))
 
     on_undo(when_imported("transformers.modeling_utils", redirect_loading))
     transformers_worker.install()
@@ -56,16 +70,17 @@ def install(replace: Callable[[Any, str, Any], Any], on_undo: Callable[[Callable
 class LazyCheckpoint:
     """Stands for `safetensors.safe_open`: whole tensors are promised as `InFile` values instead of being read."""
 
-    def __init__(self, handle: Any, file: str | os.PathLike[str]) -> None:
-        self._handle, self._file = handle, os.path.abspath(file)  # others read it, and later, from where they are
+    def __init__(self, handle: Any, file: str | os.PathLike[str], tensors: Tensors) -> None:
+        self._handle, self._tensors = handle, tensors
+        self._file = os.path.abspath(file)  # others read it, and later, from where they are
 
     @staticmethod
-    def opener(original: Any) -> Callable[..., LazyCheckpoint]:
+    def opener(original: Any, tensors: Tensors) -> Callable[..., LazyCheckpoint]:
         """A replacement for `safe_open` that opens files lazily."""
 
         def open_lazily(filename: Any, framework: str = "pt", *args: Any, **kwargs: Any) -> Any:
             handle = original(filename, framework, *args, **kwargs)
-            return LazyCheckpoint(handle, filename) if framework == "pt" else handle
+            return LazyCheckpoint(handle, filename, tensors) if framework == "pt" else handle
 
         return open_lazily
 
@@ -81,14 +96,14 @@ class LazyCheckpoint:
 
     def get_slice(self, key: str) -> LazySlice:
         """A tensor of the file that can be sliced (read) or taken whole (promised)."""
-        return LazySlice(self._handle.get_slice(key), self._file, key)
+        return LazySlice(self._handle.get_slice(key), self._file, key, self._tensors)
 
 
 class LazySlice:
     """One tensor of a checkpoint file."""
 
-    def __init__(self, stored: Any, file: str, key: str) -> None:
-        self._stored, self._file, self._key = stored, file, key
+    def __init__(self, stored: Any, file: str, key: str, tensors: Tensors) -> None:
+        self._stored, self._file, self._key, self._tensors = stored, file, key, tensors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stored, name)
@@ -98,29 +113,24 @@ class LazySlice:
         if index is not Ellipsis or dtype is None:
             return self._stored[index]  # type: ignore[no-any-return]
         shape = tuple(self._stored.get_shape())
-        meta = torch.empty(shape, dtype=dtype, device="meta")
-        return VirtualTensor(Cell(InFile((TensorSource(self._file, self._key),), shape, dtype), CPU), meta)
+        return self._tensors.promise_from_file(TensorSource(self._file, self._key), shape, dtype)
 
 
-def _save_from_workers(original: Callable[..., Any]) -> Callable[..., Any]:
+def _save_from_workers(original: Callable[..., Any], tensors: Tensors) -> Callable[..., Any]:
     def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs.get("state_dict") is not None or not _holds_virtual(model):
+        if args or kwargs.get("state_dict") is not None or not any(map(tensors.is_virtual, model.parameters())):
             return original(model, save_directory, *args, **kwargs)
-        return original(model, save_directory, **{**kwargs, "state_dict": plain_state_dict(model)})
+        return original(model, save_directory, **{**kwargs, "state_dict": plain_state_dict(model, tensors)})
 
     return save_pretrained
 
 
-def _holds_virtual(model: torch.nn.Module) -> bool:
-    return any(isinstance(parameter, VirtualTensor) for parameter in model.parameters())
-
-
-def plain_state_dict(model: torch.nn.Module) -> dict[str, Tensor]:
+def plain_state_dict(model: torch.nn.Module, tensors: Tensors) -> dict[str, Tensor]:
     """The model's state dict as ordinary CPU tensors; tied tensors share their memory as they do in the model."""
     plain: dict[int, Tensor] = {}
     result: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in plain:
-            plain[id(tensor)] = tensor.to_host() if isinstance(tensor, VirtualTensor) else tensor.detach()
+            plain[id(tensor)] = tensors.to_host(tensor) if tensors.is_virtual(tensor) else tensor.detach()
         result[name] = plain[id(tensor)]
     return result

@@ -1,6 +1,6 @@
 """Small models of transformers' families, for verifying plans: from a name, or from a folder with a configuration.
 
-Decides which class a configuration is trained with. What is made small is in `session.reduced_config`.
+Decides which class a configuration is trained with. What is made small is in `transformers_reduced`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moreh_ap.session.verification.equivalence import STEPS, Subject
-from moreh_ap.session.verification.reduced_config import reduce_config
-from moreh_ap.session.verification.reduced_model import subject_of
+from moreh_ap.integrations.transformers_reduced import reduce_config
 
 _SEQUENCE_TO_SEQUENCE, _CLASSIFICATION = "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification"
 FAMILIES = {
@@ -66,14 +64,19 @@ def _family(name: str) -> Any:
     return config
 
 
-def subject(model: str, rows: int, length: int, depth: int) -> Subject:
-    """Returns a small model of a family with a batch for every step, rows padded differently.
+Calls = tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+"""Positional and keyword arguments of a call for each step."""
+
+
+def model_and_calls(model: str, rows: int, length: int, depth: int, steps: int) -> tuple[nn.Module, Calls]:
+    """Returns a small model of a family, and a call with a batch of its own for each step, rows padded differently.
 
     Args:
         model: A family's name, a folder with a `config.json`, or that file.
         rows: Rows of a batch.
         length: Positions of a row.
         depth: Blocks.
+        steps: Number of calls.
 
     Raises:
         OSError, ValueError: The file is missing, or is no configuration that transformers knows.
@@ -91,8 +94,8 @@ def subject(model: str, rows: int, length: int, depth: int) -> Subject:
             module = getattr(transformers, class_name)(small)
     is_classification = "SequenceClassification" in type(module).__name__
     num_labels = small.num_labels if is_classification else 0
-    calls = tuple(((), batch(step, rows, length, small.vocab_size, num_labels)) for step in range(STEPS))
-    return subject_of(module, calls)
+    calls = tuple(((), batch(step, rows, length, small.vocab_size, num_labels)) for step in range(steps))
+    return module, calls
 
 
 def batch(step: int, rows: int, length: int, vocabulary: int, num_labels: int = 0) -> dict[str, Tensor]:

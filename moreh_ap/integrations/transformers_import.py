@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
 
-from moreh_ap.integrations.import_hook import when_imported
+from moreh_ap.import_hook import when_imported
 
 _LIBRARY = "transformers"
 _NAME = "AdamW"

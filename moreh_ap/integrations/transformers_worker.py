@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from moreh_ap.integrations.import_hook import when_imported
+from moreh_ap.import_hook import when_imported
 from moreh_ap.protocol.pytree import register_by_attributes
 
 _CACHES: set[type] = set()
@@ -71,6 +71,11 @@ def hand_caches_back(arguments: tuple[Any, ...], result: Any) -> None:
             vars(given).clear()
             vars(given).update(vars(returned))
             result.past_key_values = given
+
+
+def contains_cache(treespec: pytree.TreeSpec) -> bool:
+    """Whether a cache is in a nesting, with or without tensors in it."""
+    return treespec.type in _CACHES or any(map(contains_cache, treespec.children()))
 
 
 def cache_leaves(treespec: pytree.TreeSpec) -> frozenset[int]:

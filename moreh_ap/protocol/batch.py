@@ -7,6 +7,7 @@ Decides what the rows of a batch are and which worker gets which. Must not know 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,3 +61,19 @@ def carries_rows(leaf: Any, rows: int) -> bool:
     """Says whether the leaf is a tensor whose dim 0 counts the rows of a batch of `rows` rows; none that is sparse."""
     is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
     return is_dense and leaf.ndim >= 1 and bool(leaf.shape[0] == rows)
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """How workers share the rows of a batch; tensors that are shared alike have the same rows on each.
+
+    Attributes:
+        rows: Rows of each worker that speaks, None for the others, in rank order.
+    """
+
+    rows: tuple[int | None, ...]
+
+    @property
+    def total(self) -> int:
+        """Rows of the batch."""
+        return sum(rows for rows in self.rows if rows is not None)

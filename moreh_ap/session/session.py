@@ -7,25 +7,27 @@ that is `model`, `call` and `optimizer`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from moreh_ap.local.jobs import Job
-from moreh_ap.option import Options
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.messages.devices import DescribeDevice, DeviceInfo, ReportMemory
-from moreh_ap.protocol.messages.state import ReadState, ReleaseState, WriteState
+from moreh_ap.protocol.messages.state import ReadState, WriteState
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.worker_group import WorkerMesh
-from moreh_ap.session.calls.rng_streams import AcceleratorGenerator
 from moreh_ap.session.outbox import Outbox
-from moreh_ap.session.planning.step_watch import Watch
+from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.traffic import Traffic
+from moreh_ap.settings import Options
 
-if TYPE_CHECKING:
-    from moreh_ap.session.models.remote_model import RemoteModel
+
+class StepObserver(Protocol):
+    """Told of every optimizer step that is sent."""
+
+    def stepped(self) -> None: ...
 
 
 class Session:
@@ -47,10 +49,17 @@ class Session:
         self.generator = generator
         self.outbox = Outbox(self.mesh)
         self.traffic = Traffic()
-        self.watch: Watch | None = None
+        self.watch: StepObserver | None = None
         self._devices: list[DeviceInfo] | None = None
-        self.lay_out_again: Callable[[RemoteModel, Plan, str], bool] | None = None  # see `recovery`
+        # What a script may use beside plain calls; `backend` attaches them.
+        self.run_on_row_shards: Callable[[Any, Any, Any], Any] | None = None
+        self.differentiate: Callable[[Any, Any, Any], Any] | None = None
+        self.lay_out_again: Callable[[Any, Plan, str], bool] | None = None  # see `recovery`
         self.hooks_kept_here: set[int] = set()  # see `script_hooks.RunsHereOnly`
+
+    def stop_watching(self) -> None:
+        """Nothing more is compared with what was predicted of steps."""
+        self.watch = None
 
     def synchronize(self) -> None:
         """Wait until the workers have done everything they were told; raise what went wrong.
@@ -83,13 +92,6 @@ class Session:
     def write_state(self, values: dict[StateRef, Tensor]) -> None:
         """Set whole values of state tensors; does not wait."""
         self.outbox.submit(WriteState({ref: TensorData.of(tensor) for ref, tensor in values.items()}))
-
-    def new_temporary(self) -> StateRef:
-        """A fresh name for the result of an operation on state tensors."""
-        return StateRef("session", "temporary", str(self.outbox.new_id()))
-
-    def release_temporary(self, ref: StateRef) -> None:
-        self.outbox.release(ReleaseState((ref,)))
 
     # -- the accelerator as a whole --------------------------------------------------------------------------------
 

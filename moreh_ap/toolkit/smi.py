@@ -16,11 +16,11 @@ from importlib import metadata
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-import moreh_ap
 from moreh_ap import accelerator_models
 from moreh_ap.errors import OptionError
 from moreh_ap.toolkit import choose, devices, live, reset, tables
 from moreh_ap.toolkit.machine import look
+from moreh_ap.version import __version__
 
 _LEAST_PERIOD_S = 0.5
 _LINK = "docs/toolkit.md#moreh-smi"
@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moreh-smi", description="Show the accelerators of this machine and the jobs that run on them."
     )
-    parser.add_argument("-v", "--version", action="version", version=f"moreh-smi {moreh_ap.__version__}")
+    parser.add_argument("-v", "--version", action="version", version=f"moreh-smi {__version__}")
     parser.add_argument("-s", "--server-version", action="store_true",
                         help="versions of what carries out jobs on this machine")  # fmt: skip
     parser.add_argument("-p", "--physical", action="store_true",
@@ -113,7 +113,7 @@ def _print_again(console: Console, make: Callable[[float], RenderableType], peri
 
 def _versions() -> list[str]:
     """Returns a line for each part that carries out jobs."""
-    found = [f"moreh_ap {moreh_ap.__version__}", f"Python {platform.python_version()}"]
+    found = [f"moreh_ap {__version__}", f"Python {platform.python_version()}"]
     for name in _PARTS:
         try:
             found.append(f"{name} {metadata.version(name)}")

@@ -13,10 +13,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-import moreh_ap
 from moreh_ap import accelerator_models
 from moreh_ap.accelerator_models import Accelerators
 from moreh_ap.toolkit.live import JobState, Snapshot, used_bytes
+from moreh_ap.version import __version__
 
 NAME = "MoAI Accelerator"
 _LEAST_WIDTH = 160
@@ -40,7 +40,7 @@ def overview(snapshot: Snapshot, only: int | None = None) -> RenderableType:
     """
     table = _table(
         "Device", "Name", "Model", "Memory Usage", "Total Memory", "Utilization",
-        title=f"Current Version: {moreh_ap.__version__}",
+        title=f"Current Version: {__version__}",
     )  # fmt: skip
     for number, model in snapshot.accelerators.models.items():
         if only in (None, number):
@@ -92,7 +92,7 @@ def marked(accelerators: Accelerators, number: int) -> str:
 def plain(snapshot: Snapshot, only: int | None = None) -> dict[str, Any]:
     """Returns everything as JSON can say it."""
     return {
-        "version": moreh_ap.__version__,
+        "version": __version__,
         "device_type": snapshot.machine.supply.device_type,
         "accelerators": [
             {

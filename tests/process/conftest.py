@@ -13,9 +13,9 @@ from parallelizer_team import Team
 
 from moreh_ap import device
 from moreh_ap.errors import PlanError
-from moreh_ap.option import Options
 from moreh_ap.plan import Plan
 from moreh_ap.session.session import Session
+from moreh_ap.settings import Options
 
 HERE = Path(__file__).parent
 USUAL_DEVICES = 2

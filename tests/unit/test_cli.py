@@ -13,13 +13,13 @@ from torch import nn
 from moreh_ap.cli import verify
 from moreh_ap.cli.main import USAGE_STATUS, main
 from moreh_ap.errors import PlanError
+from moreh_ap.integrations.transformers_reduced import VOCABULARY, reduce_config
 from moreh_ap.local import cache_files
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search import proven
 from moreh_ap.session.planning import first_call
 from moreh_ap.session.verification import equivalence, reduced_model, verified_models
 from moreh_ap.session.verification.equivalence import Equivalence, Subject
-from moreh_ap.session.verification.reduced_config import VOCABULARY, reduce_config
 
 
 @pytest.mark.parametrize(

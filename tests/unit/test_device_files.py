@@ -8,20 +8,22 @@ import pytest
 import torch
 
 from moreh_ap.device import function_mode
+from moreh_ap.device.backend import IN_FORCE
 from moreh_ap.device.patches import serialization
-from moreh_ap.device.patches.install import Patches
+from moreh_ap.device.patches.registry import Patches
+from moreh_ap.session.calls import autograd_api
 
 
 @pytest.fixture(autouse=True)
 def patches():
-    function_mode.ACTIVE.on = True
+    IN_FORCE.backend = autograd_api
     mode, patches = function_mode.RedirectMode(), Patches()
     mode.__enter__()
     serialization.install(patches)
     yield patches
     patches.undo()
     function_mode.remove_mode(mode)
-    function_mode.ACTIVE.on = False
+    IN_FORCE.backend = None
 
 
 def saved(value, **how):

@@ -9,8 +9,9 @@ import pytest
 
 import moreh_ap
 from moreh_ap.errors import OptionError, PlanError
-from moreh_ap.option import Options, enable_advanced_parallelization, enabled_by_environment
+from moreh_ap.option import enable_advanced_parallelization
 from moreh_ap.plan import Plan
+from moreh_ap.settings import Options, enabled_by_environment
 
 PREFIX = "MOREH_ADVANCED_PARALLELIZATION_"
 

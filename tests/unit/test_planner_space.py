@@ -8,7 +8,6 @@ from math import prod
 import pytest
 
 from moreh_ap.errors import OptionError
-from moreh_ap.option import Options
 from moreh_ap.plan import Plan
 from moreh_ap.planner.models.model_profile import ModelProfile, PartProfile
 from moreh_ap.planner.models.shapes import TransformerShape, profile_of
@@ -21,6 +20,7 @@ from moreh_ap.planner.search.space import (
     recompute_kinds,
     tensor_degrees_of,
 )
+from moreh_ap.settings import Options
 
 SHAPE = TransformerShape(24, 1024, 4096, 16, 4, 64, 32000)
 PROFILE = profile_of(SHAPE, 512)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
-from moreh_ap.option import Options
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.collectives import crossing_s, group_of, message_s, queued_gathers_s, queued_sums_s
 from moreh_ap.planner.cost.practice import MOREH_AP, MOREH_AP_ON_CPU
@@ -17,6 +16,7 @@ from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDev
 from moreh_ap.session.planning import machine_profile as machines
 from moreh_ap.session.planning.device_rates import as_entry, rates_of, slowest
 from moreh_ap.session.planning.machine_profile import machine_from, machine_of
+from moreh_ap.settings import Options
 
 GIB = 2**30
 KINDS = ("sum", "gather", "scatter", "message", "crossing_sum", "crossing_split")

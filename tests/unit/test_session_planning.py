@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moreh_ap.option import Options
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
 from moreh_ap.planner.cost.hardware import Device, find_cluster
 from moreh_ap.planner.cost.practice import MOREH_AP
@@ -17,6 +16,7 @@ from moreh_ap.planner.search.proven import proven_kinds
 from moreh_ap.session.models.script_hooks import has_hooks_of_script
 from moreh_ap.session.planning.machine_profile import Machine
 from moreh_ap.session.planning.plan_selection import constraints_of
+from moreh_ap.settings import Options
 
 LLAMA = "transformers.models.llama.modeling_llama.LlamaForCausalLM llama"
 SHAPE = TransformerShape(4, 256, 768, 8, 4, 32, 2000)

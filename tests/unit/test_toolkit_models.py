@@ -15,9 +15,9 @@ from moreh_ap import accelerator, accelerator_models, errors
 from moreh_ap.accelerator_models import Accelerators, Supply
 from moreh_ap.local import jobs
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
-from moreh_ap.option import resolve_options
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search.remedies import FLAVOURS
+from moreh_ap.settings import resolve_options
 from moreh_ap.toolkit import devices, smi, switch_model
 from moreh_ap.toolkit.machine import Machine
 

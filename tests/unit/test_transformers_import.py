@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from moreh_ap.integrations import import_hook, transformers_import
+from moreh_ap import import_hook
+from moreh_ap.integrations import transformers_import
 from moreh_ap.integrations.adamw import AdamW
 
 

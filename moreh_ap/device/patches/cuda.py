@@ -9,14 +9,12 @@ controller.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from moreh_ap.device.backend import WorkerBackend
 from moreh_ap.device.transfers import require_accelerator
-
-if TYPE_CHECKING:
-    from moreh_ap.session.session import Session
 
 DEVICE_NAME = "MoAI Accelerator"
 
@@ -53,8 +51,8 @@ class DeviceProperties:
 class Facade:
     """The functions that replace those of `torch.cuda`; `replacements` and `accelerator_replacements` list them."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, backend: WorkerBackend) -> None:
+        self._backend = backend
 
     def replacements(self) -> dict[str, Any]:
         """``{name in torch.cuda: function}``."""
@@ -103,8 +101,8 @@ class Facade:
     def get_device_properties(self, device: Any = None) -> DeviceProperties:
         """Properties of the accelerator as a whole; total memory is that of all devices."""
         require_accelerator(device)
-        total = sum(device.memory_bytes for device in self._session.devices())
-        return DeviceProperties(DEVICE_NAME, *self.get_device_capability(), total, self._session.num_devices)
+        total = sum(device.memory_bytes for device in self._backend.devices())
+        return DeviceProperties(DEVICE_NAME, *self.get_device_capability(), total, self._backend.num_devices)
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         """(8, 0) where bfloat16 is native, (7, 0) elsewhere: what scripts ask the capability for."""
@@ -116,7 +114,7 @@ class Facade:
         return including_emulation or self._computes_bf16()
 
     def _computes_bf16(self) -> bool:
-        return all(device.native_bf16 for device in self._session.devices())
+        return all(device.native_bf16 for device in self._backend.devices())
 
     def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
         """False: there is one device."""
@@ -138,24 +136,24 @@ class Facade:
     def synchronize(self, device: Any = None) -> None:
         """Wait until every device has done everything it was told."""
         require_accelerator(device)
-        self._session.synchronize()
+        self._backend.synchronize()
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def memory_allocated(self, device: Any = None) -> int:
         """Bytes of tensors over all devices (CPU workers: resident memory beyond their start)."""
         require_accelerator(device)
-        return self._session.memory()["allocated"]
+        return self._backend.memory()["allocated"]
 
     def max_memory_allocated(self, device: Any = None) -> int:
         """The sum of the devices' peaks of `memory_allocated`, in bytes, since the start or the last reset."""
         require_accelerator(device)
-        return self._session.memory()["peak"]
+        return self._backend.memory()["peak"]
 
     def memory_reserved(self, device: Any = None) -> int:
         """Bytes that are not free, over all devices."""
         require_accelerator(device)
-        report = self._session.memory()
+        report = self._backend.memory()
         return max(report["allocated"], report["total"] - report["free"])
 
     def max_memory_reserved(self, device: Any = None) -> int:
@@ -165,7 +163,7 @@ class Facade:
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """Start counting peaks anew."""
         require_accelerator(device)
-        self._session.memory(reset_peak=True)
+        self._backend.memory(reset_peak=True)
 
     def reset_max_memory_allocated(self, device: Any = None) -> None:
         """The old name of `reset_peak_memory_stats`."""
@@ -174,7 +172,7 @@ class Facade:
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         """The entries of `torch.cuda.memory_stats` that scripts print, over all devices, in bytes."""
         require_accelerator(device)
-        report = self._session.memory()
+        report = self._backend.memory()
         reserved = max(report["allocated"], report["total"] - report["free"])
         return {
             "allocated_bytes.all.current": report["allocated"],
@@ -191,12 +189,12 @@ class Facade:
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """(free, total) bytes over all devices."""
         require_accelerator(device)
-        report = self._session.memory()
+        report = self._backend.memory()
         return report["free"], report["total"]
 
     def empty_cache(self) -> None:
         """Give cached memory of every device back."""
-        self._session.memory(empty_cache=True)
+        self._backend.memory(empty_cache=True)
 
     def memory_cached(self, device: Any = None) -> int:
         """The old name of `memory_reserved`."""

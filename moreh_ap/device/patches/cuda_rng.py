@@ -9,22 +9,20 @@ state; must not know what is in it, nor what is drawn from the stream.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moreh_ap.device.backend import WorkerBackend
 from moreh_ap.device.transfers import require_accelerator
-
-if TYPE_CHECKING:
-    from moreh_ap.session.session import Session
 
 
 class RandomState:
     """The functions that replace those of `torch.cuda.random`; `replacements` lists them."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, backend: WorkerBackend) -> None:
+        self._backend = backend
 
     def replacements(self) -> dict[str, Any]:
         """``{name in torch.cuda.random, and in torch.cuda: function}``."""
@@ -33,7 +31,7 @@ class RandomState:
 
     def manual_seed(self, seed: int) -> None:
         """Restart the accelerator's random stream; `torch.manual_seed` calls this too."""
-        self._session.generator.manual_seed(int(seed))
+        self._backend.generator.manual_seed(int(seed))
 
     def manual_seed_all(self, seed: int) -> None:
         """The same as `manual_seed`: there is one device."""
@@ -49,12 +47,12 @@ class RandomState:
 
     def initial_seed(self) -> int:
         """The seed of the stream."""
-        return self._session.generator.initial_seed()
+        return self._backend.generator.initial_seed()
 
     def get_rng_state(self, device: Any = "cuda") -> Tensor:
         """Where the stream is: bytes on the CPU, for `set_rng_state`."""
         require_accelerator(device)
-        return torch.frombuffer(bytearray(self._session.generator.state()), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(self._backend.generator.state()), dtype=torch.uint8)
 
     def get_rng_state_all(self) -> list[Tensor]:
         """The states of all devices: of the one that there is."""
@@ -72,10 +70,10 @@ class RandomState:
             raise TypeError(
                 f"RNG state must be a torch.ByteTensor, but got: {getattr(new_state, 'dtype', new_state)!r}"
             )
-        size = len(self._session.generator.state())
+        size = len(self._backend.generator.state())
         if new_state.numel() != size:
             raise RuntimeError(f"RNG state is wrong size: {new_state.numel()} bytes, but the accelerator's has {size}")
-        self._session.generator.set_state(bytes(new_state.flatten().tolist()))
+        self._backend.generator.set_state(bytes(new_state.flatten().tolist()))
 
     def set_rng_state_all(self, new_states: Iterable[Tensor]) -> None:
         """`set_rng_state` for every device.

@@ -9,32 +9,28 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from moreh_ap.device.backend import PlaceInOrder, WorkerBackend
 from moreh_ap.device.transfers import require_accelerator
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.protocol.messages.stream import Synchronize
-
-if TYPE_CHECKING:
-    from moreh_ap.session.outbox import Posted
-    from moreh_ap.session.session import Session
 
 
 class CommandStream:
     """The one stream of the accelerator, under whatever name."""
 
-    _session: Session  # of the class that `replacements` makes for one accelerator
+    _backend: WorkerBackend  # of the class that `replacements` makes for one accelerator
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         require_accelerator(device)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CommandStream) and other._session is self._session
+        return isinstance(other, CommandStream) and other._backend is self._backend
 
     def __hash__(self) -> int:
-        return hash(id(self._session))
+        return hash(id(self._backend))
 
     def __enter__(self) -> CommandStream:
         return self
@@ -44,11 +40,11 @@ class CommandStream:
 
     def synchronize(self) -> None:
         """Wait until everything is done that was asked for before."""
-        self._session.synchronize()
+        self._backend.synchronize()
 
     def query(self) -> bool:
         """Whether everything is done that was asked for before; does not wait."""
-        return self._session.outbox.submit(Synchronize()).done()
+        return self._backend.mark_place().done()
 
     def record_event(self, event: CommandEvent | None = None) -> CommandEvent:
         """Put `event`, or a new one, at this place in the order, and return it."""
@@ -70,19 +66,19 @@ class CommandStream:
 class CommandEvent:
     """A place in the order of commands; `elapsed_time` says how long the workers took from one to another."""
 
-    _session: Session
+    _backend: WorkerBackend
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._enable_timing = enable_timing
-        self._reached: Posted | None = None
+        self._reached: PlaceInOrder | None = None
         self._reached_at_s = 0.0
 
     def record(self, stream: CommandStream | None = None) -> None:
         """Take the present place in the order; does not wait."""
-        self._reached = self._session.outbox.submit(Synchronize())
+        self._reached = self._backend.mark_place()
         self._reached.add_done_callback(self._note_time)
 
-    def _note_time(self, _: Posted) -> None:
+    def _note_time(self, _: PlaceInOrder) -> None:
         self._reached_at_s = time.perf_counter()
 
     def wait(self, stream: CommandStream | None = None) -> None:
@@ -112,10 +108,10 @@ class CommandEvent:
         return (end_event._reached_at_s - self._reached_at_s) * 1e3
 
 
-def replacements(session: Session) -> dict[str, Any]:
+def replacements(backend: WorkerBackend) -> dict[str, Any]:
     """``{name in torch.cuda: class or function}``; classes stay classes, since annotations name them."""
-    stream = type("Stream", (CommandStream,), {"_session": session})
-    event = type("Event", (CommandEvent,), {"_session": session})
+    stream = type("Stream", (CommandStream,), {"_backend": backend})
+    event = type("Event", (CommandEvent,), {"_backend": backend})
     streams = dict.fromkeys(("Stream", "ExternalStream", "current_stream", "default_stream"), stream)
     graphs = dict.fromkeys(("CUDAGraph", "graph", "make_graphed_callables"), RefusedGraph)
     return {**streams, **graphs, "Event": event, "stream": _use, "set_stream": lambda stream: None}

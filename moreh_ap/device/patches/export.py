@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from moreh_ap.device.patches.registry import Patches
 from moreh_ap.device.tensor import VirtualTensor
-from moreh_ap.integrations.import_hook import when_imported
-
-if TYPE_CHECKING:
-    from moreh_ap.device.patches.install import Patches
+from moreh_ap.import_hook import when_imported
 
 
 def install(patches: Patches) -> None:
@@ -27,6 +26,7 @@ def install(patches: Patches) -> None:
     for holder, names in ((torch.jit, ("trace", "trace_module", "script")), (torch.export, ("export",))):
         for name in names:
             _redirect(patches, holder, name)
+    _redirect_compiler(patches)
     patches.on_undo(when_imported("torch.onnx", lambda module: _redirect(patches, module, "export")))
 
 
@@ -67,3 +67,24 @@ def _take_buffers(model: nn.Module, copied: nn.Module) -> None:
     for buffer, now in zip(model.buffers(), copied.buffers(), strict=True):
         if not torch.equal(buffer.cpu(), now):
             buffer.copy_(now)
+
+
+def _redirect_compiler(patches: Patches) -> None:
+    """What is compiled runs as it is written: there is nothing in the controller to make code for."""
+
+    def run_as_written() -> None:
+        stance = torch.compiler.set_stance("force_eager")
+        patches.on_undo(lambda: stance.__exit__(None, None, None))  # as at the end of a `with` block
+
+    @functools.wraps(torch.compile)
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        if not told:
+            told.append(True)
+            run_as_written()
+        return original_compile(*args, **kwargs)
+
+    told: list[bool] = []
+    if "torch._dynamo" in sys.modules:  # importing it takes a second, so that it is left to those who compile
+        told.append(True)
+        run_as_written()
+    original_compile = patches.replace(torch, "compile", compile)

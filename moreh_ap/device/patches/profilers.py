@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import profiler
 
-if TYPE_CHECKING:
-    from moreh_ap.device.patches.install import Patches
+from moreh_ap.device.patches.registry import Patches
 
 
 class _Runtime:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moreh_ap.device.patches.registry import Patches
 from moreh_ap.device.storage import is_marked, mark
 from moreh_ap.device.tensor import place
 from moreh_ap.device.transfers import is_accelerator
-
-if TYPE_CHECKING:
-    from moreh_ap.device.patches.install import Patches
 
 _RECORD = "moreh_accelerator"  # the numbers of memories, in the order in which the file names them first
 

@@ -9,18 +9,16 @@ import functools
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from moreh_ap.device.patches.registry import Patches
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.transfers import require_accelerator
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.integrations.import_hook import when_imported
-
-if TYPE_CHECKING:
-    from moreh_ap.device.patches.install import Patches
+from moreh_ap.import_hook import when_imported
 
 _WRAPPERS = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
@@ -130,3 +128,17 @@ def _refuse_process_groups(patches: Patches) -> None:
 
     original = patches.replace(distributed_c10d, "init_process_group", init_process_group)
     patches.replace(dist, "init_process_group", init_process_group)
+
+
+def refuse_compiled(root: nn.Module) -> None:
+    """Models of TorchScript have no code that workers could run.
+
+    Raises:
+        UnsupportedError: There is one in the module.
+    """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
+        raise UnsupportedError(
+            f"A {type(root).__name__} compiled by torch.jit on the accelerator, whose workers run Python.",
+            allowed="The model itself on the accelerator; compiled models on the CPU; compiled functions anywhere.",
+            fix="torch.jit.script(copy.deepcopy(model).cpu())  # to save it; train the model itself",
+        )

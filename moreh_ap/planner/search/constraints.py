@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from moreh_ap.errors import OptionError
 
 if TYPE_CHECKING:
-    from moreh_ap.option import Options
+    from moreh_ap.settings import Options
 
 __all__ = ["ALL_KINDS", "Constraints"]
 

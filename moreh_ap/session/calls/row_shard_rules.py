@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from moreh_ap.device import operations
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Here
+from moreh_ap.protocol.batch import BatchRows
 from moreh_ap.protocol.messages.row_shards import RunOnParts
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, Expanded, NumRows, PartRef, RowsOf, TensorData
-from moreh_ap.session.calls.row_shards import BatchRows, InParts, Located, PartValue, PartView
-
-if TYPE_CHECKING:
-    from moreh_ap.session.outbox import Posted
-    from moreh_ap.session.session import Session
+from moreh_ap.session.calls.row_shards import InParts, Located, PartValue, PartView
+from moreh_ap.session.outbox import Posted
+from moreh_ap.session.session import Session
 
 Follows = Callable[[Tensor], bool]
 

@@ -14,35 +14,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from moreh_ap.device.values import Cell, Value, View
-from moreh_ap.protocol.memory_format import in_order
+from moreh_ap.protocol.batch import BatchRows
 from moreh_ap.protocol.messages.row_shards import ReadPart, ReleaseParts, WritePart
 from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, PartRef, TensorData
-
-if TYPE_CHECKING:
-    from moreh_ap.session.outbox import Posted
-    from moreh_ap.session.session import Session
-
-
-@dataclass(frozen=True)
-class BatchRows:
-    """How workers share the rows of a batch; tensors that are shared alike have the same rows on each.
-
-    Attributes:
-        rows: Rows of each worker that speaks, None for the others, in rank order.
-    """
-
-    rows: tuple[int | None, ...]
-
-    @property
-    def total(self) -> int:
-        """Rows of the batch."""
-        return sum(rows for rows in self.rows if rows is not None)
+from moreh_ap.session.outbox import Posted
+from moreh_ap.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -103,10 +84,8 @@ class PartValue(Value):
         """Large parts stay; what is whole and small comes with the answer, and is an ordinary value from then on."""
         return self._reply is None
 
-    def runner(self) -> Callable[[Any, Any, Any], Any]:
-        from moreh_ap.session.calls.row_shard_rules import run_on_parts
-
-        return run_on_parts
+    def runner(self) -> Callable[[Any, Any, Any], Any] | None:
+        return self.session.run_on_row_shards
 
     def ready(self) -> bool:
         return self._reply is not None and self._reply.done()
@@ -114,10 +93,10 @@ class PartValue(Value):
     def read(self) -> Tensor:
         if self._reply is not None:
             answers = [answer[self._index] for answer in self._reply.result() if answer is not None]
-            return join(answers)
+            return LeafReply.join(answers)
         if self._seen is None:
             replies = self.session.outbox.submit(ReadPart(self._number)).result()
-            self._seen = join([reply for reply in replies if reply is not None])
+            self._seen = LeafReply.join([reply for reply in replies if reply is not None])
             self.session.traffic.moved(self.num_bytes)
         return self._seen
 
@@ -164,12 +143,3 @@ class PartView(View):
     def root(self) -> Value:
         """What the view, through other views, is a view of."""
         return self._of.root() if isinstance(self._of, PartView) else self._of
-
-
-def join(parts: list[LeafReply]) -> Tensor:
-    """The whole tensor of what workers answered, in rank order, laid out in memory as theirs."""
-    first, *_ = parts
-    if first.kind == "same":  # the first alone sends it
-        return in_order(first.tensor(), first.order)
-    tensors = [part.tensor() for part in parts]
-    return in_order(torch.cat(tensors) if first.kind == "rows" else torch.stack(tensors).sum(0), first.order)

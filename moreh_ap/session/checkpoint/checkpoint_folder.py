@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import moreh_ap
 from moreh_ap.device.values import InFile
 from moreh_ap.errors import ExactnessError, LoadError
 from moreh_ap.parallelizer.state.checkpoint_shards import WrittenFile, problem_with
 from moreh_ap.protocol.messages.tensors import SavedTensor
 from moreh_ap.protocol.tensor_source import TensorSource
 from moreh_ap.session.checkpoint.checkpoint_values import dtype_name, dtype_of
+from moreh_ap.version import __version__
 
 VERSION = 1
 _JSON = "checkpoint.json"
@@ -80,7 +80,7 @@ class Checkpoint:
         if content.get("version", 0) > VERSION:
             raise LoadError(
                 f"{path} has version {content['version']} of the format",
-                f"versions up to {VERSION}, which moreh_ap {moreh_ap.__version__} knows",
+                f"versions up to {VERSION}, which moreh_ap {__version__} knows",
                 "pip install --upgrade moreh-ap",
             )
         if verify and content.pop("sha256", None) != _sha256(content):
@@ -188,7 +188,7 @@ class NewCheckpoint:
             "format": "moreh_ap checkpoint",
             "version": VERSION,
             "versions": {
-                "moreh_ap": moreh_ap.__version__,
+                "moreh_ap": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },

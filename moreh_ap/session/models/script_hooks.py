@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
@@ -23,13 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.plan import Plan
 from moreh_ap.protocol.hook_records import QuietHook, Report, ReportedHook
 from moreh_ap.protocol.module_attributes import LIBRARIES
 from moreh_ap.protocol.rng_state import host_untouched
-
-if TYPE_CHECKING:
-    from moreh_ap.plan import Plan
-    from moreh_ap.session.calls.remote_call import Call
 
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
@@ -42,13 +39,21 @@ def replaying() -> bool:
     return _replaying.get()
 
 
-def hook_keys(modules: list[nn.Module]) -> list[tuple[int, ...]]:
-    """Tells whether hooks of modules, of whomever, are those that they were."""
-    return [
-        (number, *part._forward_pre_hooks, *part._forward_hooks, *part._backward_pre_hooks, *part._backward_hooks)
-        for number, part in enumerate(modules)
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-    ]
+class HookedModel(Protocol):
+    """A model whose hooks run in the script."""
+
+    def note_replayed(self) -> None: ...
+
+    def take_attributes(self, attributes: dict[str, Any]) -> None: ...
+
+
+class HookedCall(Protocol):
+    """A call whose hooks run in the script."""
+
+    @property
+    def model(self) -> HookedModel: ...
+
+    def watch(self, indices: list[int], watcher: Callable[[dict[int, Tensor]], None]) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -101,13 +106,11 @@ class ScriptHooks:
         self._sent = {hook.key for hook in self._hooks if hook.key not in kept_here and _can_be_sent(hook.run)}
         # Backward hooks are called with the gradients of what a forward hook here was given.
         self._differentiated = list({id(hook.module): hook.module for hook in self._of(_BACKWARD)}.values())
+        self.any = bool(self._hooks)
         self.attributes: set[str] = set()
         """Names of attributes that hooks set, as they did in the workers."""
         if self._hooks:
             self._refuse(plan)
-
-    def __len__(self) -> int:
-        return len(self._hooks)
 
     def _of(self, kinds: tuple[str, ...]) -> list[_Hook]:
         return [hook for hook in self._hooks if hook.where in kinds]
@@ -151,13 +154,14 @@ class ScriptHooks:
 
     # -- running them here -----------------------------------------------------------------------------------------
 
-    def run(self, call: Call, tree: Any, leaves: list[Any], done: int = 0) -> Any:
+    def run(self, call: HookedCall, tree: Any, report: Report, num_leaves: int, done: int = 0) -> Any:
         """Run the forward hooks of a call, and set the attributes that it set; returns the module's result.
 
         Args:
             call: The call.
-            tree: How the result nests, a `Report` where it is not all that the call left.
-            leaves: Its leaves.
+            tree: How the report nests.
+            report: The result, and what else the call left.
+            num_leaves: Leaves of the report.
             done: How many of them have run already, in a call that ended before its end.
 
         Raises:
@@ -165,12 +169,9 @@ class ScriptHooks:
             UnsupportedError: A hook could not do its work in the workers.
             RunsHereOnly: A hook has raised in the workers and not here.
         """
-        report = tree_unflatten(leaves, tree)
-        if not isinstance(report, Report):
-            return report
         if self.is_silent:
             return report.result
-        order = iter(tree_unflatten(list(range(len(leaves))), tree).seen)
+        order = iter(tree_unflatten(list(range(num_leaves)), tree).seen)
         token = _replaying.set(True)
         try:
             for position, seen in enumerate(report.seen):
@@ -220,7 +221,7 @@ class ScriptHooks:
                 fix="return output * 2  # instead of output.mul_(2)",
             )
 
-    def _watch(self, call: Call, module: nn.Module, given: tuple[Any, ...], indices: tuple[Any, ...]) -> None:
+    def _watch(self, call: HookedCall, module: nn.Module, given: tuple[Any, ...], indices: tuple[Any, ...]) -> None:
         """Have the backward hooks of `module` run with the gradients of its inputs and outputs in this call."""
         inputs, outputs = (_top_level(given[0], indices[0]), _top_level(given[1], indices[1]))
         wanted = [*inputs, *outputs]

@@ -26,13 +26,13 @@ from moreh_ap.errors import PlanError
 from moreh_ap.planner.search.ranking import Candidate
 from moreh_ap.protocol.messages.devices import ReportSteps, StepReport
 from moreh_ap.session.calls.remote_call import call_remotely
-from moreh_ap.session.calls.rng_streams import AcceleratorGenerator
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.remote_optimizer import step_remotely
 from moreh_ap.session.outbox import Restart
 from moreh_ap.session.planning import first_call, oom_records
 from moreh_ap.session.planning.plan_selection import Planned, say, write_selected
 from moreh_ap.session.planning.step_watch import remember_run
+from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.session import Session
 from moreh_ap.session.verification import reduced_model
 
@@ -94,13 +94,13 @@ def _try(session: Session, root: nn.Module, call: reduced_model.Call, trial: Pla
     module, args, kwargs = call
     with _untouched(session, root), first_call.on_trial(trial.plan):
         session.memory(reset_peak=True)
-        remote = RemoteModel(session, root, call, trial.plan)
+        remote = RemoteModel(session, root, call, trial.plan, on_trial=True)
         try:
             optimizer = torch.optim.AdamW([p for p in root.parameters() if p.requires_grad], lr=0.0)
             for _ in range(NUM_STEPS):
                 with torch.enable_grad():
                     _backward(call_remotely(remote, remote.path_of(module), args, kwargs))
-                step_remotely(session, optimizer, None)
+                step_remotely(session, optimizer)
                 optimizer.zero_grad()
             reports: list[StepReport] = session.outbox.submit(ReportSteps()).result()
         finally:

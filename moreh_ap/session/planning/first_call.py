@@ -23,9 +23,9 @@ from moreh_ap.plan import Plan
 from moreh_ap.planner.search import proven
 from moreh_ap.protocol.pytree import flatten
 from moreh_ap.protocol.replaced_forwards import has_another_forward
-from moreh_ap.session.calls.rng_streams import AcceleratorGenerator
 from moreh_ap.session.models.script_hooks import ScriptHooks
 from moreh_ap.session.planning.plan_selection import Planned, choose_plan_for
+from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.session import Session
 from moreh_ap.session.verification import equivalence, reduced_model, verified_models
 from moreh_ap.session.verification.equivalence import Equivalence

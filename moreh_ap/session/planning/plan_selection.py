@@ -10,7 +10,6 @@ from torch import nn
 
 from moreh_ap import log
 from moreh_ap.errors import PlanError
-from moreh_ap.option import Options
 from moreh_ap.plan import Plan
 from moreh_ap.planner.models.model_profile import ModelProfile
 from moreh_ap.planner.models.shapes import TransformerShape
@@ -25,6 +24,7 @@ from moreh_ap.session.planning.machine_profile import Machine, machine_of
 from moreh_ap.session.planning.model_profiling import profile_model, shape_of, trains_weights
 from moreh_ap.session.planning.step_watch import Expected, corrections_of
 from moreh_ap.session.session import Session
+from moreh_ap.settings import Options
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import PlanError
+from moreh_ap.integrations.transformers_reduced import cut_config, depth_with_every_kind, reduce_config, without_dropout
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.protocol.pytree import flatten
 from moreh_ap.protocol.replaced_forwards import has_another_forward
 from moreh_ap.session.verification.equivalence import Subject, Training, as_a_fresh_process, reference
-from moreh_ap.session.verification.reduced_config import (
-    cut_config,
-    depth_with_every_kind,
-    reduce_config,
-    without_dropout,
-)
 
 SEED = 2024
 SPREAD = 0.1

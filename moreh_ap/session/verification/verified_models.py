@@ -19,11 +19,11 @@ from types import FunctionType
 import torch
 from torch import nn
 
-import moreh_ap
 from moreh_ap.local.cache_files import Remembered
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.replaced_forwards import own_forwards
 from moreh_ap.session.verification.equivalence import Equivalence
+from moreh_ap.version import __version__
 
 FILE = Remembered("verified.json")
 _NUMBERS = ("loss", "norm", "gradient", "weight")
@@ -82,7 +82,7 @@ def _code(function: FunctionType) -> str:
 def _versions() -> dict[str, str]:
     transformers = sys.modules.get("transformers")
     return {
-        "moreh_ap": moreh_ap.__version__,
+        "moreh_ap": __version__,
         "torch": torch.__version__,
         "transformers": getattr(transformers, "__version__", ""),
     }
@@ -91,7 +91,7 @@ def _versions() -> dict[str, str]:
 @cache
 def _own_code() -> str:
     """A digest of what carries out plans: after a change of it nothing is proven any more."""
-    folder = Path(moreh_ap.__file__).parent
+    folder = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for room in ("parallelizer", "runtime", "session"):
         for source in sorted((folder / room).rglob("*.py")):

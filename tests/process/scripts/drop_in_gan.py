@@ -1,99 +1,111 @@
-"""A generative adversarial network, in the way of the DCGAN example: two models and optimizers, labels filled in place.
+"""Adversarial training on small pictures: two models, two optimizers, and targets that are overwritten in place.
 
-With --ap it has the one line; prints both losses and what the discriminator says.
+With --ap it has the one line; prints both losses, the discriminator's mean outputs, and a norm of generated pictures.
 """
 
 import sys
 
 import torch
-import torch.nn as nn
-import torch.optim as optim
+from torch import nn
+from torch.optim import Adam
 
 if "--ap" in sys.argv:
     torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
 
-
-def weights_init(m):
-    classname = m.__class__.__name__
-    if classname.find("Conv") != -1:
-        torch.nn.init.normal_(m.weight, 0.0, 0.02)
-    elif classname.find("BatchNorm") != -1:
-        torch.nn.init.normal_(m.weight, 1.0, 0.02)
-        torch.nn.init.zeros_(m.bias)
-
-
-class Generator(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.main = nn.Sequential(
-            nn.ConvTranspose2d(10, 16, 4, 1, 0, bias=False),
-            nn.BatchNorm2d(16),
-            nn.ReLU(True),
-            nn.ConvTranspose2d(16, 1, 4, 2, 1, bias=False),
-            nn.Tanh(),
-        )
-
-    def forward(self, input):
-        return self.main(input)
+LATENT_SIZE, SIDE, BATCH_SIZE = 10, 8, 8
+FAKE, REAL = 0, 1
 
 
 class Discriminator(nn.Module):
-    def __init__(self):
+    """Returns for each picture the probability that it is real."""
+
+    def __init__(self, channels=8):
         super().__init__()
-        self.main = nn.Sequential(
-            nn.Conv2d(1, 8, 4, 2, 1, bias=False),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(8, 16, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(16),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(16, 1, 4, 1, 0, bias=False),
-            nn.Sigmoid(),
+        more = channels * 2
+        self.layers = nn.Sequential(nn.Conv2d(1, channels, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True))
+        self.layers.extend([nn.Conv2d(channels, more, 3, 1, 1, bias=False), nn.BatchNorm2d(more)])
+        self.layers.extend([nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(more, 1, 4, 1, 0, bias=False), nn.Sigmoid()])
+
+    def forward(self, pictures):
+        return self.layers(pictures).view(-1, 1).squeeze(1)
+
+
+class Generator(nn.Module):
+    """Returns pictures of `SIDE` by `SIDE` for latents of shape (pictures, LATENT_SIZE, 1, 1)."""
+
+    def __init__(self, channels=16):
+        super().__init__()
+        widen = [nn.ConvTranspose2d(LATENT_SIZE, channels, 4, 1, 0, bias=False), nn.BatchNorm2d(channels)]
+        draw = [nn.ConvTranspose2d(channels, 1, 4, 2, 1, bias=False), nn.Tanh()]
+        self.layers = nn.Sequential(*widen, nn.ReLU(True), *draw)
+
+    def forward(self, latents):
+        return self.layers(latents)
+
+
+def redraw(layer):
+    """Draws the weights of a layer again, near 0 for a convolution and near 1 for a norm."""
+    kind = layer.__class__.__name__
+    is_norm = kind.startswith("BatchNorm")
+    if is_norm:
+        nn.init.zeros_(layer.bias)
+    if is_norm or kind.startswith("Conv"):
+        nn.init.normal_(layer.weight, mean=float(is_norm), std=0.02)
+
+
+class AdversarialTraining:
+    """Both models with their optimizers, and the discriminator's targets for the batch at hand."""
+
+    def __init__(self, device):
+        self.device, self.criterion = device, nn.BCELoss()
+        self.discriminator = Discriminator().to(device).apply(redraw)
+        self.generator = Generator().to(device).apply(redraw)
+        self.discriminator_optimizer, self.generator_optimizer = (
+            Adam(model.parameters(), lr=2e-3, betas=(0.5, 0.999)) for model in (self.discriminator, self.generator)
         )
 
-    def forward(self, input):
-        return self.main(input).view(-1, 1).squeeze(1)
+    def latents(self, count):
+        return torch.randn(count, LATENT_SIZE, 1, 1, device=self.device)
+
+    def step_discriminator(self, real):
+        """Returns the loss, the mean output for real pictures, and the generated pictures."""
+        self.discriminator.zero_grad()
+        self.target = torch.full((real.size(0),), REAL, dtype=real.dtype, device=self.device)
+        probability = self.discriminator(real)
+        loss_of_real = self.criterion(probability, self.target)
+        loss_of_real.backward()
+        mean_output = probability.mean().item()
+
+        generated = self.generator(self.latents(real.size(0)))
+        self.target.fill_(FAKE)
+        loss_of_generated = self.criterion(self.discriminator(generated.detach()), self.target)
+        loss_of_generated.backward()
+        loss = loss_of_real + loss_of_generated
+        self.discriminator_optimizer.step()
+        return loss, mean_output, generated
+
+    def step_generator(self, generated):
+        """Returns the loss, which is low where generated pictures pass for real, and the mean output for them."""
+        self.generator.zero_grad()
+        self.target.fill_(REAL)
+        probability = self.discriminator(generated)
+        loss = self.criterion(probability, self.target)
+        loss.backward()
+        mean_output = probability.mean().item()
+        self.generator_optimizer.step()
+        return loss, mean_output
 
 
-torch.manual_seed(999)
-device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-netG = Generator().to(device)
-netG.apply(weights_init)
-netD = Discriminator().to(device)
-netD.apply(weights_init)
-criterion = nn.BCELoss()
-fixed_noise = torch.randn(8, 10, 1, 1, device=device)
-real_label, fake_label = 1, 0
-optimizerD = optim.Adam(netD.parameters(), lr=2e-3, betas=(0.5, 0.999))
-optimizerG = optim.Adam(netG.parameters(), lr=2e-3, betas=(0.5, 0.999))
-pictures = torch.randn(48, 1, 8, 8).tanh()
+torch.manual_seed(31)
+training = AdversarialTraining(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+same_latents = training.latents(BATCH_SIZE)
+pictures = torch.randn(6 * BATCH_SIZE, 1, SIDE, SIDE).tanh()
 for _ in range(2):
-    for i in range(0, 48, 8):
-        netD.zero_grad()
-        real_cpu = pictures[i : i + 8].to(device)
-        batch_size = real_cpu.size(0)
-        label = torch.full((batch_size,), real_label, dtype=real_cpu.dtype, device=device)
-        output = netD(real_cpu)
-        errD_real = criterion(output, label)
-        errD_real.backward()
-        D_x = output.mean().item()
-
-        noise = torch.randn(batch_size, 10, 1, 1, device=device)
-        fake = netG(noise)
-        label.fill_(fake_label)
-        output = netD(fake.detach())
-        errD_fake = criterion(output, label)
-        errD_fake.backward()
-        errD = errD_real + errD_fake
-        optimizerD.step()
-
-        netG.zero_grad()
-        label.fill_(real_label)
-        output = netD(fake)
-        errG = criterion(output, label)
-        errG.backward()
-        D_G_z2 = output.mean().item()
-        optimizerG.step()
-        print(f"loss {errD.item():.6f} loss {errG.item():.6f} D(x) {D_x:.6f} D(G(z)) {D_G_z2:.6f}")
+    for batch in pictures.split(BATCH_SIZE):
+        discriminator_loss, mean_real, generated = training.step_discriminator(batch.to(training.device))
+        generator_loss, mean_generated = training.step_generator(generated)
+        print(f"discriminator loss {discriminator_loss.item():.6f}, mean of real {mean_real:.6f}")
+        print(f"generator loss {generator_loss.item():.6f}, mean of generated {mean_generated:.6f}")
 with torch.no_grad():
-    fake = netG(fixed_noise).detach().cpu()
-print(f"norm {fake.norm():.6f}")
+    final = training.generator(same_latents).detach().cpu()
+print(f"norm {final.norm():.6f}")

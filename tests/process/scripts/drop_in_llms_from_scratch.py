@@ -1,4 +1,4 @@
-"""A GPT from a textbook: pretraining, classification, instructions, preferences; every loss is the script's own.
+"""A decoder is pretrained, resumed, and tuned for classes, instructions and preferences; each loss is the script's own.
 
 With --ap it has the one line.
 """
@@ -11,421 +11,379 @@ if "--ap" in sys.argv:
     torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
 
 import copy
+import functools
+import itertools
 import math
-from functools import partial
 
-import torch.nn as nn
-import torch.nn.functional as F
+from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+NUM_TOKENS, WINDOW = 101, 32
+PADDING, IGNORED = 100, -100
+FILE = "decoder-ap.pth" if "--ap" in sys.argv else "decoder.pth"
+CONFIG = {
+    "num_tokens": NUM_TOKENS,
+    "window": WINDOW,
+    "width": 32,
+    "num_heads": 4,
+    "num_layers": 2,
+    "dropout": 0.1,
+    "bias": False,
+}
 
-class MultiHeadAttention(nn.Module):
-    def __init__(self, d_in, d_out, context_length, dropout, num_heads, qkv_bias=False):
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    """Layer normalization with a gain and an offset."""
+
+    def __init__(self, width, epsilon=1e-5):
         super().__init__()
-        self.d_out = d_out
-        self.num_heads = num_heads
-        self.head_dim = d_out // num_heads
-        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.out_proj = nn.Linear(d_out, d_out)
+        self.epsilon = epsilon
+        self.offset = nn.Parameter(torch.zeros(width))
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, states):
+        centred = states - states.mean(dim=-1, keepdim=True)
+        variance = states.var(dim=-1, keepdim=True, unbiased=False)
+        return centred / torch.sqrt(self.epsilon + variance) * self.gain + self.offset
+
+
+class TanhGelu(nn.Module):
+    """GELU, approximated with a hyperbolic tangent."""
+
+    def forward(self, states):
+        slope = torch.sqrt(torch.tensor(2.0 / torch.pi))
+        gate = torch.tanh((0.044715 * torch.pow(states, 3) + states) * slope)
+        return (gate + 1) * states * 0.5
+
+
+class CausalAttention(nn.Module):
+    """Attention to earlier positions; the scores of later ones are overwritten in place."""
+
+    def __init__(self, width, num_heads, window, dropout, bias):
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, width // num_heads
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=bias) for _ in range(3))
+        self.output = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
-        self.register_buffer("mask", torch.triu(torch.ones(context_length, context_length), diagonal=1))
+        self.register_buffer("later", torch.triu(torch.ones(window, window), diagonal=1))
 
-    def forward(self, x):
-        b, num_tokens, _d_in = x.shape
-        keys = self.W_key(x)
-        queries = self.W_query(x)
-        values = self.W_value(x)
-        keys = keys.view(b, num_tokens, self.num_heads, self.head_dim).transpose(1, 2)
-        values = values.view(b, num_tokens, self.num_heads, self.head_dim).transpose(1, 2)
-        queries = queries.view(b, num_tokens, self.num_heads, self.head_dim).transpose(1, 2)
-        attn_scores = queries @ keys.transpose(2, 3)
-        mask_bool = self.mask.bool()[:num_tokens, :num_tokens]
-        attn_scores.masked_fill_(mask_bool, -torch.inf)
-        attn_weights = torch.softmax(attn_scores / keys.shape[-1] ** 0.5, dim=-1)
-        attn_weights = self.dropout(attn_weights)
-        context_vec = (attn_weights @ values).transpose(1, 2)
-        context_vec = context_vec.contiguous().view(b, num_tokens, self.d_out)
-        return self.out_proj(context_vec)
+    def by_heads(self, layer, states_BTC):
+        batch, length, _ = states_BTC.shape
+        return layer(states_BTC).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
 
-
-class LayerNorm(nn.Module):
-    def __init__(self, emb_dim):
-        super().__init__()
-        self.eps = 1e-5
-        self.scale = nn.Parameter(torch.ones(emb_dim))
-        self.shift = nn.Parameter(torch.zeros(emb_dim))
-
-    def forward(self, x):
-        mean = x.mean(dim=-1, keepdim=True)
-        var = x.var(dim=-1, keepdim=True, unbiased=False)
-        norm_x = (x - mean) / torch.sqrt(var + self.eps)
-        return self.scale * norm_x + self.shift
-
-
-class GELU(nn.Module):
-    def forward(self, x):
-        return 0.5 * x * (1 + torch.tanh(torch.sqrt(torch.tensor(2.0 / torch.pi)) * (x + 0.044715 * torch.pow(x, 3))))
+    def forward(self, states_BTC):
+        length = states_BTC.shape[1]
+        query_BHTD, key_BHTD = self.by_heads(self.query, states_BTC), self.by_heads(self.key, states_BTC)
+        scores_BHTT = query_BHTD @ key_BHTD.transpose(2, 3)
+        scores_BHTT.masked_fill_(self.later.bool()[:length, :length], -torch.inf)
+        weights_BHTT = self.dropout(torch.softmax(scores_BHTT / key_BHTD.shape[-1] ** 0.5, dim=-1))
+        mixed_BTHD = (weights_BHTT @ self.by_heads(self.value, states_BTC)).transpose(1, 2)
+        return self.output(mixed_BTHD.contiguous().view(states_BTC.shape))
 
 
 class FeedForward(nn.Module):
-    def __init__(self, cfg):
+    def __init__(self, width):
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(cfg["emb_dim"], 4 * cfg["emb_dim"]), GELU(), nn.Linear(4 * cfg["emb_dim"], cfg["emb_dim"])
-        )
+        wide = 4 * width
+        self.inner = nn.Sequential(nn.Linear(width, wide), TanhGelu(), nn.Linear(wide, width))
 
-    def forward(self, x):
-        return self.layers(x)
+    def forward(self, states):
+        return self.inner(states)
 
 
-class TransformerBlock(nn.Module):
-    def __init__(self, cfg):
+class DecoderLayer(nn.Module):
+    """Attention, then a feed-forward, each behind a norm of its own; both use the same dropout."""
+
+    def __init__(self, config):
         super().__init__()
-        self.att = MultiHeadAttention(
-            cfg["emb_dim"], cfg["emb_dim"], cfg["context_length"], cfg["drop_rate"], cfg["n_heads"], cfg["qkv_bias"]
-        )
-        self.ff = FeedForward(cfg)
-        self.norm1 = LayerNorm(cfg["emb_dim"])
-        self.norm2 = LayerNorm(cfg["emb_dim"])
-        self.drop_shortcut = nn.Dropout(cfg["drop_rate"])
+        width, dropout = config["width"], config["dropout"]
+        self.dropout = nn.Dropout(dropout)
+        self.attention_norm, self.feed_forward_norm = Norm(width), Norm(width)
+        self.feed_forward = FeedForward(width)
+        self.attention = CausalAttention(width, config["num_heads"], config["window"], dropout, config["bias"])
 
-    def forward(self, x):
-        shortcut = x
-        x = self.norm1(x)
-        x = self.att(x)
-        x = self.drop_shortcut(x)
-        x = x + shortcut
-        shortcut = x
-        x = self.norm2(x)
-        x = self.ff(x)
-        x = self.drop_shortcut(x)
-        return x + shortcut
+    def forward(self, states):
+        states = self.dropout(self.attention(self.attention_norm(states))) + states
+        return self.dropout(self.feed_forward(self.feed_forward_norm(states))) + states
 
 
-class GPTModel(nn.Module):
-    def __init__(self, cfg):
+class Decoder(nn.Module):
+    """Returns scores of shape (texts, tokens, choices) for tokens of shape (texts, tokens)."""
+
+    def __init__(self, config):
         super().__init__()
-        self.tok_emb = nn.Embedding(cfg["vocab_size"], cfg["emb_dim"])
-        self.pos_emb = nn.Embedding(cfg["context_length"], cfg["emb_dim"])
-        self.drop_emb = nn.Dropout(cfg["drop_rate"])
-        self.trf_blocks = nn.Sequential(*[TransformerBlock(cfg) for _ in range(cfg["n_layers"])])
-        self.final_norm = LayerNorm(cfg["emb_dim"])
-        self.out_head = nn.Linear(cfg["emb_dim"], cfg["vocab_size"], bias=False)
+        width = config["width"]
+        self.layers = nn.Sequential(*(DecoderLayer(config) for _ in range(config["num_layers"])))
+        self.positions = nn.Embedding(config["window"], width)
+        self.tokens = nn.Embedding(config["num_tokens"], width)
+        self.norm, self.dropout = Norm(width), nn.Dropout(config["dropout"])
+        self.head = nn.Linear(width, config["num_tokens"], bias=False)
 
-    def forward(self, in_idx):
-        _batch_size, seq_len = in_idx.shape
-        tok_embeds = self.tok_emb(in_idx)
-        pos_embeds = self.pos_emb(torch.arange(seq_len, device=in_idx.device))
-        x = tok_embeds + pos_embeds
-        x = self.drop_emb(x)
-        x = self.trf_blocks(x)
-        x = self.final_norm(x)
-        return self.out_head(x)
+    def forward(self, tokens_BT):
+        positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        states_BTC = self.dropout(self.tokens(tokens_BT) + self.positions(positions))
+        return self.head(self.norm(self.layers(states_BTC)))
 
 
-def generate_text_simple(model, idx, max_new_tokens, context_size):
-    for _ in range(max_new_tokens):
-        idx_cond = idx[:, -context_size:]
-        with torch.no_grad():
-            logits = model(idx_cond)
-        logits = logits[:, -1, :]
-        probas = torch.softmax(logits, dim=-1)
-        idx_next = torch.argmax(probas, dim=-1, keepdim=True)
-        idx = torch.cat((idx, idx_next), dim=1)
-    return idx
+# -- data, losses and updates ------------------------------------------------------------------------------------------
 
 
-def generate(model, idx, max_new_tokens, context_size, temperature=0.0, top_k=None, eos_id=None):
-    for _ in range(max_new_tokens):
-        idx_cond = idx[:, -context_size:]
-        with torch.no_grad():
-            logits = model(idx_cond)
-        logits = logits[:, -1, :]
-        if top_k is not None:
-            top_logits, _ = torch.topk(logits, top_k)
-            min_val = top_logits[:, -1]
-            logits = torch.where(logits < min_val, torch.tensor(float("-inf")).to(logits.device), logits)
-        if temperature > 0.0:
-            logits = logits / temperature
-            probs = torch.softmax(logits, dim=-1)
-            idx_next = torch.multinomial(probs, num_samples=1)
-        else:
-            idx_next = torch.argmax(logits, dim=-1, keepdim=True)
-        if idx_next == eos_id:
-            break
-        idx = torch.cat((idx, idx_next), dim=1)
-    return idx
+class Excerpts(Dataset):
+    """Excerpts of a text, one from every `stride`-th token on, each with the tokens that follow its tokens."""
 
+    def __init__(self, text, stride):
+        begins = range(0, len(text) - WINDOW, stride)
+        self.excerpts = [torch.tensor(text[begin : begin + WINDOW + 1]) for begin in begins]
 
-class GPTDatasetV1(Dataset):
-    def __init__(self, token_ids, max_length, stride):
-        self.input_ids = []
-        self.target_ids = []
-        for i in range(0, len(token_ids) - max_length, stride):
-            self.input_ids.append(torch.tensor(token_ids[i : i + max_length]))
-            self.target_ids.append(torch.tensor(token_ids[i + 1 : i + max_length + 1]))
+    def __getitem__(self, index):
+        excerpt = self.excerpts[index]
+        return excerpt[:-1], excerpt[1:]
 
     def __len__(self):
-        return len(self.input_ids)
-
-    def __getitem__(self, idx):
-        return self.input_ids[idx], self.target_ids[idx]
+        return len(self.excerpts)
 
 
-def calc_loss_batch(input_batch, target_batch, model, device):
-    input_batch, target_batch = input_batch.to(device), target_batch.to(device)
-    logits = model(input_batch)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target_batch.flatten())
+def padded(rows, device):
+    """Makes a batch of rows of tokens; of the padding behind a row, only the first counts, as its end."""
+    longest = max(map(len, rows))
+    tokens, following = [], []
+    for row in rows:
+        whole = torch.tensor(row + [PADDING] * (longest + 1 - len(row)))
+        wanted = whole[1:].clone()
+        ends = torch.nonzero(wanted == PADDING).squeeze()
+        if ends.numel() > 1:
+            wanted[ends[1:]] = IGNORED
+        tokens.append(whole[:-1])
+        following.append(wanted)
+    return tuple(torch.stack(column).to(device) for column in (tokens, following))
 
 
-def calc_loss_loader(data_loader, model, device, num_batches=None, fn=calc_loss_batch):
-    total_loss = 0.0
-    if len(data_loader) == 0:
-        return float("nan")
-    if num_batches is None:
-        num_batches = len(data_loader)
-    else:
-        num_batches = min(num_batches, len(data_loader))
-    for i, (input_batch, target_batch) in enumerate(data_loader):
-        if i < num_batches:
-            loss = fn(input_batch, target_batch, model, device)
-            total_loss += loss.item()
-        else:
-            break
-    return total_loss / num_batches
+def text_loss(model, tokens, following):
+    scores = model(tokens.to(device))
+    return F.cross_entropy(scores.flatten(0, 1), following.to(device).flatten())
 
 
-def evaluate_model(model, train_loader, val_loader, device, eval_iter):
+def class_loss(model, tokens, classes):
+    return F.cross_entropy(model(tokens.to(device))[:, -1, :], classes.to(device))
+
+
+def mean_loss(model, loader, most):
+    """Returns the mean loss of the first batches, at most `most`; not a number without any."""
+    losses = [text_loss(model, *batch).item() for batch in itertools.islice(loader, most)]
+    return sum(losses) / len(losses) if losses else float("nan")
+
+
+def evaluate(model, *loaders):
+    """Returns the mean loss for each loader, without dropout."""
     model.eval()
     with torch.no_grad():
-        train_loss = calc_loss_loader(train_loader, model, device, num_batches=eval_iter)
-        val_loss = calc_loss_loader(val_loader, model, device, num_batches=eval_iter)
+        means = [mean_loss(model, loader, most=2) for loader in loaders]
     model.train()
-    return train_loss, val_loss
+    return means
 
 
-def generate_and_print_sample(model, device, start_context):
-    model.eval()
-    context_size = model.pos_emb.weight.shape[0]
-    encoded = torch.tensor(start_context).unsqueeze(0).to(device)
-    with torch.no_grad():
-        token_ids = generate_text_simple(model=model, idx=encoded, max_new_tokens=10, context_size=context_size)
-    print(token_ids.squeeze(0).tolist())
-    model.train()
-
-
-GPT_CONFIG = {
-    "vocab_size": 101,
-    "context_length": 32,
-    "emb_dim": 32,
-    "n_heads": 4,
-    "n_layers": 2,
-    "drop_rate": 0.1,
-    "qkv_bias": False,
-}
-torch.manual_seed(123)
-model = GPTModel(GPT_CONFIG)
-CHECKPOINT = "gpt-ap.pth" if "--ap" in sys.argv else "gpt.pth"
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-model.to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.004, weight_decay=0.1)
-g = torch.Generator().manual_seed(1)
-tokens = torch.randint(0, 101, (600,), generator=g).tolist()
-train_loader = DataLoader(GPTDatasetV1(tokens[:500], 32, 16), batch_size=4, shuffle=True, drop_last=True, num_workers=0)
-val_loader = DataLoader(GPTDatasetV1(tokens[500:], 32, 32), batch_size=4, shuffle=False, drop_last=False, num_workers=0)
-train_losses, val_losses, track_tokens_seen = [], [], []
-tokens_seen, global_step = 0, -1
-initial_lr, min_lr, peak_lr = 3e-5, 1e-6, optimizer.param_groups[0]["lr"]
-track_lrs = []
-total_training_steps = len(train_loader) * 1
-warmup_steps = 2
-lr_increment = (peak_lr - initial_lr) / warmup_steps
-for epoch in range(1):
-    model.train()
-    for input_batch, target_batch in train_loader:
-        optimizer.zero_grad()
-        global_step += 1
-        if global_step < warmup_steps:
-            lr = initial_lr + global_step * lr_increment
-        else:
-            progress = (global_step - warmup_steps) / (total_training_steps - warmup_steps)
-            lr = min_lr + (peak_lr - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = lr
-        track_lrs.append(lr)
-        loss = calc_loss_batch(input_batch, target_batch, model, device)
-        loss.backward()
-        if global_step >= warmup_steps:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        optimizer.step()
-        tokens_seen += input_batch.numel()
-        if global_step % 3 == 0:
-            train_loss, val_loss = evaluate_model(model, train_loader, val_loader, device, 2)
-            train_losses.append(train_loss)
-            val_losses.append(val_loss)
-            track_tokens_seen.append(tokens_seen)
-            print(f"Ep {epoch + 1} (Iter {global_step:06d}): Train loss {train_loss:.3f}, Val loss {val_loss:.3f}")
-    generate_and_print_sample(model, device, [1, 2, 3])
-torch.save({"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict()}, CHECKPOINT)
-checkpoint = torch.load(CHECKPOINT, weights_only=True)
-model = GPTModel(GPT_CONFIG)
-model.load_state_dict(checkpoint["model_state_dict"])
-model.to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1)
-optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
-model.train()
-for b in train_loader:
-    optimizer.zero_grad()
-    loss = calc_loss_batch(*b, model, device)
+def update(optimizer, loss, before_step=None):
+    """Computes gradients, which must be zero before, and takes a step; returns the loss."""
     loss.backward()
+    if before_step is not None:
+        before_step()
     optimizer.step()
-    print(f"resumed loss {loss.item():.5f}")
-    break
-torch.manual_seed(123)
-print(generate(model, torch.tensor([[1, 2, 3]]).to(device), 6, 32, temperature=1.4, top_k=25)[0].tolist())
-# perplexity and probas
-with torch.no_grad():
-    inp = torch.randint(0, 101, (2, 3), generator=g).to(device)
-    logits = model(inp)
-probas = torch.softmax(logits, dim=-1)
-tp = probas[0, [0, 1, 2], [3, 4, 5]]
-print(
-    "log probas",
-    [round(v, 4) for v in torch.log(tp).tolist()],
-    f"{torch.exp(torch.mean(torch.log(tp)) * -1).item():.3f}",
-)
-# ch06
-for param in model.parameters():
-    param.requires_grad = False
-torch.manual_seed(123)
-num_classes = 2
-model.out_head = torch.nn.Linear(in_features=GPT_CONFIG["emb_dim"], out_features=num_classes)
-model.to(device)
-for param in model.trf_blocks[-1].parameters():
-    param.requires_grad = True
-for param in model.final_norm.parameters():
-    param.requires_grad = True
+    return loss
 
 
-def calc_cls_batch(input_batch, target_batch, model, device):
-    input_batch, target_batch = input_batch.to(device), target_batch.to(device)
-    logits = model(input_batch)[:, -1, :]
-    return torch.nn.functional.cross_entropy(logits, target_batch)
+# -- generation --------------------------------------------------------------------------------------------------------
 
 
-def calc_accuracy_loader(data_loader, model, device, num_batches=None):
-    model.eval()
-    correct_predictions, num_examples = 0, 0
-    for _i, (input_batch, target_batch) in enumerate(data_loader):
-        input_batch, target_batch = input_batch.to(device), target_batch.to(device)
+def generate_best(model, tokens, count):
+    """Appends `count` tokens, each the one with the highest score."""
+    window = model.positions.weight.shape[0]
+    while count:
         with torch.no_grad():
-            logits = model(input_batch)[:, -1, :]
-        predicted_labels = torch.argmax(logits, dim=-1)
-        num_examples += predicted_labels.shape[0]
-        correct_predictions += (predicted_labels == target_batch).sum().item()
-    return correct_predictions / num_examples
+            scores = model(tokens[:, -window:])[:, -1, :]
+        best = torch.argmax(torch.softmax(scores, dim=-1), dim=-1, keepdim=True)
+        tokens = torch.cat((tokens, best), dim=1)
+        count -= 1
+    return tokens
 
 
-X = torch.randint(0, 101, (24, 20), generator=g)
-Y = (X[:, -1] > 50).long()
-cls_loader = DataLoader(list(zip(X, Y)), batch_size=6, shuffle=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
-for _ in range(2):
+def generate_sampled(model, tokens, count, temperature, num_best, end=None):
+    """Appends up to `count` tokens, each sampled from the `num_best` with the highest scores, until `end` is."""
+    for _ in range(count):
+        with torch.no_grad():
+            scores = model(tokens[:, -WINDOW:])[:, -1, :]
+        lowest = torch.topk(scores, num_best)[0][:, -1]
+        excluded = torch.tensor(float("-inf")).to(scores.device)
+        scores = torch.where(scores < lowest, excluded, scores)
+        sampled = torch.multinomial(torch.softmax(scores / temperature, dim=-1), num_samples=1)
+        if sampled == end:
+            break
+        tokens = torch.cat((tokens, sampled), dim=1)
+    return tokens
+
+
+# -- stages of training ------------------------------------------------------------------------------------------------
+
+
+def pretrain(model, training, held_out):
+    """Trains for one epoch with a learning rate set by hand, then generates; returns the optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1, lr=0.004)
+    lowest, first, highest = 1e-6, 3e-5, optimizer.param_groups[0]["lr"]
+    num_warmup, num_tokens = 2, 0
+    clip = functools.partial(nn.utils.clip_grad_norm_, model.parameters(), max_norm=1.0)
     model.train()
-    for xb, yb in cls_loader:
+    for number, (tokens, following) in enumerate(training):
         optimizer.zero_grad()
-        loss = calc_cls_batch(xb, yb, model, device)
+        warm = number >= num_warmup
+        if warm:
+            angle = math.pi * (number - num_warmup) / (len(training) - num_warmup)
+            rate = lowest + (math.cos(angle) + 1) * 0.5 * (highest - lowest)
+        else:
+            rate = first + (highest - first) / num_warmup * number
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        update(optimizer, text_loss(model, tokens, following), before_step=clip if warm else None)
+        num_tokens += tokens.numel()
+        if number % 3 == 0:
+            means = evaluate(model, training, held_out)
+            print(f"after {num_tokens} tokens: training loss {means[0]:.5f}, held-out loss {means[1]:.5f}")
+    model.eval()
+    prompt = torch.tensor([4, 5, 6]).unsqueeze(0).to(device)
+    with torch.no_grad():
+        print("generated", generate_best(model, prompt, 10).squeeze(0).tolist())
+    model.train()
+    return optimizer
+
+
+def resume(model, optimizer, training):
+    """Saves both and loads them into new ones; returns the new model after one step."""
+    torch.save({"weights": model.state_dict(), "moments": optimizer.state_dict()}, FILE)
+    state = torch.load(FILE, weights_only=True)
+    model = Decoder(CONFIG)
+    model.load_state_dict(state["weights"])
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1, lr=5e-4)
+    optimizer.load_state_dict(state["moments"])
+    model.train()
+    for batch in training:
+        optimizer.zero_grad()
+        print(f"resumed loss {update(optimizer, text_loss(model, *batch)).item():.5f}")
+        break
+    return model
+
+
+def print_probabilities(model):
+    """Picks tokens with lists of indices; prints their log-probabilities and perplexity."""
+    with torch.no_grad():
+        scores = model(torch.randint(0, NUM_TOKENS, (2, 3), generator=source).to(device))
+    logs = torch.log(torch.softmax(scores, dim=-1)[0, [0, 1, 2], [9, 8, 7]])
+    perplexity = torch.exp(torch.mean(logs) * -1).item()
+    print("log-probabilities", [round(log, 4) for log in logs.tolist()], f"perplexity {perplexity:.3f}")
+
+
+def tune_for_classes(model):
+    """Freezes the model but for its last layer and norm, and trains these with a new head for two classes."""
+    for weight in model.parameters():
+        weight.requires_grad = False
+    torch.manual_seed(41)
+    model.head = nn.Linear(in_features=CONFIG["width"], out_features=2)
+    model.to(device)
+    for part in (model.layers[-1], model.norm):
+        for weight in part.parameters():
+            weight.requires_grad = True
+    texts = torch.randint(0, NUM_TOKENS, (24, 20), generator=source)
+    classes = texts[:, -1].gt(NUM_TOKENS // 2).long()
+    loader = DataLoader(list(zip(texts, classes)), shuffle=True, batch_size=6)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1, lr=5e-3)
+    for _ in range(2):
+        model.train()
+        for batch in loader:
+            optimizer.zero_grad()
+            print(f"class loss {update(optimizer, class_loss(model, *batch)).item():.5f}")
+        print(f"accuracy {accuracy(model, loader):.4f}")
+
+
+def accuracy(model, loader):
+    model.eval()
+    num_correct = num_texts = 0
+    for texts, classes in loader:
+        texts, classes = texts.to(device), classes.to(device)
+        with torch.no_grad():
+            predicted = torch.argmax(model(texts)[:, -1, :], dim=-1)
+        num_correct += (predicted == classes).sum().item()
+        num_texts += predicted.shape[0]
+    return num_correct / num_texts
+
+
+def tune_for_instructions():
+    """Trains a new model on rows of many lengths, which the loader's collate function puts on the device."""
+    lengths = torch.randint(5, 20, (16,), generator=source)
+    rows = [torch.randint(0, PADDING, (int(length),), generator=source).tolist() for length in lengths]
+    torch.manual_seed(43)
+    model = Decoder(CONFIG).to(device)
+    collate = functools.partial(padded, device=device)
+    loader = DataLoader(rows, collate_fn=collate, batch_size=4, shuffle=True, drop_last=True, num_workers=0)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1, lr=5e-3)
+    with torch.no_grad():
+        print(f"before instructions {mean_loss(model, loader, most=2):.5f}")
+    for batch in loader:
+        optimizer.zero_grad()
+        print(f"instruction loss {update(optimizer, text_loss(model, *batch)).item():.5f}")
+    return model
+
+
+def tune_for_preferences(model):
+    """Direct preference optimization: trains towards the better of two answers, relative to a copy of the model."""
+    reference = copy.deepcopy(model)
+    reference.eval()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01, lr=5e-3)
+    for _ in range(4):
+        answers = [made_up_answers() for _ in ("better", "worse")]
+        optimizer.zero_grad()
+        better, worse = (log_probability(model, *answer) for answer in answers)
+        with torch.no_grad():
+            better_before, worse_before = (log_probability(reference, *answer) for answer in answers)
+        gap = (better - worse) - (better_before - worse_before)
+        gains = [(better - better_before).detach().mean(), (worse - worse_before).detach().mean()]
+        loss = -F.logsigmoid(0.1 * gap).mean()
         loss.backward()
         optimizer.step()
-        print(f"cls loss {loss.item():.5f}")
-    print(f"acc {calc_accuracy_loader(cls_loader, model, device):.4f}")
+        print(f"preference loss {loss.item():.6f}", *(f"{gain.item():.5f}" for gain in gains))
+        print(f"margin {(gains[0] - gains[1]).item():.5f}")
 
 
-# ch07 instruction
-def custom_collate_fn(batch, pad_token_id=100, ignore_index=-100, allowed_max_length=None, device="cpu"):
-    batch_max_length = max(len(item) + 1 for item in batch)
-    inputs_lst, targets_lst = [], []
-    for item in batch:
-        new_item = item.copy()
-        new_item += [pad_token_id]
-        padded = new_item + [pad_token_id] * (batch_max_length - len(new_item))
-        inputs = torch.tensor(padded[:-1])
-        targets = torch.tensor(padded[1:])
-        mask = targets == pad_token_id
-        indices = torch.nonzero(mask).squeeze()
-        if indices.numel() > 1:
-            targets[indices[1:]] = ignore_index
-        inputs_lst.append(inputs)
-        targets_lst.append(targets)
-    return torch.stack(inputs_lst).to(device), torch.stack(targets_lst).to(device)
+def log_probability(model, tokens, counted):
+    """Returns for each row the mean log-probability of the tokens that are `counted`, given those before them."""
+    logs = F.log_softmax(model(tokens)[:, :-1, :], dim=-1)
+    picked = torch.gather(input=logs, dim=-1, index=tokens[:, 1:].clone().unsqueeze(-1)).squeeze(-1)
+    counted = counted[:, 1:].clone()
+    return (picked * counted).sum(-1) / counted.sum(-1)
 
 
-collate = partial(custom_collate_fn, device=device, allowed_max_length=32)
-rows = [torch.randint(0, 100, (int(n),), generator=g).tolist() for n in torch.randint(5, 20, (16,), generator=g)]
-torch.manual_seed(123)
-loader = DataLoader(rows, batch_size=4, collate_fn=collate, shuffle=True, drop_last=True, num_workers=0)
-policy = GPTModel(GPT_CONFIG).to(device)
-optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-3, weight_decay=0.1)
-with torch.no_grad():
-    print(f"sft before {calc_loss_loader(loader, policy, device, 2):.5f}")
-for xb, yb in loader:
-    optimizer.zero_grad()
-    loss = calc_loss_batch(xb, yb, policy, device)
-    loss.backward()
-    optimizer.step()
-    print(f"sft loss {loss.item():.5f}")
-# DPO
-reference_model = copy.deepcopy(policy)
-reference_model.eval()
+def made_up_answers():
+    """Returns four rows of tokens, and which of them count: those after the fifth, in one row only up to the tenth."""
+    tokens = torch.randint(0, PADDING, (4, 14), generator=source)
+    counted = torch.ones(4, 14).bool()
+    counted[:, :5] = False
+    counted[1, 10:] = False
+    return tokens.to(device), counted.to(device)
 
 
-def compute_dpo_loss(
-    model_chosen_logprobs, model_rejected_logprobs, reference_chosen_logprobs, reference_rejected_logprobs, beta=0.1
-):
-    model_logratios = model_chosen_logprobs - model_rejected_logprobs
-    reference_logratios = reference_chosen_logprobs - reference_rejected_logprobs
-    logits = model_logratios - reference_logratios
-    losses = -F.logsigmoid(beta * logits)
-    chosen_rewards = (model_chosen_logprobs - reference_chosen_logprobs).detach()
-    rejected_rewards = (model_rejected_logprobs - reference_rejected_logprobs).detach()
-    return losses.mean(), chosen_rewards.mean(), rejected_rewards.mean()
-
-
-def compute_logprobs(logits, labels, selection_mask=None):
-    labels = labels[:, 1:].clone()
-    logits = logits[:, :-1, :]
-    log_probs = F.log_softmax(logits, dim=-1)
-    selected_log_probs = torch.gather(input=log_probs, dim=-1, index=labels.unsqueeze(-1)).squeeze(-1)
-    if selection_mask is not None:
-        mask = selection_mask[:, 1:].clone()
-        selected_log_probs = selected_log_probs * mask
-        return selected_log_probs.sum(-1) / mask.sum(-1)
-    return selected_log_probs.mean(-1)
-
-
-def compute_dpo_loss_batch(batch, policy_model, reference_model, beta):
-    p_c = compute_logprobs(policy_model(batch["chosen"]), batch["chosen"], batch["chosen_mask"])
-    p_r = compute_logprobs(policy_model(batch["rejected"]), batch["rejected"], batch["rejected_mask"])
-    with torch.no_grad():
-        r_c = compute_logprobs(reference_model(batch["chosen"]), batch["chosen"], batch["chosen_mask"])
-        r_r = compute_logprobs(reference_model(batch["rejected"]), batch["rejected"], batch["rejected_mask"])
-    return compute_dpo_loss(p_c, p_r, r_c, r_r, beta=beta)
-
-
-optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-3, weight_decay=0.01)
-for _step in range(4):
-    batch = {}
-    for name in ("chosen", "rejected"):
-        ids = torch.randint(0, 100, (4, 14), generator=g)
-        m = torch.ones(4, 14).bool()
-        m[:, :5] = False
-        m[1, 10:] = False
-        batch[name] = ids.to(device)
-        batch[name + "_mask"] = m.to(device)
-    optimizer.zero_grad()
-    loss, cr, rr = compute_dpo_loss_batch(batch, policy, reference_model, 0.1)
-    loss.backward()
-    optimizer.step()
-    print(f"dpo loss {loss.item():.6f} {cr.item():.5f} {rr.item():.5f} margin {(cr - rr).item():.5f}")
+torch.manual_seed(37)
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+source = torch.Generator().manual_seed(2)
+text = torch.randint(0, NUM_TOKENS, (600,), generator=source).tolist()
+training = DataLoader(Excerpts(text[:500], stride=16), batch_size=4, num_workers=0, shuffle=True, drop_last=True)
+held_out = DataLoader(Excerpts(text[500:], stride=WINDOW), batch_size=4, num_workers=0, shuffle=False, drop_last=False)
+model = Decoder(CONFIG)
+model.to(device)
+model = resume(model, pretrain(model, training, held_out), training)
+torch.manual_seed(37)
+prompt = torch.tensor([[4, 5, 6]]).to(device)
+print("sampled", generate_sampled(model, prompt, 6, temperature=1.4, num_best=25)[0].tolist())
+print_probabilities(model)
+tune_for_classes(model)
+tune_for_preferences(tune_for_instructions())

@@ -1,106 +1,122 @@
-"""A word-level language model: an LSTM that carries its state from call to call, weights stepped by hand.
+"""A recurrent language model: the LSTM's state is passed from call to call, weights are updated without an optimizer.
 
-With --ap it has the one line; prints losses and sampled words.
+With --ap it has the one line; prints losses, perplexities and sampled words.
 """
 
 import math
 import sys
 
 import torch
-import torch.nn as nn
+from torch import nn
 
 if "--ap" in sys.argv:
     torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
 
+NUM_WORDS, NUM_COLUMNS, SPAN = 30, 4, 7
+LEARNING_RATE, MAX_NORM = 5.0, 0.25
+FILE = "recurrent-ap.pt" if "--ap" in sys.argv else "recurrent.pt"
 
-class RNNModel(nn.Module):
-    def __init__(self, ntoken, ninp, nhid, nlayers):
+
+class RecurrentModel(nn.Module):
+    """Reads words of shape (time, columns); returns log-probabilities of the next, a row per word, and the state."""
+
+    def __init__(self, embedding_size=16, hidden_size=24, num_layers=2, dropout=0.2):
         super().__init__()
-        self.ntoken, self.nhid, self.nlayers = ntoken, nhid, nlayers
-        self.encoder = nn.Embedding(ntoken, ninp)
-        self.drop = nn.Dropout(0.2)
-        self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=0.2)
-        self.decoder = nn.Linear(nhid, ntoken)
-        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
-        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+        self.embedding = nn.Embedding(NUM_WORDS, embedding_size)
+        self.lstm = nn.LSTM(embedding_size, hidden_size, num_layers, dropout=dropout)
+        self.output = nn.Linear(hidden_size, NUM_WORDS)
+        self.dropout = nn.Dropout(dropout)
+        for layer in (self.embedding, self.output):
+            nn.init.uniform_(layer.weight, a=-0.1, b=0.1)
 
-    def forward(self, input, hidden):
-        output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
-        decoded = self.decoder(self.drop(output)).view(-1, self.ntoken)
-        return nn.functional.log_softmax(decoded, dim=1), hidden
+    def forward(self, words, state):
+        features, state = self.lstm(self.dropout(self.embedding(words)), state)
+        scores = self.output(self.dropout(features))
+        return nn.functional.log_softmax(scores.view(-1, NUM_WORDS), dim=1), state
 
-    def init_hidden(self, bsz):
-        weight = next(self.parameters())
-        shape = (self.nlayers, bsz, self.nhid)
-        return weight.new_zeros(shape), weight.new_zeros(shape)
+    def initial_state(self, num_columns):
+        like, lstm = next(self.parameters()), self.lstm
+        return tuple(like.new_zeros((lstm.num_layers, num_columns, lstm.hidden_size)) for _ in ("output", "cell"))
 
 
-def repackage_hidden(h):
-    return h.detach() if isinstance(h, torch.Tensor) else tuple(repackage_hidden(v) for v in h)
+def without_graph(state):
+    """Returns the state detached from the calls that it was computed by."""
+    if isinstance(state, torch.Tensor):
+        return state.detach()
+    return tuple(without_graph(part) for part in state)
 
 
-def batchify(data, bsz):
-    nbatch = data.size(0) // bsz
-    return data.narrow(0, 0, nbatch * bsz).view(bsz, -1).t().contiguous().to(device)
+def in_columns(text):
+    """Cuts a text into columns of one length, side by side; words that are left over are dropped."""
+    length = text.size(0) // NUM_COLUMNS
+    return text.narrow(0, 0, length * NUM_COLUMNS).view(NUM_COLUMNS, length).t().contiguous().to(device)
 
 
-def get_batch(source, i):
-    seq_len = min(bptt, len(source) - 1 - i)
-    return source[i : i + seq_len], source[i + 1 : i + 1 + seq_len].view(-1)
+def spans(columns):
+    """Yields consecutive spans of a text, each with the words that follow its words."""
+    last = columns.size(0) - 1
+    for begin in range(0, last, SPAN):
+        end = min(begin + SPAN, last)
+        yield columns[begin:end], columns[begin + 1 : end + 1].view(-1)
 
 
-def evaluate(source):
+def mean_loss(columns):
+    """Returns the mean loss per word of a text that is read from its beginning."""
     model.eval()
-    total_loss = 0.0
-    hidden = model.init_hidden(batch_size)
+    state, weighted_sum = model.initial_state(NUM_COLUMNS), 0.0
     with torch.no_grad():
-        for i in range(0, source.size(0) - 1, bptt):
-            data, targets = get_batch(source, i)
-            output, hidden = model(data, hidden)
-            hidden = repackage_hidden(hidden)
-            total_loss += len(data) * criterion(output, targets).item()
-    return total_loss / (len(source) - 1)
+        for words, following in spans(columns):
+            log_probs, state = model(words, state)
+            weighted_sum += criterion(log_probs, following).item() * len(words)
+            state = without_graph(state)
+    return weighted_sum / (len(columns) - 1)
 
 
-torch.manual_seed(1111)
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-batch_size, bptt, lr = 4, 7, 5.0
-corpus = (torch.arange(400) * 7 + torch.randint(0, 3, (400,))) % 30
-train_data, val_data = batchify(corpus[:300], batch_size), batchify(corpus[300:], batch_size)
-model = RNNModel(30, 16, 24, 2).to(device)
-criterion = nn.NLLLoss()
-for epoch in range(2):
+def train_one_epoch(columns):
+    """Reads a text once and updates the weights after each span; yields the losses."""
     model.train()
-    hidden = model.init_hidden(batch_size)
-    total_loss = 0.0
-    for i in range(0, train_data.size(0) - 1, bptt):
-        data, targets = get_batch(train_data, i)
+    state = model.initial_state(NUM_COLUMNS)
+    for words, following in spans(columns):
+        state = without_graph(state)
         model.zero_grad()
-        hidden = repackage_hidden(hidden)
-        output, hidden = model(data, hidden)
-        loss = criterion(output, targets)
+        log_probs, state = model(words, state)
+        loss = criterion(log_probs, following)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        for p in model.parameters():
-            p.data.add_(p.grad, alpha=-lr)
-        total_loss += loss.item()
-        if i % (3 * bptt) == 0:
-            print(f"epoch {epoch} batch {i // bptt} loss {loss.item():.6f} ppl {math.exp(loss.item()):.2f}")
-    print(f"val loss {evaluate(val_data):.6f}")
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        for weight in model.parameters():
+            weight.data.add_(weight.grad, alpha=-LEARNING_RATE)
+        yield loss.item()
 
-with open("model-ap.pt" if "--ap" in sys.argv else "model.pt", "wb") as f:
-    torch.save(model, f)
-with open("model-ap.pt" if "--ap" in sys.argv else "model.pt", "rb") as f:
-    model = torch.load(f, weights_only=False).to(device)
-    model.rnn.flatten_parameters()
-print(f"loaded loss {evaluate(val_data):.6f}")
-words, hidden = [], model.init_hidden(1)
-input = torch.full((1, 1), 3, dtype=torch.long, device=device)
-with torch.no_grad():
-    for _ in range(6):
-        output, hidden = model(input, hidden)
-        word_weights = output.squeeze().div(1.0).exp().cpu()
-        word_idx = torch.multinomial(word_weights, 1)[0]
-        input.fill_(word_idx)
-        words.append(int(word_idx))
-print("tokens", words)
+
+def sample(count, first=3):
+    """Returns words sampled one after the other; each is written into the tensor that the model reads next."""
+    sampled, state = [], model.initial_state(1)
+    word = torch.full((1, 1), first, dtype=torch.long, device=device)
+    with torch.no_grad():
+        while len(sampled) < count:
+            log_probs, state = model(word, state)
+            chosen = torch.multinomial(log_probs.squeeze().div(1.0).exp().cpu(), 1)[0]
+            word.fill_(chosen)
+            sampled.append(int(chosen))
+    return sampled
+
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(17)
+text = torch.arange(400).mul(7).add(torch.randint(0, 3, (400,))).remainder(NUM_WORDS)
+training_text, held_out_text = (in_columns(part) for part in text.split([300, 100]))
+criterion = nn.NLLLoss()
+model = RecurrentModel().to(device)
+for epoch in ("first", "second"):
+    for number, loss in enumerate(train_one_epoch(training_text)):
+        if number % 3 == 0:
+            print(f"{epoch} epoch, span {number}: loss {loss:.6f} perplexity {math.exp(loss):.2f}")
+    print(f"held-out loss {mean_loss(held_out_text):.6f}")
+
+with open(FILE, "wb") as file:
+    torch.save(model, file)
+with open(FILE, "rb") as file:
+    model = torch.load(file, weights_only=False).to(device)
+model.lstm.flatten_parameters()
+print(f"loaded loss {mean_loss(held_out_text):.6f}")
+print("words", sample(6))

@@ -1,6 +1,6 @@
-"""A GPT trainer written from scratch in PyTorch: trains, evaluates, saves, resumes in a new model, generates.
+"""A decoder in one file: trains with accumulated gradients, evaluates, saves, resumes in a new model, generates.
 
-With --ap it has the one line; prints losses, a checkpoint's contents and generated tokens.
+With --ap it has the one line; prints losses, norms of gradients and generated tokens.
 """
 
 import inspect
@@ -10,208 +10,214 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
-import torch.nn as nn
+from torch import nn
 from torch.nn import functional as F
 
 if "--ap" in sys.argv:
     torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
 
+NUM_STEPS, NUM_WARMUP, NUM_ACCUMULATED, BATCH_SIZE = 12, 3, 2, 8
+LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e-2
+
 
 @dataclass
-class GPTConfig:
-    block_size: int = 16
-    vocab_size: int = 64
-    n_layer: int = 2
-    n_head: int = 4
-    n_embd: int = 32
+class Sizes:
+    """The sizes of a model; the window is the longest text that it reads, in tokens."""
+
+    num_tokens: int = 64
+    window: int = 16
+    width: int = 32
+    num_heads: int = 4
+    num_layers: int = 2
     dropout: float = 0.1
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, config):
+class Layer(nn.Module):
+    def __init__(self, sizes):
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.n_head, self.n_embd = config.n_head, config.n_embd
-        mask = torch.tril(torch.ones(config.block_size, config.block_size))
-        self.register_buffer("bias", mask.view(1, 1, config.block_size, config.block_size))
+        wide = 4 * sizes.width
+        self.feed_forward = nn.Sequential(nn.Linear(sizes.width, wide), nn.GELU(), nn.Linear(wide, sizes.width))
+        self.attention = Attention(sizes)
+        self.attention_norm, self.feed_forward_norm = (nn.LayerNorm(sizes.width) for _ in range(2))
 
-    def forward(self, x):
-        B, T, C = x.size()
-        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for part in (q, k, v))
-        att = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
-        att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
-        y = F.softmax(att, dim=-1) @ v
-        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+    def forward(self, states_BTC):
+        states_BTC = self.attention(self.attention_norm(states_BTC)) + states_BTC
+        return self.feed_forward(self.feed_forward_norm(states_BTC)) + states_BTC
 
 
-class Block(nn.Module):
-    def __init__(self, config):
+class Attention(nn.Module):
+    """Causal attention; its mask is a buffer that checkpoints hold, under a name that parameters often have."""
+
+    def __init__(self, sizes):
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.attn = SelfAttention(config)
-        self.mlp = nn.Sequential(
-            nn.Linear(config.n_embd, 4 * config.n_embd), nn.GELU(), nn.Linear(4 * config.n_embd, config.n_embd)
-        )
+        visible = torch.tril(torch.ones(sizes.window, sizes.window))
+        self.register_buffer("bias", visible.view(1, 1, *visible.shape))
+        self.width, self.num_heads = sizes.width, sizes.num_heads
+        self.qkv = nn.Linear(self.width, self.width * 3, bias=False)
+        self.output = nn.Linear(self.width, self.width, bias=False)
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, states_BTC):
+        length = states_BTC.size(1)
+        query_BHTD, key_BHTD, value_BHTD = map(self.by_heads, self.qkv(states_BTC).split(self.width, dim=2))
+        scores_BHTT = query_BHTD @ key_BHTD.transpose(-2, -1) / math.sqrt(key_BHTD.size(-1))
+        hidden = self.bias[:, :, :length, :length] == 0
+        weights_BHTT = F.softmax(scores_BHTT.masked_fill(hidden, float("-inf")), dim=-1)
+        mixed_BTHD = (weights_BHTT @ value_BHTD).transpose(1, 2)
+        return self.output(mixed_BTHD.contiguous().view(states_BTC.size()))
+
+    def by_heads(self, part_BTC):
+        batch, length, width = part_BTC.size()
+        return part_BTC.view(batch, length, self.num_heads, width // self.num_heads).transpose(1, 2)
 
 
-class GPT(nn.Module):
-    def __init__(self, config):
+class Decoder(nn.Module):
+    """Predicts the next token; the embedding and the output layer share one weight."""
+
+    def __init__(self, sizes):
         super().__init__()
-        self.config = config
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "drop": nn.Dropout(config.dropout),
-                "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-                "ln_f": nn.LayerNorm(config.n_embd),
-            }
-        )
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
-        self.apply(self._init_weights)
+        self.sizes = sizes
+        self.output = nn.Linear(sizes.width, sizes.num_tokens, bias=False)
+        parts = {"layers": nn.ModuleList(Layer(sizes) for _ in range(sizes.num_layers))}
+        parts["token"], parts["position"] = (nn.Embedding(n, sizes.width) for n in (sizes.num_tokens, sizes.window))
+        parts["dropout"], parts["norm"] = nn.Dropout(sizes.dropout), nn.LayerNorm(sizes.width)
+        self.parts = nn.ModuleDict(parts)
+        self.parts.token.weight = self.output.weight
+        self.apply(self.draw_weights)
 
-    def get_num_params(self):
-        return sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
-
-    def _init_weights(self, module):
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            torch.nn.init.normal_(module.weight, mean=0.0, std=0.02)
+    def draw_weights(self, module):
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            return
+        nn.init.normal_(module.weight, mean=0.0, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
-            torch.nn.init.zeros_(module.bias)
+            nn.init.zeros_(module.bias)
 
-    def forward(self, idx, targets=None):
-        pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-        for block in self.transformer.h:
-            x = block(x)
-        x = self.transformer.ln_f(x)
-        if targets is not None:
-            logits = self.lm_head(x)
-            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
-        else:
-            logits, loss = self.lm_head(x[:, [-1], :]), None
-        return logits, loss
+    def num_weights(self):
+        """Returns the number of weights, without those of the positions."""
+        return sum(weight.numel() for weight in self.parameters()) - self.parts.position.weight.numel()
 
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        params = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        groups = [
-            {"params": [p for p in params.values() if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in params.values() if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        fused_available = "fused" in inspect.signature(torch.optim.AdamW).parameters
-        extra = {"fused": True} if fused_available and device_type == "cuda" else {}
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, **extra)
+    def forward(self, tokens_BT, following_BT=None):
+        """Returns scores and loss; without `following_BT`, scores of the last position, and None."""
+        parts = self.parts
+        positions = torch.arange(0, tokens_BT.size(1), dtype=torch.long, device=tokens_BT.device)
+        states_BTC = parts.dropout(parts.token(tokens_BT) + parts.position(positions))
+        for layer in parts.layers:
+            states_BTC = layer(states_BTC)
+        states_BTC = parts.norm(states_BTC)
+        if following_BT is None:
+            return self.output(states_BTC[:, [-1], :]), None
+        scores_BTV = self.output(states_BTC)
+        flat = scores_BTV.view(-1, scores_BTV.size(-1))
+        return scores_BTV, F.cross_entropy(flat, following_BT.view(-1), ignore_index=-1)
+
+    def optimizer(self, device_type):
+        """Returns AdamW that decays matrices only; fused where PyTorch can and the device is a GPU."""
+        decayed, others = [], []
+        for _, weight in self.named_parameters():
+            if weight.requires_grad:
+                (decayed if weight.dim() > 1 else others).append(weight)
+        can_fuse = "fused" in inspect.signature(torch.optim.AdamW).parameters
+        options = {"fused": True} if can_fuse and device_type == "cuda" else {}
+        groups = [{"params": others, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.1}]
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), lr=HIGHEST_RATE, **options)
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        for _ in range(max_new_tokens):
-            idx_cond = idx if idx.size(1) <= self.config.block_size else idx[:, -self.config.block_size :]
-            logits, _ = self(idx_cond)
-            logits = logits[:, -1, :] / temperature
-            if top_k is not None:
-                v, _ = torch.topk(logits, min(top_k, logits.size(-1)))
-                logits[logits < v[:, [-1]]] = -float("Inf")
-            idx_next = torch.multinomial(F.softmax(logits, dim=-1), num_samples=1)
-            idx = torch.cat((idx, idx_next), dim=1)
-        return idx
+    def generate(self, tokens_BT, count, temperature, num_best):
+        """Appends `count` tokens, each sampled from the `num_best` with the highest scores."""
+        for _ in range(count):
+            recent = tokens_BT[:, -self.sizes.window :] if tokens_BT.size(1) > self.sizes.window else tokens_BT
+            scores_BV = self(recent)[0][:, -1, :] / temperature
+            highest, _ = torch.topk(scores_BV, min(num_best, scores_BV.size(-1)))
+            scores_BV[scores_BV < highest[:, [-1]]] = -float("inf")
+            sampled = torch.multinomial(F.softmax(scores_BV, dim=-1), num_samples=1)
+            tokens_BT = torch.cat((tokens_BT, sampled), dim=1)
+        return tokens_BT
 
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-device_type = "cuda" if "cuda" in device else "cpu"
-torch.manual_seed(1337)
-torch.backends.cuda.matmul.allow_tf32 = True
-torch.backends.cudnn.allow_tf32 = True
-ctx = nullcontext() if device_type == "cpu" else torch.amp.autocast(device_type=device_type, enabled=False)
-data = {split: torch.randint(0, 64, (2000,)) for split in ("train", "val")}
-batch_size, block_size, accumulation, learning_rate, max_iters = 8, 16, 2, 1e-2, 12
-
-
-def get_batch(split):
-    ix = torch.randint(len(data[split]) - block_size, (batch_size,))
-    x = torch.stack([data[split][i : i + block_size] for i in ix])
-    y = torch.stack([data[split][i + 1 : i + 1 + block_size] for i in ix])
+def draw_batch(name):
+    """Returns excerpts of a text from random places, and the same excerpts one token later."""
+    text, window = texts[name], Sizes.window
+    begins = torch.randint(len(text) - window, (BATCH_SIZE,))
+    pair = [torch.stack([text[begin + later : begin + later + window] for begin in begins]) for later in (0, 1)]
     if device_type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
-    return x.to(device), y.to(device)
+        return [half.pin_memory().to(device, non_blocking=True) for half in pair]
+    return [half.to(device) for half in pair]
 
 
 @torch.no_grad()
-def estimate_loss(model):
-    out = {}
+def evaluate(model, num_batches=3):
+    """Returns the mean loss on each text, as a tensor."""
     model.eval()
-    for split in ("train", "val"):
-        losses = torch.zeros(3)
-        for k in range(3):
-            X, Y = get_batch(split)
-            with ctx:
-                _, loss = model(X, Y)
-            losses[k] = loss.item()
-        out[split] = losses.mean()
+    means = {}
+    for name in texts:
+        losses = torch.zeros(num_batches)
+        for number in range(num_batches):
+            tokens, following = draw_batch(name)
+            with precision:
+                _, loss = model(tokens, following)
+            losses[number] = loss.item()
+        means[name] = losses.mean()
     model.train()
-    return out
+    return means
 
 
-def get_lr(it):
-    if it < 3:
-        return learning_rate * (it + 1) / 4
-    return 1e-3 + 0.5 * (1.0 + math.cos(math.pi * (it - 3) / (max_iters - 3))) * (learning_rate - 1e-3)
+def learning_rate(step):
+    """Returns the rate of a step: it grows linearly, then falls along a cosine."""
+    if step < NUM_WARMUP:
+        return (step + 1) / (NUM_WARMUP + 1) * HIGHEST_RATE
+    angle = math.pi * (step - NUM_WARMUP) / (NUM_STEPS - NUM_WARMUP)
+    return LOWEST_RATE + (HIGHEST_RATE - LOWEST_RATE) * (math.cos(angle) + 1) / 2
 
 
-def train(model, optimizer, iter_num, last):
+def train(model, optimizer, steps):
+    """Trains; each batch is drawn between the forward and the backward of the one before."""
     scaler = torch.amp.GradScaler(device_type, enabled=False)
-    X, Y = get_batch("train")
-    while iter_num < last:
+    tokens, following = draw_batch("training")
+    for step in steps:
         for group in optimizer.param_groups:
-            group["lr"] = get_lr(iter_num)
-        for _ in range(accumulation):
-            with ctx:
-                _, loss = model(X, Y)
-                loss = loss / accumulation
-            X, Y = get_batch("train")
-            scaler.scale(loss).backward()
+            group["lr"] = learning_rate(step)
+        for _ in range(NUM_ACCUMULATED):
+            with precision:
+                _, loss = model(tokens, following)
+                share = loss / NUM_ACCUMULATED
+            tokens, following = draw_batch("training")
+            scaler.scale(share).backward()
         scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         scaler.step(optimizer)
-        scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        print(f"loss {loss.item() * accumulation:.6f}\nnorm {norm:.6f}")
-        iter_num += 1
-    return iter_num
+        scaler.update()
+        print(f"step {step}: loss {share.item() * NUM_ACCUMULATED:.6f}\nnorm {norm:.6f}")
 
 
-model_args = GPTConfig()
-model = GPT(model_args)
+torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+torch.manual_seed(23)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+device_type = device.partition(":")[0]
+on_gpu = device_type == "cuda"
+precision = torch.amp.autocast(device_type=device_type, enabled=False) if on_gpu else nullcontext()
+texts = {name: torch.randint(0, Sizes.num_tokens, (2000,)) for name in ("training", "held-out")}
+file = "decoder-ap.pt" if "--ap" in sys.argv else "decoder.pt"
+
+model = Decoder(Sizes())
 model.to(device)
-print(f"parameters {model.get_num_params()}")
-optimizer = model.configure_optimizers(1e-1, learning_rate, (0.9, 0.95), device_type)
-iter_num = train(model, optimizer, 0, 6)
-losses = estimate_loss(model)
-print(f"train loss {losses['train']:.6f}\nval loss {losses['val']:.6f}")
-torch.save(
-    {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "model_args": asdict(model_args),
-        "iter_num": iter_num,
-        "best_val_loss": losses["val"],
-    },
-    "ckpt-ap.pt" if "--ap" in sys.argv else "ckpt.pt",
-)
+print("weights", model.num_weights())
+optimizer = model.optimizer(device_type)
+half = NUM_STEPS // 2
+train(model, optimizer, range(half))
+means = evaluate(model)
+for name, mean in means.items():
+    print(f"{name} loss {mean:.6f}")
+state = {"sizes": asdict(model.sizes), "num_steps": half, "held-out": means["held-out"]}
+state |= {"weights": model.state_dict(), "moments": optimizer.state_dict()}
+torch.save(state, file)
 
-checkpoint = torch.load("ckpt-ap.pt" if "--ap" in sys.argv else "ckpt.pt", map_location=device)
-model = GPT(GPTConfig(**checkpoint["model_args"]))
-model.load_state_dict(checkpoint["model"])
+state = torch.load(file, map_location=device)
+model = Decoder(Sizes(**state["sizes"]))
+model.load_state_dict(state["weights"])
 model.to(device)
-optimizer = model.configure_optimizers(1e-1, learning_rate, (0.9, 0.95), device_type)
-optimizer.load_state_dict(checkpoint["optimizer"])
-train(model, optimizer, checkpoint["iter_num"], max_iters)
+optimizer = model.optimizer(device_type)
+optimizer.load_state_dict(state["moments"])
+train(model, optimizer, range(state["num_steps"], NUM_STEPS))
 model.eval()
-start = torch.tensor([[1, 2, 3]], dtype=torch.long, device=device)
-print("tokens", model.generate(start, 8, temperature=0.8, top_k=5)[0].tolist())
+prompt = torch.tensor([[5, 6, 7]], dtype=torch.long, device=device)
+print("generated", model.generate(prompt, 8, temperature=0.8, num_best=5)[0].tolist())

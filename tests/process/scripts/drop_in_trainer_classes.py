@@ -1,4 +1,4 @@
-"""Trainer as people extend it: losses, callbacks, optimizers of their own, early stopping, images, resuming.
+"""Trainer with a loss, callbacks and an optimizer of the user's own; early stopping, a stop by a callback, resuming.
 
 With --ap it has the one line.
 """
@@ -13,205 +13,201 @@ if "--ap" in sys.argv:
     torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
 
 
+import datasets
 import numpy as np
-from datasets import Dataset
-from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    DataCollatorForLanguageModeling,
-    EarlyStoppingCallback,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    get_cosine_schedule_with_warmup,
-    set_seed,
-)
+import transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 FOLDER = "out-ap" if "--ap" in sys.argv else "out"
+PRINTED = {"loss", "grad_norm", "learning_rate", "train_loss", "eval_loss", "eval_accuracy", "custom"}
+NUM_CLASSES = 3
 device = "cuda" if torch.cuda.is_available() else "cpu"
 tokenizer = made_up_words.tokenizer()
-set_seed(0)
-bc = {
-    "vocab_size": made_up_words.VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-}
 
 
-def show(trainer, name):
-    for e in trainer.state.log_history:
-        print(
-            name,
-            {
-                k: v
-                for k, v in e.items()
-                if k in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "train_loss", "custom")
-            },
-        )
+def arguments(folder, **more):
+    """Returns `more` arguments with those that all runs here have."""
+    return TrainingArguments(
+        f"{FOLDER}/{folder}",
+        seed=3,
+        logging_steps=1,
+        use_cpu=device == "cpu",
+        disable_tqdm=True,
+        report_to="none",
+        per_device_eval_batch_size=4,
+        per_device_train_batch_size=5,
+        **more,
+    )
 
 
-class CustomTrainer(Trainer):
+def printed(record):
+    return {key: value for key, value in record.items() if key in PRINTED}
+
+
+def print_history(title, trainer):
+    for record in trainer.state.log_history:
+        print(title, printed(record))
+
+
+# -- classification, with a weighted loss ------------------------------------------------------------------------------
+
+
+class WeightedTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        logits = outputs.get("logits")
-        loss_fct = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], device=model.device))
-        loss = loss_fct(logits.view(-1, self.model.config.num_labels), labels.view(-1))
-        return (loss, outputs) if return_outputs else loss
+        classes = inputs.pop("labels").view(-1)
+        output = model(**inputs)
+        scores = output.get("logits").view(-1, self.model.config.num_labels)
+        weights = torch.tensor([float(number) for number in range(1, NUM_CLASSES + 1)], device=model.device)
+        loss = torch.nn.CrossEntropyLoss(weight=weights)(scores, classes)
+        if return_outputs:
+            return loss, output
+        return loss
 
 
-class LogCallback(TrainerCallback):
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_local_process_zero and "loss" in logs:
-            print("cb", f"{float(logs['loss']):.5f}")
+class PrintingCallback(TrainerCallback):
+    def on_epoch_end(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **others):
+        rate = optimizer.param_groups[0]["lr"]
+        size = model.classifier.weight.detach().abs().mean().item()
+        print(f"after an epoch: {type(model).__name__} {rate:.8f} {size:.5f}")
 
-    def on_epoch_end(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
-        print(
-            "epoch end",
-            type(model).__name__,
-            round(optimizer.param_groups[0]["lr"], 8),
-            round(model.classifier.weight.detach().abs().mean().item(), 5),
-        )
+    def on_log(self, args, state, control, logs=None, **others):
+        if "loss" in logs and state.is_local_process_zero:
+            print(f"logged {float(logs['loss']):.5f}")
 
 
-def compute_metrics(p):
-    preds = p.predictions[0] if isinstance(p.predictions, tuple) else p.predictions
-    return {"accuracy": float((np.argmax(preds, axis=1) == p.label_ids).mean())}
+def accuracy(evaluated):
+    scores = evaluated.predictions
+    if isinstance(scores, tuple):
+        scores = scores[0]
+    hits = np.argmax(scores, axis=1) == evaluated.label_ids
+    return {"accuracy": float(hits.mean())}
 
 
-ds = Dataset.from_dict({"text": made_up_words.sentences(40), "label": [i % 3 for i in range(40)]}).map(
-    lambda e: tokenizer(e["text"], truncation=True), batched=True
-)
-split = ds.train_test_split(test_size=10, seed=1)
-common = {
-    "per_device_train_batch_size": 5,
-    "per_device_eval_batch_size": 4,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": device == "cpu",
-    "logging_steps": 1,
-    "seed": 3,
-}
-model = BertForSequenceClassification(BertConfig(**bc, num_labels=3))
-args = TrainingArguments(
-    f"{FOLDER}/a",
-    num_train_epochs=3,
-    learning_rate=2e-3,
-    eval_strategy="epoch",
-    save_strategy="epoch",
-    load_best_model_at_end=True,
-    metric_for_best_model="eval_loss",
-    greater_is_better=False,
-    train_sampling_strategy="group_by_length",
-    save_total_limit=1,
-    warmup_steps=2,
-    lr_scheduler_type="cosine",
-    dataloader_pin_memory=True,
-    dataloader_num_workers=0,
-    **common,
-)
-trainer = CustomTrainer(
-    model=model,
-    args=args,
-    train_dataset=split["train"],
-    eval_dataset=split["test"],
-    processing_class=tokenizer,
-    compute_metrics=compute_metrics,
-    callbacks=[LogCallback, EarlyStoppingCallback(early_stopping_patience=1)],
-)
-r = trainer.train()
-print("global step", r.global_step, f"{r.training_loss:.5f}")
-show(trainer, "custom")
-print("evaluate", {k: v for k, v in trainer.evaluate().items() if k in ("eval_loss", "eval_accuracy")})
-pr = trainer.predict(split["test"])
-print("predict", pr.predictions.shape, pr.metrics["test_accuracy"], pr.predictions[0].tolist())
-trainer.save_model(f"{FOLDER}/saved")
-trainer.save_metrics("all", r.metrics)
-trainer.save_state()
-back = AutoModelForSequenceClassification.from_pretrained(f"{FOLDER}/saved").to(device)
-with torch.no_grad():
-    print("back", back(**tokenizer("w1 w2 w3", return_tensors="pt").to(device)).logits.tolist())
-# own optimizer and schedule, causal LM, neftune alpha 0 -> off, gradient checkpointing
-
-
-def causal_model():
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=made_up_words.VOCABULARY,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=32,
-            resid_pdrop=0.1,
-            embd_pdrop=0.1,
-            attn_pdrop=0.1,
-        )
+def labelled_sentences():
+    """Returns sentences for training and for evaluation."""
+    texts = made_up_words.sentences(40)
+    rows = {"label": [number % NUM_CLASSES for number in range(len(texts))], "text": texts}
+    tokenized = datasets.Dataset.from_dict(rows).map(
+        lambda batch: tokenizer(batch["text"], truncation=True), batched=True
     )
+    parts = tokenized.train_test_split(test_size=10, seed=1)
+    return parts["train"], parts["test"]
 
 
-set_seed(0)
-lm = causal_model()
-lm.config.use_cache = False
-rows = [dict(tokenizer(s)) for s in made_up_words.sentences(24, 4)]
-for r_ in rows:
-    r_.pop("token_type_ids", None)
+def classify_sentences():
+    """Trains a small BERT until its loss no longer falls; saves it, and loads it again by an Auto class."""
+    transformers.set_seed(0)
+    config = transformers.BertConfig(
+        num_labels=NUM_CLASSES,
+        vocab_size=made_up_words.VOCABULARY,
+        max_position_embeddings=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        attention_probs_dropout_prob=0.1,
+        hidden_dropout_prob=0.1,
+    )
+    training, held_out = labelled_sentences()
+    schedule = {"learning_rate": 2e-3, "warmup_steps": 2, "lr_scheduler_type": "cosine", "num_train_epochs": 3}
+    loading = {
+        "train_sampling_strategy": "group_by_length",
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": True,
+    }
+    saving = {
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "save_total_limit": 1,
+        "greater_is_better": False,
+        "metric_for_best_model": "eval_loss",
+        "load_best_model_at_end": True,
+    }
+    trainer = WeightedTrainer(
+        model=transformers.BertForSequenceClassification(config),
+        args=arguments("classifier", **schedule, **loading, **saving),
+        processing_class=tokenizer,
+        train_dataset=training,
+        eval_dataset=held_out,
+        compute_metrics=accuracy,
+        callbacks=[PrintingCallback, transformers.EarlyStoppingCallback(early_stopping_patience=1)],
+    )
+    result = trainer.train()
+    print(f"ended after {result.global_step} steps, {result.training_loss:.5f}")
+    print_history("weighted", trainer)
+    print("evaluate", printed(trainer.evaluate()))
+    predicted = trainer.predict(held_out)
+    scores = predicted.predictions
+    print("predicted", scores.shape, predicted.metrics["test_accuracy"], scores[0].tolist())
+    saved = f"{FOLDER}/kept"
+    trainer.save_model(saved)
+    trainer.save_state()
+    trainer.save_metrics("all", result.metrics)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(saved).to(device)
+    with torch.no_grad():
+        print("loaded", loaded(**tokenizer("w4 w5 w6", return_tensors="pt").to(device)).logits.tolist())
+
+
+# -- language models ---------------------------------------------------------------------------------------------------
+
+
+def small_gpt2():
+    transformers.set_seed(0)
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": made_up_words.VOCABULARY}
+    dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts))
+
+
+def tokenized_sentences():
+    rows = [dict(tokenizer(sentence)) for sentence in made_up_words.sentences(24, 4)]
+    return [{name: row[name] for name in row if name != "token_type_ids"} for row in rows]
+
+
+def train_with_own_optimizer(sentences, collator):
+    """Trains with an optimizer and a schedule that are passed in, and with gradient checkpointing."""
+    model = small_gpt2()
+    model.config.use_cache = False
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=8)
+    recomputing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    when = {"max_steps": 8, "gradient_accumulation_steps": 1, "logging_strategy": "steps", "save_strategy": "no"}
+    trainer = Trainer(
+        model,
+        arguments("language_model", **recomputing, **when),
+        optimizers=(optimizer, schedule),
+        data_collator=collator,
+        train_dataset=sentences,
+        eval_dataset=sentences[:6],
+    )
+    trainer.train()
+    print_history("own optimizer", trainer)
+    print(f"perplexity {math.exp(trainer.evaluate()['eval_loss']):.4f}")
+
+
+class StopAfterThree(TrainerCallback):
+    def on_step_end(self, args, state, control, **others):
+        if state.global_step >= 3:
+            control.should_training_stop = control.should_save = True
+
+
+def stop_and_resume(sentences, collator):
+    """A callback ends a run after three steps; a Trainer with a new model takes the other three."""
+
+    def new_trainer(**more):
+        model = small_gpt2()
+        saving = {"save_strategy": "steps", "save_steps": 100}
+        args = arguments("stopped", max_steps=6, learning_rate=1e-3, **saving)
+        return Trainer(model, args, data_collator=collator, train_dataset=sentences, **more)
+
+    new_trainer(callbacks=[StopAfterThree()]).train()
+    second = new_trainer()
+    second.train(resume_from_checkpoint=True)
+    print_history("resumed", second)
+
+
+classify_sentences()
+sentences = tokenized_sentences()
 tokenizer.pad_token = tokenizer.eos_token
-opt = torch.optim.AdamW(lm.parameters(), lr=4e-3)
-sched = get_cosine_schedule_with_warmup(opt, 2, 8)
-args = TrainingArguments(
-    f"{FOLDER}/b",
-    max_steps=8,
-    gradient_accumulation_steps=1,
-    gradient_checkpointing=True,
-    gradient_checkpointing_kwargs={"use_reentrant": False},
-    logging_strategy="steps",
-    save_strategy="no",
-    **common,
-)
-tr = Trainer(
-    lm,
-    args,
-    train_dataset=rows,
-    eval_dataset=rows[:6],
-    data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-    optimizers=(opt, sched),
-)
-tr.train()
-show(tr, "lm")
-print(f"Perplexity: {math.exp(tr.evaluate()['eval_loss']):.4f}")
-# user loop with HF TrainerCallback stopping and resume
-set_seed(0)
-
-
-class Stop(TrainerCallback):
-    def on_step_end(self, args, state, control, **kw):
-        if state.global_step == 3:
-            control.should_save = True
-            control.should_training_stop = True
-
-
-def fresh(out, **kw):
-    set_seed(0)
-    lm = causal_model()
-    return Trainer(
-        lm,
-        TrainingArguments(out, max_steps=6, learning_rate=1e-3, save_strategy="steps", save_steps=100, **common),
-        train_dataset=rows,
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        **kw,
-    )
-
-
-fresh(f"{FOLDER}/c", callbacks=[Stop()]).train()
-t = fresh(f"{FOLDER}/c")
-t.train(resume_from_checkpoint=True)
-show(t, "resumed")
+collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+train_with_own_optimizer(sentences, collator)
+stop_and_resume(sentences, collator)

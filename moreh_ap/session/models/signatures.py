@@ -7,10 +7,11 @@ after.
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import torch
@@ -18,15 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from moreh_ap import log
+from moreh_ap.integrations.transformers_worker import contains_cache
+from moreh_ap.protocol.batch import BatchRows
 from moreh_ap.protocol.hook_records import Report
 from moreh_ap.protocol.memory_format import Order, empty_in_order
 from moreh_ap.protocol.messages.calls import DefineSignature, ForwardReply
 from moreh_ap.protocol.messages.tensors import LeafReply
 from moreh_ap.protocol.pytree import pickle_treespec, unpickle_treespec
-from moreh_ap.session.calls.row_shards import BatchRows
-
-if TYPE_CHECKING:
-    from moreh_ap.session.models.remote_model import RemoteModel
+from moreh_ap.session.outbox import Outbox
 
 _MAX_STRUCTURES = 4096
 
@@ -51,6 +51,7 @@ class LeafTemplate:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
 
+    @functools.cached_property
     def meta(self) -> Tensor:
         """The whole tensor without values, its dims in memory as on one device."""
         return empty_in_order(self.shape, self.order, self.dtype, "meta")
@@ -60,7 +61,10 @@ class LeafTemplate:
 class Structure:
     """How a call's result nests, what its leaves are, whether the call drew random numbers, and who had which rows.
 
-    `attributes` are those that the forward set: their values are the last of the leaves.
+    Attributes:
+        attributes: Those that the forward set: their values are the last of the leaves.
+        is_report: Whether the result is a `Report`: hooks of the script saw something, or attributes were set.
+        has_cache: Whether a key-value cache of transformers is in the result.
     """
 
     treespec: TreeSpec
@@ -70,6 +74,8 @@ class Structure:
     draws: bool
     batch: BatchRows | None
     attributes: tuple[str, ...] = ()
+    is_report: bool = False
+    has_cache: bool = False
 
     @staticmethod
     def of(replies: list[ForwardReply | None]) -> Structure:
@@ -105,6 +111,8 @@ class Structure:
             draws=any(reply.streams is not None for reply in answered),
             batch=None if first_answer.rows is None else BatchRows(own_rows),
             attributes=tuple(treespec.children()[-1].context) if treespec.context is Report else (),
+            is_report=treespec.context is Report,
+            has_cache=contains_cache(treespec),
         )
 
     def promises_the_same(self, other: Structure) -> bool:
@@ -133,25 +141,33 @@ class Structure:
 
 
 class Signatures:
-    """What one model knows of its calls: ids of their constant parts, and structures seen so far."""
+    """What one model knows of its calls: ids of their constant parts, and structures seen so far.
 
-    def __init__(self, model: RemoteModel) -> None:
-        self._model = model
-        self._structures: dict[Any, Structure] = {}
+    Args:
+        outbox: How the workers are told.
+        owner: The model's name on the workers.
+
+    Attributes:
+        structures: The structures of calls by their keys, see `remote_call.RemoteCall.send`.
+        numbers: Numbers of signatures with plain constants, each with the outbox's count of forgotten definitions.
+        sets_attributes: Whether a forward has set attributes so far.
+    """
+
+    def __init__(self, outbox: Outbox, owner: str) -> None:
+        self._outbox, self._owner = outbox, owner
+        self.structures: dict[Any, Structure] = {}
+        self.numbers: dict[Any, tuple[int, int]] = {}
         self._unpredictable: set[Any] = set()
         self._attributes: set[str] = set()
+        self.sets_attributes = False
         self._notes: set[str] = set()
 
     def define(self, path: str, treespec: TreeSpec, constants: list[Any]) -> int:
         """The id of this path, nesting and constants; the workers are told the first time."""
-        owner, nesting, values = self._model.owner, pickle_treespec(treespec), pickle_constants(constants)
-        return self._model.session.outbox.define(
+        owner, nesting, values = self._owner, pickle_treespec(treespec), pickle_constants(constants)
+        return self._outbox.define(
             (owner, path, nesting, values), lambda number: DefineSignature(number, owner, path, nesting, values)
         )
-
-    def structure(self, key: Any) -> Structure | None:
-        """What is known of calls with `key`, if anything."""
-        return self._structures.get(key)
 
     def learn(self, key: Any, structure: Structure, *, grad: bool) -> None:
         """Remember the structure of the calls with `key`; say once in the log why a training batch is not shared."""
@@ -159,20 +175,17 @@ class Signatures:
             self._notes.add(structure.note)
             print(log.info(structure.note), flush=True)
         if not self._attributes.issuperset(structure.attributes):
-            self._structures.clear()  # calls that set it to None, as it was, are to be looked at again
+            self.structures.clear()  # calls that set it to None, as it was, are to be looked at again
             self._attributes.update(structure.attributes)
+            self.sets_attributes = True
         if structure.predictable() and key not in self._unpredictable:
-            if len(self._structures) >= _MAX_STRUCTURES:
-                self._structures.clear()
-            self._structures[key] = structure
-
-    def sets_attributes(self) -> bool:
-        """Whether a forward has set attributes so far."""
-        return bool(self._attributes)
+            if len(self.structures) >= _MAX_STRUCTURES:
+                self.structures.clear()
+            self.structures[key] = structure
 
     def never_predict(self, key: Any) -> None:
         """The structure of a call with `key` turned out to be another than that of an earlier one."""
-        self._structures.pop(key, None)
+        self.structures.pop(key, None)
         self._unpredictable.add(key)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
+from moreh_ap.device.patches.unsupported import refuse_compiled
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here
-from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.stream import ImportModules
+from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import replaying
 from moreh_ap.session.planning import first_call
@@ -21,11 +23,16 @@ from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import ModelState, OnWorkers
 
+Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a module with positional and keyword arguments; NotImplemented if it has changed."""
+
 
 class Units:
     """Finds, and makes at the first call, the remote model that a module belongs to."""
 
     def __init__(self, session: Session) -> None:
+        #: How to call modules of models that workers have: what `find` found, until the script moves or adds modules.
+        self.routes: weakref.WeakKeyDictionary[nn.Module, Route] = weakref.WeakKeyDictionary()
         self._session = session
         self._recovery = Recovery(session)
         self._models: list[RemoteModel] = []
@@ -39,6 +46,10 @@ class Units:
             for module in root.modules():
                 self._root_of[module] = weakref.ref(root)
             self._announce(root)
+        self._release_those_that_left()
+
+    def _release_those_that_left(self) -> None:
+        self.routes.clear()
         for model in [model for model in self._models if model.has_left()]:
             self._models.remove(model)
             model.release()
@@ -76,7 +87,10 @@ class Units:
         if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState):
             model = value.owner.live_model()
             if not model.is_out_of_date() and model.contains(module):
-                return model, model.path_of(module)
+                path = model.path_of(module)
+                if not model.script_hooks.any:  # a call with hooks may have to be made again, see `call_module`
+                    self.routes[module] = functools.partial(call_on_route, model, path)
+                return model, path
             return self._build(module if not model.contains(module) else model.root, module, args, kwargs)
         return self._build(self._moved_root(module), module, args, kwargs)
 
@@ -115,7 +129,7 @@ class Units:
     def _lay_out(self, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> RemoteModel:
         session, plan = self._session, first_call.plan_on_trial()
         if plan is not None:
-            return RemoteModel(session, root, call, plan)
+            return RemoteModel(session, root, call, plan, on_trial=True)
         planned = first_call.plan_first_call(session, root, call)
         values = [(tensor, tensor._cell.value) for tensor in _state_tensors(root)]
         if session.options.autotune and not planned.is_given:
@@ -124,7 +138,7 @@ class Units:
             session.outbox.journal.open()
         model = RemoteModel(session, root, call, planned.plan)
         self._recovery.take_on(model, planned, values)
-        session.watch = Watch(session.outbox, planned.expected)
+        session.watch = Watch(session.outbox, planned.expected, session.stop_watching)
         return model
 
     def _bring_back(self, root: nn.Module) -> None:
@@ -134,23 +148,7 @@ class Units:
                 gradient = None if tensor.grad is None else tensor.grad.cpu()
                 tensor._cell.value = Here(tensor._cell.value.read())
                 tensor.grad = None if gradient is None else gradient.cuda()
-        for model in [model for model in self._models if model.has_left()]:
-            self._models.remove(model)
-            model.release()
-
-
-def refuse_compiled(root: nn.Module) -> None:
-    """Models of TorchScript have no code that workers could run.
-
-    Raises:
-        UnsupportedError: There is one in the module.
-    """
-    if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
-        raise UnsupportedError(
-            f"A {type(root).__name__} compiled by torch.jit on the accelerator, whose workers run Python.",
-            allowed="The model itself on the accelerator; compiled models on the CPU; compiled functions anywhere.",
-            fix="torch.jit.script(copy.deepcopy(model).cpu())  # to save it; train the model itself",
-        )
+        self._release_those_that_left()
 
 
 def _ids(module: nn.Module) -> set[int]:

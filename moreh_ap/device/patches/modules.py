@@ -1,0 +1,102 @@
+"""Modules: their calls, moves between devices, and attributes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moreh_ap.device import lazy_modules, transfers
+from moreh_ap.device.backend import WorkerBackend
+from moreh_ap.device.patches.registry import Patches
+from moreh_ap.device.patches.unsupported import refuse_compiled
+from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor
+from moreh_ap.errors import UnsupportedError
+
+
+def install(patches: Patches, backend: WorkerBackend) -> None:
+    """Have modules on the accelerator be called on the workers, and moves and attributes be noted."""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A transform of `torch.func` needs every operation: under one, a model is computed in the controller.
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        is_traced = torch._C._get_tracing_state() is not None
+        route = None if is_transformed or is_traced else routes.get(module)
+        if route is not None:
+            result = route(args, kwargs)
+            if result is not NotImplemented:
+                return result
+        parameter = next(module.parameters(), None)
+        if parameter is None or is_transformed:
+            return original_call(module, *args, **kwargs)
+        if is_traced and parameter.is_cuda:
+            raise UnsupportedError(
+                f"torch.jit.trace follows operations of this process, and {type(module).__name__} runs on the workers.",
+                allowed="Tracing and exporting models that are on the CPU.",
+                fix="torch.jit.trace(model.cpu(), example.cpu())  # then model.cuda() to go on",
+            )
+        if not parameter.is_cuda and has_accelerator_tensor((args, kwargs)):
+            if lazy_modules.has_no_shapes(module):
+                lazy_modules.give_shapes(module, args, kwargs, original_call)
+            module.cuda()  # scripts of the platform call a model with accelerator inputs without moving it first
+        result = backend.call_module(module, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        if isinstance(parameter, VirtualTensor) and not parameter.is_cuda:
+            module._apply(_read_into_controller)  # a model that is to stay on the CPU after all
+        return original_call(module, *args, **kwargs)
+
+    routes = backend.routes
+    original_call = patches.replace(nn.Module, "__call__", call)
+
+    depth = threading.local()
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if getattr(depth, "inside", False):
+            return original_apply(module, fn, recurse)
+        if isinstance(module, torch.jit.ScriptModule) and isinstance(fn(torch.empty(0)), VirtualTensor):
+            refuse_compiled(module)
+        if lazy_modules.has_no_shapes(module) and isinstance(fn(torch.empty(0)), VirtualTensor):
+            return module  # its first call with accelerator tensors moves it
+        depth.inside = True
+        _let_go_of_graphs(module)
+        swap = torch.__future__.get_swap_module_params_on_conversion()
+        # A virtual parameter is never turned into another by `.data =`: its object stays, what it is changes.
+        on_accelerator = isinstance(next(module.parameters(), None), VirtualTensor)
+        torch.__future__.set_swap_module_params_on_conversion(swap or on_accelerator)
+        try:
+            return original_apply(module, fn, recurse)
+        finally:
+            depth.inside = False
+            torch.__future__.set_swap_module_params_on_conversion(swap)
+            backend.note_moved(module)
+
+    original_apply = patches.replace(nn.Module, "_apply", apply)
+
+    def swap_tensors(first: Tensor, second: Tensor) -> None:
+        is_virtual = isinstance(first, VirtualTensor) or isinstance(second, VirtualTensor)
+        (transfers.swap if is_virtual else original_swap)(first, second)
+
+    original_swap = patches.replace(torch.utils, "swap_tensors", swap_tensors)
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        original_set(module, name, value)
+        if name not in ("training", "_compiled_call_impl"):
+            backend.note_attribute(module, name, value)
+
+    original_set = patches.replace(nn.Module, "__setattr__", set_attribute)
+
+
+def _let_go_of_graphs(module: nn.Module) -> None:
+    """What a module has computed from its parameters (`nn.utils.weight_norm` does) would keep them from moving."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                part.__dict__[name] = value.detach()
+
+
+def _read_into_controller(tensor: Tensor) -> Tensor:
+    return tensor.to_host() if isinstance(tensor, VirtualTensor) else tensor

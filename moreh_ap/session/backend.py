@@ -1,0 +1,114 @@
+"""The session as the virtual device sees it: `moreh_ap.device.backend.WorkerBackend`, implemented.
+
+Decides nothing: each method hands over to the module that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moreh_ap.protocol.messages.devices import DeviceInfo
+from moreh_ap.protocol.messages.stream import Synchronize
+from moreh_ap.session.calls import autograd_api, clipping, double_backward, row_shard_rules
+from moreh_ap.session.calls.remote_call import call_remotely
+from moreh_ap.session.model_registry import Route, Units
+from moreh_ap.session.models.parameter_gradients import expected_will_do
+from moreh_ap.session.models.remote_optimizer import clearing_on_workers, elementwise_optimizers, stepping_on_workers
+from moreh_ap.session.models.script_hooks import RunsHereOnly
+from moreh_ap.session.outbox import Posted
+from moreh_ap.session.rng_streams import AcceleratorGenerator
+from moreh_ap.session.session import Session
+
+
+class SessionBackend:
+    """Hands what the device is asked to the parts of a session.
+
+    Args:
+        session: The workers and the order of their commands.
+        registry: The models that the workers have.
+    """
+
+    def __init__(self, session: Session, registry: Units) -> None:
+        self._session, self._registry = session, registry
+        session.run_on_row_shards = row_shard_rules.run_on_parts
+        session.differentiate = double_backward.differentiate
+
+    @property
+    def generator(self) -> AcceleratorGenerator:
+        return self._session.generator
+
+    @property
+    def num_devices(self) -> int:
+        return self._session.num_devices
+
+    def devices(self) -> list[DeviceInfo]:
+        return self._session.devices()
+
+    def memory(self, *, reset_peak: bool = False, empty_cache: bool = False) -> dict[str, int]:
+        return self._session.memory(reset_peak=reset_peak, empty_cache=empty_cache)
+
+    def synchronize(self) -> None:
+        self._session.synchronize()
+
+    def mark_place(self) -> Posted:
+        return self._session.outbox.submit(Synchronize())
+
+    # -- modules ---------------------------------------------------------------------------------------------------
+
+    @property
+    def routes(self) -> Mapping[nn.Module, Route]:
+        return self._registry.routes
+
+    def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found, hooks_done = self._registry.find(module, args, kwargs), 0
+        while found is not None:
+            try:
+                return call_remotely(*found, args, kwargs, hooks_done)
+            except RunsHereOnly as hook:
+                found, hooks_done = self._registry.find(module, args, kwargs), hook.done
+        return NotImplemented
+
+    def note_moved(self, root: nn.Module) -> None:
+        self._registry.note_moved(root)
+
+    def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        self._registry.note_attribute(module, name, value)
+
+    # -- optimizers and gradients ----------------------------------------------------------------------------------
+
+    def optimizer_classes(self) -> Sequence[type[Optimizer]]:
+        return elementwise_optimizers()
+
+    def step_on_workers(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return stepping_on_workers(self._session, original)
+
+    def zero_grad_on_workers(self, original: Callable[..., None]) -> Callable[..., None]:
+        return clearing_on_workers(original)
+
+    def clip_on_workers(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return clipping.clipping_on_workers(self._session, original)
+
+    def clearing_gradients(self) -> AbstractContextManager[None]:
+        return expected_will_do()
+
+    def total_norm(self, tensors: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        norm = clipping.norm_on_workers(self._session, tensors, *args, **kwargs)
+        return NotImplemented if norm is None else norm
+
+    def clip_gradients(self, parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> Any:
+        clipped = clipping.clip_on_workers(self._session, parameters, max_norm, total_norm)
+        return None if clipped else NotImplemented
+
+    def gradients(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        return autograd_api.gradients(func, args, kwargs)
+
+    def backward(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        return autograd_api.backward(func, args, kwargs)
+
+    def backward_of_tensor(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        return autograd_api.backward_of_tensor(func, args, kwargs)
