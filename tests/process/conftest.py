@@ -12,6 +12,7 @@ from drop_in_runs import BothInTurn
 from parallelizer_team import Team
 
 from moreh_ap import device
+from moreh_ap.accelerator import enable as enable_accelerator
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.session.session import Session
@@ -70,7 +71,7 @@ def accelerator(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Sess
         current = device.current()
         if current is None or current.session.num_devices != wanted.devices:
             device.disable()
-            enable(wanted)
+            enable_accelerator(wanted)
             current = device.current()
         assert current is not None
         current.options = current.session.options = wanted

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
@@ -54,7 +54,7 @@ class GradientPass(ForwardPass):
         output_grads: Sequence[Tensor | None],
         kinds: tuple[str, ...],
         watched: Sequence[int] = (),
-        parameters: Sequence[nn.Parameter] = (),
+        parameters: Sequence[Tensor] = (),
     ) -> None:
         roots = source.reached(output_grads)
         self._source, self.call, self.drawing = source, replace(source.call, kinds=kinds), source.drawing

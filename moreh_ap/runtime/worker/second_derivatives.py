@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.gradient_pass import GradientPass
@@ -23,7 +23,7 @@ def differentiate(
     output_grads: list[Tensor | None],
     wants_grad: Sequence[bool],
     watched: Sequence[int],
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
 ) -> tuple[Execution, Roles]:
     """Returns the gradients of a call, and how workers share them.
 
