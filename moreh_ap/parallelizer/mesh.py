@@ -64,12 +64,17 @@ class Axis:
     Attributes:
         rank: This worker's place on it.
         size: Number of workers along it.
-        group: The workers that differ from this one only along it.
+        group: The workers that differ from this one only along it; None for all workers.
     """
 
     rank: int
     size: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
+
+
+def world_axis() -> Axis:
+    """Returns all workers as one axis; this process alone where no process group was made."""
+    return Axis(dist.get_rank(), dist.get_world_size(), None) if dist.is_initialized() else Axis(0, 1, None)
 
 
 @dataclass(frozen=True)

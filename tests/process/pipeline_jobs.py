@@ -11,7 +11,7 @@ from one_line_models import ragged_batches, tiny_gpt2
 from torch import Tensor, nn
 
 from moreh_ap.parallelizer.apply import Example, apply_plan
-from moreh_ap.parallelizer.call.forward import Call
+from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.run_call import run_forward
 from moreh_ap.parallelizer.data.fsdp import settle
 from moreh_ap.parallelizer.mesh import build_mesh
@@ -33,7 +33,7 @@ def train_tied(rank: int, world: int, plan: str, steps: int) -> dict[str, str]:
     held = [p for name, p in model.named_parameters() if name not in applied.absent]
     start = _fingerprint(model)
     optimizer = torch.optim.AdamW(held, lr=1e-2)
-    call = Call(model, "whole", CPU, group=applied.position.data.group)
+    call = Call(model, "whole", CPU, axis=applied.position.data)
     for step in range(steps):
         batch = batches[step % len(batches)]
         run = run_forward(call, (), batch, plan=wanted, rows=4, meta_module=meta)

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.selective_recompute import KeptResults
-from moreh_ap.protocol.rng_state import host_untouched, set_state_of_host, state_of_host
+from moreh_ap.parallelizer.rng.policy import HostReplay
 
 
 def apply_recompute(blocks: Sequence[nn.Module], recompute: str | int, *, stop_early: bool = False) -> None:
@@ -99,7 +99,7 @@ class _Surroundings:
     def __init__(self, block: nn.Module, selective: bool) -> None:
         self._block = block
         self._modes = _get_current_function_mode_stack()
-        self._host_stream = state_of_host()
+        self._host = HostReplay()
         self._sites: list[slice] = []
         self._kept = KeptResults() if selective else None
 
@@ -123,8 +123,7 @@ class _Surroundings:
             for mode, sites in zip(self._modes, self._sites, strict=True)
         ]
         try:
-            with host_untouched(), _function_modes(modes):
-                set_state_of_host(self._host_stream)
+            with self._host.again(), _function_modes(modes):
                 if self._kept is None:
                     yield
                 else:

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moreh_ap.parallelizer.call.call import attach_gradient_sync
 from moreh_ap.parallelizer.data.fsdp import fsdp_modules, param_groups
-
-_ATTRIBUTE = "_moreh_uneven_gradients"
 
 
 class UnevenGradients:
@@ -34,7 +33,7 @@ class UnevenGradients:
         group: The process group of the workers that share the batch.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._missing: list[Any] = []
         groups = [group for part in fsdp_modules(module) for group in param_groups(part)]
@@ -82,11 +81,6 @@ class UnevenGradients:
                     param.sharded_param.grad = None
 
 
-def attach(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Makes `uneven_gradients_of(module)` an `UnevenGradients` over `group`."""
-    object.__setattr__(module, _ATTRIBUTE, UnevenGradients(module, group))
-
-
-def uneven_gradients_of(module: nn.Module) -> UnevenGradients | None:
-    """Returns what makes gradients even before FSDP2 reduces them, None where it does not."""
-    return module.__dict__.get(_ATTRIBUTE)
+def attach(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Makes gradients of `module` even over `group` before FSDP2 reduces them."""
+    attach_gradient_sync(module, UnevenGradients(module, group))

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moreh_ap.errors import PlanError
@@ -42,6 +43,19 @@ class TensorParallel:
     cache_heads: int | None = None
     cache_ranges: tuple[Range, ...] | None = None
     cache_writes: bool = True
+
+    def own_heads(self, cached_BHTD: Tensor) -> Tensor:
+        """Returns keys or values cut to this rank's heads; a tensor of other dims (a count of positions) as it is."""
+        if self.cache_ranges is None or cached_BHTD.dim() != 4:
+            return cached_BHTD
+        return torch.cat([cached_BHTD[:, start:stop] for start, stop in self.cache_ranges], dim=1)
+
+    def cache_layout(self, cached_BHTD: Tensor) -> TensorLayout | None:
+        """Returns what keys or values of this rank are of those of all heads; None if they are all of them."""
+        if self.cache_ranges is None or self.cache_heads is None or cached_BHTD.dim() != 4:
+            return None
+        shape = (cached_BHTD.shape[0], self.cache_heads, *cached_BHTD.shape[2:])
+        return TensorLayout(shape, 1, self.cache_ranges, self.cache_writes)
 
 
 def apply_tensor_parallel(
