@@ -74,7 +74,7 @@ class Case:
     """One rank of one plan, tracked and predicted.
 
     Attributes:
-        model: Name of the model, one of `planner.models`.
+        model: Name of the model, one of `planner/profiles/known_models.json`.
         plan: The plan.
         rank: The rank that was looked at.
         tracked_bytes: Most bytes at a time in the second step.
@@ -127,9 +127,9 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     from moreh_ap.parallelizer.state.loading import _allocate, _names_by_tensor, local_part
     from moreh_ap.parallelizer.tensor import vocabulary
     from moreh_ap.plan import Plan
-    from moreh_ap.planner.cost.footprint import estimate_memory
-    from moreh_ap.planner.models.known_models import find_model
-    from moreh_ap.planner.models.shapes import from_config, profile_of
+    from moreh_ap.planner.cost.memory_footprint import estimate_memory
+    from moreh_ap.planner.profiles.known_models import find_model
+    from moreh_ap.planner.profiles.transformer_shape import from_config, profile_of
 
     plan, cpu = Plan.parse(text), torch.device("cpu")
     numbers = {**find_model(name).config, **({} if num_layers is None else {"num_hidden_layers": num_layers})}
