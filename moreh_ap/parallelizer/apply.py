@@ -4,9 +4,9 @@ Decides in which order a plan becomes torch-native machinery. Must not know batc
 or the engine.
 
 [Note: gradients are sums]
-A worker's loss is its share of the global loss (see `reduction.py`), so gradients are summed over the workers that
+A worker's loss is its share of the global loss (see `loss_reduction.py`), so gradients are summed over the workers that
 share the batch and divided by nothing. FSDP2 averages by default; both its factor and its operation are set
-(`sharding.py`), because only the plain SUM exists on every back end.
+(`data/fsdp.py`), because only the plain SUM exists on every back end.
 
 [Note: which machinery]
 shard > 1 or bf16: FSDP2 (it keeps float32 shards and computes on bf16 copies, also with a shard axis of one). fp32

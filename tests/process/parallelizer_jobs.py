@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from moreh_ap.parallelizer.apply import apply_plan
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import ForwardPass
-from moreh_ap.parallelizer.call.run_call import run_forward
 from moreh_ap.parallelizer.call.split_check import SplitProof, prove_split
+from moreh_ap.parallelizer.call.way_to_execute import way_to_execute
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import set_requires_grad, settle
 from moreh_ap.parallelizer.mesh import build_mesh
@@ -53,7 +53,7 @@ class Runner:
             call = Call(self.model, "split", CPU, grad=grad, random=RandomPolicy(seed=3, worker=self.rank), **extra)
             batch = tree_unflatten(slice_rows(leaves, rows, *row_range(self.rank, self.world, rows)), spec)
         self.mode = call.mode
-        return run_forward(call, (), batch, plan=self.plan, rows=rows, meta_module=self.meta)
+        return way_to_execute(call, self.plan, rows, self.meta)(call, (), batch)
 
     def value(self, forward: Any, leaf: int = 0) -> Tensor:
         """Returns what the leaf of the result is on one device."""

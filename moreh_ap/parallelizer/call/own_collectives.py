@@ -1,7 +1,7 @@
 """Models that would talk to other processes by themselves.
 
-Decides what they do instead: in a worker a batch that rows of are looked at together is whole (`proof.py`), so the
-statistics of the rows that are here are those of one device. Must not know plans or batches.
+Decides what they do instead: where rows of a batch look at each other, every worker has the whole batch
+(`split_check.py`), so the statistics of its rows are those of one device. Must not know plans or batches.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ class Reports(CallExtension):
             for part in module.modules()
             for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         )
+        self.is_needed = self.has_hooks or attributes is not None
 
     def knowing(self, attributes: Mapping[str, tuple[str, ...]]) -> Reports:
         return Reports(self._module, self._attributes, attributes)

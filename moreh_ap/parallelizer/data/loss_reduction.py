@@ -1,7 +1,7 @@
 """Makes the mean losses of a forward over some rows shares of the mean over all rows.
 
 Decides what a mean means when every worker sees a slice of the batch. Must not know models, plans or how a batch was
-cut. Whether the result is right for a given forward is for `proof.py` to show.
+cut. Whether the result is right for a given forward is for `split_check.py` to show.
 
 [Note: shares]
 One device computes sum / count over the global batch. Worker r computes sum_r / (count_0 + count_1 + ...): its share.

@@ -5,10 +5,10 @@ or how blocks were found.
 
 [Note: the same surroundings]
 A worker's forward runs under torch function modes: CUDA devices mean this worker's (`placement.py`), means are shares
-of the global batch (`reduction.py`), dropout may be off (`rehearsal.py`). The backward runs outside of them. So a block
-remembers the modes of its forward and runs again under the same ones; the denominators that the forward summed over
-workers are used once more, so nothing is communicated for them and nothing can differ. Autocast and random numbers
-of PyTorch are put back by `torch.utils.checkpoint`, those of Python and NumPy here.
+of the global batch (`loss_reduction.py`), dropout may be off (`dry_run.py`). The backward runs outside of them. So a
+block remembers the modes of its forward and runs again under the same ones; the denominators that the forward summed
+over workers are used once more, so nothing is communicated for them and nothing can differ. Autocast and random numbers
+of PyTorch are put back by `torch.utils.checkpoint`, those of Python and NumPy by `HostReplay`.
 
 [Note: run twice, counted once]
 A forward may change things: running statistics in buffers, a key-value cache among its arguments. Buffers are put back

@@ -8,7 +8,7 @@ stands in for a gradient that is missing here, and whether it stays. Must not kn
 Before FSDP2 reduces, zeros become the gradient of every parameter that has none. After backward the workers tell each
 other which they had; a parameter that nobody used gets back what it had before, which may be None. Only a worker that
 misses a gradient looks at the answer, so the usual step reads nothing back from the device. It is what
-`gradient_sync.py` does for whole parameters.
+`bucketed_allreduce.py` does for whole parameters.
 """
 
 from __future__ import annotations

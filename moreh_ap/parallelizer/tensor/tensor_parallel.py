@@ -1,13 +1,13 @@
 """Tensor parallelism: every layer of a model split over the ranks of one mesh axis, with one-device numbers.
 
-Decides what a caller gets of it; how each module is split is for `tensor_choice.py`. Must not know batches, other mesh
+Decides what a caller gets of it; how each module is split is for `split_choice.py`. Must not know batches, other mesh
 axes, checkpoints or the controller.
 
 [Note: ordinary parameters]
 A rank's part of a parameter is an ordinary, smaller parameter, and a `TensorLayout` says what it is of the whole. It is
 not a DTensor: fused projections need pieces from several places, key-value heads may be on several ranks, FSDP2 shards
 the part over the data axes as if it were the whole, and optimizers run without dispatch. Activations cross the axis
-through DTensor (`tensor_crossing.py`).
+through DTensor (`crossing.py`).
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.run_call import Execute, way_to_execute
 from moreh_ap.parallelizer.call.split_check import SplitProof, prove_split
 from moreh_ap.parallelizer.call.state_passing import PassedState, find_reads, split_kept
+from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy

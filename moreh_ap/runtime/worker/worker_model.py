@@ -74,12 +74,10 @@ class WorkerModel:
         # only noticed.
         answers_attributes = self.plan.tensor == self.plan.pipeline == self.plan.micro_batches == 1
         attributes = Attributes(self.module) or None
-        self.extensions = self.applied.extensions
-        reports = Reports(self.module, attributes if answers_attributes else None)
-        if reports.has_hooks or (attributes and answers_attributes):
-            self.extensions += (reports,)
         self.unseen = None if answers_attributes else attributes
         self._marks = {} if self.unseen is None else self.unseen.marks()
+        reports = Reports(self.module, attributes if answers_attributes else None)
+        self.extensions = (*self.applied.extensions, reports) if reports.is_needed else self.applied.extensions
 
     def _unpickle(self, command: BuildModel) -> nn.Module:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device)

@@ -1,4 +1,4 @@
-"""The one way to run a call on a worker.
+"""Which way a call is executed on a worker.
 
 Decides whether a call runs at once or waits for its backward, and whether it goes through stages. Must not know how
 either is done.
@@ -43,16 +43,3 @@ def way_to_execute(call: Call, plan: Plan, rows: int | None = None, meta_module:
     if call.grad and num_chunks > 1 and rows is not None:
         return partial(DeferredForward, num_chunks=num_chunks, rows=rows, meta_module=meta_module)
     return ForwardPass
-
-
-def run_forward(
-    call: Call,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    plan: Plan,
-    rows: int | None = None,
-    meta_module: nn.Module | None = None,
-) -> Execution:
-    """Runs a call the way that `way_to_execute` chooses."""
-    return way_to_execute(call, plan, rows, meta_module)(call, args, kwargs)
