@@ -15,10 +15,10 @@ from moreh_ap.errors import OptionError
 from moreh_ap.integrations import accelerate, transformers
 from moreh_ap.local.jobs import Job
 from moreh_ap.runtime.worker_group import WorkerMesh
-from moreh_ap.session.backend import SessionBackend
 from moreh_ap.session.model_registry import Units
 from moreh_ap.session.rng_streams import AcceleratorGenerator, ProcessGenerator
 from moreh_ap.session.session import Session
+from moreh_ap.session.session_backend import SessionBackend
 from moreh_ap.settings import Options
 from moreh_ap.version import __version__
 

@@ -16,10 +16,10 @@ from torch.utils import _device as torch_device_context
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.device import autocast, transfers
-from moreh_ap.device.backend import IN_FORCE
 from moreh_ap.device.operations import ASKED
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, place, to_accelerator
 from moreh_ap.device.transfers import is_accelerator, move
+from moreh_ap.device.worker_backend import IN_FORCE
 
 _MAY_SHARE_MEMORY = {torch.as_tensor, torch.asarray, torch.frombuffer}
 _FACTORIES = torch_device_context._device_constructors()

@@ -1,13 +1,14 @@
 """From the workers' answers to one outcome of a command.
 
-Decides rules 1 and 3 of [Note: errors] in `mesh.py`: which error a command ends in, whether anybody has to be told of
-it, and whether the workers can go on together. Must not know processes, threads or replies.
+Decides rules 1 and 3 of [Note: errors] in `worker_group.py`: which error a command ends in, whether a
+caller has to be told of it, and whether the workers can go on together. Must not know processes, threads or replies.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.protocol.encoding import Failure, restore_failure, unpack
 from moreh_ap.runtime.worker.actor import DONE, FAILED, SKIPPED, Answer
 
@@ -64,3 +65,41 @@ def failure_of(answer: Answer) -> Failure:
     failure = unpack(answer.content)
     assert isinstance(failure, Failure)
     return failure
+
+
+class PeersHang(Exception):
+    """A worker failed and the others do not answer.
+
+    Attributes:
+        answer: what the worker answered that failed.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.status)
+        self.answer = answer
+
+
+def stopped_error(cause: BaseException | None) -> WorkerLostError:
+    """Returns what callers are told of workers that have been stopped, for the reason `cause`."""
+    first_line = str(cause).partition("\n")[0]
+    error = WorkerLostError(f"The mesh is stopped: {type(cause).__name__}: {first_line}", fix="run the script again")
+    error.__cause__ = cause
+    return error
+
+
+def unexpected_error(error: Exception, num_workers: int, *, was_ready: bool) -> MeshStartError | WorkerLostError:
+    """Returns an error of the receiving thread itself, without which the workers cannot go on, for callers.
+
+    Args:
+        error: What was raised.
+        num_workers: How many workers there are.
+        was_ready: Whether the workers had joined each other.
+    """
+    text = f"{type(error).__name__}: {error}"
+    wrapped: MeshStartError | WorkerLostError
+    if was_ready:
+        wrapped = WorkerLostError(f"The connection to the workers failed: {text}")
+    else:
+        wrapped = MeshStartError(f"The {num_workers} worker processes could not be started: {text}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from moreh_ap.errors import WorkerLostError
 from moreh_ap.runtime.engine import Engine, EngineError
 from moreh_ap.runtime.launcher import POLL_S, Crew, Stopping
+from moreh_ap.runtime.outcome_resolver import PeersHang
 from moreh_ap.runtime.worker.actor import Answer, Trouble
 
 if TYPE_CHECKING:
@@ -21,18 +22,6 @@ if TYPE_CHECKING:
 
 LOOK_AFTER_S = 1.0  # a command that takes longer than this may be hanging: ask the workers
 GRACE_S = 3.0  # how long the others may still answer once a worker is known to have failed
-
-
-class PeersHang(Exception):
-    """A worker failed and the others do not answer.
-
-    Attributes:
-        answer: what the worker answered that failed.
-    """
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.status)
-        self.answer = answer
 
 
 class Receiver:

@@ -28,7 +28,7 @@ from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.protocol.encoding import Packed, restore_failure
 from moreh_ap.runtime.future import Reply
 from moreh_ap.runtime.launcher import Crew, CrewRequest, Progress, Stopping, start_error
-from moreh_ap.runtime.outcome_resolver import Judge, failure_of
+from moreh_ap.runtime.outcome_resolver import Judge, PeersHang, failure_of, stopped_error, unexpected_error
 from moreh_ap.runtime.worker.actor import FAILED, Answer
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class WorkerMesh:
             )
         self.check()
         if self._stopped is not None:
-            raise self._stopped_error()
+            raise stopped_error(self._stopped)
 
     def submit(self, command: object, *, recoverable: bool = False) -> Reply:
         """Sends `command` to every worker, after all that were submitted before. Does not wait for the answer, but for
@@ -268,7 +268,7 @@ class WorkerMesh:
                 return reply
         self._slots.release()
         self.check()
-        raise self._stopped_error()
+        raise stopped_error(self._stopped)
 
     def _send(self, command: _Command) -> None:
         """Sends a command, or keeps it until there are workers. The caller holds the lock: order is what it is for."""
@@ -278,14 +278,6 @@ class WorkerMesh:
             pending = self._engine.execute(command.number, command.epoch, command.payload)
             self._sent.append((command, pending))
             self._changed.notify()
-
-    def _stopped_error(self) -> WorkerLostError:
-        first_line = str(self._stopped).partition("\n")[0]
-        error = WorkerLostError(
-            f"The mesh is stopped: {type(self._stopped).__name__}: {first_line}", fix="run the script again"
-        )
-        error.__cause__ = self._stopped
-        return error
 
     # -- the background thread -------------------------------------------------------------------------------------
 
@@ -300,7 +292,7 @@ class WorkerMesh:
         except (MeshStartError, WorkerLostError) as error:
             self._stop(error)
         except Exception as error:
-            self._stop(self._unexpected(error))
+            self._stop(unexpected_error(error, self.num_workers, was_ready=self._ready.is_set()))
         finally:
             self._crew.end()
 
@@ -312,7 +304,7 @@ class WorkerMesh:
                 self._send(command)
             self._unsent.clear()
         from moreh_ap.runtime.engine import EngineError
-        from moreh_ap.runtime.receiver import PeersHang, Receiver
+        from moreh_ap.runtime.receiver import Receiver
 
         receiver = Receiver(self._crew, engine, self._is_stopped)
         try:
@@ -339,8 +331,6 @@ class WorkerMesh:
         atexit.register(self.close)
 
     def _receive_next(self, receiver: Receiver) -> None:
-        from moreh_ap.runtime.receiver import PeersHang
-
         with self._lock:
             if not self._sent:
                 self._changed.wait(_IDLE_LOOK_S)
@@ -398,14 +388,3 @@ class WorkerMesh:
         for command in abandoned:
             self._complete(command, [], error)
         self._ready.set()
-
-    def _unexpected(self, error: Exception) -> MeshStartError | WorkerLostError:
-        """Wraps an error of this thread itself: without it the mesh cannot go on."""
-        text = f"{type(error).__name__}: {error}"
-        wrapped: MeshStartError | WorkerLostError
-        if self._ready.is_set():
-            wrapped = WorkerLostError(f"The connection to the workers failed: {text}")
-        else:
-            wrapped = MeshStartError(f"The {self.num_workers} worker processes could not be started: {text}")
-        wrapped.__cause__ = error
-        return wrapped

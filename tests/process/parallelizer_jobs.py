@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from moreh_ap.parallelizer.apply import apply_plan
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import ForwardPass
-from moreh_ap.parallelizer.call.split_check import SplitProof, prove_split
 from moreh_ap.parallelizer.call.way_to_execute import way_to_execute
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import set_requires_grad, settle
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import TensorSource, fill, full_tensor, write_tensor
+from moreh_ap.parallelizer.trial.split_check import SplitProof, prove_split
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.batch import row_range, slice_rows
 

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moreh_ap.parallelizer.call.dry_run import NoDropout
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.recompute import apply_recompute
+from moreh_ap.parallelizer.trial.dry_run import NoDropout
 from moreh_ap.plan import Plan
 
 LENGTH, VOCABULARY, WIDTH = 12, 61, 16

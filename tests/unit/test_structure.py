@@ -38,6 +38,8 @@ IMPORTS_IN_FUNCTIONS = {
     ("runtime.launcher", "runtime.engine"): "optional library: torchmonarch",
     ("runtime.worker_group", "runtime.engine"): "optional library: torchmonarch",
     ("runtime.worker_group", "runtime.receiver"): "optional library: torchmonarch, which the engine imports",
+    # A library that is slow to import.
+    ("device.values", "parallelizer.state.loading"): "imports torch.distributed.tensor, for reading files alone",
     # What a command does without torch, or before it.
     ("cli.verify_command", "cli.plan_verification"): "sets CUDA_VISIBLE_DEVICES before torch is imported",
     ("toolkit.doctor", "toolkit.link_checks"): "imports torch, which may be what is missing",

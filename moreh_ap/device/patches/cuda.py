@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from moreh_ap.device.backend import WorkerBackend
 from moreh_ap.device.transfers import require_accelerator
+from moreh_ap.device.worker_backend import WorkerBackend
 
 DEVICE_NAME = "MoAI Accelerator"
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.device.backend import WorkerBackend
 from moreh_ap.device.transfers import require_accelerator
+from moreh_ap.device.worker_backend import WorkerBackend
 
 
 class RandomState:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from moreh_ap.device import legacy_types
-from moreh_ap.device.backend import IN_FORCE, WorkerBackend
 from moreh_ap.device.patches import (
     cuda_streams,
     data_loading,
@@ -21,6 +20,7 @@ from moreh_ap.device.patches import (
 from moreh_ap.device.patches.cuda import Facade
 from moreh_ap.device.patches.cuda_rng import RandomState
 from moreh_ap.device.patches.registry import FORK_HOOK, Patches
+from moreh_ap.device.worker_backend import IN_FORCE, WorkerBackend
 
 
 def install(backend: WorkerBackend) -> Patches:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from moreh_ap.device import lazy_modules, transfers
-from moreh_ap.device.backend import WorkerBackend
 from moreh_ap.device.patches.registry import Patches
 from moreh_ap.device.patches.unsupported import refuse_compiled
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor
+from moreh_ap.device.worker_backend import WorkerBackend
 from moreh_ap.errors import UnsupportedError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moreh_ap.device.backend import WorkerBackend
 from moreh_ap.device.patches.registry import Patches
+from moreh_ap.device.worker_backend import WorkerBackend
 
 
 def install(patches: Patches, backend: WorkerBackend) -> None:

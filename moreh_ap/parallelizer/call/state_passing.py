@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.dry_run import NoDropout, attempt, untouched
 from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
 from moreh_ap.parallelizer.call.forward import ForwardPass
 from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
-from moreh_ap.parallelizer.call.row_comparison import choose_rows
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.trial.dry_run import NoDropout, attempt, untouched
+from moreh_ap.parallelizer.trial.row_comparison import choose_rows
 from moreh_ap.protocol.batch import select_rows
 from moreh_ap.protocol.passed_state import KEPT
 

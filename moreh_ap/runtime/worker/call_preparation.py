@@ -14,13 +14,13 @@ from torch import Tensor
 
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.split_check import SplitProof, prove_split
 from moreh_ap.parallelizer.call.state_passing import PassedState, find_reads, split_kept
 from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
+from moreh_ap.parallelizer.trial.split_check import SplitProof, prove_split
 from moreh_ap.protocol.batch import carries_rows, row_range
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order

@@ -20,8 +20,8 @@ from moreh_ap.parallelizer.state.state_shard import Held
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, DescribeOptimizer, LoadOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.state import ClearGradients, ClipGradients, GradientNorm
 from moreh_ap.protocol.messages.tensors import SavedTensor, TensorData
+from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.optimizer_offload import OffloadedState
-from moreh_ap.runtime.worker.tables import Handlers, Tables
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
 
 

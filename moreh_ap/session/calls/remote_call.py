@@ -33,7 +33,7 @@ from moreh_ap.session.calls.output_watchers import (
     read_gradients,
     watch_output,
 )
-from moreh_ap.session.calls.row_shards import Located, PartValue, PartView, part_ref_of
+from moreh_ap.session.calls.row_shard_values import Located, PartValue, PartView, part_ref_of
 from moreh_ap.session.models.parameter_gradients import separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import InFile
+from moreh_ap.integrations.adamw import AdamW
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, DescribeOptimizer, LoadOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
 from moreh_ap.session.models.parameter_gradients import expected_will_do
@@ -199,8 +200,6 @@ def elementwise_optimizers() -> list[type[Optimizer]]:
 
     Any other optimizer still works: its operations run on the workers one by one, or on values read from them.
     """
-    from moreh_ap.integrations.adamw import AdamW
-
     names = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
     return [*(getattr(torch.optim, name) for name in names), AdamW]
 

@@ -1,7 +1,7 @@
 """What the virtual device needs of the workers behind it, as an interface.
 
-`moreh_ap.session.backend` implements it and `moreh_ap.accelerator` joins the two: nothing in this package imports the
-session. A backend is in force between `put_in_force` and `remove`.
+`moreh_ap.session.session_backend` implements it and `moreh_ap.accelerator` joins the two: nothing in this package
+imports the session. A backend is in force while `IN_FORCE` names it.
 """
 
 from __future__ import annotations

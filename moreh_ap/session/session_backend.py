@@ -1,4 +1,4 @@
-"""The session as the virtual device sees it: `moreh_ap.device.backend.WorkerBackend`, implemented.
+"""The session as the virtual device sees it: `moreh_ap.device.worker_backend.WorkerBackend`, implemented.
 
 Decides nothing: each method hands over to the module that does.
 """

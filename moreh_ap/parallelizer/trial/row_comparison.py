@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.parallelizer.call.dry_run import Refused
 from moreh_ap.parallelizer.state.loading import local_part
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
+from moreh_ap.parallelizer.trial.dry_run import Refused
 from moreh_ap.protocol.batch import carries_rows
 
 TOLERANCE_FP32 = 2e-5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moreh_ap.parallelizer.state.checkpoint_shards import WrittenFile, boxes_of, problem_with, write_file
 from moreh_ap.parallelizer.state.loading import Wanted, read
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
-from moreh_ap.runtime.worker.tables import Handlers, Tables
+from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 
 
 class CheckpointCommands:

@@ -31,12 +31,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.dry_run import NoDropout, Refused, attempt, state_restored, untouched
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.forward import ForwardPass
 from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
-from moreh_ap.parallelizer.call.row_comparison import (
+from moreh_ap.parallelizer.data.fsdp import Way, compute_dtype, settle, way_through
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.pipeline.stages import stages_of
+from moreh_ap.parallelizer.rng.policy import RandomPolicy
+from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
+from moreh_ap.parallelizer.state.loading import local_part
+from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt, state_restored, untouched
+from moreh_ap.parallelizer.trial.row_comparison import (
     TOLERANCE_BF16,
     TOLERANCE_FP32,
     check_denominators,
@@ -46,12 +52,6 @@ from moreh_ap.parallelizer.call.row_comparison import (
     kind_of,
     random_weight,
 )
-from moreh_ap.parallelizer.data.fsdp import Way, compute_dtype, settle, way_through
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
-from moreh_ap.parallelizer.pipeline.stages import stages_of
-from moreh_ap.parallelizer.rng.policy import RandomPolicy
-from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
-from moreh_ap.parallelizer.state.loading import local_part
 from moreh_ap.protocol.batch import select_rows
 
 _NOISE = 1e-2

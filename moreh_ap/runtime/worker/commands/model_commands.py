@@ -6,7 +6,7 @@ import gc
 
 from moreh_ap.protocol.messages.models import BuildModel, ChangeModule, ReleaseModel, SetKernelFormats, SetRequiresGrad
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
-from moreh_ap.runtime.worker.tables import Handlers, Tables
+from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.worker_model import WorkerModel
 
 

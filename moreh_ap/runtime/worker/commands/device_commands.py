@@ -5,7 +5,7 @@ from __future__ import annotations
 from moreh_ap.protocol.messages.devices import DescribeDevice, ProbeDevice, ReportMemory, ReportSteps, StepReport
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.runtime.worker import device_probe
-from moreh_ap.runtime.worker.tables import Handlers, Tables
+from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 
 
 class DeviceCommands:

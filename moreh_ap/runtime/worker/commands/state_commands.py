@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.protocol.messages.state import KeepState, ReadState, RunOperation, WriteState
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
-from moreh_ap.runtime.worker.tables import Handlers, Tables
+from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 
 
 class StateCommands:
