@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import get_world_size
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
@@ -34,7 +35,7 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     Raises:
         PlanError: The plan needs another number of devices than the process group has.
     """
-    world = dist.get_world_size()
+    world = get_world_size()
     if plan.num_devices != world:
         raise PlanError(
             f"the plan {plan} needs {plan.num_devices} devices, the accelerator has {world}",

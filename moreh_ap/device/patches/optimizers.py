@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from moreh_ap.device.backend import WorkerBackend
-from moreh_ap.device.patches.registry import Patches
+from moreh_ap.patching import Patches, PatchGroup
 
 
 def install(patches: Patches, backend: WorkerBackend) -> None:
     """Have the workers take the steps of their optimizers and clip their gradients."""
+    group = patches.group("Parameters, gradients and the state of optimizers are on the workers.")
     for cls in backend.optimizer_classes():
-        _redirect_step(patches, backend, cls)
-    _redirect_clipping(patches, backend)
+        _redirect_step(group, backend, cls)
+    _redirect_clipping(group, backend)
 
 
-def _redirect_step(patches: Patches, backend: WorkerBackend, cls: type[torch.optim.Optimizer]) -> None:
+def _redirect_step(group: PatchGroup, backend: WorkerBackend, cls: type[torch.optim.Optimizer]) -> None:
     original = cls.step
 
     @functools.wraps(original)
@@ -32,22 +33,24 @@ def _redirect_step(patches: Patches, backend: WorkerBackend, cls: type[torch.opt
 
     if hasattr(original, "hooked"):
         step.hooked = original.hooked  # type: ignore[attr-defined]
-    patches.replace(cls, "step", step)
+    group.replace(cls, "step", step, "Takes the step on the workers.")
 
 
-def _redirect_clipping(patches: Patches, backend: WorkerBackend) -> None:
+def _redirect_clipping(group: PatchGroup, backend: WorkerBackend) -> None:
     # `clip_grad_norm_` is imported by name everywhere, so its two halves are redirected: it looks them up when called.
     module: types.ModuleType = sys.modules["torch.nn.utils.clip_grad"]
 
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Has the workers compute the norm of gradients that they have."""
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         norm: Tensor = backend.total_norm(tensors, *args, **kwargs)
         return original_norm(tensors, *args, **kwargs) if norm is NotImplemented else norm
 
     def clip_grads_with_norm(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Has the workers scale gradients that they have."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if backend.clip_gradients(parameters, max_norm, total_norm) is NotImplemented:
             original_clip(parameters, max_norm, total_norm, *args, **kwargs)
 
-    original_norm = patches.replace(module, "_get_total_norm", get_total_norm)
-    original_clip = patches.replace(module, "_clip_grads_with_norm_", clip_grads_with_norm)
+    original_norm = group.replace(module, "_get_total_norm", get_total_norm)
+    original_clip = group.replace(module, "_clip_grads_with_norm_", clip_grads_with_norm)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import get_rank, get_world_size, is_initialized
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
@@ -86,12 +87,12 @@ class Call:
     @property
     def num_workers(self) -> int:
         """Number of workers that share the batch."""
-        return dist.get_world_size(self.group) if dist.is_initialized() else 1
+        return get_world_size(self.group) if is_initialized() else 1
 
     @property
     def rank(self) -> int:
         """This worker's place among those that share the batch."""
-        return dist.get_rank(self.group) if self.num_workers > 1 else 0
+        return get_rank(self.group) if self.num_workers > 1 else 0
 
     def autocasting(self) -> AbstractContextManager[Any]:
         """Returns `torch.autocast` as the script had it around the call."""
@@ -102,7 +103,7 @@ class Call:
         if self.mode == "split" and self.num_workers > 1:
             mark = mark_of_stream if self.draws else None
             meets = self.means or mark is not None
-            nobody_else = self.num_workers == dist.get_world_size() and not fsdp_roots(self.module)
+            nobody_else = self.num_workers == get_world_size() and not fsdp_roots(self.module)
             return GlobalReduction(
                 self.device,
                 group=self.group,

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.distributed_c10d import get_world_size
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
@@ -235,7 +236,7 @@ class GlobalReduction(OwnDevice):
         numbers = torch.cat([local.reshape(1).to(self.device), known.to(self.device)])
         dist.all_reduce(numbers, group=self._group)
         sums, squares = numbers[1:3], numbers[3:]
-        self._apart.append(squares * dist.get_world_size(self._group) - sums.square())  # zeros if all gave the same
+        self._apart.append(squares * get_world_size(self._group) - sums.square())  # zeros if all gave the same
         return numbers[0], sums[0]
 
     def _meet(self, mark: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import get_world_size, is_initialized
 
 from moreh_ap.errors import UnsupportedError
 
@@ -32,7 +33,7 @@ def total_norm(parts: Sequence[Tensor], order: float, device: torch.device) -> T
     norms = torch.stack([torch.linalg.vector_norm(part.detach(), order, dtype=dtype) for part in parts if part.numel()]
                         or [torch.zeros((), dtype=dtype, device=device)])
     whole = torch.linalg.vector_norm(norms, order).to(device)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not is_initialized() or get_world_size() == 1:
         return whole
     if math.isinf(order):
         dist.all_reduce(whole, op=dist.ReduceOp.MAX)

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moreh_ap.integrations import transformers_worker
-from moreh_ap.parallelizer.call.own_collectives import appear_alone
+from moreh_ap.parallelizer.call.own_collectives import seeing_group
 from moreh_ap.parallelizer.data.norms import total_norm
 from moreh_ap.parallelizer.state.checkpoint_shards import WrittenFile, boxes_of, problem_with, write_file
 from moreh_ap.parallelizer.state.loading import Wanted, read
@@ -63,7 +62,7 @@ from moreh_ap.protocol.messages.state import (
 )
 from moreh_ap.protocol.messages.stream import Batch, DefineList, ImportModules, Synchronize
 from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, PartRef, StateRef, TensorData
-from moreh_ap.runtime.worker import device_probe
+from moreh_ap.runtime.worker import device_probe, patches
 from moreh_ap.runtime.worker.row_shard_store import Part, answer, run_on_parts
 from moreh_ap.runtime.worker.step_clock import StepClock
 from moreh_ap.runtime.worker.worker_call import WorkerCall
@@ -91,8 +90,7 @@ class WorkerExecutor:
     """
 
     def __init__(self, rank: int, world_size: int, device_type: str) -> None:
-        transformers_worker.install()
-        appear_alone()
+        self._patches = patches.install()
         self._rank, self._world_size = rank, world_size
         self._device = WorkerDevice(rank, world_size, device_type)
         self._clock = StepClock(self._device.is_cuda)
@@ -330,7 +328,8 @@ class WorkerExecutor:
         )
         if func._schema.is_mutable and not any(isinstance(leaf, DTensor) for leaf in tree_leaves(arguments[0][:1])):
             arguments = tree_map_only(DTensor, DTensor.full_tensor, arguments)  # what is written is whole
-        with torch.no_grad(), implicit_replication():  # what is no shard is the same on every worker
+        # What is no shard is the same on every worker. DTensor's convolution asks for its rank by the public name.
+        with torch.no_grad(), implicit_replication(), seeing_group():
             result = func(*arguments[0], **arguments[1])
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         source = next((held for held in operands if held is not None), None)

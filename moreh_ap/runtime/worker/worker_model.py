@@ -21,7 +21,6 @@ from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.call.forward import Call, ForwardPass
 from moreh_ap.parallelizer.call.micro_batches import DeferredForward
-from moreh_ap.parallelizer.call.own_collectives import keep_to_own_rows
 from moreh_ap.parallelizer.call.run_call import run_forward
 from moreh_ap.parallelizer.call.split_check import SplitProof, find_reads, prove_split
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots, prepare, set_requires_grad, settle
@@ -96,7 +95,6 @@ class WorkerModel:
     def _unpickle(self, command: BuildModel) -> nn.Module:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device)
         transformers_worker.complete_unpickled(module)
-        keep_to_own_rows(module)
         for part in module.modules():
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
                 part.sparse = False  # FSDP2 sums dense gradients; optimizers that take both do the same with them
