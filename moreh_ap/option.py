@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
+from moreh_ap import checked_versions
 from moreh_ap.plan import Plan
 from moreh_ap.settings import (
     Options,
@@ -61,6 +62,9 @@ def enable_advanced_parallelization(
     Raises:
         OptionError: An argument or environment variable has a wrong type or value, or two contradict each other.
         PlanError: The text of `plan` is no plan.
+
+    Warns:
+        VersionWarning: This package was not checked with the versions of Python and libraries here.
     """
     options = resolve_options(
         os.environ,
@@ -74,6 +78,7 @@ def enable_advanced_parallelization(
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.parse(plan),
         autotune=check_bool("autotune", autotune),
     )
+    checked_versions.warn_if_unchecked(stacklevel=3)
     from moreh_ap import accelerator
 
     accelerator.enable(options)

@@ -6,7 +6,8 @@ session. A backend is in force between `put_in_force` and `remove`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -62,6 +63,10 @@ class WorkerBackend(Protocol):
     def mark_place(self) -> PlaceInOrder:
         """The present place in the stream of commands. Does not wait."""
 
+    @property
+    def routes(self) -> Mapping[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], Any]]:
+        """How to call modules that the workers are known to have; as `call_module`, but quicker."""
+
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a module's call on the workers; NotImplemented if the call belongs in the controller."""
 
@@ -74,8 +79,17 @@ class WorkerBackend(Protocol):
     def optimizer_classes(self) -> Sequence[type[Optimizer]]:
         """Classes of optimizers whose `step` the workers can take."""
 
-    def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """Take a step on the workers; returns the closure's result, or NotImplemented."""
+    def step_on_workers(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands in for `original`, the `step` of one of these classes."""
+
+    def zero_grad_on_workers(self, original: Callable[..., None]) -> Callable[..., None]:
+        """What stands in for `original`, which is `torch.optim.Optimizer.zero_grad`."""
+
+    def clip_on_workers(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """What stands in for `original`, which is `torch.nn.utils.clip_grad_norm_`."""
+
+    def clearing_gradients(self) -> AbstractContextManager[None]:
+        """Inside, gradients are read only to be cleared: reading them need not wait for the workers."""
 
     def total_norm(self, tensors: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Stands in for `torch.nn.utils.get_total_norm`."""

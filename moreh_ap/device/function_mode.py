@@ -33,6 +33,19 @@ class RedirectMode(TorchFunctionMode):
         return redirect(func, args, kwargs or {}) if IN_FORCE.backend is not None else func(*args, **(kwargs or {}))
 
 
+def in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` in a mode of its own.
+
+    A mode is off while it handles a call: without this, functions of the script that run inside would be without it.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with RedirectMode():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def remove_mode(mode: RedirectMode) -> None:
     """Take `mode` off this thread's stack, wherever it stands there."""
     above = []
@@ -153,8 +166,18 @@ def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    backend = IN_FORCE.backend
+    backend, tensor = IN_FORCE.backend, args[0]
+    if len(args) == 1 and not any(map(kwargs.get, _BEYOND_PLAIN_BACKWARD)) and isinstance(tensor, VirtualTensor):
+        with torch._C.DisableTorchFunction():
+            is_plain = tensor.numel() == 1 and tensor.is_floating_point()  # PyTorch has its own error for others
+            one = place(torch.ones(tensor.shape, dtype=tensor.dtype)) if is_plain else None
+        if is_plain:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(tensor, **{**kwargs, "gradient": one})
     return func(*args, **kwargs) if backend is None else backend.backward_of_tensor(func, args, kwargs)
+
+
+_BEYOND_PLAIN_BACKWARD = ("gradient", "create_graph", "inputs")
 
 
 def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

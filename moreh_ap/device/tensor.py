@@ -223,6 +223,11 @@ class VirtualTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    def item(self) -> Any:
+        """The value of a tensor with one element, as a Python number; waits if it must."""
+        with torch._C.DisableTorchFunction():
+            return self.host_value().item()
+
     def tolist(self) -> Any:
         return self.to_host().tolist()
 

@@ -96,6 +96,11 @@ def hand_caches_back(arguments: tuple[Any, ...], result: Any) -> None:
             result.past_key_values = given
 
 
+def contains_cache(treespec: pytree.TreeSpec) -> bool:
+    """Whether a cache is in a nesting, with or without tensors in it."""
+    return treespec.type in _CACHES or any(map(contains_cache, treespec.children()))
+
+
 def cache_leaves(treespec: pytree.TreeSpec) -> frozenset[int]:
     """Which leaves of a nesting are keys and values in a cache: (batch, heads, positions, width) each."""
     if not _CACHES:  # transformers is not imported; asking sys.modules would find it half imported by another thread

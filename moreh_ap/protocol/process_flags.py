@@ -6,6 +6,7 @@ workers have to have them too. Decides which they are. Must not know how they tr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,12 +22,12 @@ class _Flag(NamedTuple):
     set: Callable[[Any], object]
 
 
-def _determinism() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
 def _of(holder: Any, name: str) -> _Flag:
-    return _Flag(lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
+    return _Flag(functools.partial(getattr, holder, name), functools.partial(setattr, holder, name))
+
+
+def _warn_only(value: bool) -> None:
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=value)
 
 
 _FLAGS = (
@@ -37,12 +38,17 @@ _FLAGS = (
     _of(cudnn, "allow_tf32"),
     _of(cudnn, "benchmark"),
     _of(cudnn, "deterministic"),
-    _Flag(_determinism, lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1])),
+    _Flag(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    _Flag(torch.is_deterministic_algorithms_warn_only_enabled, _warn_only),
     _Flag(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     _Flag(cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     _Flag(cuda.math_sdp_enabled, cuda.enable_math_sdp),
     _Flag(cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
 )
+
+
+GETTERS = tuple(flag.get for flag in _FLAGS)
+"""PyTorch's own functions, which tell the flags in order: what every call asks. One that raises is `process_flags`'."""
 
 
 def process_flags() -> Flags:

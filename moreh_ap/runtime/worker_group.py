@@ -16,14 +16,16 @@ recoverable, all workers are stopped.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import os
+import pickle
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
-from moreh_ap.protocol.encoding import Packed, pack, restore_failure
+from moreh_ap.protocol.encoding import Packed, restore_failure
 from moreh_ap.runtime.future import Reply
 from moreh_ap.runtime.launcher import Crew, CrewRequest, Progress, Stopping, start_error
 from moreh_ap.runtime.outcome_resolver import Judge, failure_of
@@ -38,6 +40,19 @@ __all__ = ["Reply", "WorkerMesh"]
 MAX_OUTSTANDING = 256
 _JOIN_S = 5.0  # how long closing waits for the background thread; the workers are told to go before
 _IDLE_LOOK_S = 0.5  # how often the workers are looked after while there is nothing to receive
+
+
+def _packed(command: object) -> Packed:
+    """Returns a command as it is sent: commands leave large values out of the pickle by themselves (`TensorData`)."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(command, protocol=5, buffer_callback=buffers.append)
+    return Packed(data, tuple([_bytes_of(buffer) for buffer in buffers]))
+
+
+def _bytes_of(buffer: pickle.PickleBuffer) -> bytes:
+    """Returns what a buffer was made of if that is `bytes`, which is not copied, else a copy."""
+    view = buffer.raw()
+    return view.obj if isinstance(view.obj, bytes) else view.tobytes()
 
 
 class _Command(NamedTuple):
@@ -154,13 +169,13 @@ class WorkerMesh:
             Exception: an error of an earlier command, in its own type.
             WorkerLostError: the workers have been stopped.
         """
-        return self._submit(pack(command), recoverable)
+        return self._submit(_packed(command), recoverable)
 
     def submit_each(self, commands: Sequence[object], *, recoverable: bool = False) -> Reply:
         """Like `submit`, with one command a worker, in rank order."""
         if len(commands) != self.num_workers:
             raise ValueError(f"{len(commands)} commands for {self.num_workers} workers")
-        return self._submit([pack(command) for command in commands], recoverable)
+        return self._submit([_packed(command) for command in commands], recoverable)
 
     def drain(self) -> None:
         """Waits until every command submitted so far is done.
@@ -171,12 +186,12 @@ class WorkerMesh:
         with self._lock:
             last = self._unsent[-1] if self._unsent else self._sent[-1][0] if self._sent else None
         if last is not None:
-            last.reply.wait()
+            self._wait(last.reply)
         self.check()
 
     def check(self) -> None:
         """Raises the first error that has not been raised yet. Never waits."""
-        self.raise_pending(None)
+        self._raise_pending(None)
 
     def fail(self, error: BaseException) -> None:
         """Lets `error` be raised where an error of a worker would be: at the script's next call. For callbacks."""
@@ -195,11 +210,35 @@ class WorkerMesh:
 
     # -- for replies -----------------------------------------------------------------------------------------------
 
-    def count_wait(self) -> None:
-        """Notes that a caller has to wait."""
-        self.num_waits += 1
+    def answers(self, reply: Reply, timeout_s: float | None = None) -> list[Any]:
+        """Returns the results of a command, one a worker, in rank order; waits for them where it must.
 
-    def raise_pending(self, up_to: int | None) -> None:
+        Raises:
+            Exception: what a worker raised, in its own type, with the worker's traceback as `__cause__`; or such an
+                error of an earlier command that has not been raised yet.
+            WorkerLostError: a worker process died.
+            TimeoutError: the command was not done in time; it goes on, and its answers may be asked for again.
+        """
+        self._wait(reply, timeout_s)
+        self._raise_pending(reply.number)
+        error = reply.exception()
+        if error is not None:
+            raise error
+        values: list[Any] = concurrent.futures.Future.result(reply)
+        return values
+
+    def _wait(self, reply: Reply, timeout_s: float | None = None) -> None:
+        """Waits until a command is done, however it ended: on an ordinary lock, so that Ctrl-C works, in notebooks too.
+
+        Raises:
+            TimeoutError: it was not done in time.
+        """
+        if not reply.done():
+            self.num_waits += 1
+            if not concurrent.futures.wait([reply], timeout_s).done:
+                raise TimeoutError(f"the workers have not answered within {timeout_s} s")
+
+    def _raise_pending(self, up_to: int | None) -> None:
         """Raises the oldest error not raised yet, if it is of command `up_to` or an earlier one (None: of any)."""
         if threading.current_thread() is self._thread:
             return  # callbacks read replies there; what is raised there the script would never see
@@ -223,7 +262,8 @@ class WorkerMesh:
         with self._lock:
             if self._stopped is None:
                 self._last_number += 1
-                reply = Reply(self, self._last_number)
+                reply = Reply()
+                reply.group, reply.number = self, self._last_number
                 self._send(_Command(reply, self._last_number, self._epoch, recoverable, payload))
                 return reply
         self._slots.release()
@@ -327,7 +367,10 @@ class WorkerMesh:
 
     def _complete(self, command: _Command, values: list[object], error: BaseException | None) -> None:
         self._slots.release()
-        command.reply.complete(values, error)
+        if error is None:
+            command.reply.set_result(values)
+        else:
+            command.reply.set_exception(error)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

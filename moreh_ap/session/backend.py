@@ -5,19 +5,20 @@ Decides nothing: each method hands over to the module that does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moreh_ap.integrations.transformers_worker import hand_caches_back
 from moreh_ap.protocol.messages.devices import DeviceInfo
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.session.calls import autograd_api, clipping, double_backward, row_shard_rules
 from moreh_ap.session.calls.remote_call import call_remotely
-from moreh_ap.session.model_registry import Units
-from moreh_ap.session.models.remote_optimizer import elementwise_optimizers, step_remotely
+from moreh_ap.session.model_registry import Route, Units
+from moreh_ap.session.models.parameter_gradients import expected_will_do
+from moreh_ap.session.models.remote_optimizer import clearing_on_workers, elementwise_optimizers, stepping_on_workers
 from moreh_ap.session.models.script_hooks import RunsHereOnly
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.rng_streams import AcceleratorGenerator
@@ -59,16 +60,17 @@ class SessionBackend:
 
     # -- modules ---------------------------------------------------------------------------------------------------
 
+    @property
+    def routes(self) -> Mapping[nn.Module, Route]:
+        return self._registry.routes
+
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found, hooks_done = self._registry.find(module, args, kwargs), 0
         while found is not None:
             try:
-                result = call_remotely(*found, args, kwargs, hooks_done)
+                return call_remotely(*found, args, kwargs, hooks_done)
             except RunsHereOnly as hook:
                 found, hooks_done = self._registry.find(module, args, kwargs), hook.done
-            else:
-                hand_caches_back((*args, *kwargs.values()), result)
-                return result
         return NotImplemented
 
     def note_moved(self, root: nn.Module) -> None:
@@ -82,9 +84,17 @@ class SessionBackend:
     def optimizer_classes(self) -> Sequence[type[Optimizer]]:
         return elementwise_optimizers()
 
-    def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-        taken, loss = step_remotely(self._session, optimizer, closure)
-        return loss if taken else NotImplemented
+    def step_on_workers(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return stepping_on_workers(self._session, original)
+
+    def zero_grad_on_workers(self, original: Callable[..., None]) -> Callable[..., None]:
+        return clearing_on_workers(original)
+
+    def clip_on_workers(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return clipping.clipping_on_workers(self._session, original)
+
+    def clearing_gradients(self) -> AbstractContextManager[None]:
+        return expected_will_do()
 
     def total_norm(self, tensors: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         norm = clipping.norm_on_workers(self._session, tensors, *args, **kwargs)

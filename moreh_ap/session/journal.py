@@ -32,19 +32,17 @@ class Message:
 class Journal:
     """Messages in order. Closed at first; once closed it is empty.
 
+    Attributes:
+        is_open: Whether everything since `open` is here.
+
     Closing may happen in the thread that receives answers, so it never waits.
     """
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._whenever_closed: list[Callable[[], object]] = []
-        self._is_open = False
+        self.is_open = False
         self._num_commands = self._num_bytes = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether everything since `open` is here."""
-        return self._is_open
 
     @property
     def is_bound_to_layout(self) -> bool:
@@ -63,11 +61,11 @@ class Journal:
     def open(self) -> None:
         """Note from now on, and forget what was noted before."""
         self.close()
-        self._is_open = True
+        self.is_open = True
 
     def close(self) -> None:
         """Note no more: what was noted cannot, or need not, be told again."""
-        self._is_open = False
+        self.is_open = False
         self._messages, self._num_commands, self._num_bytes = [], 0, 0
         callbacks, self._whenever_closed = self._whenever_closed, []
         for callback in callbacks:
@@ -75,15 +73,13 @@ class Journal:
 
     def when_closed(self, callback: Callable[[], object]) -> None:
         """Call `callback` once nothing is told again any more: at the next closing, or at once."""
-        if self._is_open:
+        if self.is_open:
             self._whenever_closed.append(callback)
         else:
             callback()
 
     def note(self, commands: tuple[Any, ...], posted: tuple[Any, ...]) -> None:
-        """A message is about to leave."""
-        if not self._is_open:
-            return
+        """A message is about to leave; only while the journal is open."""
         self._num_commands += len(commands)
         self._num_bytes += sum(map(_num_bytes, commands))
         if self._num_commands > _MOST_COMMANDS or self._num_bytes > _MOST_BYTES:

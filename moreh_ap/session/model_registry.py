@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -11,6 +13,7 @@ from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.torchscript import refuse_compiled
 from moreh_ap.device.values import Here
 from moreh_ap.protocol.messages.stream import ImportModules
+from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import replaying
 from moreh_ap.session.planning import first_call
@@ -20,11 +23,16 @@ from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import ModelState, OnWorkers
 
+Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a module with positional and keyword arguments; NotImplemented if it has changed."""
+
 
 class Units:
     """Finds, and makes at the first call, the remote model that a module belongs to."""
 
     def __init__(self, session: Session) -> None:
+        #: How to call modules of models that workers have: what `find` found, until the script moves or adds modules.
+        self.routes: weakref.WeakKeyDictionary[nn.Module, Route] = weakref.WeakKeyDictionary()
         self._session = session
         self._recovery = Recovery(session)
         self._models: list[RemoteModel] = []
@@ -38,6 +46,10 @@ class Units:
             for module in root.modules():
                 self._root_of[module] = weakref.ref(root)
             self._announce(root)
+        self._release_those_that_left()
+
+    def _release_those_that_left(self) -> None:
+        self.routes.clear()
         for model in [model for model in self._models if model.has_left()]:
             self._models.remove(model)
             model.release()
@@ -75,7 +87,10 @@ class Units:
         if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState):
             model = value.owner.live_model()
             if not model.is_out_of_date() and model.contains(module):
-                return model, model.path_of(module)
+                path = model.path_of(module)
+                if not model.script_hooks.any:  # a call with hooks may have to be made again, see `call_module`
+                    self.routes[module] = functools.partial(call_on_route, model, path)
+                return model, path
             return self._build(module if not model.contains(module) else model.root, module, args, kwargs)
         return self._build(self._moved_root(module), module, args, kwargs)
 
@@ -123,7 +138,7 @@ class Units:
             session.outbox.journal.open()
         model = RemoteModel(session, root, call, planned.plan)
         self._recovery.take_on(model, planned, values)
-        session.watch = Watch(session.outbox, planned.expected)
+        session.watch = Watch(session.outbox, planned.expected, session.stop_watching)
         return model
 
     def _bring_back(self, root: nn.Module) -> None:
@@ -133,9 +148,7 @@ class Units:
                 gradient = None if tensor.grad is None else tensor.grad.cpu()
                 tensor._cell.value = Here(tensor._cell.value.read())
                 tensor.grad = None if gradient is None else gradient.cuda()
-        for model in [model for model in self._models if model.has_left()]:
-            self._models.remove(model)
-            model.release()
+        self._release_those_that_left()
 
 
 def _ids(module: nn.Module) -> set[int]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -23,6 +24,11 @@ from moreh_ap.session.journal import Journal
 
 _MAX_GATHERED = 512
 _MAX_DEFINITIONS = 4096
+
+
+def has_failed(reply: Future[Any] | None) -> bool:
+    """Whether a command is done and ended in an error. Never waits."""
+    return reply is not None and reply.done() and reply.exception() is not None
 
 
 class Posted:
@@ -46,7 +52,7 @@ class Posted:
 
     def failed(self) -> bool:
         """Whether the command is done and ended in an error. Never waits."""
-        return self._reply is not None and self._reply.failed()
+        return has_failed(self._reply)
 
     def result(self) -> list[Any]:
         """The command's results, one a worker, in rank order; waits for them.
@@ -61,7 +67,7 @@ class Posted:
             assert self._reply is not None
             times_restarted = self._outbox.times_restarted
             try:
-                return [answers[self._index] for answers in self._reply.result()]
+                return [answers[self._index] for answers in self._reply.group.answers(self._reply)]
             except Exception as error:
                 if not self._outbox.recovered(error, times_restarted):
                     raise
@@ -94,6 +100,8 @@ class Outbox:
         on_error: Asked about an error before the script learns of it: returns how what is in the journal is done once
             more, or None if the script has to know; it may raise a better error.
         times_restarted: How often that happened.
+        has_stale_definitions: Whether workers may have missed a definition: the next one makes all be told anew.
+        times_forgotten: How often that happened; a definition is known to workers while this number stays.
     """
 
     def __init__(self, mesh: WorkerMesh) -> None:
@@ -108,7 +116,8 @@ class Outbox:
         self._messages_sent, self._messages_answered = 0, 0
         self._hurry = False
         self._definitions: dict[Hashable, int] = {}
-        self._stale_definitions = False
+        self.has_stale_definitions = False
+        self.times_forgotten = 0
         self._ids = count()
 
     def new_id(self) -> int:
@@ -160,7 +169,8 @@ class Outbox:
                 commands.append(self._released.popleft())
             if not commands:
                 return
-            self.journal.note(tuple(commands), tuple(posted))
+            if self.journal.is_open:
+                self.journal.note(tuple(commands), tuple(posted))
             times_restarted = self.times_restarted
             try:
                 reply = self._send(commands, posted)
@@ -204,7 +214,7 @@ class Outbox:
             self._mesh = restart.mesh
             self.times_restarted += 1
             self._messages_sent = self._messages_answered = 0
-            self._stale_definitions = True  # these workers know those of the journal alone
+            self.has_stale_definitions = True  # these workers know those of the journal alone
             for message in self.journal.messages():
                 commands = [restart.change(command) for command in message.commands]
                 self._listen(self._send(commands, list(message.posted)), self.times_restarted)
@@ -224,22 +234,25 @@ class Outbox:
         """Tell the workers, with the next message, that something is no longer needed."""
         self._released.append(command)
 
-    def post_clear(self, gradient: StateRef) -> None:
-        """Gather "this gradient is None now"; neighbours are joined into one command."""
+    def post_clear(self, gradients: Sequence[StateRef]) -> None:
+        """Gather "these gradients are None now"; neighbours are joined into one command."""
+        if not gradients:
+            return
         with self._lock:
             last = self._gathered[-1][0] if self._gathered else None
             if not isinstance(last, _Clearing):
                 last = _Clearing()
                 self.post(last)
-            last.gradients.append(gradient)
+            last.gradients += gradients
 
     def define(self, key: Hashable, make: Callable[[int], Any]) -> int:
         """A number that stands for `key` in commands; ``make(number)``, which tells the workers, is posted once."""
         with self._lock:
-            if self._stale_definitions or len(self._definitions) >= _MAX_DEFINITIONS:
+            if self.has_stale_definitions or len(self._definitions) >= _MAX_DEFINITIONS:
                 # After a failure workers skip what was on its way already: they may not have heard of a definition.
                 self._definitions.clear()
-                self._stale_definitions = False
+                self.times_forgotten += 1
+                self.has_stale_definitions = False
             if key not in self._definitions:
                 number = self._definitions[key] = self.new_id()
                 self.post(make(number))
@@ -252,11 +265,11 @@ class Outbox:
     def _idle(self) -> bool:
         return self._messages_answered == self._messages_sent
 
-    def _answered(self, reply: Reply) -> None:
+    def _answered(self, reply: Future[Any]) -> None:
         """Runs in the thread that receives answers, one at a time; it must not wait for the script's threads."""
         self._messages_answered += 1
-        self._stale_definitions = self._stale_definitions or reply.failed()
-        if not reply.failed() and self._idle() and self._hurry and self._lock.acquire(blocking=False):
+        self.has_stale_definitions = self.has_stale_definitions or has_failed(reply)
+        if not has_failed(reply) and self._idle() and self._hurry and self._lock.acquire(blocking=False):
             try:
                 self.flush()
             finally:

@@ -20,7 +20,12 @@ class AcceleratorGenerator:
 
     Every remote forward takes the next number of the stream, so that a run is reproduced by its seed whatever the
     controller draws for itself (shuffling, sampling).
+
+    Attributes:
+        workers_tell_draws: Whether workers tell of every forward whether it drew random numbers.
     """
+
+    workers_tell_draws = False
 
     def __init__(self) -> None:
         self._seed, self._offset = torch.initial_seed() & _64_BITS, 0
@@ -63,6 +68,8 @@ class ProcessGenerator(AcceleratorGenerator):
 
     Without the one line the script's model would draw from it too, between the script's own draws.
     """
+
+    workers_tell_draws = True
 
     def state(self) -> bytes:
         return super().state() + state_of_stream()

@@ -14,7 +14,7 @@ from torch import Tensor
 from moreh_ap.local.jobs import Job
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.messages.devices import DescribeDevice, DeviceInfo, ReportMemory
-from moreh_ap.protocol.messages.state import ReadState, ReleaseState, WriteState
+from moreh_ap.protocol.messages.state import ReadState, WriteState
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.worker_group import WorkerMesh
@@ -57,6 +57,10 @@ class Session:
         self.lay_out_again: Callable[[Any, Plan, str], bool] | None = None  # see `recovery`
         self.hooks_kept_here: set[int] = set()  # see `script_hooks.RunsHereOnly`
 
+    def stop_watching(self) -> None:
+        """Nothing more is compared with what was predicted of steps."""
+        self.watch = None
+
     def synchronize(self) -> None:
         """Wait until the workers have done everything they were told; raise what went wrong.
 
@@ -88,13 +92,6 @@ class Session:
     def write_state(self, values: dict[StateRef, Tensor]) -> None:
         """Set whole values of state tensors; does not wait."""
         self.outbox.submit(WriteState({ref: TensorData.of(tensor) for ref, tensor in values.items()}))
-
-    def new_temporary(self) -> StateRef:
-        """A fresh name for the result of an operation on state tensors."""
-        return StateRef("session", "temporary", str(self.outbox.new_id()))
-
-    def release_temporary(self, ref: StateRef) -> None:
-        self.outbox.release(ReleaseState((ref,)))
 
     # -- the accelerator as a whole --------------------------------------------------------------------------------
 

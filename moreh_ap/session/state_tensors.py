@@ -7,6 +7,8 @@ right (`_RUNS_ON_WORKERS`); anything else is read, computed by the controller an
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moreh_ap.device.operations import meta_of, written_arguments
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Here, Value
-from moreh_ap.protocol.messages.state import RunOperation
+from moreh_ap.protocol.messages.state import ReleaseState, RunOperation
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.session.session import Session
 
@@ -42,20 +44,19 @@ _FOREACH_PREFIX = "_foreach_"
 _REDUCTIONS = {"norm", "max", "powsum"}
 
 
+@dataclass(eq=False)
 class OnWorkers(Value):
     """A tensor that workers keep under a name.
 
-    Args:
-        holder: Who answers for gradients: the model of a parameter, otherwise the session's plain `StateHolder`.
+    Attributes:
+        owner: Who answers for gradients: the model of a parameter, otherwise a plain `StateHolder`.
         ref: The tensor's name.
     """
 
-    __slots__ = ("owner", "ref")
+    owner: StateHolder = field()  # without a default, which `Value` has
+    ref: StateRef
 
     stays = True
-
-    def __init__(self, owner: StateHolder, ref: StateRef) -> None:
-        self.owner, self.ref = owner, ref
 
     def ready(self) -> bool:
         return False
@@ -112,8 +113,10 @@ class StateHolder:
 
     def promise(self, meta: Tensor, placement: str | None = None) -> VirtualTensor:
         """A virtual tensor on a new temporary of the workers, forgotten there once it is forgotten here."""
-        value = OnWorkers(StateHolder(self.session, placement), self.session.new_temporary())
-        weakref.finalize(value, self.session.release_temporary, value.ref)
+        outbox = self.session.outbox
+        ref = StateRef("session", "temporary", str(outbox.new_id()))
+        value = OnWorkers(StateHolder(self.session, placement), ref)
+        weakref.finalize(value, outbox.release, ReleaseState((ref,)))
         return VirtualTensor(Cell(value, ACCELERATOR), meta)
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -149,6 +152,10 @@ class GradientsByName(Protocol):
 
     def get(self, name: str) -> Tensor | None: ...
 
+    def refs(self, names: Iterable[str]) -> tuple[StateRef, ...]: ...
+
+    def clear(self, names: Iterable[str]) -> None: ...
+
     def set(self, name: str, gradient: Tensor | None) -> None: ...
 
     def add(self, name: str, gradient: Tensor) -> None: ...
@@ -157,15 +164,19 @@ class GradientsByName(Protocol):
 class ModelOnWorkers(Protocol):
     """What the tensors of a model ask of it."""
 
-    gradients: GradientsByName
-
     def placement_of(self, name: str) -> str | None: ...
 
     def note_structure(self) -> None: ...
 
 
 class ModelState(StateHolder):
-    """Holds the parameters and buffers of one model; its gradients are the model's to tell."""
+    """Holds the parameters and buffers of one model; its gradients are the model's to tell.
+
+    Attributes:
+        gradients: The gradients of its parameters.
+    """
+
+    gradients: GradientsByName
 
     def __init__(self, session: Session, model: ModelOnWorkers) -> None:
         super().__init__(session)
@@ -188,13 +199,13 @@ class ModelState(StateHolder):
         return self.live_model().placement_of(ref.name) if ref.kind != "buffer" else None
 
     def gradient_of(self, value: Any) -> Tensor | None:
-        return self.live_model().gradients.get(value.ref.name)
+        return self.gradients.get(value.ref.name)
 
     def set_gradient(self, value: Any, gradient: Tensor | None) -> None:
-        self.live_model().gradients.set(value.ref.name, gradient)
+        self.gradients.set(value.ref.name, gradient)
 
     def add_gradient(self, value: Any, gradient: Tensor) -> None:
-        self.live_model().gradients.add(value.ref.name, gradient)
+        self.gradients.add(value.ref.name, gradient)
 
 
 def _runs_on_workers(func: Any) -> bool:

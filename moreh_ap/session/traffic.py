@@ -15,22 +15,26 @@ class SlowPathWarning(UserWarning):
 
 
 class Traffic:
-    """Counts the bytes of one step."""
+    """Counts the bytes of one step.
+
+    Attributes:
+        step: Number of the present step; sending an optimizer's step, or a forward of an evaluation, counts it up.
+    """
 
     def __init__(self) -> None:
+        self.step = 0
+        self._counted_step = 0
         self._bytes = 0
         self._has_warned = False
 
     def moved(self, num_bytes: int) -> None:
         """Bytes of a tensor went to the script, or came from it to the workers."""
+        if self._counted_step != self.step:
+            self._counted_step, self._bytes = self.step, 0
         self._bytes += num_bytes
         if self._bytes > _MANY_BYTES and not self._has_warned:
             self._has_warned = True
             _warn(self._bytes)
-
-    def next_step(self) -> None:
-        """The optimizer has stepped, or a forward of an evaluation begins."""
-        self._bytes = 0
 
 
 def _warn(num_bytes: int) -> None:

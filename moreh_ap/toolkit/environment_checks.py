@@ -20,7 +20,7 @@ import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
-from moreh_ap import accelerator_models
+from moreh_ap import accelerator_models, checked_versions
 from moreh_ap.errors import MorehError
 from moreh_ap.local.cache_files import cache_folder
 from moreh_ap.local.jobs import running_jobs
@@ -51,6 +51,7 @@ def check_environment(machine: Machine, num_devices: int) -> Iterator[Finding]:
     """
     yield _system()
     yield from _packages()
+    yield _versions()
     yield _devices(machine)
     yield _accelerator(machine)
     yield _memory(machine, num_devices)
@@ -102,6 +103,16 @@ def _package(text: str) -> Iterator[Finding]:
     fits = wanted.specifier.contains(version, prereleases=True)
     found = f"{version} ({wanted.specifier or 'any version'})"
     yield Finding(wanted.name, OK if fits else FAILED, found, "" if fits else install)
+
+
+def _versions() -> Finding:
+    """Whether what is in range was also checked together."""
+    found = checked_versions.installed()
+    check = checked_versions.find_check(found)
+    if check is None:
+        return Finding("versions", WARNING, "were not checked together", checked_versions.fix_of(found))
+    return Finding("versions", OK if check.was_run else WARNING, f"checked with {check.versions}: {check.how}",
+                   "" if check.was_run else checked_versions.fix_of(found))  # fmt: skip
 
 
 def _devices(machine: Machine) -> Finding:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moreh_ap import option
+from moreh_ap import option, settings
 from moreh_ap.plan import Plan
 from moreh_ap.plan_checks import WORDS, spell
 
@@ -37,12 +37,12 @@ def test_every_argument_is_documented_with_its_default():
 
 def test_every_variable_is_documented_with_its_default():
     documented = {row[0]: row[1] for row in table("Environment")}
-    names = {value for name, value in vars(option).items() if name.endswith("_VARIABLE")}
+    names = {value for name, value in vars(settings).items() if name.endswith("_VARIABLE")}
     assert set(documented) == names
-    defaults = option.resolve_options({})
-    assert documented[option.COMPILE_THREADS_VARIABLE] == str(defaults.max_parallel_compile_threads)
-    assert documented[option.DETAILED_LOG_VARIABLE] == str(defaults.detailed_log)
-    assert documented[option.MEMORY_RATIO_VARIABLE] == str(defaults.memory_usage_correction_ratio)
+    defaults = settings.resolve_options({})
+    assert documented[settings.COMPILE_THREADS_VARIABLE] == str(defaults.max_parallel_compile_threads)
+    assert documented[settings.DETAILED_LOG_VARIABLE] == str(defaults.detailed_log)
+    assert documented[settings.MEMORY_RATIO_VARIABLE] == str(defaults.memory_usage_correction_ratio)
 
 
 def test_plan_table_and_example():

@@ -24,11 +24,18 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Calls a module on the workers if it is on the accelerator."""
-        parameter = next(module.parameters(), None)
         # A transform of `torch.func` needs every operation: under one, a model is computed in the controller.
-        if parameter is None or torch._C._functorch.peek_interpreter_stack() is not None:
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        is_traced = torch._C._get_tracing_state() is not None
+        route = None if is_transformed or is_traced else routes.get(module)
+        if route is not None:
+            result = route(args, kwargs)
+            if result is not NotImplemented:
+                return result
+        parameter = next(module.parameters(), None)
+        if parameter is None or is_transformed:
             return original_call(module, *args, **kwargs)
-        if torch._C._get_tracing_state() is not None and parameter.is_cuda:
+        if is_traced and parameter.is_cuda:
             raise UnsupportedError(
                 f"torch.jit.trace follows operations of this process, and {type(module).__name__} runs on the workers.",
                 allowed="Tracing and exporting models that are on the CPU.",
@@ -45,6 +52,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
             module._apply(_read_into_controller)  # a model that is to stay on the CPU after all
         return original_call(module, *args, **kwargs)
 
+    routes = backend.routes
     original_call = group.replace(nn.Module, "__call__", call)
 
     depth = threading.local()

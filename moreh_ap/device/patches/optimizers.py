@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moreh_ap.device.backend import WorkerBackend
 from moreh_ap.patching import Patches, PatchGroup
 
 
 def install(patches: Patches, backend: WorkerBackend) -> None:
-    """Have the workers take the steps of their optimizers and clip their gradients."""
+    """Have the workers take the steps of their optimizers, and clear and clip their gradients."""
     group = patches.group("Parameters, gradients and the state of optimizers are on the workers.")
     for cls in backend.optimizer_classes():
-        _redirect_step(group, backend, cls)
+        step = backend.step_on_workers(cls.step)
+        if hasattr(cls.step, "hooked"):
+            step.hooked = cls.step.hooked  # type: ignore[attr-defined]
+        group.replace(cls, "step", step, "Takes the step on the workers.")
+    clear = backend.zero_grad_on_workers(torch.optim.Optimizer.zero_grad)
+    group.replace(torch.optim.Optimizer, "zero_grad", clear, "Has the workers clear gradients that they have.")
+
+    def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+        """Has the workers clear all gradients of a module at once."""
+        with backend.clearing_gradients():
+            original(module, set_to_none)
+
+    original = group.replace(nn.Module, "zero_grad", zero_grad)
     _redirect_clipping(group, backend)
 
 
-def _redirect_step(group: PatchGroup, backend: WorkerBackend, cls: type[torch.optim.Optimizer]) -> None:
-    original = cls.step
-
-    @functools.wraps(original)
-    def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        result = backend.step_optimizer(optimizer, closure)
-        return original(optimizer, closure) if result is NotImplemented else result
-
-    if hasattr(original, "hooked"):
-        step.hooked = original.hooked  # type: ignore[attr-defined]
-    group.replace(cls, "step", step, "Takes the step on the workers.")
-
-
 def _redirect_clipping(group: PatchGroup, backend: WorkerBackend) -> None:
-    # `clip_grad_norm_` is imported by name everywhere, so its two halves are redirected: it looks them up when called.
+    # `clip_grad_norm_` is imported by name everywhere, so the function that its decorator calls is replaced, in the
+    # decorator's cell. Its two halves, which it looks up when called, are replaced for scripts that call them.
     module: types.ModuleType = sys.modules["torch.nn.utils.clip_grad"]
+    cells = module.clip_grad_norm_.__closure__
+    cell = next(cell for cell in cells if isinstance(cell.cell_contents, types.FunctionType))
+    original_clip_by_norm = cell.cell_contents
+    cell.cell_contents = backend.clip_on_workers(original_clip_by_norm)
+    group.note(
+        "torch.nn.utils.clip_grad.clip_grad_norm_",
+        "Has the workers clip gradients that they have.",
+        lambda: setattr(cell, "cell_contents", original_clip_by_norm),
+    )
 
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Has the workers compute the norm of gradients that they have."""

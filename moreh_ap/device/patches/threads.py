@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 
@@ -45,9 +44,5 @@ def install(patches: Patches) -> None:
 
     original_start = group.replace(threading.Thread, "start", start)
 
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        """Runs a backward inside the function mode: hooks and functions of the script are called in it."""
-        with function_mode.RedirectMode():
-            return original_run_backward(*args, **kwargs)
-
-    original_run_backward = group.replace(torch.autograd, "_engine_run_backward", run_backward)
+    run_backward = function_mode.in_mode(torch.autograd._engine_run_backward)
+    group.replace(torch.autograd, "_engine_run_backward", run_backward, "Runs hooks and functions of the script in it.")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import pickle
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moreh_ap.protocol.memory_format import Order
+from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES
+from moreh_ap.protocol.memory_format import Order, in_order
 from moreh_ap.protocol.tensor_source import TensorSource
 
 MAX_INLINE_BYTES = 16 * 1024
@@ -36,6 +38,13 @@ class TensorData:
     strides: tuple[int, ...] | None
     data: bytes
     on_device: bool = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Large values travel beside the pickle, where the engine does not copy them."""
+        if protocol < 5 or len(self.data) < OUT_OF_BAND_MIN_BYTES:
+            return super().__reduce_ex__(protocol)
+        data: Any = pickle.PickleBuffer(self.data)
+        return TensorData, (self.dtype, self.shape, self.strides, data, self.on_device)
 
     @staticmethod
     def of(tensor: Tensor, on_device: bool = True) -> TensorData:
@@ -138,3 +147,15 @@ class LeafReply:
         if not self.data:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)
+
+    @staticmethod
+    def join(replies: list[LeafReply]) -> Tensor:
+        """The tensor of which workers answered their shards, in rank order, laid out in memory as theirs."""
+        first, *_ = replies
+        if first.kind == "same":  # the first alone sends it
+            full = first.tensor()
+        elif first.kind == "rows":
+            full = torch.cat([reply.tensor() for reply in replies])
+        else:
+            full = torch.stack([reply.tensor() for reply in replies]).sum(0)
+        return in_order(full, first.order) if first.order else full

@@ -36,6 +36,10 @@ _LEAST_TIMES, _MOST_TIMES = 3, 16
 _TOKENS = {"cpu": 256, "cuda": 8192}
 _KINDS = 6
 
+# torch 2.13 warns of the older names, and 2.11 has no others.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def measure_exchanges(device: torch.device) -> Iterator[Exchange]:
     """Yields what exchanges take. A collective of all workers. See [Note: exchanges]."""
@@ -69,11 +73,11 @@ def _kinds(
 
     def gather() -> None:
         received = torch.empty_like(whole)
-        dist.all_gather_single(received, part, group=group)
+        _all_gather(received, part, group=group)
         torch.empty_like(whole).copy_(received)
 
     def scatter() -> None:
-        dist.reduce_scatter_single(torch.empty_like(part), torch.empty_like(whole).copy_(whole), group=group)
+        _reduce_scatter(torch.empty_like(part), torch.empty_like(whole).copy_(whole), group=group)
 
     def send_on() -> None:
         neighbours = [

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,16 +23,10 @@ from torch import Tensor
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.calls import TakeGradients
+from moreh_ap.session.calls.remote_call import separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.state_tensors import ModelState, OnWorkers
-
-_apart: ContextVar[Apart | None] = ContextVar("apart", default=None)
-
-
-def apart() -> Apart | None:
-    """Where gradients of parameters are kept apart now; None where they accumulate as usual."""
-    return _apart.get()
 
 
 class Apart:
@@ -84,11 +77,11 @@ class Apart:
 @contextlib.contextmanager
 def _kept_apart(wanted: dict[RemoteModel, list[str]]) -> Iterator[Apart]:
     scope = Apart(wanted)
-    token = _apart.set(scope)
+    token = separate_gradients.set(scope)
     try:
         yield scope
     finally:
-        _apart.reset(token)
+        separate_gradients.reset(token)
         scope.drop()
 
 

@@ -2,14 +2,80 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from moreh_ap.device.tensor import VirtualTensor
-from moreh_ap.protocol.messages.state import ClipGradients, GradientNorm
+from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
+from moreh_ap.device.values import Cell
+from moreh_ap.protocol.messages.state import ClipGradients, GradientNorm, ReleaseState
 from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.session.models.parameter_gradients import expected_will_do
 from moreh_ap.session.session import Session
-from moreh_ap.session.state_tensors import OnWorkers
+from moreh_ap.session.state_tensors import ModelState, OnWorkers, StateHolder
+
+ClipGradNorm = Callable[..., Tensor]
+
+
+def clipping_on_workers(session: Session, original: ClipGradNorm) -> ClipGradNorm:
+    """Returns what stands in for `torch.nn.utils.clip_grad_norm_`: gradients are clipped where they are.
+
+    Args:
+        session: Where the workers are.
+        original: PyTorch's function, for gradients that are elsewhere.
+    """
+
+    norms = StateHolder(session)
+
+    def clip_grad_norm_(
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        found = None if error_if_nonfinite else _gradients_of(listed)
+        if found is None:
+            # PyTorch warns of a generator that yields nothing, for which it looks at the type.
+            again = (one for one in listed) if isinstance(parameters, Generator) else listed
+            with expected_will_do():
+                return original(again, max_norm, norm_type, error_if_nonfinite, foreach)
+        refs, norm_like = found
+        outbox = session.outbox
+        norm_ref, list_id = StateRef("session", "norm", str(outbox.new_id())), outbox.list_id(refs)
+        outbox.post(GradientNorm(list_id, float(norm_type), norm_ref))
+        outbox.post(ClipGradients(list_id, float(max_norm), norm_ref))
+        norm = OnWorkers(norms, norm_ref)
+        weakref.finalize(norm, outbox.release, ReleaseState((norm_ref,)))
+        return VirtualTensor(Cell(norm, ACCELERATOR), norm_like)
+
+    return clip_grad_norm_
+
+
+def _gradients_of(parameters: list[Tensor]) -> tuple[tuple[StateRef, ...], Tensor] | None:
+    """The names of the parameters' gradients on the workers, and what their norm is like, without a value.
+
+    None if a parameter is no model's on the workers, or none has a gradient.
+    """
+    names: dict[ModelState, list[str]] = {}
+    for parameter in parameters:
+        value = parameter._cell.value if isinstance(parameter, VirtualTensor) else None
+        if not (isinstance(value, OnWorkers) and isinstance(value.owner, ModelState) and value.ref.kind == "param"):
+            return None
+        names.setdefault(value.owner, []).append(value.ref.name)
+    if len(names) != 1:
+        return None
+    ((holder, of_model),) = names.items()
+    refs = holder.gradients.refs(of_model)
+    if not refs:
+        return None
+    with torch._C.DisableTorchFunction():
+        dtype = parameters[of_model.index(refs[0].name)].dtype
+        return refs, torch.empty((), dtype=dtype, device="meta")
 
 
 def norm_on_workers(

@@ -18,7 +18,7 @@ from torch import Tensor
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.calls import Differentiate
 from moreh_ap.session.calls import autograd_api
-from moreh_ap.session.calls.remote_call import Call, send_as_node
+from moreh_ap.session.calls.remote_call import Call, send_as_node, separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.outbox import Posted
@@ -32,7 +32,7 @@ def differentiate(call: Call, gradients: Sequence[Tensor | None], inputs: Sequen
     Raises:
         UnsupportedError: Parameters would accumulate gradients with a graph, or the plan does not allow it.
     """
-    model, apart = call.model, autograd_api.apart()
+    model, apart = call.model, separate_gradients.get()
     if apart is None and model.has_trainable_parameters():
         raise autograd_api.graph_of_kept_gradients()
     _have_whole_model_everywhere(model)
@@ -80,7 +80,7 @@ class GradientCall(Call):
         self.reply = session.outbox.submit(
             Differentiate(self.id, of.id, encoded, wants_grad, self._of_watched, self._of_parameters, training)
         )
-        return self.await_structure(self.model.signatures.structure(self.kind), grad=grad)
+        return self.await_structure(self.model.signatures.structures.get(self.kind), grad=grad)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> Posted:
         self.refuse_parts()

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as torch_modules
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, place
 from moreh_ap.device.values import Cell, Value
 from moreh_ap.errors import ExactnessError, UnsupportedError
-from moreh_ap.protocol.batch import num_rows
+from moreh_ap.integrations.transformers_worker import hand_caches_back
 from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import (
     Backward,
@@ -37,11 +40,10 @@ from moreh_ap.protocol.messages.tensors import (
     TensorData,
     TensorSlot,
 )
-from moreh_ap.protocol.process_flags import process_flags
+from moreh_ap.protocol.process_flags import GETTERS, Flags, process_flags
 from moreh_ap.protocol.pytree import flatten
 from moreh_ap.protocol.rng_state import Streams
-from moreh_ap.session.calls import autograd_api
-from moreh_ap.session.calls.row_shards import Located, PartValue, PartView, join
+from moreh_ap.session.calls.row_shards import Located, PartValue, PartView
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import RunsHereOnly, refuse_global_hooks
 from moreh_ap.session.models.signatures import Structure
@@ -50,6 +52,15 @@ from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import OnWorkers
 
 Watcher = Callable[[dict[int, Tensor]], object]
+
+separate_gradients: ContextVar[Any] = ContextVar("separate_gradients", default=None)
+"""Where gradients of parameters are kept apart from those of before (`autograd_api.Apart`); None where they add up."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types of arguments that their text tells apart."""
+
+_FORMS: dict[Hashable, Hashable] = {}
+_MAX_FORMS = 4096
 
 
 class Call:
@@ -81,14 +92,17 @@ class Call:
         session, signatures = model.session, model.signatures
         training = model.send_changes()
         if not grad:
-            session.traffic.next_step()
+            session.traffic.step += 1
         self.backward_kind = (signature, model.settings.number)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        flags = process_flags()
-        wants_grad = tuple(grad and tensor.requires_grad for tensor in tensors)
+        flags = _flags()
+        with torch._C.DisableTorchFunction():  # these questions mean the tensors as they are
+            wants_grad = tuple([grad and tensor.requires_grad for tensor in tensors])
+            forms = tuple([_form_of(tensor) for tensor in tensors])
+            rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
         self.kind = (
             signature,
-            tuple((tuple(tensor.shape), tensor.dtype, memory_order(tensor)) for tensor in tensors),
+            forms,
             wants_grad,
             grad,
             model.training_flags,
@@ -96,17 +110,18 @@ class Call:
             autocast,
             flags,
         )
-        expected = signatures.structure(self.kind)
-        rows = num_rows(tensors)
-        streams = session.generator.streams() if expected is None or expected.draws else None
+        expected = signatures.structures.get(self.kind)
+        generator, may_draw = session.generator, expected is None or expected.draws
+        streams = generator.streams() if may_draw else None
+        needs_seed = may_draw or model.runs_after_answer or not generator.workers_tell_draws
         forward = Forward(
             call_id=self.id,
             signature=signature,
-            tensors=tuple(_encode(tensor, rows, expected) for tensor in tensors),
+            tensors=tuple([_encode(tensor, rows, expected) for tensor in tensors]),
             rows=rows,
             wants_grad=wants_grad,
             grad=grad,
-            seed=session.generator.next_seed(),
+            seed=generator.next_seed() if needs_seed else 0,
             streams=streams,
             training=training,
             autocast_dtype=autocast,
@@ -114,11 +129,11 @@ class Call:
             expected=None if expected is None or streams is not None else expected.mode,
         )
         reply = self.reply = session.outbox.submit(forward)
-        # What is drawn may decide what comes out: after a call that draws nothing of its result is expected.
+        # Random operations may change the result's structure, so it is predicted only for calls that draw nothing.
         structure = self.await_structure(None if streams is not None else expected, grad=grad)
-        if streams is not None:  # what the script draws next comes after what the forward drew
+        if streams is not None:  # the script's next draws follow those of the forward
             after = next((answer.streams for answer in _answered(reply.result()) if answer.streams), streams)
-            session.generator.go_on_from(after)
+            generator.go_on_from(after)
         return structure
 
     def await_structure(self, expected: Structure | None, *, grad: bool) -> Structure:
@@ -147,7 +162,7 @@ class Call:
             replies = self.model.session.outbox.submit(ReadOutputs(self.id, (index,))).result()
             parts = _answered([reply[0] for reply in replies])
             self.model.session.traffic.moved(sum(len(part.data or b"") for part in parts))
-        return join(parts)
+        return LeafReply.join(parts)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> Posted:
         """Send the gradients of the outputs; parameters' gradients accumulate on the workers, unless kept apart.
@@ -159,7 +174,7 @@ class Call:
             before.read()
         self.input_gradients.clear()
         encoded, training = self.encode_gradients(gradients), self.changed_training()
-        session, apart = self.model.session, autograd_api.apart()
+        session, apart = self.model.session, separate_gradients.get()
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         watched = self.watched()
         reply = session.outbox.post_soon(
@@ -194,7 +209,7 @@ class Call:
 
     def _read_output_gradient(self, index: int) -> Tensor | None:
         answered = _answered(self.model.session.outbox.submit(ReadOutputGradient(self.id, index)).result())
-        return join(answered) if answered else None
+        return LeafReply.join(answered) if answered else None
 
     # -- gradients of outputs ----------------------------------------------------------------------------------------
 
@@ -251,7 +266,8 @@ class Call:
             if where.batch == (self.structure.batch if has_rows else None):
                 return where.ref
         data = TensorData.of(_on_host(gradient))
-        self.model.session.traffic.moved(len(data.data))
+        if len(data.data) > MAX_INLINE_BYTES:
+            self.model.session.traffic.moved(len(data.data))
         return data
 
 
@@ -299,30 +315,36 @@ def call_remotely(
         Exception: Whatever the forward raised on a worker, with its own type, if its result had to be waited for;
             otherwise it is raised by the next call or read.
     """
-    refuse_global_hooks()
-    if any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values())):
-        raise UnsupportedError(
-            "A torch.Generator was passed to a model: workers would draw from copies, and this one stays as it is.",
-            allowed="Random numbers of the accelerator's own stream in forward(), or drawn before the call.",
-            fix="noise = torch.randn(shape, generator=generator, device='cuda'); model(x, noise)",
-        )
+    if torch_modules._has_any_global_hook():
+        refuse_global_hooks()
     generator = model.session.generator
     random_state = (generator.state(), generator.streams()) if model.may_be_called_again() else None
+    passed_state = model.passed_state(path) if model.passes_state else {}
     try:
-        call, structure, result = _call(model, path, args, {**kwargs, **model.kept_values(path)})
+        call, structure, leaves = _call(model, path, args, {**kwargs, **passed_state})
     except ReadsKept as forward:
         _draw_again(model, random_state)
         model.pass_on(path, forward.names)
         return call_remotely(model, path, args, kwargs, hooks_done)
-    try:
-        result = model.script_hooks.run(call, structure.treespec, result, hooks_done)
-    except RunsHereOnly as hook:
-        model.session.hooks_kept_here.add(hook.key)
-        _draw_again(model, random_state)
-        model.note_structure()
-        raise
-    model.warn_of_attributes()
+    result = tree_unflatten(leaves, structure.treespec)
+    if structure.is_report:
+        try:
+            result = model.script_hooks.run(call, structure.treespec, result, len(leaves), hooks_done)
+        except RunsHereOnly as hook:
+            model.session.hooks_kept_here.add(hook.key)
+            _draw_again(model, random_state)
+            model.note_structure()
+            raise
+    if structure.has_cache:
+        hand_caches_back((*args, *kwargs.values()), result)
+    if model.left_out:
+        model.warn_of_attributes()
     return result
+
+
+def call_on_route(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `call_remotely`, for a model found earlier; NotImplemented if the script has changed it since."""
+    return call_remotely(model, path, args, kwargs) if model.is_current() else NotImplemented
 
 
 def _draw_again(model: RemoteModel, random_state: tuple[bytes, Streams] | None) -> None:
@@ -336,18 +358,49 @@ def _call(
     model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Call, Structure, list[Any]]:
     """Send a call; returns it, how its result nests, and the leaves of that."""
-    leaves, treespec = flatten((args, kwargs))
+    leaves, treespec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    signature = model.signatures.define(path, treespec, constants)
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    outbox, known = model.session.outbox, None
+    key: Hashable = None
+    if all(type(leaf) in _PLAIN for leaf in others):
+        order = tuple([isinstance(leaf, Tensor) for leaf in leaves])
+        key = (path, treespec, order, tuple([(type(leaf), repr(leaf)) for leaf in others]))
+        known = model.signatures.numbers.get(key)
+    if known is None or outbox.has_stale_definitions or known[1] != outbox.times_forgotten:
+        signature, tensors = _define(model, path, args, kwargs)
+        if key is not None:
+            model.signatures.numbers[key] = (signature, outbox.times_forgotten)
+    else:
+        signature = known[0]
     call = Call(model, signature)
-    trainable = model.has_trainable_parameters() or any(tensor.requires_grad for tensor in tensors)
+    with torch._C.DisableTorchFunction():
+        trainable = model.has_trainable_parameters() or any(tensor.requires_grad for tensor in tensors)
     if torch.is_grad_enabled() and trainable:
         result, structure = send_as_node(call, tensors)
     else:
         structure = call.send(tensors, grad=False)
         result = _with_constants(_promises(call, structure), structure)
     return call, structure, result
+
+
+def _define(
+    model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, list[Tensor]]:
+    """The number of a call's signature, which workers learn of, and the tensors among its arguments.
+
+    Raises:
+        UnsupportedError: A random number generator is among the arguments.
+    """
+    leaves, treespec = flatten((args, kwargs))
+    if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+        raise UnsupportedError(
+            "A torch.Generator was passed to a model: workers would draw from copies, and this one stays as it is.",
+            allowed="Random numbers of the accelerator's own stream in forward(), or drawn before the call.",
+            fix="noise = torch.randn(shape, generator=generator, device='cuda'); model(x, noise)",
+        )
+    constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return model.signatures.define(path, treespec, constants), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def send_as_node(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], Structure]:
@@ -416,7 +469,7 @@ class InputGradient(Value):
     def read(self) -> Tensor:
         if self._seen is None:
             replies = self.call.model.session.outbox.submit(ReadInputGradients(self.call.id, self.index)).result()
-            self._seen = join(_answered(replies))
+            self._seen = LeafReply.join(_answered(replies))
         return self._seen
 
 
@@ -457,7 +510,7 @@ class _RemoteCall(torch.autograd.Function):
 
 def _promises(call: Call, structure: Structure) -> list[VirtualTensor]:
     return [
-        VirtualTensor(Cell(OutputValue(call, index), ACCELERATOR), leaf.meta())
+        VirtualTensor(Cell(OutputValue(call, index), ACCELERATOR), leaf.meta)
         for index, leaf in enumerate(structure.leaves)
         if leaf.kind != "const"
     ]
@@ -481,6 +534,26 @@ def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> Ten
 
 def _on_host(tensor: Tensor) -> Tensor:
     return tensor.host_value() if isinstance(tensor, VirtualTensor) else tensor
+
+
+def _flags() -> Flags:
+    """The flags of the script's process that a forward follows."""
+    try:
+        return tuple([get() for get in GETTERS])
+    except RuntimeError:  # two of them contradict each other
+        return process_flags()
+
+
+def _form_of(tensor: Tensor) -> Hashable:
+    """Shape, dtype and order of dims in memory."""
+    if tensor.layout is not torch.strided:
+        return tuple(tensor.shape), tensor.dtype, memory_order(tensor)
+    form = (tensor.shape, tensor.dtype, tensor.stride())
+    if form not in _FORMS:
+        if len(_FORMS) >= _MAX_FORMS:
+            _FORMS.clear()
+        _FORMS[form] = (tuple(tensor.shape), tensor.dtype, memory_order(tensor))
+    return _FORMS[form]
 
 
 def _which(gradients: Sequence[Tensor | None]) -> tuple[bool, ...]:

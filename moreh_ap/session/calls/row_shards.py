@@ -16,12 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from moreh_ap.device.values import Cell, Value, View
 from moreh_ap.protocol.batch import BatchRows
-from moreh_ap.protocol.memory_format import in_order
 from moreh_ap.protocol.messages.row_shards import ReadPart, ReleaseParts, WritePart
 from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, PartRef, TensorData
 from moreh_ap.session.outbox import Posted
@@ -95,10 +93,10 @@ class PartValue(Value):
     def read(self) -> Tensor:
         if self._reply is not None:
             answers = [answer[self._index] for answer in self._reply.result() if answer is not None]
-            return join(answers)
+            return LeafReply.join(answers)
         if self._seen is None:
             replies = self.session.outbox.submit(ReadPart(self._number)).result()
-            self._seen = join([reply for reply in replies if reply is not None])
+            self._seen = LeafReply.join([reply for reply in replies if reply is not None])
             self.session.traffic.moved(self.num_bytes)
         return self._seen
 
@@ -145,12 +143,3 @@ class PartView(View):
     def root(self) -> Value:
         """What the view, through other views, is a view of."""
         return self._of.root() if isinstance(self._of, PartView) else self._of
-
-
-def join(parts: list[LeafReply]) -> Tensor:
-    """The whole tensor of what workers answered, in rank order, laid out in memory as theirs."""
-    first, *_ = parts
-    if first.kind == "same":  # the first alone sends it
-        return in_order(first.tensor(), first.order)
-    tensors = [part.tensor() for part in parts]
-    return in_order(torch.cat(tensors) if first.kind == "rows" else torch.stack(tensors).sum(0), first.order)

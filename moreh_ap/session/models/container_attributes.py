@@ -27,34 +27,43 @@ class Containers:
 
     Args:
         modules: The modules by path.
+
+    Attributes:
+        known: The attributes, by path and name, and their contents; empty for most models.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self._known: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {}
+        self.known: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {}
         for path, module in modules.items():
             for name, value in vars(module).items():
                 self.note(path, module, name, value)
 
     def note(self, path: str, module: nn.Module, name: str, value: Any) -> None:
         """Workers know, or are about to be told, that the attribute is `value` as it is now."""
-        if name not in OF_EVERY_MODULE and type(value) in _KINDS and _is_plain(value):
-            self._known[path, name] = vars(module), _copy(value)
+        if name not in OF_EVERY_MODULE and type(value) in _KINDS and not _is_private(module, name) and _is_plain(value):
+            self.known[path, name] = vars(module), _copy(value)
         else:
-            self._known.pop((path, name), None)
+            self.known.pop((path, name), None)
 
     def take_changes(self) -> list[tuple[str, str, Any]]:
         """Returns path, name and value of those with other contents than at the last time."""
         changes = []
-        for key, (attributes, known) in list(self._known.items()):
+        for key, (attributes, known) in list(self.known.items()):
             value = attributes.get(key[1])
             if _same(value, known):
                 continue
             if type(value) in _KINDS and _is_plain(value):
                 changes.append((*key, value))
-                self._known[key] = attributes, _copy(value)
+                self.known[key] = attributes, _copy(value)
             else:
-                del self._known[key]
+                del self.known[key]
         return changes
+
+
+def _is_private(module: nn.Module, name: str) -> bool:
+    """Whether transformers keeps the attribute for itself: no script changes it between calls."""
+    is_its_own = name.startswith("_") or name == "all_tied_weights_keys"
+    return is_its_own and type(module).__module__.startswith("transformers.")
 
 
 def _copy(value: Any) -> Any:

@@ -2,21 +2,22 @@
 
 A backward pass answers which parameters have a gradient now. Where the first backward of a kind has reached all
 parameters, the controller expects that of the next, so that clipping by norm and ``optimizer.zero_grad()`` need not
-wait. Whoever else looks at gradients waits for the answer, as does everybody after any other backward.
+wait. Any other reader of a gradient waits for the answer, as does every reader after any other backward.
 
 [Note: expected too many]
-Layers that are dropped by chance, or experts that no token goes to, have no gradient now and then. To clipping by norm
-and `zero_grad` a gradient that is expected and is not there does no harm: workers pass over it, as PyTorch does. One
-that is there and not expected would be forgotten by `zero_grad`; that is why less than all is never expected. An answer
-is taken in by whoever waits for it, never when it arrives: a script reads ``parameter.grad`` twice, to see that there
-is one and to use it.
+Layers that are dropped at random, or experts that no token goes to, have no gradient now and then. Clipping by norm and
+`zero_grad` do nothing to a gradient that is expected and missing: workers skip it, as PyTorch does. A gradient that is
+present and not expected would be forgotten by `zero_grad`; that is why less than all is never expected. An answer is
+taken in by the thread that waits for it, never when it arrives: a script reads ``parameter.grad`` twice, to see that a
+gradient exists and to use it.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Hashable, Mapping, Sequence
-from types import FrameType
+import contextlib
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -31,10 +32,17 @@ from moreh_ap.session.state_tensors import ModelState
 Kind = tuple[Hashable, ...]
 """What is called, what was changed in the model before it, and which of its outputs have a gradient."""
 
-_PASSES_OVER = frozenset({"clip_grad_norm_", "clip_grads_with_norm_", "_clip_grads_with_norm_", "zero_grad"})
-"""Functions of PyTorch that do nothing to a gradient that is expected and is not there."""
+_expected_will_do: ContextVar[bool] = ContextVar("expected_will_do", default=False)
 
-_OWN_REFERENCES = 2  # the variable and the argument of getrefcount: whoever else refers to a handle is the script
+
+@contextlib.contextmanager
+def expected_will_do() -> Iterator[None]:
+    """Inside, reading gradients does not wait where all are expected. See [Note: expected too many]."""
+    token = _expected_will_do.set(True)
+    try:
+        yield
+    finally:
+        _expected_will_do.reset(token)
 
 
 class Gradients:
@@ -56,7 +64,8 @@ class Gradients:
         self._last: Posted | None = None  # the last backward, until its answer has been taken in
         self._is_expected = True  # whether `_present` has at least all that its answer will name
         self._set_since: dict[str, bool] = {}  # what was set or forgotten behind it
-        self._handles: dict[str, VirtualTensor] = {}
+        # Weak: a handle that is still alive when its gradient is cleared is one that the script has kept.
+        self._handles: weakref.WeakValueDictionary[str, VirtualTensor] = weakref.WeakValueDictionary()
 
     def after_backward(self, kind: Kind, reply: Posted) -> None:
         """Note that a backward was sent; those of one `kind` reach the same parameters."""
@@ -93,29 +102,50 @@ class Gradients:
 
     def get(self, name: str) -> Tensor | None:
         """A handle on the gradient of parameter `name`, or None if it has none."""
-        self._settle(expected_will_do=_is_asked_in_passing())
+        self._settle(expected_suffices=_expected_will_do.get())
         if name not in self._present:
             return None
         handle = self._handles.get(name)
         if handle is None:
-            handle = self._holder.handle(self._ref(name), self._parameters[name].detach())
+            handle = self._holder.handle(StateRef(self._owner, "grad", name), self._parameters[name].detach())
             self._handles[name] = handle
         return handle
 
+    def refs(self, names: Iterable[str]) -> tuple[StateRef, ...]:
+        """What workers call the gradients of those parameters that are expected to have one. Waits if it must."""
+        self._settle(expected_suffices=True)
+        return tuple(StateRef(self._owner, "grad", name) for name in names if name in self._present)
+
     def set(self, name: str, gradient: Tensor | None) -> None:
         """Forget the gradient of `name`, or replace it by a tensor of the parameter's shape."""
-        self._settle(expected_will_do=True)
-        self._set_since[name] = gradient is not None
         if gradient is None:
-            if name in self._present:
-                self._present.discard(name)
-                self._let_go(name)
+            self.clear((name,))
             return
+        self._settle(expected_suffices=True)
+        self._set_since[name] = True
         if gradient is self._handles.get(name):
             return
         host = gradient.to_host() if isinstance(gradient, VirtualTensor) else gradient.detach()
-        self._outbox.post(WriteState({self._ref(name): TensorData.of(host)}))
+        self._outbox.post(WriteState({StateRef(self._owner, "grad", name): TensorData.of(host)}))
         self._present.add(name)
+
+    def clear(self, names: Iterable[str]) -> None:
+        """Forget gradients; one that the script still holds lives on as a tensor of its own."""
+        self._settle(expected_suffices=True)
+        cleared = []
+        for name in names:
+            self._set_since[name] = False
+            if name not in self._present:
+                continue
+            self._present.discard(name)
+            ref = StateRef(self._owner, "grad", name)
+            handle = self._handles.pop(name, None)
+            if handle is not None:
+                kept = self._holder.promise(handle)
+                self._outbox.post(KeepState(ref, kept._cell.value.ref))  # type: ignore[attr-defined]
+                handle._cell.value = kept._cell.value
+            cleared.append(ref)
+        self._outbox.post_clear(cleared)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add what the script's own computations gave for `name` to its gradient."""
@@ -126,22 +156,9 @@ class Gradients:
             with torch.no_grad():
                 present.add_(gradient)
 
-    def _let_go(self, name: str) -> None:
-        """The gradient is no longer the parameter's; if the script still holds it, it lives on as a tensor."""
-        ref = self._ref(name)
-        handle = self._handles.pop(name, None)
-        if handle is not None and sys.getrefcount(handle) > _OWN_REFERENCES:
-            kept = self._holder.promise(handle)
-            self._outbox.post(KeepState(ref, kept._cell.value.ref))  # type: ignore[attr-defined]
-            handle._cell.value = kept._cell.value
-        self._outbox.post_clear(ref)
-
-    def _ref(self, name: str) -> StateRef:
-        return StateRef(self._owner, "grad", name)
-
-    def _settle(self, expected_will_do: bool) -> None:
-        """Takes in the answer of the last backward; waits, unless what is expected will do and all is expected."""
-        if self._last is None or (expected_will_do and self._is_expected):
+    def _settle(self, expected_suffices: bool) -> None:
+        """Takes in the answer of the last backward; waits, unless all is expected and that suffices."""
+        if self._last is None or (expected_suffices and self._is_expected):
             return
         self._present = set(self.decode(self._last))
         for name, is_there in self._set_since.items():
@@ -152,15 +169,3 @@ class Gradients:
         """The parameters that have a gradient, as workers answered to a backward; waits."""
         flags = zip(*reply.result())  # of a parameter, a worker each: some hold it and others do not
         return frozenset(name for name, having in zip(self._parameters, flags) if any(having))
-
-
-def _is_asked_in_passing() -> bool:
-    """True if it is PyTorch's clipping by norm or `zero_grad` that asks. See [Note: expected too many]."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (_module(frame).startswith("moreh_ap.") or frame.f_code.co_name == "<listcomp>"):
-        frame = frame.f_back
-    return _module(frame).startswith("torch.") and frame.f_code.co_name in _PASSES_OVER
-
-
-def _module(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__", "")

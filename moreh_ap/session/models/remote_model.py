@@ -37,7 +37,7 @@ from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
 from moreh_ap.session import script_line
 from moreh_ap.session.models.container_attributes import Containers
 from moreh_ap.session.models.parameter_gradients import Gradients
-from moreh_ap.session.models.script_hooks import ScriptHooks, hook_keys
+from moreh_ap.session.models.script_hooks import ScriptHooks
 from moreh_ap.session.models.signatures import Signatures, pickle_constants
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
@@ -66,18 +66,18 @@ class RemoteModel:
         self.owner = f"model{session.outbox.new_id()}"
         self.stale = False
         self.settings = Settings()  # attributes and what is frozen: what is known of calls depends on it
-        self.plan = plan
+        self._set_plan(plan)
         self.modules = list(root.modules())
         # Tied tensors appear once, under their first name.
         self.parameters: dict[str, VirtualTensor] = dict(root.named_parameters())  # type: ignore[arg-type]
         self.buffers: dict[str, VirtualTensor] = dict(root.named_buffers())  # type: ignore[arg-type]
         self.holder = ModelState(session, self)
-        self.gradients = Gradients(self.holder, self.owner, self.parameters)
+        self.gradients = self.holder.gradients = Gradients(self.holder, self.owner, self.parameters)
         self.signatures = Signatures(session.outbox, self.owner)
         # Autograd enters a remote call through this leaf: a call joins no parameter to the controller's graph.
         self.anchor = torch.zeros((), requires_grad=True)
         self.script_hooks = ScriptHooks(root, plan, on_trial, session.hooks_kept_here)
-        self._hook_keys = hook_keys(self.modules)
+        self._hook_keys = _hook_keys(self.modules)
         self._training = self._training_flags()
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         self._kernels = {name: parameter for name, parameter in self.parameters.items() if parameter.ndim >= 4}
@@ -87,7 +87,8 @@ class RemoteModel:
         self._containers = Containers(dict(root.named_modules()))
         self._parts = _parts_of(self.modules)
         self._warned_of: set[str] = set()
-        self._left_out: dict[str, None] = {}  # in their order
+        self.left_out: dict[str, None] = {}  # attributes that forwards set in workers alone, in their order
+        self.passes_state = False
         self._passed_on: dict[str, set[str]] = {}
         self._path_of = {id(module): path for path, module in root.named_modules()}
         self._built: Posted
@@ -96,6 +97,11 @@ class RemoteModel:
         self._build()
         self._take_gradients()
         session.outbox.journal.when_closed(self._forget_first_call)
+
+    def _set_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        # With a pipeline or micro-batches a forward runs after its answer, which cannot tell what it will draw.
+        self.runs_after_answer = plan.pipeline > 1 or plan.micro_batches > 1
 
     def example(self) -> ExampleCall | None:
         """The first call as workers need it to find where a model can be cut; None under a plan that does not.
@@ -112,7 +118,7 @@ class RemoteModel:
 
     def laid_out_again(self, plan: Plan) -> None:
         """Other workers are about to be told everything that these were, under another plan."""
-        self.plan = plan
+        self._set_plan(plan)
         self._placements = None
         self.signatures = Signatures(self.session.outbox, self.owner)
         self._attach()
@@ -200,22 +206,24 @@ class RemoteModel:
             changed = {key: value for key, value in config.items() if self._config.get(key, self) != value}
             self._changes += [("", f"config.{key}", value) for key, value in changed.items()]
             self._config = config
-        for path, name, value in self._containers.take_changes():
-            if not self._is_passed_on(full_name(path, name), value):
-                self._changes.append((path, name, value))
+        if self._containers.known:
+            for path, name, value in self._containers.take_changes():
+                if not self._is_passed_on(full_name(path, name), value):
+                    self._changes.append((path, name, value))
         if self._changes:
             changes = tuple((path, name, pickle_attribute(value)) for path, name, value in self._changes)
             self._changes = []
             self.settings.set({(path, name): pickled for path, name, pickled in changes})
             self.session.outbox.post(ChangeModule(self.owner, changes))
-        requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
+        with torch._C.DisableTorchFunction():  # these questions mean the tensors as they are
+            requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
+            strides = [kernel.stride() for kernel in self._kernels.values()]
         if requires_grad != self._requires_grad:
             pairs = zip(self.parameters, requires_grad, self._requires_grad)
             flags = {name: new for name, new, old in pairs if new != old}
             self.settings.set(flags)
             self.session.outbox.post(SetRequiresGrad(self.owner, flags))
             self._requires_grad = requires_grad
-        strides = [kernel.stride() for kernel in self._kernels.values()]
         if strides != self._kernel_strides:
             self._kernel_strides = strides
             formats = {name: kernel_format(kernel) for name, kernel in self._kernels.items()}
@@ -250,13 +258,14 @@ class RemoteModel:
 
     def may_be_called_again(self) -> bool:
         """Whether a call may have to be made once more: with a hook run here, or given what others have set."""
-        return len(self.script_hooks) > 0 or self.signatures.sets_attributes()
+        return self.script_hooks.any or self.signatures.sets_attributes
 
     def pass_on(self, path: str, names: tuple[str, ...]) -> None:
         """Forwards of the part at `path` read these attributes: from now on they are given what is here."""
         self._passed_on.setdefault(path, set()).update(names)
+        self.passes_state = True
 
-    def kept_values(self, path: str) -> dict[str, Any]:
+    def passed_state(self, path: str) -> dict[str, Any]:
         """What is passed with every call of the part at `path` beside its arguments."""
         kept = {}
         for name in sorted(self._passed_on.get(path, ())):
@@ -276,12 +285,12 @@ class RemoteModel:
 
     def note_left_out(self, names: tuple[str, ...]) -> None:
         """A forward has set attributes that did not come here, or not in time."""
-        self._left_out.update(dict.fromkeys(names))
+        self.left_out.update(dict.fromkeys(names))
 
     def warn_of_attributes(self) -> None:
         """Say once of each attribute that a forward has set it in the workers, where the script cannot see it."""
-        news = [name for name in self._left_out if name not in {*self._warned_of, *self.script_hooks.attributes}]
-        self._left_out.clear()
+        news = [name for name in self.left_out if name not in {*self._warned_of, *self.script_hooks.attributes}]
+        self.left_out.clear()
         self._warned_of.update(news)
         if news and not self.script_hooks.is_silent:
             script_line.warn(
@@ -294,9 +303,14 @@ class RemoteModel:
         """A submodule or parameter was added or replaced: the next call lays the model out anew."""
         self.stale = True
 
+    def is_current(self) -> bool:
+        """True if workers have the module tree, and its parameters are theirs still."""
+        first = next(iter(self.parameters.values()))
+        return getattr(first._cell.value, "owner", None) is self.holder and not self.is_out_of_date()
+
     def is_out_of_date(self) -> bool:
         """True if the module tree, or the hooks on it, are no longer those that workers have."""
-        return self.stale or hook_keys(self.modules) != self._hook_keys or self._has_other_parts()
+        return self.stale or _hook_keys(self.modules) != self._hook_keys or self._has_other_parts()
 
     def _has_other_parts(self) -> bool:
         parts = _parts_of(self.modules)
@@ -314,6 +328,15 @@ class RemoteModel:
     def release(self) -> None:
         """Tell the workers to forget the model."""
         self.session.outbox.release(ReleaseModel(self.owner))
+
+
+def _hook_keys(modules: list[nn.Module]) -> list[tuple[int, ...]]:
+    """Tells whether hooks of modules, the script's or a library's, are those that they were."""
+    return [
+        (number, *part._forward_pre_hooks, *part._forward_hooks, *part._backward_pre_hooks, *part._backward_hooks)
+        for number, part in enumerate(modules)
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+    ]
 
 
 def _parts_of(modules: list[nn.Module]) -> list[nn.Module | Tensor | None]:

@@ -6,7 +6,9 @@ that changed. `optimizer.state` becomes a mapping that asks the workers when som
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,8 +22,9 @@ from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import InFile
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, DescribeOptimizer, LoadOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
+from moreh_ap.session.models.parameter_gradients import expected_will_do
 from moreh_ap.session.session import Session
-from moreh_ap.session.state_tensors import OnWorkers, StateHolder
+from moreh_ap.session.state_tensors import ModelState, OnWorkers, StateHolder
 
 
 def worker_refs(optimizer: Optimizer) -> tuple[tuple[StateRef, ...], ...] | None:
@@ -51,9 +54,21 @@ class RemoteOptimizer:
         accepted = inspect.signature(type(optimizer).__init__).parameters
         defaults = {key: _plain(value) for key, value in optimizer.defaults.items() if key in accepted}
         session.outbox.post(BuildOptimizer(self.owner, cloudpickle.dumps(type(optimizer)), refs, defaults))
+        self._values: list[OnWorkers] = []
+        self._names: dict[ModelState, list[str]] = {}
         # The groups' own values outrank the defaults: send them all with the first step.
         self._unsent = True
         self._adopt_state(optimizer)
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's parameters are those of its last step, where they were."""
+        values = [p._cell.value for group in optimizer.param_groups for p in group["params"] if hasattr(p, "_cell")]
+        return len(values) == len(self._values) and all(map(operator.is_, values, self._values))
+
+    def clear_gradients(self) -> None:
+        """Set the parameters' gradients to None."""
+        for holder, names in self._names.items():
+            holder.gradients.clear(names)
 
     def matches(self, refs: tuple[tuple[StateRef, ...], ...]) -> bool:
         """True if the workers' optimizer still has the same parameters."""
@@ -62,6 +77,7 @@ class RemoteOptimizer:
     def step(self, optimizer: Optimizer) -> None:
         """One step on the workers with the current hyper-parameters; does not wait."""
         self.adopt_new_state(optimizer)
+        self._note_values(optimizer)
         current = [_hyper_parameters(group) for group in optimizer.param_groups]
         if self._unsent:
             changes = dict(enumerate(current))
@@ -74,12 +90,20 @@ class RemoteOptimizer:
         self._sent, self._unsent = current, False
         outbox = self.session.outbox
         stepped = outbox.post_soon(StepOptimizer(self.owner, changes))
-        self.session.traffic.next_step()
+        self.session.traffic.step += 1
         if outbox.journal.is_open:
             stepped.add_done_callback(lambda done: None if done.failed() else outbox.journal.close())
         if self.session.watch is not None:
             self.session.watch.stepped()
         optimizer.state.forget()  # type: ignore[attr-defined]
+
+    def _note_values(self, optimizer: Optimizer) -> None:
+        values = [p._cell.value for group in optimizer.param_groups for p in group["params"]]
+        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
+            return
+        self._values, self._names = values, {}
+        for value in values:
+            self._names.setdefault(value.owner, []).append(value.ref.name)
 
     def adopt_new_state(self, optimizer: Optimizer) -> None:
         """Have the workers go on from the state that `load_state_dict` or a checkpoint put into `optimizer`, if any."""
@@ -181,21 +205,54 @@ def elementwise_optimizers() -> list[type[Optimizer]]:
     return [*(getattr(torch.optim, name) for name in names), AdamW]
 
 
-def step_remotely(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
-    """Step on the workers if all parameters are there.
+def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what stands in for an optimizer class's `step`: the workers take it where they have all parameters.
 
-    Returns:
-        Whether the step was taken, and the closure's result.
+    Args:
+        session: Where the workers are.
+        original: The class's own method, for parameters that are elsewhere.
+    """
+
+    @functools.wraps(original)
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        refs = worker_refs(optimizer)
+        if refs is None:
+            return original(optimizer, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _remote_of(session, optimizer, refs).step(optimizer)
+        return loss
+
+    return step
+
+
+def clearing_on_workers(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns what stands in for `Optimizer.zero_grad`: all gradients of its last step are cleared by one command."""
+
+    @functools.wraps(original)
+    def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+        remote: RemoteOptimizer | None = optimizer.__dict__.get("_moreh_remote")
+        if set_to_none and remote is not None and remote.holds(optimizer):
+            remote.clear_gradients()
+        else:
+            with expected_will_do():
+                original(optimizer, set_to_none)
+
+    return zero_grad
+
+
+def step_remotely(session: Session, optimizer: Optimizer) -> None:
+    """Take a step of an optimizer all of whose parameters are on the workers.
+
+    Raises:
+        ValueError: One of them is not.
     """
     refs = worker_refs(optimizer)
     if refs is None:
-        return False, None
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
+        raise ValueError("a parameter of the optimizer is not on the workers")
     _remote_of(session, optimizer, refs).step(optimizer)
-    return True, loss
 
 
 def send_state(session: Session, optimizer: Optimizer) -> bool:

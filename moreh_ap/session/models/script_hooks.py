@@ -39,15 +39,6 @@ def replaying() -> bool:
     return _replaying.get()
 
 
-def hook_keys(modules: list[nn.Module]) -> list[tuple[int, ...]]:
-    """Tells whether hooks of modules, of whomever, are those that they were."""
-    return [
-        (number, *part._forward_pre_hooks, *part._forward_hooks, *part._backward_pre_hooks, *part._backward_hooks)
-        for number, part in enumerate(modules)
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-    ]
-
-
 class HookedModel(Protocol):
     """A model whose hooks run in the script."""
 
@@ -115,13 +106,11 @@ class ScriptHooks:
         self._sent = {hook.key for hook in self._hooks if hook.key not in kept_here and _can_be_sent(hook.run)}
         # Backward hooks are called with the gradients of what a forward hook here was given.
         self._differentiated = list({id(hook.module): hook.module for hook in self._of(_BACKWARD)}.values())
+        self.any = bool(self._hooks)
         self.attributes: set[str] = set()
         """Names of attributes that hooks set, as they did in the workers."""
         if self._hooks:
             self._refuse(plan)
-
-    def __len__(self) -> int:
-        return len(self._hooks)
 
     def _of(self, kinds: tuple[str, ...]) -> list[_Hook]:
         return [hook for hook in self._hooks if hook.where in kinds]
@@ -165,13 +154,14 @@ class ScriptHooks:
 
     # -- running them here -----------------------------------------------------------------------------------------
 
-    def run(self, call: HookedCall, tree: Any, leaves: list[Any], done: int = 0) -> Any:
+    def run(self, call: HookedCall, tree: Any, report: Report, num_leaves: int, done: int = 0) -> Any:
         """Run the forward hooks of a call, and set the attributes that it set; returns the module's result.
 
         Args:
             call: The call.
-            tree: How the result nests, a `Report` where it is not all that the call left.
-            leaves: Its leaves.
+            tree: How the report nests.
+            report: The result, and what else the call left.
+            num_leaves: Leaves of the report.
             done: How many of them have run already, in a call that ended before its end.
 
         Raises:
@@ -179,12 +169,9 @@ class ScriptHooks:
             UnsupportedError: A hook could not do its work in the workers.
             RunsHereOnly: A hook has raised in the workers and not here.
         """
-        report = tree_unflatten(leaves, tree)
-        if not isinstance(report, Report):
-            return report
         if self.is_silent:
             return report.result
-        order = iter(tree_unflatten(list(range(len(leaves))), tree).seen)
+        order = iter(tree_unflatten(list(range(num_leaves)), tree).seen)
         token = _replaying.set(True)
         try:
             for position, seen in enumerate(report.seen):

@@ -7,6 +7,7 @@ after.
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from moreh_ap import log
+from moreh_ap.integrations.transformers_worker import contains_cache
 from moreh_ap.protocol.batch import BatchRows
 from moreh_ap.protocol.hook_records import Report
 from moreh_ap.protocol.memory_format import Order, empty_in_order
@@ -49,6 +51,7 @@ class LeafTemplate:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
 
+    @functools.cached_property
     def meta(self) -> Tensor:
         """The whole tensor without values, its dims in memory as on one device."""
         return empty_in_order(self.shape, self.order, self.dtype, "meta")
@@ -58,7 +61,10 @@ class LeafTemplate:
 class Structure:
     """How a call's result nests, what its leaves are, whether the call drew random numbers, and who had which rows.
 
-    `attributes` are those that the forward set: their values are the last of the leaves.
+    Attributes:
+        attributes: Those that the forward set: their values are the last of the leaves.
+        is_report: Whether the result is a `Report`: hooks of the script saw something, or attributes were set.
+        has_cache: Whether a key-value cache of transformers is in the result.
     """
 
     treespec: TreeSpec
@@ -68,6 +74,8 @@ class Structure:
     draws: bool
     batch: BatchRows | None
     attributes: tuple[str, ...] = ()
+    is_report: bool = False
+    has_cache: bool = False
 
     @staticmethod
     def of(replies: list[ForwardReply | None]) -> Structure:
@@ -103,6 +111,8 @@ class Structure:
             draws=any(reply.streams is not None for reply in answered),
             batch=None if first_answer.rows is None else BatchRows(own_rows),
             attributes=tuple(treespec.children()[-1].context) if treespec.context is Report else (),
+            is_report=treespec.context is Report,
+            has_cache=contains_cache(treespec),
         )
 
     def promises_the_same(self, other: Structure) -> bool:
@@ -136,13 +146,20 @@ class Signatures:
     Args:
         outbox: How the workers are told.
         owner: The model's name on the workers.
+
+    Attributes:
+        structures: The structures of calls by their keys, see `remote_call.RemoteCall.send`.
+        numbers: Numbers of signatures with plain constants, each with the outbox's count of forgotten definitions.
+        sets_attributes: Whether a forward has set attributes so far.
     """
 
     def __init__(self, outbox: Outbox, owner: str) -> None:
         self._outbox, self._owner = outbox, owner
-        self._structures: dict[Any, Structure] = {}
+        self.structures: dict[Any, Structure] = {}
+        self.numbers: dict[Any, tuple[int, int]] = {}
         self._unpredictable: set[Any] = set()
         self._attributes: set[str] = set()
+        self.sets_attributes = False
         self._notes: set[str] = set()
 
     def define(self, path: str, treespec: TreeSpec, constants: list[Any]) -> int:
@@ -152,30 +169,23 @@ class Signatures:
             (owner, path, nesting, values), lambda number: DefineSignature(number, owner, path, nesting, values)
         )
 
-    def structure(self, key: Any) -> Structure | None:
-        """What is known of calls with `key`, if anything."""
-        return self._structures.get(key)
-
     def learn(self, key: Any, structure: Structure, *, grad: bool) -> None:
         """Remember the structure of the calls with `key`; say once in the log why a training batch is not shared."""
         if grad and structure.note and structure.note not in self._notes:
             self._notes.add(structure.note)
             print(log.info(structure.note), flush=True)
         if not self._attributes.issuperset(structure.attributes):
-            self._structures.clear()  # calls that set it to None, as it was, are to be looked at again
+            self.structures.clear()  # calls that set it to None, as it was, are to be looked at again
             self._attributes.update(structure.attributes)
+            self.sets_attributes = True
         if structure.predictable() and key not in self._unpredictable:
-            if len(self._structures) >= _MAX_STRUCTURES:
-                self._structures.clear()
-            self._structures[key] = structure
-
-    def sets_attributes(self) -> bool:
-        """Whether a forward has set attributes so far."""
-        return bool(self._attributes)
+            if len(self.structures) >= _MAX_STRUCTURES:
+                self.structures.clear()
+            self.structures[key] = structure
 
     def never_predict(self, key: Any) -> None:
         """The structure of a call with `key` turned out to be another than that of an earlier one."""
-        self._structures.pop(key, None)
+        self.structures.pop(key, None)
         self._unpredictable.add(key)
 
 

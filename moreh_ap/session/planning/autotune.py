@@ -100,7 +100,7 @@ def _try(session: Session, root: nn.Module, call: reduced_model.Call, trial: Pla
             for _ in range(NUM_STEPS):
                 with torch.enable_grad():
                     _backward(call_remotely(remote, remote.path_of(module), args, kwargs))
-                step_remotely(session, optimizer, None)
+                step_remotely(session, optimizer)
                 optimizer.zero_grad()
             reports: list[StepReport] = session.outbox.submit(ReportSteps()).result()
         finally:

@@ -131,7 +131,7 @@ class Recovery:
         for one in self._models:
             one.remote.laid_out_again(one.planned.plan)
             self._session.job.has_model(type(one.remote.root).__name__, str(one.planned.plan))
-        self._session.watch = Watch(self._session.outbox, planned.expected)
+        self._session.watch = Watch(self._session.outbox, planned.expected, self._session.stop_watching)
         return Restart(mesh, self._changed())
 
     def _changed(self) -> Callable[[Any], Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -58,25 +59,25 @@ class Watch:
     Args:
         outbox: How to ask the workers.
         expected: What was predicted.
+        done: Called once nothing is left to watch.
     """
 
-    def __init__(self, outbox: Outbox, expected: Expected) -> None:
-        self._outbox, self._expected = outbox, expected
+    def __init__(self, outbox: Outbox, expected: Expected, done: Callable[[], object]) -> None:
+        self._outbox, self._expected, self._on_done = outbox, expected, done
         self._num_steps = 0
         self._asked: Posted | None = None
-        self._done = False
 
     def stepped(self) -> None:
         """An optimizer step was sent. Never waits."""
         self._num_steps += 1
-        if self._done or self._num_steps < LOOKS_AFTER_STEPS:
+        if self._num_steps < LOOKS_AFTER_STEPS:
             return
         if self._asked is None:
             self._asked = self._outbox.post_soon(ReportSteps())
         elif self._asked.failed():
-            self._done = True  # the error reaches the script where it reads a result
+            self._on_done()  # the error reaches the script where it reads a result
         elif self._asked.done():
-            self._done = True
+            self._on_done()
             self._compare(self._asked.result())
 
     def _compare(self, reports: list[StepReport]) -> None:
