@@ -1,10 +1,12 @@
 # `make tutorial` and `make test` work on a machine that has only Python 3.10+ with venv, make and git.
-# Variables: PYTHON (the interpreter to start from), VENV (where to install), PY (an environment of your own, used as it is).
+# Variables: PYTHON (the interpreter to start from), VENV (where to install), PY (an environment of your own, used as it is),
+# LANES (how many processes of pytest share the test files; 0: one, in which a debugger can stop).
 
 PYTHON ?= python3
 NOTEBOOKS ?= tutorials/notebooks
 VENV ?= .venv
 SITE ?= site
+LANES ?= 2
 MERMAID_VERSION := 11.17.2
 MERMAID := docs/assets/vendor/mermaid.min.js
 export PYTHON
@@ -32,37 +34,45 @@ $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup_venv.sh
 tutorial: $(INSTALLED)  ## prepare a model and data, train it on every device, show the result
 	$(PY) scripts/prepare_tutorial.py --only model dataset
 	$(PY) tutorials/train_gpt.py --embedded
+	$(PY) scripts/plot_losses.py outputs/train_gpt
 	$(PY) tutorials/inference_gpt.py
 
 tutorial-mistral: $(INSTALLED)  ## the same with a Mistral, from tokens in a file
 	$(PY) scripts/prepare_tutorial.py --only model dataset
 	$(PY) tutorials/prepare_mistral.py --embedded
 	$(PY) tutorials/train_mistral.py --embedded
+	$(PY) scripts/plot_losses.py outputs/train_mistral
 	$(PY) tutorials/inference_mistral.py
 
 tutorial-llama2: $(INSTALLED)  ## a Llama learns to summarise
 	$(PY) scripts/prepare_tutorial.py --only model summaries
 	$(PY) tutorials/train_llama2.py --embedded
+	$(PY) scripts/plot_losses.py outputs/train_llama2
 	$(PY) tutorials/inference_llama2.py
 
 tutorial-llama3-70b: $(INSTALLED)  ## the plan of Llama 3 70B, and a small Llama in 8 stages on 8 workers
 	$(PY) scripts/prepare_tutorial.py --only model summaries
 	$(PY) tutorials/train_llama3_70b.py --show-plan
 	$(PY) tutorials/train_llama3_70b.py --embedded
+	$(PY) scripts/plot_losses.py outputs/train_llama3_70b
 	$(PY) tutorials/inference_llama3_70b.py
 
 tutorial-llm: $(INSTALLED)  ## a GPT-2 from random weights, with timers and checkpoints
 	$(PY) scripts/prepare_tutorial.py --only model config dataset
 	$(PY) tutorials/train_llm.py --embedded
+	$(PY) scripts/plot_losses.py outputs/train_llm/gpt2-embedded
 	$(PY) tutorials/inference_llm.py
 
 tutorials: tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-llm  ## all of these, one after another
 
-test: $(INSTALLED)  ## run every test that this machine can run
-	@$(PY) -m pytest -q --durations=25
+# Tests are small: threads of one would only wait for a core that another lane uses.
+IN_LANES := OMP_NUM_THREADS=1 $(PY) -m pytest -q --numprocesses=$(LANES) --dist=loadfile
 
-test-unit: $(INSTALLED)  ## run the tests that need no worker process
-	@$(PY) -m pytest -q tests/unit
+test: $(INSTALLED)  ## run every test that this machine can run, and name the slowest
+	@$(IN_LANES) --durations=25
+
+test-unit: $(INSTALLED)  ## run the tests that need no process of their own
+	@$(IN_LANES) tests/unit
 
 # CPU workers everywhere. tqdm warns of a package for progress bars, which no notebook shows.
 notebooks: $(INSTALLED)  ## run every notebook and compare what it prints with what is in it
@@ -89,7 +99,7 @@ imports: $(INSTALLED)  ## which module may import which
 docs: docs-sources  ## build the documentation, English and Korean, into site/
 	@for page in $$(find docs -name '*.md' ! -name '*.ko.md'); do \
 		test -f $${page%.md}.ko.md || { echo "$$page is not translated" >&2; missing=1; }; done; test -z "$$missing"
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir $(SITE)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir $(SITE)
 	@echo "$(SITE)/index.html"
 
 docs-sources: $(INSTALLED) $(MERMAID)

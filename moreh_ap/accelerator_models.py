@@ -12,14 +12,13 @@ import re
 from dataclasses import dataclass, replace
 
 from moreh_ap.errors import OptionError
-from moreh_ap.local.cache_files import Remembered
-from moreh_ap.planner.search.remedies import FLAVOURS
+from moreh_ap.flavours import FLAVOUR_DEVICE_BYTES, FLAVOURS
+from moreh_ap.local.cache_files import CacheFile
 
-FILE = Remembered("accelerators.json")
+FILE = CacheFile("accelerators.json")
 MOST_ACCELERATORS = 5
 """So many can be made on the platform. Source: the platform's public manual, toolkit."""
 
-_FLAVOUR_BYTES = 64 * 2**30
 _LINK = "docs/toolkit.md#models"
 _OWN_NAMES = {"cpu": "CPU", "cuda": "GPU"}
 
@@ -52,7 +51,7 @@ class Supply:
 
 @dataclass(frozen=True)
 class Accelerators:
-    """The accelerators somebody has set up, by number.
+    """The accelerators that were set up, by number.
 
     Attributes:
         current: The one that the next process takes.
@@ -185,7 +184,7 @@ def _own_number(device_type: str, name: str) -> int:
 def _fits(supply: Supply, count: int) -> bool:
     if count > supply.most_devices:
         return False
-    return supply.device_type == "cuda" or count * _FLAVOUR_BYTES <= 1.05 * supply.memory_bytes
+    return supply.device_type == "cuda" or count * FLAVOUR_DEVICE_BYTES <= 1.05 * supply.memory_bytes
 
 
 def _refusal(fact: str, supply: Supply) -> OptionError:

@@ -1,21 +1,18 @@
 """The platform's log lines and dump files: their wording and order.
 
-Decides what is printed about start-up and about the choice of a plan. Must not know how either is done: every
-function takes values and returns text, and only the two writers touch a file.
+Decides how start-up and the choice of a plan read in the log. Must not know how either is done: every function takes
+what was found and returns text, and only the two writers touch a file. The planner must not know this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner.search import explain
-
-if TYPE_CHECKING:
-    from moreh_ap.planner.search.choice import Choice
-    from moreh_ap.planner.search.ranking import Candidate
+from moreh_ap.planner.search.candidate import Candidate
+from moreh_ap.planner.search.choice import Choice
+from moreh_ap.planner.search.ranking import TIE_MARGIN, Ranking
 
 SELECTED_CONFIG_FILE = "advanced_parallelization_selected_config.dump"
 AUTOCONFIG_LOG_FILE = "autoconfig_log.dump"
@@ -75,30 +72,25 @@ def startup_lines(addresses: list[str], version: str, job_id: int | str) -> list
     ]
 
 
-def search_lines(
-    *, num_candidates: int, num_possible: int, prepare_s: float, select_s: float, plan: Plan, global_batch: int
-) -> list[str]:
-    """Returns the lines of the search for a plan, in order, the selected plan last.
+def choice_lines(choice: Choice) -> list[str]:
+    """Returns the lines of the choice of a plan: those of the search, then the plan to paste back, and why."""
+    return [*search_lines(choice), plan_line(choice.plan, reason(choice))]
 
-    Args:
-        num_candidates: Plans that were looked at.
-        num_possible: Plans among them that fit.
-        prepare_s: Seconds spent making candidates; logged in whole milliseconds.
-        select_s: Seconds spent weighing them.
-        plan: The selected plan.
-        global_batch: Rows of the batch.
-    """
+
+def search_lines(choice: Choice) -> list[str]:
+    """Returns the platform's lines of the search for a plan, in order, the selected plan last; times in whole ms."""
+    ranking = choice.ranking
     return [
-        info(f"The number of candidates is {num_candidates}."),
+        info(f"The number of candidates is {len(ranking.candidates)}."),
         info("Parallel Graph Compile start..."),
-        info(f"Elapsed Time to compile all candidates = {round(prepare_s * 1000)} [ms]"),
+        info(f"Elapsed Time to compile all candidates = {round(ranking.prepare_s * 1000)} [ms]"),
         info("Parallel Graph Compile finished."),
-        info(f"The number of possible candidates is {num_possible}."),
+        info(f"The number of possible candidates is {max(ranking.num_fitting, 1)}."),
         info("SelectBestGraphFromCandidates start..."),
-        info(f"Elapsed Time to compute cost for survived candidates = {round(select_s * 1000)} [ms]"),
+        info(f"Elapsed Time to compute cost for survived candidates = {round(ranking.select_s * 1000)} [ms]"),
         info("SelectBestGraphFromCandidates finished."),
         info("Configuration for parallelism is selected."),
-        info(plan.platform_line(global_batch)),
+        info(choice.plan.platform_line(ranking.task.global_batch)),
     ]
 
 
@@ -107,34 +99,67 @@ def plan_line(plan: Plan, reason: str) -> str:
     return info(f'plan="{plan}" ({reason})')
 
 
+def reason(choice: Choice) -> str:
+    """Returns why the plan was chosen, with the numbers that decided."""
+    if not choice.is_forced:
+        return ranking_reason(choice.ranking)
+    said = f"it was asked for: {prediction(choice.chosen)}"
+    if choice.chosen.fits:
+        return said
+    return f"{said}; by our estimate it does not fit in {choice.chosen.usable_bytes / 2**30:.2f} GiB"
+
+
+def ranking_reason(ranking: Ranking) -> str:
+    """Returns why the best plan of a search was chosen, with the numbers that decided.
+
+    Raises:
+        PlanError: No plan fits.
+    """
+    best = ranking.best
+    looked_at, fitting = ranking.counts
+    place = "fastest" if best is ranking.fastest else f"simplest within {TIE_MARGIN:.0%} of the fastest"
+    usable = f"{best.usable_bytes / 2**30:.1f} GiB a device"
+    return f"{fitting} of {looked_at} plans fit in {usable}, this is the {place}: {prediction(best)}"
+
+
+def prediction(candidate: Candidate) -> str:
+    """Returns the predictions for a timed candidate in short: seconds of a step and GiB reserved on a device."""
+    return f"{candidate.seconds:.3g} s a step, {candidate.memory.reserved_bytes / 2**30:.1f} GiB"
+
+
 def measured_line(chosen: Candidate, seconds: float, peak_bytes: float) -> str:
-    """Returns the line that compares what was predicted for a timed plan with what was measured in its first steps."""
+    """Returns the line that compares the predictions for a timed plan with its first steps.
+
+    Args:
+        chosen: The plan with its predictions.
+        seconds: Measured seconds of a step.
+        peak_bytes: Measured bytes of the fullest device at its peak.
+    """
     return info(_measured(chosen, seconds, peak_bytes))
 
 
 def tried_line(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
-    """Returns the line for a timed plan that was tried for a few steps before one is kept."""
+    """Returns the line for a timed plan that was tried for a few steps before one is kept; arguments as above."""
     return info(f'tried plan="{candidate.plan}": {_measured(candidate, seconds, peak_bytes)}')
 
 
 def _measured(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
-    assert candidate.step is not None
     return (
-        f"a step takes {seconds:.3g} s ({candidate.step.total_s:.3g} s predicted), the fullest device holds "
+        f"a step takes {seconds:.3g} s ({candidate.seconds:.3g} s predicted), the fullest device holds "
         f"{peak_bytes / 2**30:.2f} GiB ({candidate.memory.reserved_bytes / 2**30:.2f} GiB predicted)"
     )
 
 
 def candidate_lines(choice: Choice) -> Iterable[str]:
-    """Yields a line for each candidate with what is predicted for it, for detailed logs."""
+    """Yields a line with the predictions for each candidate, for detailed logs."""
     for candidate in choice.candidates:
         memory, step = candidate.memory, candidate.step
         verdict = "selected" if candidate.plan == choice.plan else "fits" if candidate.fits else "does not fit"
         seconds = f", {step.total_s * 1000:.1f} ms a step" if step is not None else ""
-        parts = ", ".join(f"{label} {round(num_bytes)}" for label, num_bytes in explain.memory_parts(memory))
+        components = ", ".join(f"{label} {round(num_bytes)}" for label, num_bytes in memory.components)
         yield info(
             f"{candidate.plan} : {round(memory.reserved_bytes)} bytes of {round(candidate.usable_bytes)}{seconds}, "
-            f"{verdict} ({parts})"
+            f"{verdict} ({components})"
         )
 
 
@@ -156,6 +181,6 @@ def write_autoconfig_log(choice: Choice, path: str | Path = AUTOCONFIG_LOG_FILE)
         OSError: The file cannot be written.
     """
     path = Path(path)
-    lines = [*choice.lines, plan_line(choice.plan, choice.reason), *candidate_lines(choice)]
+    lines = [*choice_lines(choice), *candidate_lines(choice)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

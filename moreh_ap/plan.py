@@ -16,6 +16,7 @@ from moreh_ap.plan_checks import (
     RECOMPUTE_KINDS,
     SCHEDULES,
     WORDS,
+    PipelineFields,
     check_layers,
     check_pipeline,
     check_recompute,
@@ -49,7 +50,7 @@ class Plan:
         schedule: The order of a pipeline's forwards and backwards, one of `SCHEDULES`.
         stages_per_device: Number of stages that a device of the pipeline holds. Left out it is 2 for the interleaved
             schedule and 1 otherwise.
-        layers: Number of blocks of every stage, in order of stages; empty means as even as can be.
+        layers: Number of blocks of every stage, in order of stages; empty: as evenly as possible.
         recompute: What of the activations is computed again in the backward: one of `RECOMPUTE_KINDS`, or the number
             of blocks of each stage that are computed again in full.
         precision: One of `PRECISIONS`.
@@ -95,7 +96,9 @@ class Plan:
         check_recompute(self.recompute)
         check_sequence_parallel(self.sequence_parallel, self.tensor)
         check_layers(self.layers)
-        check_pipeline(self)
+        check_pipeline(
+            PipelineFields(self.pipeline, self.schedule, self.stages_per_device, self.micro_batches, self.layers)
+        )
 
     @property
     def num_devices(self) -> int:
@@ -170,8 +173,8 @@ class Plan:
     def stage_ranges(self, num_blocks: int) -> list[range]:
         """Returns which of a model's `num_blocks` blocks each stage holds, in order of stages.
 
-        Without `layers` every stage has the same number of blocks. What is left over goes, one block each, first to
-        the stages in the middle, then to the first, which has the embedding, and never to the last, which has the head.
+        Without `layers` every stage has the same number of blocks. Remaining blocks go, one each, first to the
+        stages in the middle, then to the first, which has the embedding, and never to the last, which has the head.
 
         Raises:
             PlanError: There are fewer blocks than stages, or `layers` has another number of blocks.
@@ -239,7 +242,7 @@ def _parse_count(text: str) -> int | str:
 
 
 def _even(num_blocks: int, num_stages: int) -> list[int]:
-    """Returns the number of blocks of every stage, as even as can be."""
+    """Returns the number of blocks of every stage, as evenly as possible."""
     counts = [num_blocks // num_stages] * num_stages
     for stage in [*range(1, num_stages - 1), 0][: num_blocks % num_stages]:
         counts[stage] += 1

@@ -4,7 +4,7 @@ Decides which values and combinations are possible, and names in the error what 
 written or used; `moreh_ap.plan` asks it once for every plan that is made.
 
 [Note: numbers of micro-batches]
-1F1B keeps as many micro-batches under way as there are stages, so it needs at least that many. Interleaved 1F1B and the
+1F1B keeps as many micro-batches in flight as there are stages, so it needs at least that many. Interleaved 1F1B and the
 zero-bubble schedule work in rounds: with P devices in the pipeline and M micro-batches there are max(1, M // P) rounds,
 and M must be a multiple of their number. GPipe takes any number. A batch at run time may have fewer rows than that.
 Source: torch/distributed/pipelining/schedules.py, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble.
@@ -12,12 +12,9 @@ Source: torch/distributed/pipelining/schedules.py, Schedule1F1B, ScheduleInterle
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from moreh_ap.errors import PlanError
-
-if TYPE_CHECKING:
-    from moreh_ap.plan import Plan
 
 PRECISIONS = ("fp32", "bf16")
 """`fp32`: everything in float32. `bf16`: compute in bfloat16; weights, gradient sums and optimizer in float32."""
@@ -40,6 +37,21 @@ _PIPELINE_EXAMPLES = {
     "stages_per_device": "schedule=interleaved,stages_per_device=2",
     "layers": "layers=3+5",
 }
+
+
+class PipelineFields(NamedTuple):
+    """The fields of a plan that describe its pipeline; names and values as in `Plan`."""
+
+    pipeline: int
+    schedule: str
+    stages_per_device: int
+    micro_batches: int
+    layers: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return self.pipeline * self.stages_per_device
 
 
 def check_word(name: str, word: object) -> None:
@@ -78,7 +90,7 @@ def check_sequence_parallel(sequence_parallel: object, tensor: int) -> None:
         )
     if sequence_parallel and tensor == 1:
         raise PlanError(
-            "plan: sequence_parallel=true with tensor=1: there is nobody to split the sequence with",
+            "plan: sequence_parallel=true with tensor=1: there is no other device to split the sequence with",
             "sequence_parallel=false, or tensor of at least 2",
             'plan="tensor=2,sequence_parallel=true"',
         )
@@ -97,7 +109,7 @@ def check_layers(layers: object) -> None:
             )
 
 
-def check_pipeline(plan: Plan) -> None:
+def check_pipeline(plan: PipelineFields) -> None:
     """Raises PlanError where fields that describe a pipeline contradict each other."""
     if plan.pipeline == 1:
         _check_no_pipeline(plan)
@@ -131,7 +143,7 @@ def spell(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_no_pipeline(plan: Plan) -> None:
+def _check_no_pipeline(plan: PipelineFields) -> None:
     """Raises PlanError if a plan without a pipeline says something about one."""
     for name, absent in (("schedule", "1f1b"), ("stages_per_device", 1), ("layers", ())):
         value = getattr(plan, name)
@@ -143,7 +155,7 @@ def _check_no_pipeline(plan: Plan) -> None:
             )
 
 
-def _check_micro_batches(plan: Plan) -> None:
+def _check_micro_batches(plan: PipelineFields) -> None:
     """Raises PlanError if the schedule cannot run this many micro-batches. See [Note: numbers of micro-batches]."""
     count = plan.micro_batches
     if _runs(plan, count):
@@ -158,7 +170,7 @@ def _check_micro_batches(plan: Plan) -> None:
     )
 
 
-def _runs(plan: Plan, micro_batches: int) -> bool:
+def _runs(plan: PipelineFields, micro_batches: int) -> bool:
     if plan.schedule == "gpipe":
         return True
     if plan.schedule == "1f1b":

@@ -58,7 +58,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Notices in-place changes, as autograd does.",
-        ("torch.Tensor._version", "parallelizer/data parallelizer/tensor protocol runtime/worker session/models"),
+        ("torch.Tensor._version", "*"),
     ),
     *_names(
         "Tells memories apart while a file is written.",
@@ -67,7 +67,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Calls PyTorch on tensors of our class without being called back.",
         ("torch._C.DisableTorchFunction", "device parallelizer/pipeline session/calls session/models"),
-        ("torch._C.DisableTorchFunctionSubclass", "device parallelizer/tensor protocol session/calls"),
+        (
+            "torch._C.DisableTorchFunctionSubclass",
+            "device parallelizer/call parallelizer/tensor protocol session/calls",
+        ),
     ),
     *_names(
         "Has views of split tensors made below autograd noticed.",
@@ -123,12 +126,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "What an operation writes, and its name.",
-        ("torch._ops.OpOverload._opname", "device parallelizer/data session session/calls"),
+        ("torch._ops.OpOverload._opname", "device parallelizer/rng session session/calls"),
         ("torch._ops.OpOverload._overloadname", "device session session/calls"),
-        (
-            "torch._ops.OpOverload._schema",
-            "*",
-        ),
+        ("torch._ops.OpOverload._schema", "*"),
     ),
     *_names(
         "Replaced: where tensors of a file come back to.",
@@ -152,11 +152,15 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Replaced: no CUDA context is created in the controller.",
-        ("torch.cuda._lazy_init", "device/patches"),
+        ("torch.cuda._lazy_init", "device/patches parallelizer/data"),
     ),
     *_names(
         "A result of a collective under way, to be waited for.",
         ("torch.distributed._functional_collectives.AsyncCollectiveTensor", "parallelizer/tensor"),
+    ),
+    *_names(
+        "One axis of several of a mesh.",
+        ("torch.distributed.device_mesh.DeviceMesh._flatten", "parallelizer"),
     ),
     *_names(
         "The process group of all workers.",
@@ -217,18 +221,15 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "Runs hooks of the script where the module is called.",
         ("torch.nn.Module._backward_hooks", "session/models session/verification"),
         ("torch.nn.Module._backward_pre_hooks", "session/models session/verification"),
-        ("torch.nn.Module._forward_hooks", "protocol session/models session/verification"),
-        ("torch.nn.Module._forward_pre_hooks", "protocol session/models session/verification"),
+        ("torch.nn.Module._forward_hooks", "parallelizer/call session/models session/verification"),
+        ("torch.nn.Module._forward_pre_hooks", "parallelizer/call session/models session/verification"),
         ("torch.nn.Module._is_full_backward_hook", "session/models"),
     ),
     *_names(
         "Sees every parameter and buffer with the module and name that holds it, ties included.",
         ("torch.nn.Module._buffers", "device/patches parallelizer/call parallelizer/state session session/models"),
         ("torch.nn.Module._modules", "parallelizer/pipeline session/models"),
-        (
-            "torch.nn.Module._parameters",
-            "*",
-        ),
+        ("torch.nn.Module._parameters", "*"),
     ),
     *_names(
         "Not an attribute for the workers: a compiled call stays here.",
@@ -302,30 +303,18 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Follows operations below autograd.",
-        ("torch.utils._python_dispatch.TorchDispatchMode", "parallelizer/call parallelizer/data"),
+        ("torch.utils._python_dispatch.TorchDispatchMode", "parallelizer/call parallelizer/data parallelizer/rng"),
     ),
     *_names(
         "How arguments and results nest; PyTorch has no public module for it.",
         ("torch.utils._pytree", "integrations protocol"),
         ("torch.utils._pytree.SUPPORTED_NODES", "integrations protocol"),
-        ("torch.utils._pytree.TreeSpec", "integrations parallelizer/pipeline protocol runtime/worker session/models"),
-        (
-            "torch.utils._pytree.tree_flatten",
-            "*",
-        ),
-        (
-            "torch.utils._pytree.tree_leaves",
-            "*",
-        ),
+        ("torch.utils._pytree.TreeSpec", "integrations parallelizer/pipeline protocol session/models"),
+        ("torch.utils._pytree.tree_flatten", "*"),
+        ("torch.utils._pytree.tree_leaves", "*"),
         ("torch.utils._pytree.tree_map", "device parallelizer/pipeline runtime/worker session/calls"),
-        (
-            "torch.utils._pytree.tree_map_only",
-            "*",
-        ),
-        (
-            "torch.utils._pytree.tree_unflatten",
-            "*",
-        ),
+        ("torch.utils._pytree.tree_map_only", "*"),
+        ("torch.utils._pytree.tree_unflatten", "*"),
     ),
     *_names(
         "Adds a class to pytrees so that it can be removed again.",

@@ -28,7 +28,7 @@ from moreh_ap import device
 from moreh_ap.accelerator import enable
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search.plan_search import search
-from moreh_ap.planner.search.ranking import Task
+from moreh_ap.planner.search.planning_task import Task
 from moreh_ap.session.planning.first_call import family_of
 from moreh_ap.session.planning.machine_profile import machine_of
 from moreh_ap.session.planning.model_profiling import profile_model, shape_of
@@ -105,7 +105,7 @@ def measure(num_devices: int, options: Options, rounds: int, work: Workload) -> 
     ids = torch.zeros(work.batch, work.length, dtype=torch.long)
     profile = profile_model(model, shape, ((), {"input_ids": ids}))
     left = constraints_of(options, family_of(model), profile, shape, machine)
-    task = Task(profile, machine.cluster, work.batch, left, machine.practice, machine.coefficients)
+    task = Task(profile, machine.cluster, work.batch, left, machine.system, machine.coefficients)
     ranking = search(task)
     predicted = {one.plan: one.step.total_s for one in ranking.candidates if one.step is not None}
     measured = {plan: Measured(float("inf"), float("inf")) for plan in predicted}

@@ -74,7 +74,7 @@ class Case:
     """One rank of one plan, tracked and predicted.
 
     Attributes:
-        model: Name of the model, one of `planner.models`.
+        model: Name of the model, one of `planner/profiles/known_models.json`.
         plan: The plan.
         rank: The rank that was looked at.
         tracked_bytes: Most bytes at a time in the second step.
@@ -114,22 +114,22 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     """
     import torch
     import torch.distributed as dist
+    from moreh_ap.parallelizer.call.run_call import run_forward
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
     from moreh_ap.parallelizer.apply import Example, apply_plan
     from moreh_ap.parallelizer.call.forward import Call
-    from moreh_ap.parallelizer.call.run_call import run_forward
     from moreh_ap.parallelizer.data.fsdp import prepare, settle
     from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
     from moreh_ap.parallelizer.mesh import build_mesh
     from moreh_ap.parallelizer.state.loading import _allocate, _names_by_tensor, local_part
     from moreh_ap.parallelizer.tensor import vocabulary
     from moreh_ap.plan import Plan
-    from moreh_ap.planner.cost.footprint import estimate_memory
-    from moreh_ap.planner.models.known_models import find_model
-    from moreh_ap.planner.models.shapes import from_config, profile_of
+    from moreh_ap.planner.cost.memory_footprint import estimate_memory
+    from moreh_ap.planner.profiles.known_models import find_model
+    from moreh_ap.planner.profiles.transformer_shape import from_config, profile_of
 
     plan, cpu = Plan.parse(text), torch.device("cpu")
     numbers = {**find_model(name).config, **({} if num_layers is None else {"num_hidden_layers": num_layers})}

@@ -18,7 +18,7 @@ from typing import Any
 from exactness_words import LANGUAGES, Words
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner.search.proven import kinds_to_prove
+from moreh_ap.planner.search.verified_kinds import kinds_to_verify
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "docs" / "reference" / "exactness.json", ROOT / "docs" / "reference" / "exactness.md"
@@ -113,7 +113,7 @@ def proven_of(entries: list[Entry]) -> str:
     for name, rows in sorted(_by(entries, "class").items()):
         verdicts: dict[str, set[str]] = {}
         for row in rows:
-            for kind in kinds_to_prove(Plan.parse(row["text"])):
+            for kind in kinds_to_verify(Plan.parse(row["text"])):
                 verdicts.setdefault(kind, set()).add(row["verdict"])
         kinds = sorted(kind for kind, found in verdicts.items() if found == {"exact"})
         if kinds and name.startswith("transformers."):

@@ -14,7 +14,7 @@ from typing import Any
 
 from moreh_ap.evaluation import accuracy, predictions, run_table
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
-from moreh_ap.planner.cost.footprint import estimate_memory
+from moreh_ap.planner.cost.memory_footprint import estimate_memory
 from moreh_ap.planner.cost.step_time import estimate_step
 
 Place = tuple[str, str]
@@ -45,11 +45,11 @@ class StepTime:
         ("coefficients", "memory"): 0.8,
         ("coefficients", "step_s"): 0.02,
         ("coefficients", "bucket_parameters"): 25e6,
-        ("practice", "host_s_per_kernel"): 1e-5,
-        ("practice", "host_s_per_exchange"): 1e-4,
-        ("practice", "hides_tensor"): 0.3,
-        ("practice", "hides_gradients"): 0.5,
-        ("practice", "hides_scatters"): 0.5,
+        ("system", "host_s_per_kernel"): 1e-5,
+        ("system", "host_s_per_exchange"): 1e-4,
+        ("system", "hides_tensor"): 0.3,
+        ("system", "hides_gradients"): 0.5,
+        ("system", "hides_scatters"): 0.5,
         ("NVLink4", "bytes_per_s"): 360e9,
         ("EFA-32", "bytes_per_s"): 250e9,
         ("EFA-32", "latency_s"): 1e-4,
@@ -96,9 +96,9 @@ class StepTime:
         if late:
             inter = _changed("EFA-32-crowded", inter, values)
         there = replace(cluster, inter=inter, intra=_changed(cluster.intra.name, cluster.intra, values))
-        practice = _changed("practice", run.practice, values)
+        system = _changed("system", run.system, values)
         coefficients = _changed("coefficients", COEFFICIENTS, values)
-        step_s = estimate_step(run.profile, run.plan, run.global_batch, there, practice, coefficients).total_s
+        step_s = estimate_step(run.profile, run.plan, run.global_batch, there, system, coefficients).total_s
         return step_s + (predictions.RETRY_S * run.plan.micro_batches if sample.full else 0.0)
 
 
@@ -114,8 +114,8 @@ class Memory:
     start: Mapping[Place, float] = {
         ("coefficients", "fragmentation"): 0.1,
         ("coefficients", "reserved_bytes"): 1e9,
-        ("practice", "bucket_bytes"): 2.0,
-        ("practice", "logits_kept_bytes"): 4.0,
+        ("system", "bucket_bytes"): 2.0,
+        ("system", "logits_kept_bytes"): 4.0,
         ("before, pipeline", "logits_peak_bytes"): 4.0,
         ("before, no pipeline", "logits_peak_bytes"): 4.0,
         ("before, no pipeline", "logits_left_bytes"): 2.0,
@@ -161,9 +161,9 @@ class Memory:
         period = "after"
         if not run_table.is_true(sample.row["after_pp_fix"]):
             period = "before, pipeline" if run.plan.pipeline > 1 else "before, no pipeline"
-        practice = _changed(period, _changed("practice", run.practice, values), values)
+        system = _changed(period, _changed("system", run.system, values), values)
         coefficients = _changed("coefficients", COEFFICIENTS, values)
-        asked = (run.profile, run.plan, run.global_batch, practice, coefficients)
+        asked = (run.profile, run.plan, run.global_batch, system, coefficients)
         fullest = estimate_memory(*asked).reserved_bytes
         if run.plan.pipeline == 1:
             return fullest, fullest

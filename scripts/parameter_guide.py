@@ -20,15 +20,17 @@ from pathlib import Path
 from parameter_guide_words import LANGUAGES, Words
 
 from moreh_ap.errors import PlanError
+from moreh_ap.flavours import FLAVOURS
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.footprint import estimate_memory
 from moreh_ap.planner.cost.hardware import find_cluster
-from moreh_ap.planner.models.known_models import find_model
-from moreh_ap.planner.models.shapes import profile_of
+from moreh_ap.planner.cost.memory_footprint import estimate_memory
+from moreh_ap.planner.profiles.known_models import find_model
+from moreh_ap.planner.profiles.transformer_shape import profile_of
+from moreh_ap.planner.search.candidate import Candidate, evaluate_plan
+from moreh_ap.planner.search.constraints import Constraints
 from moreh_ap.planner.search.plan_search import search
-from moreh_ap.planner.search.ranking import Candidate, Task, weigh
-from moreh_ap.planner.search.remedies import FLAVOURS
-from moreh_ap.planner.search.space import Constraints, tensor_degrees_of
+from moreh_ap.planner.search.planning_task import Task
+from moreh_ap.planner.search.search_space import tensor_degrees_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "parameter-guide.md"
 RATIO = 80
@@ -141,7 +143,7 @@ def _beside(words: Words) -> Iterator[str]:
 def _speeds(words: Words) -> Iterator[str]:
     for model, devices, batch, plan, published in SPEEDS:
         task, ours = answer_for(model, f"{devices}xMI250", batch, 1024)
-        theirs = _cells(weigh(task, Plan.parse(plan)), words) if plan else f"{words['not_published']} | | "
+        theirs = _cells(evaluate_plan(task, Plan.parse(plan)), words) if plan else f"{words['not_published']} | | "
         said = f"{published:,}" if published else ""
         yield f"| {model} | {devices} x MI250 | {batch} x 1,024 | {said} | {theirs} | {_cells(ours, words)} |"
 

@@ -1,6 +1,7 @@
 """Collects the private names of other libraries that the package uses, by `ast`, with the file and line of each.
 
-    python scripts/private_uses.py    # prints them
+    python scripts/private_uses.py            # prints them
+    python scripts/private_uses.py --write    # writes the folders in the table, and prints what it lacks
 
 Looked at are imports, chains of attributes that begin at an import (``torch._C._swap_tensor_impl``), texts that are a
 dotted name of a library, an object followed by the name of an attribute among the arguments of a call
@@ -10,6 +11,7 @@ private methods that a class overrides.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import inspect
@@ -21,6 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "moreh_ap" / "private_names.py"
+MOST_FOLDERS = 5
+"""More are written as "*"."""
 LIBRARIES = ("torch", "transformers", "monarch", "safetensors", "accelerate", "peft", "diffusers", "trl", "datasets")
 _OWNERS = ("torch.Tensor", "torch.nn.Module", "torch.optim.Optimizer", "torch.UntypedStorage", "torch._ops.OpOverload")
 """Classes whose private attributes are the library's though the package has attributes of its own by the same name."""
@@ -196,7 +201,35 @@ def folders(found: Sequence[Use]) -> dict[str, list[str]]:
     return {name: sorted(where) for name, where in sorted(result.items())}
 
 
+def write(found: dict[str, list[str]]) -> list[str]:
+    """Writes the folders of every row of the table anew, and returns names that have no row, and rows without a use."""
+    text = TABLE.read_text(encoding="utf-8")
+    row = re.compile(r'\(\s*"([\w.]+\.\w+)",\s*"([\w/.* ]+)",?\s*\)')
+    rows = {match[1]: sorted({folder for name in found if means(name, match[1]) for folder in found[name]})
+            for match in row.finditer(text)}  # fmt: skip
+
+    def with_folders(match: re.Match[str]) -> str:
+        where = rows[match[1]]
+        return f'("{match[1]}", "{"*" if len(where) > MOST_FOLDERS else " ".join(where)}")'
+
+    TABLE.write_text(row.sub(with_folders, text), encoding="utf-8")
+    no_row = [f"no row for {name}" for name in found if not any(means(name, full) for full in rows)]
+    return no_row + [f"no use of {name}" for name, where in rows.items() if not where]
+
+
+def means(use: str, name: str) -> bool:
+    """Whether a use may be of a name: an attribute of an object of unknown class is any of its name."""
+    return use == name or (use.startswith(".") and name.endswith(use))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the folders of the table; name what it lacks")
+    found = folders(uses())
+    lines = write(found) if parser.parse_args().write else [f"{name} {' '.join(found[name])}" for name in found]
+    print(*lines, sep="\n")
+    return 0
+
+
 if __name__ == "__main__":
-    for name, where in folders(uses()).items():
-        print(name, *where)
-    sys.exit(0)
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Marks tests by the folder they are in, and skips those that need a GPU where there is none."""
+"""Marks tests by the folder they are in, skips those that need a GPU where there is none, and deals files to lanes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+ONE_LANE = ("tests/site/",)
+"""How the paths of files begin that share a fixture which is expensive to make: one process of pytest runs them all."""
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and so would be the scripts of tests that send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,6 +39,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if folder == "gpu":
                 item.add_marker(skip)
     items.sort(key=lambda item: order.get(folders.get(item, ""), len(order)))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, where it is installed
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Deals whole files to the processes of `pytest -n`, in the order in which they are collected.
+
+    A file's tests share worker processes, so one process of pytest runs them all.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return next((start for start in ONE_LANE if file.startswith(start)), file)
+
+    config.option.loadscopereorder = False
+    return Lanes(config, log)
 
 
 def _cuda_is_available() -> bool:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Prepares what `train_mistral.py` reads: the model as a folder, and the data set as tokens.
 
 From the root of the repository:
@@ -11,35 +10,17 @@ computes what a Llama does, parameter by parameter; the script compares the logi
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
+import tutorial_helpers as helpers
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
-from tutorial_data import EMBEDDED_DATASET, EMBEDDED_MODEL, embedded_folder, load_rows, tokenize
 
-MODEL = "mistralai/Mistral-7B-v0.1"
-DATASET = "iamtarun/python_code_instructions_18k_alpaca"
 SAME = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range",
         "rms_norm_eps", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings",
         "rope_parameters", "attention_dropout")  # fmt: skip
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--embedded", action="store_true", help="what scripts/prepare_tutorial.py prepared, no hub")
-    parser.add_argument("--model", help=f"name on the hub, or a folder ({MODEL})")
-    parser.add_argument("--dataset", help=f"name on the hub, or a folder ({DATASET})")
-    parser.add_argument("--block-size", type=int, help="tokens a sequence (1024; 96 with --embedded)")
-    parser.add_argument("--model-path", type=Path, help="where the model goes (./mistral-7b)")
-    parser.add_argument("--dataset-path", type=Path, help="where the tokens go (mistral_dataset.pt)")
-    args = parser.parse_args()
-    args.model = args.model or (embedded_folder(EMBEDDED_MODEL) if args.embedded else MODEL)
-    args.dataset = args.dataset or (embedded_folder(EMBEDDED_DATASET) if args.embedded else DATASET)
-    args.block_size = args.block_size or (96 if args.embedded else 1024)
-    args.model_path = args.model_path or Path("outputs/mistral-135m" if args.embedded else "mistral-7b")
-    args.dataset_path = args.dataset_path or Path("outputs" if args.embedded else ".") / "mistral_dataset.pt"
-    return args
 
 
 @torch.no_grad()
@@ -61,7 +42,17 @@ def as_mistral(llama) -> MistralForCausalLM:
 
 
 def main() -> None:
-    args = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=helpers.HelpFormatter)
+    parser.add_argument("--embedded", action="store_true", help="what scripts/prepare_tutorial.py prepared, no hub")
+    parser.add_argument("--model", default="mistralai/Mistral-7B-v0.1", help="hub name or folder")
+    parser.add_argument("--dataset", default="iamtarun/python_code_instructions_18k_alpaca", help="hub name or folder")
+    parser.add_argument("--block-size", type=int, default=1024, help="tokens a sequence")
+    parser.add_argument("--model-path", type=Path, default="mistral-7b", help="where the model goes")
+    parser.add_argument("--dataset-path", type=Path, default="mistral_dataset.pt", help="where the tokens go")
+    if "--embedded" in sys.argv:
+        parser.set_defaults(model="smollm2-135m-instruct", dataset="python-functions", block_size=96)
+        parser.set_defaults(model_path="outputs/mistral-135m", dataset_path="outputs/mistral_dataset.pt")
+    args = helpers.parse_arguments(parser)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
@@ -71,10 +62,11 @@ def main() -> None:
     tokenizer.save_pretrained(args.model_path)
     print(f"model: {model.num_parameters():,} parameters in {args.model_path}")
 
-    rows = tokenize(load_rows(args.dataset, columns=("instruction", "output")), tokenizer, args.block_size)
+    rows = helpers.load_rows(args.dataset, ("instruction", "output"))
+    rows = helpers.tokenize(rows, helpers.instruction_tokens, tokenizer, args.block_size)
     args.dataset_path.parent.mkdir(parents=True, exist_ok=True)
     for part, path in (("train", args.dataset_path), ("test", args.dataset_path.with_suffix(".test.pt"))):
-        columns = {name: torch.tensor(rows[part][name]) for name in ("input_ids", "attention_mask")}
+        columns = {name: rows[part][name][:] for name in ("input_ids", "attention_mask")}
         # A row's tensors are views of the columns, and torch.save writes a tensor with its views once.
         torch.save([dict(zip(columns, row)) for row in zip(*columns.values())], path)
         print(f"data set: {len(rows[part])} rows of {args.block_size} tokens in {path}")

@@ -1,50 +1,16 @@
-#!/usr/bin/env python
 """Fine-tunes Llama 2 13B to summarise: a plain script for one device, and one line that makes it many.
-
-From the root of the repository:
 
     python tutorials/train_llama2.py                # Llama-2-13b on the news articles of cnn_dailymail, from the hub
     python tutorials/train_llama2.py --embedded     # a small Llama and summaries of docstrings, no hub needed
 """
 
-from pathlib import Path
+import argparse
+import sys
 
 import torch
-from transformers import AdamW, AutoModelForCausalLM, AutoTokenizer
-from tutorial_arguments import parse_training_arguments
-from tutorial_data import (
-    EMBEDDED_MODEL,
-    EMBEDDED_SUMMARIES,
-    SAMPLE_ARTICLE,
-    first_rows,
-    load_rows,
-    set_pad_token,
-    summary_prompt,
-    tokenize_summaries,
-)
-from tutorial_evaluation import answer, held_out_loss
-from tutorial_report import Progress
-
-PUBLIC = {
-    "model": "meta-llama/Llama-2-13b-hf",
-    "dataset": "cnn_dailymail:3.0.0",
-    "batch_size": 64,
-    "block_size": 1024,
-    "lr": 1e-5,
-    "save_path": Path("outputs/train_llama2"),
-}
-EMBEDDED = {
-    "model": EMBEDDED_MODEL,
-    "dataset": EMBEDDED_SUMMARIES,
-    "batch_size": 8,
-    "block_size": 128,
-    "lr": 5e-5,
-    "max_steps": 16,
-    "eval_rows": 32,
-    "sample_tokens": 40,
-    "log_interval": 2,
-}
-SAMPLE = summary_prompt(SAMPLE_ARTICLE)
+import tutorial_helpers as helpers
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 # --8<-- [start:masks]
@@ -62,8 +28,28 @@ def mask_pads(input_ids, tokenizer, ignore_index=-100):
 # --8<-- [end:masks]
 
 
-def main() -> None:
-    args = parse_training_arguments(__doc__, PUBLIC, EMBEDDED)
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=helpers.HelpFormatter, allow_abbrev=False)
+    parser.add_argument("--embedded", action="store_true", help="prepared model and data, sizes for two CPU cores")
+    parser.add_argument("--model", "--model-name", default="meta-llama/Llama-2-13b-hf", help="hub name or folder")
+    parser.add_argument("--dataset", "--dataset-name", default="cnn_dailymail:3.0.0", help="hub name or folder")
+    parser.add_argument("--batch-size", type=int, default=64, help="sequences a step, over all devices together")
+    parser.add_argument("--block-size", type=int, default=1024, help="tokens a sequence")
+    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
+    parser.add_argument("--epoch", "--num-epochs", "--num-train-epochs", type=int, default=1, help="passes over data")
+    parser.add_argument("--max-steps", type=int, default=0, help="stop after so many steps; 0: none")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the rows, and of dropout")
+    parser.add_argument("--log-interval", "--log-freq", type=int, default=10, help="steps between lines of progress")
+    parser.add_argument("--eval-rows", type=int, default=256, help="held-out rows whose loss is taken; 0: none")
+    parser.add_argument("--sample-tokens", type=int, default=64, help="length of the answer to one prompt; 0: none")
+    parser.add_argument("--save-path", "--save-dir", default="outputs/train_llama2", help="folder for the result")
+    parser.add_argument("--devices", type=int, help="how many to use; None: all")
+    parser.add_argument("--plan", help='parallel plan, such as "replicate=2"; None: chosen for you')
+    parser.add_argument("--no-ap", action="store_true", help="leave the one line out: one GPU, or one CPU process")
+    if "--embedded" in sys.argv:
+        parser.set_defaults(model="smollm2-135m-instruct", dataset="docstring-summaries", batch_size=8, block_size=128)
+        parser.set_defaults(lr=5e-5, max_steps=16, eval_rows=32, sample_tokens=40, log_interval=2)
+    args = helpers.parse_arguments(parser)
     torch.manual_seed(args.seed)
 
     # --8<-- [start:load]
@@ -74,29 +60,21 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    set_pad_token(tokenizer)
+    helpers.set_pad_token(tokenizer)
     # --8<-- [end:load]
 
-    dataset = load_rows(args.dataset, columns=("article", "highlights"))
-    dataset["test"] = first_rows(dataset["test"], args.eval_rows)
-    dataset = tokenize_summaries(dataset, tokenizer, args.block_size).with_format("torch")
-    train_dataloader = torch.utils.data.DataLoader(
-        dataset["train"],
-        batch_size=args.batch_size,
-        shuffle=True,
-        drop_last=True,
-    )
-    progress = Progress(len(train_dataloader), args)
-    test_dataloader = torch.utils.data.DataLoader(dataset["test"], batch_size=args.batch_size)
-
-    sample_before = answer(model, tokenizer, SAMPLE, args.sample_tokens) if args.sample_tokens else None
+    rows = helpers.load_rows(args.dataset, ("article", "highlights"), args.eval_rows)
+    dataset = helpers.tokenize(rows, helpers.summary_tokens, tokenizer, args.block_size)
+    train_dataloader = DataLoader(dataset["train"], batch_size=args.batch_size, shuffle=True, drop_last=True)
+    progress = helpers.Progress(len(train_dataloader), args)
+    prompt = helpers.SUMMARY_PROMPT.format(article=helpers.SAMPLE_ARTICLE)
+    sample_before = helpers.answer(model, tokenizer, prompt, args.sample_tokens)
     model.to(device)
-    loss_before = held_out_loss(model, test_dataloader, device) if args.eval_rows else None
+    loss_before = helpers.held_out_loss(model, dataset["test"], args.batch_size, device)
 
     # --8<-- [start:loop]
     model.train()
-    optim = AdamW(model.parameters(), lr=args.lr)
-
+    optim = torch.optim.AdamW(model.parameters(), lr=args.lr)
     for epoch in range(args.epoch):
         for batch in train_dataloader:
             if progress.done:
@@ -104,31 +82,23 @@ def main() -> None:
             input_ids = batch["input_ids"]
             labels = mask_pads(input_ids, tokenizer)
             attn_mask = create_mask(input_ids, tokenizer)
-            outputs = model(
-                input_ids.to(device),
-                attention_mask=attn_mask.to(device),
-                labels=labels.to(device),
-                use_cache=False,
-            )
+            outputs = model(input_ids.to(device), attention_mask=attn_mask.to(device),
+                            labels=labels.to(device), use_cache=False)
             loss = outputs[0]
             loss.backward()
-
             optim.step()
             model.zero_grad(set_to_none=True)
             progress.step(epoch, loss, input_ids.numel())
     # --8<-- [end:loop]
 
-    loss_after = held_out_loss(model, test_dataloader, device) if args.eval_rows else None
-
-    # An ordinary folder
+    loss_after = helpers.held_out_loss(model, dataset["test"], args.batch_size, device)
     model.to("cpu")
-    model.save_pretrained(args.save_path)
+    model.save_pretrained(args.save_path)  # an ordinary folder
     tokenizer.save_pretrained(args.save_path)
-    print(f"model saved to {args.save_path}")
     progress.save(args.save_path, loss_before, loss_after)
     if args.sample_tokens:
-        print(f"\n>>> {SAMPLE}--- before\n{sample_before}")
-        print(f"--- after\n{answer(model, tokenizer, SAMPLE, args.sample_tokens)}")
+        sample_after = helpers.answer(model, tokenizer, prompt, args.sample_tokens)
+        print(f"\n>>> {prompt}--- before\n{sample_before}\n--- after\n{sample_after}")
 
 
 if __name__ == "__main__":

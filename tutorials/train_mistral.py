@@ -1,38 +1,21 @@
-#!/usr/bin/env python
 """Fine-tunes Mistral 7B to write Python: a plain script for one device, and one line that makes it many.
-
-From the root of the repository, after `python tutorials/prepare_mistral.py` with the same flag or none:
 
     python tutorials/train_mistral.py                # ./mistral-7b and mistral_dataset.pt
     python tutorials/train_mistral.py --embedded     # a Mistral of 135 million parameters, no hub needed
+
+`python tutorials/prepare_mistral.py`, with the same flag or none, writes what these read.
 """
 
+import argparse
+import sys
 from pathlib import Path
 
 import torch
-from transformers import AdamW, AutoModelForCausalLM, AutoTokenizer
-from tutorial_arguments import parse_training_arguments
-from tutorial_data import PROMPT
-from tutorial_evaluation import answer, held_out_loss
-from tutorial_report import Progress
+import tutorial_helpers as helpers
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PUBLIC = {
-    "model": "./mistral-7b",
-    "dataset": "mistral_dataset.pt",
-    "batch_size": 256,
-    "lr": 1e-5,
-    "save_path": Path("outputs/train_mistral"),
-}
-EMBEDDED = {
-    "model": "outputs/mistral-135m",
-    "dataset": "outputs/mistral_dataset.pt",
-    "batch_size": 8,
-    "lr": 5e-5,
-    "max_steps": 16,
-    "eval_rows": 32,
-    "log_interval": 2,
-}
-SAMPLE = PROMPT.format(instruction="Write a Python function `is_even(number)` that tells whether a number is even.")
+SAMPLE = "Write a Python function `is_even(number)` that tells whether a number is even."
 
 
 # Pads are no part of the loss
@@ -40,12 +23,30 @@ def mask_pads(input_ids, attention_mask, ignore_index=-100):
     return input_ids.masked_fill(attention_mask == 0, ignore_index)
 
 
-def main() -> None:
-    args = parse_training_arguments(__doc__, PUBLIC, EMBEDDED)
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=helpers.HelpFormatter, allow_abbrev=False)
+    parser.add_argument("--embedded", action="store_true", help="prepared model and data, sizes for two CPU cores")
+    parser.add_argument("--model", "--model-name", default="./mistral-7b", help="a folder")
+    parser.add_argument("--dataset", "--dataset-name", default="mistral_dataset.pt", help="a file of tokens")
+    parser.add_argument("--batch-size", type=int, default=256, help="sequences a step, over all devices together")
+    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
+    parser.add_argument("--epoch", "--num-epochs", "--num-train-epochs", type=int, default=1, help="passes over data")
+    parser.add_argument("--max-steps", type=int, default=0, help="stop after so many steps; 0: none")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the rows, and of dropout")
+    parser.add_argument("--log-interval", "--log-freq", type=int, default=10, help="steps between lines of progress")
+    parser.add_argument("--eval-rows", type=int, default=256, help="held-out rows whose loss is taken; 0: none")
+    parser.add_argument("--sample-tokens", type=int, default=64, help="length of the answer to one prompt; 0: none")
+    parser.add_argument("--save-path", "--save-dir", default="outputs/train_mistral", help="folder for the result")
+    parser.add_argument("--devices", type=int, help="how many to use; None: all")
+    parser.add_argument("--plan", help='parallel plan, such as "replicate=2"; None: chosen for you')
+    parser.add_argument("--no-ap", action="store_true", help="leave the one line out: one GPU, or one CPU process")
+    if "--embedded" in sys.argv:
+        parser.set_defaults(model="outputs/mistral-135m", dataset="outputs/mistral_dataset.pt", batch_size=8)
+        parser.set_defaults(lr=5e-5, max_steps=16, eval_rows=32, log_interval=2)
+    args = helpers.parse_arguments(parser)
     for path in (args.model, args.dataset):
-        if not Path(path).exists():
-            command = "python tutorials/prepare_mistral.py" + (" --embedded" if args.embedded else "")
-            raise SystemExit(f"{path} does not exist; prepare it with: {command}")
+        flag = " --embedded" if args.embedded else ""
+        helpers.must_exist(path, f"prepare it with: python tutorials/prepare_mistral.py{flag}")
     torch.manual_seed(args.seed)
 
     # --8<-- [start:load]
@@ -60,57 +61,40 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # --8<-- [end:load]
 
-    train_dataloader = torch.utils.data.DataLoader(
-        dataset,
-        batch_size=args.batch_size,
-        shuffle=True,
-        drop_last=True,
-    )
-    progress = Progress(len(train_dataloader), args)
+    train_dataloader = DataLoader(dataset, batch_size=args.batch_size, shuffle=True, drop_last=True)
     test_rows = torch.load(Path(args.dataset).with_suffix(".test.pt"))[: args.eval_rows]
-    test_dataloader = torch.utils.data.DataLoader(test_rows, batch_size=args.batch_size)
-
-    sample_before = answer(model, tokenizer, SAMPLE, args.sample_tokens) if args.sample_tokens else None
+    progress = helpers.Progress(len(train_dataloader), args)
+    prompt = helpers.PROMPT.format(instruction=SAMPLE)
+    sample_before = helpers.answer(model, tokenizer, prompt, args.sample_tokens)
     model.to(device)
-    loss_before = held_out_loss(model, test_dataloader, device) if args.eval_rows else None
+    loss_before = helpers.held_out_loss(model, test_rows, args.batch_size, device)
 
     # --8<-- [start:loop]
     model.train()
-    optim = AdamW(model.parameters(), lr=args.lr)
-
+    optim = torch.optim.AdamW(model.parameters(), lr=args.lr)
     for epoch in range(args.epoch):
         for batch in train_dataloader:
             if progress.done:
                 break
-            input_ids = batch["input_ids"]
-            attn_mask = batch["attention_mask"]
+            input_ids, attn_mask = batch["input_ids"], batch["attention_mask"]
             labels = mask_pads(input_ids, attn_mask)
-            outputs = model(
-                input_ids.to(device),
-                attention_mask=attn_mask.to(device),
-                labels=labels.to(device),
-                use_cache=False,
-            )
-
+            outputs = model(input_ids.to(device), attention_mask=attn_mask.to(device),
+                            labels=labels.to(device), use_cache=False)
             loss = outputs[0]
             loss.backward()
-
             optim.step()
             model.zero_grad(set_to_none=True)
             progress.step(epoch, loss, input_ids.numel())
     # --8<-- [end:loop]
 
-    loss_after = held_out_loss(model, test_dataloader, device) if args.eval_rows else None
-
-    # An ordinary folder
+    loss_after = helpers.held_out_loss(model, test_rows, args.batch_size, device)
     model.to("cpu")
-    model.save_pretrained(args.save_path)
+    model.save_pretrained(args.save_path)  # an ordinary folder
     tokenizer.save_pretrained(args.save_path)
-    print(f"model saved to {args.save_path}")
     progress.save(args.save_path, loss_before, loss_after)
     if args.sample_tokens:
-        print(f"\n>>> {SAMPLE}--- before\n{sample_before}")
-        print(f"--- after\n{answer(model, tokenizer, SAMPLE, args.sample_tokens)}")
+        sample_after = helpers.answer(model, tokenizer, prompt, args.sample_tokens)
+        print(f"\n>>> {prompt}--- before\n{sample_before}\n--- after\n{sample_after}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`moreh-ap`: the program that `pip install` puts on the path.
 
-Decides which commands there are and how a failure ends the program. Imports nothing heavy before a command is known.
+Decides which commands there are and how a failure ends the program. A command's module is imported only when that
+command is asked for, so that most of them start without torch.
 """
 
 from __future__ import annotations
@@ -8,11 +9,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from moreh_ap.cli import evaluate, plan, predict, verify
 from moreh_ap.errors import MorehError
-from moreh_ap.toolkit import doctor
 from moreh_ap.version import __version__
+
+COMMANDS = {
+    "verify": (
+        "moreh_ap.cli.verify_command",
+        "train a small copy of a model under each plan and in one process, and compare",
+    ),
+    "plan": ("moreh_ap.cli.plan_command", "show which plan a model gets on given devices, with its memory and time"),
+    "predict": ("moreh_ap.cli.predict_command", "predict memory and speed of the plans in a table of runs"),
+    "evaluate": ("moreh_ap.cli.evaluate_command", "compare predictions with measured runs"),
+    "doctor": (
+        "moreh_ap.toolkit.doctor",
+        "check this machine: versions, devices, limits, and whether workers reach each other",
+    ),
+}
+"""The module of each command, which has `add_arguments` and `run`, and its line in the program's help."""
 
 USAGE_STATUS = 2
 """Exit status where nothing was done because of what was asked. Source: argparse, which exits with it too."""
@@ -27,9 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moreh-ap", description="Train on every device as if it were one.")
     parser.add_argument("--version", action="version", version=f"moreh-ap {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (verify, plan, predict, evaluate, doctor):
-        command.add_arguments(commands)
     given, script_arguments = _before_and_after_dashes(list(sys.argv[1:] if arguments is None else arguments))
+    asked = next((word for word in given if word in COMMANDS), "")
+    for name, (module, purpose) in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose)
+        if name == asked:
+            import_module(module).add_arguments(command)
     chosen = parser.parse_args(given)
     try:
         return int(chosen.run(chosen, script_arguments))
@@ -42,8 +60,8 @@ def _before_and_after_dashes(arguments: list[str]) -> tuple[list[str], list[str]
     """Splits at `--`: what follows belongs to the user's script."""
     if "--" not in arguments:
         return arguments, []
-    place = arguments.index("--")
-    return arguments[:place], arguments[place + 1 :]
+    index = arguments.index("--")
+    return arguments[:index], arguments[index + 1 :]
 
 
 if __name__ == "__main__":

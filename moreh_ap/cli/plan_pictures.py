@@ -14,10 +14,10 @@ from rich.text import Text
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.footprint import MemoryEstimate, estimate_memory
-from moreh_ap.planner.cost.timeline import Bar, play, stage_seconds
-from moreh_ap.planner.search.explain import memory_parts
-from moreh_ap.planner.search.plan_search import Candidate, Task
+from moreh_ap.planner.cost.memory_footprint import MemoryEstimate, estimate_memory
+from moreh_ap.planner.cost.timeline import Bar, simulate, stage_seconds
+from moreh_ap.planner.search.candidate import Candidate
+from moreh_ap.planner.search.planning_task import Task
 
 PART_COLOURS = {
     "parameters": "#4477aa",
@@ -57,7 +57,7 @@ def memory_lines(task: Task, candidate: Candidate, width: int) -> list[Text]:
     for position, memory in _memories(task, candidate.plan):
         line = Text(f"device {position:>2} ")
         drawn, reached = 0, 0.0
-        for label, num_bytes in memory_parts(memory):
+        for label, num_bytes in memory.components:
             reached += num_bytes
             cells = min(width, round(reached / total * width)) - drawn
             line.append("█" * cells, style=PART_COLOURS[label])
@@ -155,7 +155,7 @@ def _draw_memory(axis: Any, task: Task, candidate: Candidate) -> None:
     for row, (position, memory) in enumerate(memories):
         names.append(f"device {position}")
         left = 0.0
-        for label, num_bytes in memory_parts(memory):
+        for label, num_bytes in memory.components:
             bar = axis.barh(row, num_bytes / 2**30, left=left, color=PART_COLOURS[label], height=0.75)
             lefts.setdefault(label, bar)
             left += num_bytes / 2**30
@@ -199,7 +199,7 @@ def _memories(task: Task, plan: Plan) -> list[tuple[int, MemoryEstimate]]:
     return [
         (
             position,
-            estimate_memory(task.profile, plan, task.global_batch, task.practice, task.coefficients, position=position),
+            estimate_memory(task.profile, plan, task.global_batch, task.system, task.coefficients, position=position),
         )
         for position in _shown(plan.pipeline)
     ]
@@ -207,7 +207,7 @@ def _memories(task: Task, plan: Plan) -> list[tuple[int, MemoryEstimate]]:
 
 def _bars(task: Task, candidate: Candidate) -> list[Bar]:
     step = candidate.step or task.step_of(candidate.plan)
-    return play(candidate.plan, stage_seconds(task.profile, candidate.plan, step))
+    return simulate(candidate.plan, stage_seconds(task.profile, candidate.plan, step))
 
 
 def _idle(plan: Plan, bars: list[Bar]) -> float:

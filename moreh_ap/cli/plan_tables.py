@@ -10,9 +10,11 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from moreh_ap.planner.search import explain
-from moreh_ap.planner.search.plan_search import Candidate, Ranking, Task
-from moreh_ap.planner.search.remedies import FLAVOURS, flavour_of
+from moreh_ap.cli import plan_explanation
+from moreh_ap.flavours import FLAVOURS, flavour_of
+from moreh_ap.planner.search.candidate import Candidate
+from moreh_ap.planner.search.planning_task import Task
+from moreh_ap.planner.search.ranking import Ranking
 
 WIDE = 120
 """Columns of a terminal from which on there is room for all figures."""
@@ -35,9 +37,9 @@ def print_ranking(ranking: Ranking, top: int) -> None:
     console.print(f"{looked_at} plans looked at, {fitting} fit, {ranking.seconds:.2f} s", highlight=False)
     columns = _COLUMNS if console.width >= WIDE else _COLUMNS[:3]
     table = _table("", "plan", *columns)
-    for place, candidate in enumerate(ranking.candidates[:top], 1):
+    for number, candidate in enumerate(ranking.candidates[:top], 1):
         spaced = str(candidate.plan).replace(",", ", ")  # a long one is broken where a space is
-        table.add_row(str(place), spaced, *_figures(candidate)[: len(columns)])
+        table.add_row(str(number), spaced, *_figures(candidate)[: len(columns)])
     console.print(table)
     _print_notes(
         console,
@@ -53,21 +55,22 @@ def print_ranking(ranking: Ranking, top: int) -> None:
 def print_explanation(ranking: Ranking) -> None:
     """Prints where memory and time of the best plan go, and why it is the best."""
     console, best = Console(), ranking.best
-    console.print(_parts_table([best]))
-    _print_notes(console, [_BRACKETS, *explain.sentences(ranking), *explain.left_out(ranking)])
+    console.print(_components_table([best]))
+    _print_notes(console, [_BRACKETS, *plan_explanation.sentences(ranking),
+                           *plan_explanation.skipped_sentences(ranking)])
 
 
 def print_comparison(task: Task, candidates: list[Candidate]) -> None:
-    """Prints plans side by side, part by part, and what makes the others slower or faster than the first."""
+    """Prints plans side by side, component by component, and what makes the others slower or faster than the first."""
     console = Console()
     _print_title(console, task)
-    console.print(_parts_table(candidates))
+    console.print(_components_table(candidates))
     notes = [_BRACKETS, *(f"{_letter(place)}: {candidate.plan}" for place, candidate in enumerate(candidates))]
     first = candidates[0]
     for place, candidate in enumerate(candidates[1:], 1):
         assert first.step is not None and candidate.step is not None
         ratio = candidate.step.total_s / first.step.total_s - 1
-        changes = ", ".join(explain.differences(first, candidate)) or "no part differs by more than 0.5 %"
+        changes = ", ".join(plan_explanation.differences(first, candidate)) or "no part differs by more than 0.5 %"
         notes.append(f"{_letter(place)} is {abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'} than A: {changes}")
     notes += [f"{_letter(i)} does not fit: it {one.rejected}" for i, one in enumerate(candidates) if not one.fits]
     _print_notes(console, notes)
@@ -103,16 +106,16 @@ def _figures(candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def _parts_table(candidates: list[Candidate]) -> Table:
-    """Returns memory and time by part, a column for each plan."""
+def _components_table(candidates: list[Candidate]) -> Table:
+    """Returns memory and time by component, a column for each plan."""
     table = _table("", "", *(_letter(place) if len(candidates) > 1 else "" for place in range(len(candidates))))
-    memories = [explain.memory_parts(candidate.memory) for candidate in candidates]
+    memories = [candidate.memory.components for candidate in candidates]
     for row, (label, _) in enumerate(memories[0]):
         table.add_row("memory, GiB" if row == 0 else "", label, *(f"{one[row][1] / 2**30:.2f}" for one in memories))
     table.add_row("", "allocated", *(f"{one.memory.allocated_bytes / 2**30:.2f}" for one in candidates))
     table.add_row("", "reserved", *(f"{one.memory.reserved_bytes / 2**30:.2f}" for one in candidates), end_section=True)
     steps = [candidate.step for candidate in candidates if candidate.step is not None]
-    times = [explain.time_parts(step) for step in steps]
+    times = [step.components for step in steps]
     for row, (label, _, _) in enumerate(times[0]):
         cells = [(f"({one[row][2]:.4f}) " if one[row][2] else "") + f"{one[row][1]:.4f}" for one in times]
         table.add_row("time, s" if row == 0 else "", label, *cells)

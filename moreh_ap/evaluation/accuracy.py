@@ -137,7 +137,7 @@ def _published(rows: Sequence[Row]) -> dict[str, float]:
         predicted, measured = float(row["predicted_tokens_per_s_per_gpu"]), measured_tokens_per_s(row)
         run = run_of(row)
         needed_flops = predicted * run.profile.flops_per_row / run.profile.sequence_length
-        above += needed_flops > run.cluster.device.peak_flops(run.practice.matrix_precision or run.plan.precision)
+        above += needed_flops > run.cluster.device.peak_flops(run.system.matrix_precision or run.plan.precision)
         if measured:
             errors["published" if row.get("hidden") else "named"].append(abs(predicted / measured - 1.0))
     figures: dict[str, float] = {"above_peak": above}

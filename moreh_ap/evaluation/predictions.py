@@ -1,20 +1,19 @@
 """Predictions for tables of measured training runs.
 
-Decides what is predicted of a row, and from when on a device counts as full. Must not look at what was measured in it.
+Decides what is predicted of a row, and when a device counts as full. Must not look at what was measured in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moreh_ap.evaluation.expert_parallelism import all_to_all_s, state_bytes
 from moreh_ap.evaluation.run_table import Run, run_of
-from moreh_ap.planner.cost import hardware
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
-from moreh_ap.planner.cost.experts import exchange_s, state_bytes
-from moreh_ap.planner.cost.footprint import estimate_memory
+from moreh_ap.planner.cost.memory_footprint import estimate_memory
 from moreh_ap.planner.cost.step_time import estimate_step
 
-__all__ = ["PREDICTED_COLUMNS", "is_full", "predict", "usable_bytes"]
+__all__ = ["PREDICTED_COLUMNS", "is_full", "predict"]
 
 PREDICTED_COLUMNS = (
     "predicted_allocated_gib",
@@ -25,16 +24,13 @@ PREDICTED_COLUMNS = (
 )
 """What `predict` adds to a row."""
 
-USABLE_PART = 0.925
-"""Part of a device's memory that a program can fill before it runs out: contexts of CUDA and NCCL take the rest."""
-
 RETRY_S = 0.9
 """Seconds of a micro-batch that go to the allocator where memory is full: it gives back what it keeps in reserve, which
 waits for the device, and asks for it again. Fitted on the sweep; such a plan counts as one that does not fit.
 Published configurations are taken to fit, whatever we think, since they are published."""
 
-RETRY_PART = 0.895
-"""Part of a device's memory from which on that happens."""
+RETRY_FRACTION = 0.895
+"""Fraction of a device's memory from which on that happens."""
 
 
 def predict(row: Mapping[str, str], coefficients: Coefficients = COEFFICIENTS) -> dict[str, str]:
@@ -44,17 +40,17 @@ def predict(row: Mapping[str, str], coefficients: Coefficients = COEFFICIENTS) -
         MorehError: The row lacks something, or describes what cannot be; the text says what.
     """
     run = run_of(row)
-    memory = estimate_memory(run.profile, run.plan, run.global_batch, run.practice, coefficients)
-    logged = estimate_memory(run.profile, run.plan, run.global_batch, run.practice, coefficients, position=0)
-    step = estimate_step(run.profile, run.plan, run.global_batch, run.cluster, run.practice, coefficients)
+    memory = estimate_memory(run.profile, run.plan, run.global_batch, run.system, coefficients)
+    logged = estimate_memory(run.profile, run.plan, run.global_batch, run.system, coefficients, position=0)
+    step = estimate_step(run.profile, run.plan, run.global_batch, run.cluster, run.system, coefficients)
     step_s, more_bytes = step.total_s, 0.0
     if run.experts is not None:
         rows = run.plan.rows_per_micro_batch(run.global_batch)
-        step_s += exchange_s(run.experts, run.profile, run.plan, rows, run.cluster, run.practice)
-        more_bytes = state_bytes(run.experts, run.plan, run.practice)
-    if memory.reserved_bytes > run.cluster.device.memory_bytes * RETRY_PART and not row.get("source"):
+        step_s += all_to_all_s(run.experts, run.profile, run.plan, rows, run.cluster, run.system)
+        more_bytes = state_bytes(run.experts, run.plan, run.system)
+    if memory.reserved_bytes > run.cluster.device.memory_bytes * RETRY_FRACTION and not row.get("source"):
         step_s += RETRY_S * run.plan.micro_batches
-    fits = memory.reserved_bytes + more_bytes <= usable_bytes(run.cluster.device)
+    fits = memory.reserved_bytes + more_bytes <= run.cluster.device.usable_bytes
     return dict(
         zip(
             PREDICTED_COLUMNS,
@@ -69,12 +65,7 @@ def predict(row: Mapping[str, str], coefficients: Coefficients = COEFFICIENTS) -
     )
 
 
-def usable_bytes(device: hardware.Device) -> float:
-    """Returns what of a device's memory a plan may reserve."""
-    return device.memory_bytes * USABLE_PART
-
-
 def is_full(run: Run, coefficients: Coefficients = COEFFICIENTS) -> bool:
     """Returns whether a run fills a device so far that the allocator gives back and asks again. See `RETRY_S`."""
-    memory = estimate_memory(run.profile, run.plan, run.global_batch, run.practice, coefficients)
-    return memory.reserved_bytes > run.cluster.device.memory_bytes * RETRY_PART
+    memory = estimate_memory(run.profile, run.plan, run.global_batch, run.system, coefficients)
+    return memory.reserved_bytes > run.cluster.device.memory_bytes * RETRY_FRACTION

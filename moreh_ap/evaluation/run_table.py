@@ -1,10 +1,10 @@
 """Tables of training runs: what a row says about model, plan, devices and program.
 
-Decides how columns become a profile, a plan, a cluster and a practice, and what is assumed where a column is blank.
+Decides how columns become a profile, a plan, a cluster and a system, and what is assumed where a column is blank.
 Must not look at what was measured: `MEASURED_COLUMNS` are never read here, and a test takes them away to prove it.
 
 [Note: blank columns]
-A blank column is filled with what its source's program does: see `_practice_of`. A blank micro-batch is 1, sharding
+A blank column is filled with what its source's program does: see `_system_of`. A blank micro-batch is 1, sharding
 follows the program, recomputation is "selective" where the program has fused attention and "none" else. A row without
 the model's widths has those of the model of its name in `known_models.json`. A model with experts needs the column
 `ep`.
@@ -19,13 +19,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moreh_ap.errors import OptionError
+from moreh_ap.evaluation.expert_parallelism import ExpertAxis, axis_of
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost import hardware
-from moreh_ap.planner.cost.experts import ExpertAxis, axis_of
-from moreh_ap.planner.cost.practice import EAGER_MEGATRON, PLAIN_MEGATRON, TUNED_FSDP, TUNED_MEGATRON, Practice
-from moreh_ap.planner.models.known_models import find_model
-from moreh_ap.planner.models.model_profile import ModelProfile
-from moreh_ap.planner.models.shapes import TransformerShape, profile_of
+from moreh_ap.planner.cost.training_systems import (
+    EAGER_MEGATRON,
+    PLAIN_MEGATRON,
+    TUNED_FSDP,
+    TUNED_MEGATRON,
+    TrainingSystem,
+)
+from moreh_ap.planner.profiles.known_models import find_model
+from moreh_ap.planner.profiles.model_profile import ModelProfile
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 
 __all__ = ["MEASURED_COLUMNS", "Run", "is_true", "run_of"]
 
@@ -67,7 +73,7 @@ class Run:
     plan: Plan
     global_batch: int
     cluster: hardware.Cluster
-    practice: Practice
+    system: TrainingSystem
     experts: ExpertAxis | None = None
 
 
@@ -78,21 +84,21 @@ def run_of(row: Mapping[str, str]) -> Run:
         MorehError: A column without which there is no prediction is blank, or a value is impossible.
     """
     row = {name: value for name, value in row.items() if name not in MEASURED_COLUMNS}
-    practice = _practice_of(row)
+    system = _system_of(row)
     context = _whole(row, "cp", 1)
     length = _whole(row, "seq_len")
     if length % context:
         raise OptionError(f"seq_len={length} does not divide among cp={context} devices", "a multiple")
     shape = _shape_of(row, length)
     cluster = _cluster_of(row)
-    plan, batch, practice = _plan_of(row, shape, cluster, practice, context)
+    plan, batch, system = _plan_of(row, shape, cluster, system, context)
     degree = _whole(row, "ep", 1 if shape.num_experts == 1 or cluster.num_devices == 1 else None)
     spread = max(1, degree // plan.tensor)
     if shape.num_experts % spread or plan.data_parallel % spread:
         fact = f"ep={degree} with {shape.num_experts} experts and {plan.data_parallel} x tp={plan.tensor} devices"
         raise OptionError(fact, "a number that divides experts and devices")
     profile = profile_of(shape, length // context, length, spread)
-    return Run(profile, plan, batch, cluster, practice, axis_of(shape, degree, spread))
+    return Run(profile, plan, batch, cluster, system, axis_of(shape, degree, spread))
 
 
 def _shape_of(row: Mapping[str, str], length: int) -> TransformerShape:
@@ -152,30 +158,30 @@ def _cluster_of(row: Mapping[str, str]) -> hardware.Cluster:
     return hardware.find_cluster(row.get("gpu", ""), _whole(row, "n_gpus"), per_node, inter)
 
 
-def _practice_of(row: Mapping[str, str]) -> Practice:
+def _system_of(row: Mapping[str, str]) -> TrainingSystem:
     """Returns the habits of the program that a row comes from, by its `source`; without one it is the sweep's."""
     source = row.get("source", "").lower()
     if not source:
-        practice = EAGER_MEGATRON.with_zero_stage(_whole(row, "zero_stage", 0, least=0))
+        system = EAGER_MEGATRON.with_zero_stage(_whole(row, "zero_stage", 0, least=0))
         if is_true(row.get("after_pp_fix", "true")):
-            return practice
-        return replace(practice, **(_BEFORE_FIX if _whole(row, "pp", 1) > 1 else _BEFORE_FIX_WITHOUT_PIPELINE))
+            return system
+        return replace(system, **(_BEFORE_FIX if _whole(row, "pp", 1) > 1 else _BEFORE_FIX_WITHOUT_PIPELINE))
     precision = "fp8" if "fp8" in row.get("precision", "") else ""
     sharded = any(word in source for word in ("titan", "torchao", "foundry", "fsdp", "automodel", "mi250", "primus"))
     plain = source in ("amp", "vtrain", "megatron-lm-2021", "korthikanti-2022")
-    practice = TUNED_FSDP if sharded else PLAIN_MEGATRON if plain else TUNED_MEGATRON
-    practice = replace(practice, matrix_precision=precision)
+    system = TUNED_FSDP if sharded else PLAIN_MEGATRON if plain else TUNED_MEGATRON
+    system = replace(system, matrix_precision=precision)
     if "titan" in row.get("notes", ""):
-        practice = replace(practice, selective_again=0.5)  # every second product, torchtitan's "per-op" choice
+        system = replace(system, selective_again=0.5)  # every second product, torchtitan's "per-op" choice
     if re.search(r"\bLoRA\b", row.get("notes", "")):
-        practice = replace(practice, trains_weights=False)
-    return practice
+        system = replace(system, trains_weights=False)
+    return system
 
 
 def _plan_of(
-    row: Mapping[str, str], shape: TransformerShape, cluster: hardware.Cluster, practice: Practice, context: int
-) -> tuple[Plan, int, Practice]:
-    """Returns the plan, its rows with devices that share a row counted as replicas, and the practice."""
+    row: Mapping[str, str], shape: TransformerShape, cluster: hardware.Cluster, system: TrainingSystem, context: int
+) -> tuple[Plan, int, TrainingSystem]:
+    """Returns the plan, its rows with devices that share a row counted as replicas, and the system."""
     pipeline, tensor = _whole(row, "pp", 1), _whole(row, "tp", 1)
     if cluster.num_devices % (pipeline * tensor * context):
         fact = f"{cluster.num_devices} devices do not divide among tp={tensor} x pp={pipeline} x cp={context}"
@@ -188,9 +194,9 @@ def _plan_of(
     count = max(1, batch // (data * micro_batch))
     stages = _whole(row, "vpp", 1) if pipeline > 1 else 1
     sharing = data * context
-    shard = min(_whole(row, "fsdp", sharing if practice.gathers_blocks else 1, least=0) or 1, sharing)
-    if practice.gathers_blocks and shard == 1:
-        practice = replace(practice, zero_stage=2)
+    shard = min(_whole(row, "fsdp", sharing if system.gathers_blocks else 1, least=0) or 1, sharing)
+    if system.gathers_blocks and shard == 1:
+        system = replace(system, zero_stage=2)
     recompute = row.get("recompute", "") or "none"
     interleaved = stages > 1 and shape.num_layers >= pipeline * stages and not count % max(1, count // pipeline)
     schedule = "interleaved" if interleaved else "1f1b"
@@ -210,7 +216,7 @@ def _plan_of(
         recompute=recompute,
         precision="fp32" if row.get("precision", "").strip().lower() == "fp32" else "bf16",
     )
-    return plan, batch * context, practice
+    return plan, batch * context, system
 
 
 def _whole(row: Mapping[str, str], name: str, default: int | None = None, least: int = 1) -> int:

@@ -11,11 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from moreh_ap.patching import Patches
-from moreh_ap.protocol.pytree import add_node
+from moreh_ap.protocol.pytree import add_node, register_by_attributes
 
 _CACHES: set[type] = set()
 _RECORDED: set[str] = set()
@@ -53,7 +53,7 @@ def _register(module: ModuleType) -> None:
     for cls in [value for value in vars(module).values() if isinstance(value, type)]:
         if issubclass(cls, bases) and cls not in pytree.SUPPORTED_NODES:
             _CACHES.add(cls)
-            add_node(cls, _flatten, _unflatten(cls))
+            register_by_attributes(cls, "layers")
 
 
 def _register_batch(cls: Any) -> None:
@@ -113,34 +113,3 @@ def cache_leaves(treespec: pytree.TreeSpec) -> frozenset[int]:
     )
     inside = (leaf for part in parts if isinstance(part, cache_class) for leaf in pytree.tree_leaves(part))
     return frozenset(numbers[id(leaf)] for leaf in inside)
-
-
-def _flatten(obj: Any) -> Any:
-    """Children are an object's tensors, lists of them, its layers, and caches in it; other attributes are context."""
-    children = {name: value for name, value in vars(obj).items() if _is_child(name, value)}
-    rest = {name: _copied(value) for name, value in vars(obj).items() if name not in children}
-    return list(children.values()), (tuple(children), tuple(rest.items()))
-
-
-def _is_child(name: str, value: Any) -> bool:
-    if name == "layers" or type(value) in _CACHES or isinstance(value, Tensor):
-        return True
-    return type(value) in (list, tuple, dict) and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-
-
-def _copied(value: Any) -> Any:
-    """Containers anew: an object changes what it has in them, and what is known of its nesting must stay."""
-    if type(value) in (list, set):
-        return type(value)(map(_copied, value))
-    return {key: _copied(inner) for key, inner in value.items()} if type(value) is dict else value
-
-
-def _unflatten(cls: Any) -> Any:
-    def make(values: Any, context: Any) -> Any:
-        names, rest = context
-        obj = cls.__new__(cls)
-        vars(obj).update((name, _copied(value)) for name, value in rest)
-        vars(obj).update(zip(names, values))
-        return obj
-
-    return make

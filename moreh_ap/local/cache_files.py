@@ -1,7 +1,7 @@
 """Files in which a machine remembers what was found out on it.
 
-Decides where they are and how they are written. Must not know what is in them. A file may be read by people and deleted
-at any time; one that is broken counts as empty.
+Decides where they are and how they are written. Must not know their content. People may read a file, and delete it at
+any time; a broken file counts as empty.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-class Remembered:
+class CacheFile:
     """Entries by key, in a file below `MOREH_AP_CACHE`, or else below `~/.cache/moreh_ap`.
 
     Args:

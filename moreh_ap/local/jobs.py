@@ -1,6 +1,6 @@
 """Which processes of this machine hold devices: one small file a process, for other programs to read.
 
-Decides what stands in such a file and when it counts no longer. Must not know how it is shown, nor who ends a job.
+Decides the content of such a file and when it no longer counts. Must not know how it is shown, nor who ends a job.
 A file may be read by people. One whose processes are gone counts as absent, and the next reader deletes it.
 """
 
@@ -34,7 +34,7 @@ class Process:
     started: str
 
     def is_alive(self) -> bool:
-        """Returns whether it still runs; one that has ended and is not waited for does not."""
+        """Returns whether it still runs; a zombie, which has ended but was not waited for, does not."""
         return self.started == start_of(self.pid)
 
 

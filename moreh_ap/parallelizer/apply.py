@@ -4,9 +4,9 @@ Decides in which order a plan becomes torch-native machinery. Must not know batc
 or the engine.
 
 [Note: gradients are sums]
-A worker's loss is its share of the global loss (see `reduction.py`), so gradients are summed over the workers that
+A worker's loss is its share of the global loss (see `loss_reduction.py`), so gradients are summed over the workers that
 share the batch and divided by nothing. FSDP2 averages by default; both its factor and its operation are set
-(`sharding.py`), because only the plain SUM exists on every back end.
+(`data/fsdp.py`), because only the plain SUM exists on every back end.
 
 [Note: which machinery]
 shard > 1 or bf16: FSDP2 (it keeps float32 shards and computes on bf16 copies, also with a shard axis of one). fp32
@@ -32,11 +32,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moreh_ap.errors import PlanError
+from moreh_ap.parallelizer.call.extension import CallExtension
 from moreh_ap.parallelizer.data import bucketed_allreduce, unused_parameters
 from moreh_ap.parallelizer.data.fsdp import shard, uses_fsdp
 from moreh_ap.parallelizer.data.recompute import apply_recompute
 from moreh_ap.parallelizer.mesh import TENSOR_AXIS, Position
-from moreh_ap.parallelizer.pipeline import stages, streaming
+from moreh_ap.parallelizer.pipeline import stages
 from moreh_ap.parallelizer.pipeline.stages import Stages
 from moreh_ap.parallelizer.pipeline.streaming import Streaming
 from moreh_ap.parallelizer.pipeline.trace import trace
@@ -71,6 +72,8 @@ class AppliedPlan:
         position: Where this worker stands.
         tensor: What tensor parallelism did; None without it.
         stages: This worker's stages; None without a pipeline.
+        layouts: What tensor parallelism left here of parameters, by name.
+        extensions: What the plan needs around forwards of the module.
     """
 
     plan: Plan
@@ -78,6 +81,7 @@ class AppliedPlan:
     tensor: TensorParallel | None = None
     stages: Stages | None = None
     layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
+    extensions: tuple[CallExtension, ...] = ()
 
     @property
     def absent(self) -> frozenset[str]:
@@ -129,9 +133,8 @@ def apply_plan(
     for blocks in local:
         apply_recompute(blocks, plan.recompute, stop_early=plan.tensor == 1)
     _spread_over_data(module, plan, mesh, position, here)
-    if here is not None:
-        streaming.attach(module, Streaming(module, here))
-    return AppliedPlan(plan, position, tensor, here, tensor.layouts if tensor else {})
+    extensions = () if here is None else (Streaming(module, here),)
+    return AppliedPlan(plan, position, tensor, here, tensor.layouts if tensor else {}, extensions)
 
 
 def _spread_over_data(module: nn.Module, plan: Plan, mesh: DeviceMesh, position: Position, here: Stages | None) -> None:
@@ -144,7 +147,7 @@ def _spread_over_data(module: nn.Module, plan: Plan, mesh: DeviceMesh, position:
         roots = [module] if here is None else list(here.local.values())
         blocks = [block for root in roots for block in repeated_blocks(root)]
         shard(module, roots, blocks, plan, mesh, plain)
-        if position.data.size > 1:
-            unused_parameters.attach(module, position.data.group)
     if position.data.size > 1 and (not uses_fsdp(plan) or plain):
         bucketed_allreduce.attach(module, group=position.data.group)
+    if position.data.size > 1 and uses_fsdp(plan):
+        unused_parameters.attach(module, position.data.group)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import get_world_size
+from torch.distributed.distributed_c10d import get_rank, get_world_size, is_initialized
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
@@ -65,12 +65,17 @@ class Axis:
     Attributes:
         rank: This worker's place on it.
         size: Number of workers along it.
-        group: The workers that differ from this one only along it.
+        group: The workers that differ from this one only along it; None for all workers.
     """
 
     rank: int
     size: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
+
+
+def world_axis() -> Axis:
+    """Returns all workers as one axis; this process alone where no process group was made."""
+    return Axis(get_rank(), get_world_size(), None) if is_initialized() else Axis(0, 1, None)
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-
-from moreh_ap.errors import UnsupportedError
-from moreh_ap.protocol.module_attributes import is_same_container, num_leaves, reported_attributes
-
-_ATTRIBUTE = "_moreh_has_reported_hooks"
 
 
 class Report(NamedTuple):
@@ -46,31 +41,17 @@ class Report(NamedTuple):
     attributes: dict[str, Any]
 
 
-class Run(NamedTuple):
-    """A forward that has run.
-
-    Attributes:
-        result: What it returned; a `Report` if it left more than that.
-        left_out: Names of attributes that it set, and that are not in the report.
-        gathered: Names of lists, dicts and sets to which it added.
-    """
-
-    result: Any
-    left_out: list[str]
-    gathered: list[str]
-
-
 class HookEnded(Exception):
     """A hook of the script raised: the forward ends, and what hooks saw up to there is answered."""
 
 
-class _Recorder:
+class Recorder:
     """Where hooks of the forward that runs now leave what they are given; None outside of one (a recomputation)."""
 
     seen: list[tuple[int, tuple[Any, ...], list[tuple[Tensor, int]]]] | None = None
 
 
-_RECORDER = _Recorder()
+RECORDER = Recorder()
 
 
 class ReportedHook:
@@ -85,7 +66,7 @@ class ReportedHook:
         self._number, self._hook = number, hook
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
-        seen = _RECORDER.seen
+        seen = RECORDER.seen
         if seen is not None:
             seen.append((self._number, given, [(tensor, tensor._version) for tensor in _tensors(given)]))
         if self._hook is None:
@@ -114,77 +95,6 @@ class QuietHook:
             return None
         with contextlib.redirect_stdout(io.StringIO()):
             return self._hook(module, *given)
-
-
-def with_report(
-    module: nn.Module, run: Callable[[], Any], known: Mapping[str, tuple[str, ...]] | None = None
-) -> Run:
-    """Runs a forward of `module` and looks what it leaves.
-
-    Args:
-        module: The model.
-        run: The forward.
-        known: The attributes that may be answered, and the kinds of their leaves; None for all.
-
-    Raises:
-        UnsupportedError: A tensor that a hook was given was changed in place afterwards.
-    """
-    attributes = reported_attributes(module)
-    before = {} if attributes is None else attributes.marks()
-    result, seen, ended_by = _with_hooks(module, run)
-    found: dict[str, Any] = {}
-    left_out: list[str] = []
-    changed = {} if attributes is None else attributes.changed(before)
-    for name, value in changed.items():
-        number = num_leaves(value)
-        if number is not None and (known is None or number == len(known.get(name, ()))):
-            found[name] = value
-        else:
-            left_out.append(name)
-    reports = bool(found) or _has_reported_hooks(module)
-    gathered = [name for name, value in changed.items() if is_same_container(value, before.get(name))]
-    return Run(Report(result, seen, ended_by, found) if reports else result, left_out, gathered)
-
-
-def _with_hooks(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[dict[int, tuple[Any, ...]]], str | None]:
-    """The result of `run`, what hooks of the script on the module were given, and what ended the forward early."""
-    if not _has_reported_hooks(module):
-        return run(), [], None
-    seen: list[tuple[int, tuple[Any, ...], list[tuple[Tensor, int]]]] = []
-    _RECORDER.seen = seen
-    ended_by, result = None, None
-    try:
-        result = run()
-    except HookEnded as ended:
-        ended_by = str(ended)
-    finally:
-        _RECORDER.seen = None
-    for _, _, tensors in seen:
-        for tensor, version in tensors:
-            if tensor._version != version:
-                raise _changed_in_place(tensor)
-    return result, [{number: given} for number, given, _ in seen], ended_by
-
-
-def _has_reported_hooks(module: nn.Module) -> bool:
-    """Looked up once: workers get a module with its hooks on it, and another one when hooks come or go."""
-    found: bool | None = module.__dict__.get(_ATTRIBUTE)
-    if found is None:
-        found = any(
-            isinstance(hook, ReportedHook)
-            for part in module.modules()
-            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-        )
-        module.__dict__[_ATTRIBUTE] = found
-    return found
-
-
-def _changed_in_place(tensor: Tensor) -> UnsupportedError:
-    return UnsupportedError(
-        f"A hook was given a tensor of shape {tuple(tensor.shape)} that is changed in place afterwards.",
-        allowed="Hooks on modules whose inputs and outputs stay as they are: nn.ReLU(inplace=False), x = x + y.",
-        fix="module.inplace = False  # of the nn.ReLU behind the hooked module",
-    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:

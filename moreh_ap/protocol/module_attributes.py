@@ -22,7 +22,6 @@ LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers", "moreh_
 """Packages whose hooks and modules do their work inside the model: nothing of theirs is reported."""
 
 _OF_THIS_PACKAGE = "_moreh_"
-_ATTRIBUTE = f"{_OF_THIS_PACKAGE}attributes"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MAX_LOOKED_INTO = 64  # of a longer container (a vocabulary) only the length is compared
 
@@ -46,6 +45,10 @@ class Attributes:
             for name, value in _kept(part, "_")
             if type(value) is list
         ]
+
+    def __bool__(self) -> bool:
+        """Whether there is any part, or list, to look at."""
+        return bool(self._parts or self._lists)
 
     def marks(self) -> Marks:
         """Returns how the attributes are now."""
@@ -84,16 +87,6 @@ def _kept(module: nn.Module, hidden: str) -> Iterator[tuple[str, Any]]:
     for name in values.keys() - OF_EVERY_MODULE:  # in C: this is done before and after every forward
         if not name.startswith(hidden):
             yield name, values[name]
-
-
-def report_attributes(module: nn.Module) -> None:
-    """Have every forward of `module` answer the attributes that it sets."""
-    module.__dict__[_ATTRIBUTE] = Attributes(module)
-
-
-def reported_attributes(module: nn.Module) -> Attributes | None:
-    """Returns what `report_attributes` has put on the module."""
-    return module.__dict__.get(_ATTRIBUTE)
 
 
 def num_leaves(value: Any) -> int | None:

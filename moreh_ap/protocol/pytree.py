@@ -17,7 +17,7 @@ import io
 import itertools
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cloudpickle
@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.patching import Patches
+from moreh_ap.protocol.messages.tensors import TensorSlot
 
 _PROTOCOL = 2  # the first by which an object is its class, arguments of `__new__`, and state
 
@@ -46,6 +47,7 @@ def install(patches: Patches) -> None:
 
 def _remove_added() -> None:
     unpickle_treespec.cache_clear()
+    _BY_ATTRIBUTES.clear()
     while _ADDED:
         cls = _ADDED.pop()
         if cls in pytree.SUPPORTED_NODES:
@@ -157,6 +159,51 @@ def _rebuild(cls: Any, function: Any, arguments: Any, state: Any, items: Any, pa
     return made
 
 
+def register_by_attributes(cls: type, *always: str) -> None:
+    """Make pytrees take instances of a class apart by their attributes.
+
+    Children are attributes that are tensors, lists of tensors, or objects of a class registered so, and those named in
+    `always`; other attributes are part of the nesting.
+    """
+    _BY_ATTRIBUTES.add(cls)
+    add_node(
+        cls,
+        lambda value: _take_attributes(value, always),
+        lambda values, context: _put_attributes(cls, values, context),
+    )
+
+
+_BY_ATTRIBUTES: set[type] = set()
+
+
+def _take_attributes(value: Any, always: tuple[str, ...]) -> tuple[list[Any], Any]:
+    children = {name: part for name, part in vars(value).items() if name in always or _has_leaves(part)}
+    rest = {name: _copied(part) for name, part in vars(value).items() if name not in children}
+    return list(children.values()), (tuple(children), tuple(rest.items()))
+
+
+def _has_leaves(value: Any) -> bool:
+    if isinstance(value, torch.Tensor) or type(value) in _BY_ATTRIBUTES:
+        return True
+    is_container = type(value) in (list, tuple, dict)
+    return is_container and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _copied(value: Any) -> Any:
+    """Containers anew: an object changes what it has in them, and what is known of its nesting must stay."""
+    if type(value) in (list, set):
+        return type(value)(map(_copied, value))
+    return {key: _copied(inner) for key, inner in value.items()} if type(value) is dict else value
+
+
+def _put_attributes(cls: Any, values: Any, context: Any) -> Any:
+    names, rest = context
+    made = cls.__new__(cls)
+    vars(made).update((name, _copied(value)) for name, value in rest)
+    vars(made).update(zip(names, values))
+    return made
+
+
 def register_containers(treespec: TreeSpec) -> None:
     """Make known the classes of a nesting that another process took apart."""
     if treespec.type is not None and treespec.type not in pytree.SUPPORTED_NODES:
@@ -186,6 +233,26 @@ class _TensorSearch(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
             self.found = True
             return "tensor"
         return None
+
+
+class Nesting:
+    """How the leaves of a call nest, with its constants in place.
+
+    Attributes:
+        leaves: The leaves, a `TensorSlot` for each tensor.
+        treespec: How they nest.
+    """
+
+    def __init__(self, pickled_treespec: bytes, pickled_constants: bytes) -> None:
+        self.leaves: list[Any] = pickle.loads(pickled_constants)
+        self.treespec = unpickle_treespec(pickled_treespec)
+
+    def fill(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with `tensors` as the tensor leaves."""
+        values = iter(tensors)
+        leaves = [next(values) if isinstance(leaf, TensorSlot) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.treespec)
+        return args, kwargs
 
 
 def pickle_treespec(treespec: TreeSpec) -> bytes:

@@ -15,7 +15,6 @@ import contextlib
 import pickle
 import random
 import sys
-import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -37,11 +36,6 @@ class Streams(NamedTuple):
 def state_of_stream() -> bytes:
     """Where the CPU's stream stands, as `torch.get_rng_state` tells it."""
     return torch.default_generator.get_state().numpy().tobytes()
-
-
-def mark_of_stream() -> int:
-    """A number below 2^16 that tells where the CPU's stream stands."""
-    return zlib.crc32(state_of_stream()) % 2**16
 
 
 def state_of_host() -> bytes:

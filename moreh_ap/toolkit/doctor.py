@@ -10,28 +10,22 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 from moreh_ap import accelerator_models
 from moreh_ap.errors import MorehError, OptionError
-from moreh_ap.toolkit import findings, tables
+from moreh_ap.toolkit import findings, smi_tables
 from moreh_ap.toolkit.environment_checks import check_environment
 from moreh_ap.toolkit.findings import FAILED, Finding
-from moreh_ap.toolkit.links import check_links
-from moreh_ap.toolkit.machine import Machine, look
+from moreh_ap.toolkit.machine_inventory import MachineInventory, look
 
 DEFAULT_TIMEOUT_S = 30.0
 _LEAST_TIMEOUT_S = 1.0
 
 
-def add_arguments(commands: Any) -> None:
-    """Adds the command to the program's parser."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check this machine: versions, devices, limits, and whether workers reach each other",
-        description=__doc__.split("\n\n")[0],
-        epilog="The exit status is 0 if nothing failed, warnings or not, else 1.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.description = __doc__.split("\n\n")[0]
+    parser.epilog = "The exit status is 0 if nothing failed, warnings or not, else 1."
     parser.add_argument("--devices", type=int, metavar="N",
                         help="workers to start (default: as many as a process would take)")  # fmt: skip
     parser.add_argument("--timeout", type=float, metavar="S", default=DEFAULT_TIMEOUT_S,
@@ -64,14 +58,14 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
         print(json.dumps({"ok": ok, "checks": [asdict(finding) for finding in everything]}, indent=1))
     else:
         shown, everything = itertools.tee(found)  # type: ignore[assignment]
-        console = tables.console()
+        console = smi_tables.console()
         findings.show(shown, console)
         everything = list(everything)
         console.print(f"\n{findings.summary(everything)}")
     return 1 if any(finding.status == FAILED for finding in everything) else 0
 
 
-def _checks(machine: Machine, asked: int | None, timeout_s: float) -> Iterator[Finding]:
+def _checks(machine: MachineInventory, asked: int | None, timeout_s: float) -> Iterator[Finding]:
     supply = machine.supply
     try:
         num_devices = asked or accelerator_models.chosen_devices(supply) or supply.num_devices
@@ -82,4 +76,6 @@ def _checks(machine: Machine, asked: int | None, timeout_s: float) -> Iterator[F
     if any(finding.status == FAILED and finding.name in ("system", "torch", "torchmonarch") for finding in environment):
         yield Finding("workers", FAILED, "not started, for want of the above")
         return
+    from moreh_ap.toolkit.link_checks import check_links  # imports torch, which may be what is missing
+
     yield from check_links(supply.device_type, num_devices, timeout_s)

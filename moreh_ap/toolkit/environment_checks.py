@@ -1,7 +1,7 @@
 """Whether this machine and this installation have what a run needs, without starting a worker.
 
-Decides what is looked at and where good ends. Must not know how findings are shown. Nothing is changed: what a check
-writes, it removes.
+Decides what is checked and which values are good enough. Must not know how findings are shown. Nothing is changed: a
+check removes the files that it writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moreh_ap.errors import MorehError
 from moreh_ap.local.cache_files import cache_folder
 from moreh_ap.local.jobs import running_jobs
 from moreh_ap.toolkit.findings import FAILED, OK, WARNING, Finding
-from moreh_ap.toolkit.machine import Machine
+from moreh_ap.toolkit.machine_inventory import MachineInventory
 
 DISTRIBUTION = "moreh-ap"
 
@@ -42,7 +42,7 @@ _SHARED_BYTES = 64 * 2**20
 _CONNECT_S = 5.0
 
 
-def check_environment(machine: Machine, num_devices: int) -> Iterator[Finding]:
+def check_environment(machine: MachineInventory, num_devices: int) -> Iterator[Finding]:
     """Yields what is found, in an order in which causes come before effects.
 
     Args:
@@ -115,7 +115,7 @@ def _versions() -> Finding:
                    "" if check.was_run else checked_versions.fix_of(found))  # fmt: skip
 
 
-def _devices(machine: Machine) -> Finding:
+def _devices(machine: MachineInventory) -> Finding:
     found = f"{machine.supply}; {machine.processor}"
     if machine.gpus:
         return Finding("devices", OK, f"{len(machine.gpus)} x {machine.gpus[0].name}")
@@ -125,7 +125,7 @@ def _devices(machine: Machine) -> Finding:
     return Finding("devices", OK, found)
 
 
-def _accelerator(machine: Machine) -> Finding:
+def _accelerator(machine: MachineInventory) -> Finding:
     accelerators = accelerator_models.load(machine.supply.device_type)
     name = accelerators.model or accelerator_models.model_of_all(machine.supply)
     try:
@@ -137,7 +137,7 @@ def _accelerator(machine: Machine) -> Finding:
     return Finding("accelerator", OK, found)
 
 
-def _memory(machine: Machine, num_devices: int) -> Finding:
+def _memory(machine: MachineInventory, num_devices: int) -> Finding:
     available = min(int(psutil.virtual_memory().available), machine.supply.memory_bytes)
     found = f"{available / _GIB:.1f} GiB of {machine.supply.memory_bytes / _GIB:.1f} GiB are free"
     needed = num_devices * WORKER_BYTES

@@ -1,4 +1,4 @@
-"""A worker's side of `moreh-ap doctor`: sends, receives and sums values that everybody knows beforehand.
+"""A worker's side of `moreh-ap doctor`: sends, receives and sums values that every rank knows beforehand.
 
 Decides what is sent, and counts what arrived wrong. Must not know how long that may take, nor what is made of it.
 Values are whole numbers below 2^24, which float32 holds exactly, so every comparison is for equality.
@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Exchange:
+class PointToPoint:
     """Worker `sender` sends to `receiver`; the receiver answers a `Received`, all others None."""
 
     sender: int
@@ -53,7 +53,7 @@ class Received:
 
 
 class LinkExecutor:
-    """Executes `Exchange` and `Collective` on one device.
+    """Executes `PointToPoint` and `Collective` on one device.
 
     Args:
         rank: This worker's number.
@@ -65,17 +65,17 @@ class LinkExecutor:
         self.rank, self.world_size = rank, world_size
         self.device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else _CPU
 
-    def execute(self, command: Exchange | Collective) -> Received | None:
+    def execute(self, command: PointToPoint | Collective) -> Received | None:
         """Executes one command.
 
         Raises:
             RuntimeError: What the process group raises, for example after its time-out.
         """
-        if isinstance(command, Exchange):
+        if isinstance(command, PointToPoint):
             return self._exchange(command)
         return _checked([self.run_collective(command.name, size) for size in SIZES])
 
-    def _exchange(self, command: Exchange) -> Received | None:
+    def _exchange(self, command: PointToPoint) -> Received | None:
         if self.rank == command.sender:
             for size in SIZES:
                 self.send(self.values_of(command.sender, size), command.receiver)

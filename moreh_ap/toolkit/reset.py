@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import psutil
 
 from moreh_ap.local.jobs import JobEntry, running_jobs
-from moreh_ap.toolkit import choose
-from moreh_ap.toolkit.live import command_of
+from moreh_ap.toolkit import prompts
+from moreh_ap.toolkit.job_usage import command_of
 
 ASKED_S = 5.0
 """Seconds that a process has to end in an orderly way."""
@@ -29,7 +29,7 @@ def run(only: int | None, yes: bool) -> int:
         yes: Do not ask.
 
     Raises:
-        EOFError: An answer is needed, and there is nobody to give it.
+        EOFError: An answer is needed, and standard input is closed or at its end.
     """
     jobs = [job for job in running_jobs() if only in (None, job.accelerator)]
     own = [job for job in jobs if _is_own(job)]
@@ -41,7 +41,7 @@ def run(only: int | None, yes: bool) -> int:
         return 0
     for job in own:
         print(f"Job {job.job_id}: {command_of(job)}")
-    if not yes and not choose.agree(f"End {'this job' if len(own) == 1 else f'these {len(own)} jobs'}?"):
+    if not yes and not prompts.agree(f"End {'this job' if len(own) == 1 else f'these {len(own)} jobs'}?"):
         print("Nothing was ended.")
         return 1
     left = end(own)

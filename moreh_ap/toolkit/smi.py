@@ -1,4 +1,4 @@
-"""`moreh-smi`: the accelerators of this machine, what runs on them, and the end of what is stuck.
+"""`moreh-smi`: the accelerators of this machine, the jobs that run on them, and ending those that are stuck.
 
 Decides which arguments there are and what each leads to. Must not know how a state is read or a table made.
 """
@@ -18,13 +18,13 @@ from rich.live import Live
 
 from moreh_ap import accelerator_models
 from moreh_ap.errors import OptionError
-from moreh_ap.toolkit import choose, devices, live, reset, tables
-from moreh_ap.toolkit.machine import look
+from moreh_ap.toolkit import device_command, job_usage, prompts, reset, smi_tables
+from moreh_ap.toolkit.machine_inventory import look
 from moreh_ap.version import __version__
 
 _LEAST_PERIOD_S = 0.5
 _LINK = "docs/toolkit.md#moreh-smi"
-_PARTS = ("torch", "torchmonarch", "transformers")
+_COMPONENTS = ("torch", "torchmonarch", "transformers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--yes belongs to --reset")
     if chosen.loop is not None and (chosen.json or chosen.reset or chosen.command):
         parser.error("--loop goes with tables only")
-    return choose.run_tool(lambda: _run(chosen))
+    return prompts.run_tool(lambda: _run(chosen))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,28 +58,28 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     parser.add_argument("-r", "--reset", action="store_true", help="end jobs that are stuck, after asking")
     parser.add_argument("--yes", action="store_true", help="with --reset: do not ask")
-    devices.add_arguments(parser.add_subparsers(dest="command", metavar="device"))
+    device_command.add_arguments(parser.add_subparsers(dest="command", metavar="device"))
     return parser
 
 
 def _run(chosen: argparse.Namespace) -> int:
     if chosen.command == "device":
-        return devices.run(chosen)
+        return device_command.run(chosen)
     if chosen.server_version:
         print("\n".join(_versions()))
         return 0
     if chosen.idx is not None:
-        devices.find_accelerator(str(chosen.idx), accelerator_models.load(look().supply.device_type))
+        device_command.find_accelerator(str(chosen.idx), accelerator_models.load(look().supply.device_type))
     if chosen.reset:
         return reset.run(chosen.idx, chosen.yes)
     if chosen.json:
-        print(json.dumps(tables.plain(live.snapshot(), chosen.idx), indent=1, ensure_ascii=False))
+        print(json.dumps(smi_tables.plain(job_usage.snapshot(), chosen.idx), indent=1, ensure_ascii=False))
         return 0
-    make = tables.physical if chosen.physical else tables.overview
+    make = smi_tables.physical if chosen.physical else smi_tables.overview
     if chosen.loop is None:
-        tables.console().print(make(live.snapshot(), chosen.idx))
+        smi_tables.console().print(make(job_usage.snapshot(), chosen.idx))
         return 0
-    return _show_again(lambda sample_s: make(live.snapshot(sample_s), chosen.idx), chosen.loop)
+    return _show_again(lambda sample_s: make(job_usage.snapshot(sample_s), chosen.idx), chosen.loop)
 
 
 def _show_again(make: Callable[[float], RenderableType], period_s: float) -> int:
@@ -90,14 +90,14 @@ def _show_again(make: Callable[[float], RenderableType], period_s: float) -> int
     """
     if not period_s >= _LEAST_PERIOD_S:
         raise OptionError(f"-l {period_s:g}", f"at least {_LEAST_PERIOD_S:g} seconds", "moreh-smi -l 1", _LINK)
-    console = tables.console()
+    console = smi_tables.console()
     try:
         if not console.is_terminal:
             _print_again(console, make, period_s)
-        with Live(make(live.SAMPLE_S), console=console, auto_refresh=False) as shown:
+        with Live(make(job_usage.SAMPLE_S), console=console, auto_refresh=False) as shown:
             while True:
                 started_s = time.monotonic()
-                shown.update(make(live.SAMPLE_S), refresh=True)
+                shown.update(make(job_usage.SAMPLE_S), refresh=True)
                 time.sleep(max(0.0, period_s - (time.monotonic() - started_s)))
     except KeyboardInterrupt:
         return 0
@@ -107,14 +107,14 @@ def _print_again(console: Console, make: Callable[[float], RenderableType], peri
     while True:
         started_s = time.monotonic()
         console.print(time.strftime("%Y-%m-%d %H:%M:%S"))
-        console.print(make(live.SAMPLE_S))
+        console.print(make(job_usage.SAMPLE_S))
         time.sleep(max(0.0, period_s - (time.monotonic() - started_s)))
 
 
 def _versions() -> list[str]:
-    """Returns a line for each part that carries out jobs."""
+    """Returns a line with the version of each component that executes jobs."""
     found = [f"moreh_ap {__version__}", f"Python {platform.python_version()}"]
-    for name in _PARTS:
+    for name in _COMPONENTS:
         try:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:

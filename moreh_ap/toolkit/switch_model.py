@@ -1,6 +1,6 @@
 """`moreh-switch-model`: another model of the current accelerator, so another number of devices for the next process.
 
-Decides how that is asked and answered. Must not know what a model is: that is `device.flavours`.
+Decides how that is asked and answered. Must not know what a model is: that is `accelerator_models.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from moreh_ap import accelerator_models
 from moreh_ap.accelerator_models import Supply
-from moreh_ap.toolkit import choose, tables
-from moreh_ap.toolkit.machine import look
+from moreh_ap.toolkit import prompts, smi_tables
+from moreh_ap.toolkit.machine_inventory import look
 
 DONE = 'The {name} model is successfully switched to  "{model}".'
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if sum(map(bool, (chosen.model, chosen.option, chosen.all, chosen.list))) > 1:
         parser.error("one of MODEL, -M, --all and --list")
-    return choose.run_tool(lambda: _run(chosen.model or chosen.option, chosen.all, chosen.list))
+    return prompts.run_tool(lambda: _run(chosen.model or chosen.option, chosen.all, chosen.list))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,17 +49,17 @@ def _run(wanted: str | None, of_all: bool, only_list: bool) -> int:
     supply = look().supply
     if of_all:
         accelerator_models.save(supply.device_type, accelerator_models.load(supply.device_type).with_model(""))
-        print(DONE.format(name=tables.NAME, model=accelerator_models.model_of_all(supply)))
+        print(DONE.format(name=smi_tables.NAME, model=accelerator_models.model_of_all(supply)))
         return 0
     if wanted is not None:
-        print(DONE.format(name=tables.NAME, model=_switch(wanted, supply)))
+        print(DONE.format(name=smi_tables.NAME, model=_switch(wanted, supply)))
         return 0
-    print(f"Current {tables.NAME}: {_current(supply)}\n\n{_list(supply)}\n")
+    print(f"Current {smi_tables.NAME}: {_current(supply)}\n\n{_list(supply)}\n")
     return 0 if only_list else _ask(supply)
 
 
 def _ask(supply: Supply) -> int:
-    """Asks until somebody has enough.
+    """Asks until the answer is ``q`` or input ends.
 
     Raises:
         EOFError: Input ended before anything was chosen.
@@ -67,14 +67,14 @@ def _ask(supply: Supply) -> int:
     for done in itertools.count():
         last = len(accelerator_models.models_of(supply, _current(supply)))
         try:
-            name = choose.ask(1, last, lambda answer: _switch(answer, supply))
+            name = prompts.ask(1, last, lambda answer: _switch(answer, supply))
         except EOFError:
             if done:
                 break
             raise
         if name is None:
             break
-        print(f"{DONE.format(name=tables.NAME, model=name)}\n\n{_list(supply)}\n")
+        print(f"{DONE.format(name=smi_tables.NAME, model=name)}\n\n{_list(supply)}\n")
     return 0
 
 
@@ -96,7 +96,7 @@ def _current(supply: Supply) -> str:
 
 def _list(supply: Supply) -> str:
     current = _current(supply)
-    return choose.numbered(accelerator_models.models_of(supply, current), current, supply.most_devices)
+    return prompts.numbered(accelerator_models.models_of(supply, current), current, supply.most_devices)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from drop_in_runs import BothInTurn
 from parallelizer_team import Team
 
 from moreh_ap import device
+from moreh_ap.accelerator import enable as enable_accelerator
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.session.session import Session
@@ -19,12 +20,21 @@ from moreh_ap.settings import Options
 
 HERE = Path(__file__).parent
 USUAL_DEVICES = 2
+NEXT_USES_ACCELERATOR = pytest.StashKey[bool]()
+SLOW_SCRIPTS = (
+    "test_one_line_endings.py",
+    "test_manual_scripts.py",
+    "test_tutorials.py",
+    "test_drop_in_lm.py",
+)
+"""Files without `accelerator` that take longest, so that no process of `pytest -n` begins one of them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Orders the tests of this folder so that workers start seldom.
 
-    Files with tests that use `accelerator` follow each other; in a file, tests that need as many workers do.
+    Files with tests that use `accelerator` follow each other; in a file, tests that need as many workers do. Of the
+    other files, the slowest come first.
     """
     places = [place for place, item in enumerate(items) if item.path.is_relative_to(HERE)]
     tests = [items[place] for place in places]
@@ -34,6 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests.sort(
         key=lambda item: (
             item.path not in users,
+            item.path.name not in SLOW_SCRIPTS,
             files.index(item.path),
             devices[item] != USUAL_DEVICES,
             devices[item],
@@ -41,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
     for place, item in zip(places, tests, strict=True):
         items[place] = item
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Tells the fixture `accelerator` whether the next test of this process will use it too."""
+    item.session.stash[NEXT_USES_ACCELERATOR] = nextitem is not None and _uses_accelerator(nextitem)
 
 
 def _uses_accelerator(item: pytest.Item) -> bool:
@@ -70,16 +87,14 @@ def accelerator(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Sess
         current = device.current()
         if current is None or current.session.num_devices != wanted.devices:
             device.disable()
-            enable(wanted)
+            enable_accelerator(wanted)
             current = device.current()
         assert current is not None
         current.options = current.session.options = wanted
         return current.session
 
     yield enable
-    tests = request.session.items
-    last = max(place for place, item in enumerate(tests) if item.path == request.path)
-    if not any(_uses_accelerator(item) for item in tests[last + 1 : last + 2]):
+    if not request.session.stash[NEXT_USES_ACCELERATOR]:
         device.disable()
 
 

@@ -34,17 +34,25 @@ class BothInTurn:
         self._processes: tuple[InTurn, ...] = ()
 
     def __call__(self, script: str, folder: Path) -> tuple[list[str], list[str]]:
+        ours, reference = self._run(folder, [script, "--ap"], [script])
+        return ours, reference
+
+    def ours(self, script: str, folder: Path, *arguments: str) -> list[str]:
+        """Returns what `script` prints with the one line alone."""
+        (ours,) = self._run(folder, [script, "--ap", *arguments])
+        return ours
+
+    def _run(self, folder: Path, *commands: list[str]) -> list[list[str]]:
         if not self._processes:
             self._processes = InTurn(self._folder, self._plan), InTurn(self._folder)
-        ours, reference = self._processes
         try:
-            ours.start(folder, script, "--ap")
-            reference.start(folder, script)
-            return _for_the_user(ours.output()), _for_the_user(reference.output())
+            for process, command in zip(self._processes, commands):
+                process.start(folder, *command)
+            return [_for_the_user(process.output()) for process, _ in zip(self._processes, commands)]
         except BaseException:  # what is left of a script that failed must not reach the next
+            for process in self._processes:
+                process.kill()
             self._processes = ()
-            ours.kill()
-            reference.kill()
             raise
 
     def close(self) -> None:

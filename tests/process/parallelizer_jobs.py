@@ -15,12 +15,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.parallelizer.apply import apply_plan
-from moreh_ap.parallelizer.call.forward import Call, ForwardPass
-from moreh_ap.parallelizer.call.run_call import run_forward
+from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.forward import ForwardPass
 from moreh_ap.parallelizer.call.split_check import SplitProof, prove_split
+from moreh_ap.parallelizer.call.way_to_execute import way_to_execute
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import set_requires_grad, settle
 from moreh_ap.parallelizer.mesh import build_mesh
+from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import TensorSource, fill, full_tensor, write_tensor
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.batch import row_range, slice_rows
@@ -43,19 +45,19 @@ class Runner:
         """Returns the forward of a global batch of named tensors."""
         leaves, spec = tree_flatten(batch)
         rows = leaves[0].shape[0]
-        call = Call(self.model, "whole", CPU, grad=grad, seed=3, **extra)
+        call = Call(self.model, "whole", CPU, grad=grad, random=RandomPolicy(seed=3), **extra)
         if self.proof is None:
             self.proof = prove_split(call, (), batch, rows)
         if self.proof.split and rows >= self.world:
             extra = {"kinds": self.proof.kinds, "counts": self.proof.counts, **extra}
-            call = Call(self.model, "split", CPU, grad=grad, seed=3, **extra)
+            call = Call(self.model, "split", CPU, grad=grad, random=RandomPolicy(seed=3, worker=self.rank), **extra)
             batch = tree_unflatten(slice_rows(leaves, rows, *row_range(self.rank, self.world, rows)), spec)
         self.mode = call.mode
-        return run_forward(call, (), batch, plan=self.plan, rows=rows, meta_module=self.meta)
+        return way_to_execute(call, self.plan, rows, self.meta)(call, (), batch)
 
     def value(self, forward: Any, leaf: int = 0) -> Tensor:
         """Returns what the leaf of the result is on one device."""
-        part = forward.materialize()[leaf]
+        part = forward.outputs[leaf]
         kind = self.proof.kinds[leaf] if self.mode == "split" else "same"
         if kind == "share":
             part = part.clone()

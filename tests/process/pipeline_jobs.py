@@ -11,8 +11,8 @@ from one_line_models import ragged_batches, tiny_gpt2
 from torch import Tensor, nn
 
 from moreh_ap.parallelizer.apply import Example, apply_plan
-from moreh_ap.parallelizer.call.forward import Call
-from moreh_ap.parallelizer.call.run_call import run_forward
+from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.way_to_execute import way_to_execute
 from moreh_ap.parallelizer.data.fsdp import settle
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.state.loading import local_part
@@ -33,10 +33,10 @@ def train_tied(rank: int, world: int, plan: str, steps: int) -> dict[str, str]:
     held = [p for name, p in model.named_parameters() if name not in applied.absent]
     start = _fingerprint(model)
     optimizer = torch.optim.AdamW(held, lr=1e-2)
-    call = Call(model, "whole", CPU, group=applied.position.data.group)
+    call = Call(model, "whole", CPU, axis=applied.position.data)
     for step in range(steps):
         batch = batches[step % len(batches)]
-        run = run_forward(call, (), batch, plan=wanted, rows=4, meta_module=meta)
+        run = way_to_execute(call, wanted, 4, meta)(call, (), batch)
         grads: list[Any] = [None] * len(run.shapes)
         grads[0] = torch.ones(())
         run.backward(grads)

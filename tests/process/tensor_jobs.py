@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.errors import MorehError
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 from moreh_ap.parallelizer.tensor.split_tensor import whole
 from moreh_ap.parallelizer.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
@@ -215,7 +216,8 @@ def with_data_axis(rank: int, world: int, name: str) -> float:
     wanted.backward()
     data = mesh["shard"]
     mine = {key: value.chunk(2)[data.get_local_rank()] for key, value in batch.items()}
-    with GlobalReduction(torch.device("cpu"), group=data.get_group()):
+    axis = Axis(data.get_local_rank(), data.size(), data.get_group())
+    with GlobalReduction(torch.device("cpu"), axis=axis):
         got = split(**mine).loss
     got.backward()
     total = got.detach().clone()

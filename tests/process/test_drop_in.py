@@ -8,7 +8,6 @@ import pytest
 import torch
 from drop_in_runs import assert_same, both, num_losses
 from torch import nn
-from user_script import UserScript
 
 from moreh_ap.session.session import Session
 
@@ -62,9 +61,8 @@ def test_what_scripts_do_beside_training_gives_the_values_of_one_device(both_in_
     assert_same(ours, reference)
 
 
-def test_a_resumed_trainer_run_goes_on_with_the_losses_of_the_uninterrupted_one(tmp_path):
-    with UserScript("drop_in_trainer.py", "--ap", "--dropout", cwd=tmp_path, MOREH_NUM_DEVICES="2") as script:
-        lines = script.succeed().splitlines()
+def test_a_resumed_trainer_run_goes_on_with_the_losses_of_the_uninterrupted_one(both_in_turn, tmp_path):
+    lines = both_in_turn.ours("drop_in_trainer.py", tmp_path, "--dropout")
     runs = {name: [line.split(" ", 1)[1] for line in lines if line.startswith(name)] for name in ("whole", "resumed")}
     last = [line for line in runs["whole"] if int(line.split()[0]) > 12 and "train_loss" not in line]
     assert len(last) > 6

@@ -25,11 +25,11 @@ def expected(tmp_path_factory) -> list[float]:
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        pytest.param([SCRIPT, "--ap"], "", id="python file"),
-        pytest.param(["-m", "main_in_a_function", "--ap"], "", id="python -m"),
-        pytest.param(["-m", "IPython", "--no-banner", str(SCRIPTS / SCRIPT), "--", "--ap"], "", id="ipython file"),
+        pytest.param([SCRIPT, "--ap=2"], "", id="python file"),
+        pytest.param(["-m", "main_in_a_function", "--ap=1"], "", id="python -m"),
+        pytest.param(["-m", "IPython", "--no-banner", str(SCRIPTS / SCRIPT), "--", "--ap=1"], "", id="ipython file"),
         pytest.param(
-            ["-m", "IPython", "--no-banner", "--simple-prompt", "-c", f"%run {SCRIPTS / SCRIPT} --ap"], "", id="%run"
+            ["-m", "IPython", "--no-banner", "--simple-prompt", "-c", f"%run {SCRIPTS / SCRIPT} --ap=1"], "", id="%run"
         ),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -12,7 +11,7 @@ from user_script import UserScript
 
 SCRIPT = "train_forever.py"
 TRAINING = "step 10 "
-TWO = {"MOREH_NUM_DEVICES": "2"}
+ONE, TWO = {"MOREH_NUM_DEVICES": "1"}, {"MOREH_NUM_DEVICES": "2"}
 
 
 def test_a_killed_worker_is_named_and_ends_the_script(tmp_path):
@@ -52,28 +51,22 @@ def test_a_signal_ends_a_script_whose_workers_are_starting(tmp_path, send):
         script.leaves_nothing()
 
 
-WAYS = ("draw", "parts", "generate")
-
-
-@pytest.mark.parametrize("end", ["Ctrl-C", "killed worker"])
-def test_whatever_a_script_waits_for_ends_with_it(tmp_path, end):
-    """Calls that draw random numbers, losses on the workers' parts, and generation: three scripts at once."""
-    with contextlib.ExitStack() as stack:
-        scripts = [stack.enter_context(UserScript("work_forever.py", way, cwd=tmp_path, **TWO)) for way in WAYS]
-        for script in scripts:
-            script.wait_for_output("round 3\n")
-        victims = [script.workers()[1] for script in scripts]
-        for script, victim in zip(scripts, victims, strict=True):
-            if end == "Ctrl-C":
-                os.killpg(script.process.pid, signal.SIGINT)
-            else:
-                os.kill(victim, signal.SIGKILL)
-        for script, victim in zip(scripts, victims, strict=True):
-            assert script.wait(timeout_s=15) == (-signal.SIGINT if end == "Ctrl-C" else 1), script.err
-            says = "KeyboardInterrupt" if end == "Ctrl-C" else f"Worker 1 of 2 (process {victim}) died: killed by"
-            assert script.err.count(says) == 1 and 'work_forever.py", line ' in script.err, script.err
-            assert "WorkerLostError" not in script.err or end != "Ctrl-C"
-            script.leaves_nothing()
+def test_whatever_a_script_waits_for_ends_when_it_is_stopped(tmp_path):
+    """Calls that draw random numbers, losses on the workers' parts, and generation: Ctrl-C, then a killed worker."""
+    with UserScript("work_forever.py", cwd=tmp_path, **TWO) as script:
+        for work in ("draw", "parts", "generate"):
+            script.wait_for_output(f"{work} until KeyboardInterrupt round 3\n")
+            os.killpg(script.process.pid, signal.SIGINT)
+            script.wait_for_output(f"{work} was ended by KeyboardInterrupt", timeout_s=15)
+            script.wait_for_output(f"{work} until WorkerLostError round 3\n")
+            victim = max(script.workers().items())[1]
+            os.kill(victim, signal.SIGKILL)
+            died = f"Worker 1 of 2 (process {victim}) died: killed by signal 9"
+            script.wait_for_output(f"{work} was ended by WorkerLostError {died}", timeout_s=15)
+        assert script.wait(timeout_s=15) == 1
+        assert script.err.count(died) == 1 and script.err.count("WorkerLostError") == 1, script.err
+        assert 'work_forever.py", line ' in script.err, script.err
+        script.leaves_nothing()
 
 
 INTERRUPTED_IMPORT = """
@@ -96,9 +89,9 @@ def test_ctrl_c_in_the_middle_of_an_import_ends_the_script(tmp_path):
 def test_exit_codes_and_tracebacks_are_the_script_s_own(tmp_path):
     """Three scripts at once on one machine, each with an end of its own."""
     with (
-        UserScript(SCRIPT, "exit", cwd=tmp_path, **TWO) as leaves,
+        UserScript(SCRIPT, "exit", cwd=tmp_path, **ONE) as leaves,
         UserScript(SCRIPT, "raise", cwd=tmp_path, **TWO) as raises,
-        UserScript(SCRIPT, "return", cwd=tmp_path, **TWO) as returns,
+        UserScript(SCRIPT, "return", cwd=tmp_path, **ONE) as returns,
     ):
         assert leaves.wait() == 3
         assert raises.wait() == 1

@@ -23,6 +23,10 @@ def session(request, accelerator):
     return accelerator(request.param)
 
 
+once = pytest.mark.parametrize("session", PLANS[:1], indirect=True)
+"""For what no plan can change: what a script is told, and tests that choose a plan themselves."""
+
+
 def on_both(script):
     """Run ``script(device)`` from the same seed on the CPU and on the accelerator; returns both results."""
     results = []
@@ -307,6 +311,7 @@ def test_rows_may_decide_what_a_forward_draws(session):
     assert_same(*on_both(script))
 
 
+@once
 def test_an_error_that_the_rows_of_one_worker_raise_is_that_of_one_device(accelerator):
     accelerator("replicate=2")
     model = OptionalPart().cuda()
@@ -317,6 +322,7 @@ def test_an_error_that_the_rows_of_one_worker_raise_is_that_of_one_device(accele
     assert model(x, torch.tensor([1, 1, 1, 1]).cuda()).shape == (4, 6)
 
 
+@once
 def test_rows_that_decide_on_losses_too_late_are_an_error():
     """The script has computed with rows of the result, on the workers, before it could know."""
     with pytest.raises(ExactnessError, match="rows decide over which losses"):
@@ -519,6 +525,7 @@ def test_parameters_meet_buffers_outside_of_the_model():
     assert_same(*on_both(script), atol=1e-5)
 
 
+@once
 def test_a_loaded_model_may_stay_on_the_cpu(tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -530,6 +537,7 @@ def test_a_loaded_model_may_stay_on_the_cpu(tmp_path):
     assert type(next(model.parameters())) is nn.Parameter
 
 
+@once
 @pytest.mark.parametrize("device_map", ["auto", "cuda", {"": 0}])
 def test_a_device_map_is_a_hint(device_map, tmp_path):
     """C23: accepted, whatever it says."""
@@ -639,6 +647,7 @@ def test_hooks_on_modules_come_and_go_with_the_script():
     assert_same(*on_both(script))
 
 
+@once
 def test_hooks_on_parameters_are_refused():
     parameter = nn.Linear(2, 2).cuda().weight
     with pytest.raises(UnsupportedError, match="gradients of parameters stay on the workers"):
@@ -674,6 +683,7 @@ def test_an_error_in_forward_is_raised_at_its_line_with_its_type():
         model(torch.ones(4, 5).cuda())
 
 
+@once
 def test_the_accelerator_answers_as_one_device(session):
     assert torch.cuda.is_available() and torch.cuda.device_count() == 1 and torch.cuda.current_device() == 0
     assert torch.cuda.get_device_name() == "MoAI Accelerator"
@@ -742,6 +752,7 @@ class LoadedWhenUsed:
         return func(*(arg.value if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
 
 
+@once
 def test_a_parameter_takes_values_from_what_stands_for_a_tensor(accelerator):
     accelerator("replicate=2")
 
@@ -758,6 +769,7 @@ def test_a_parameter_takes_values_from_what_stands_for_a_tensor(accelerator):
     assert_same(*on_both(script))
 
 
+@once
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
 def test_an_embedding_with_sparse_gradients(accelerator, plan, optimizer_class):
@@ -778,6 +790,7 @@ def test_an_embedding_with_sparse_gradients(accelerator, plan, optimizer_class):
     assert_same(*on_both(script))
 
 
+@once
 def test_sparse_adam_is_refused(accelerator):
     accelerator("replicate=2")
     embedding = nn.Embedding(8, 2, sparse=True).cuda()
@@ -786,6 +799,7 @@ def test_sparse_adam_is_refused(accelerator):
         torch.optim.SparseAdam(embedding.parameters()).step()
 
 
+@once
 def test_lazy_modules_that_move_before_their_first_call(accelerator):
     accelerator("replicate=2")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from one_line_models import tiny_llama
-from test_one_line_training import assert_same, batches, on_both
+from test_one_line_training import assert_same, batches, on_both, once
 from torch import Tensor, nn
 
 from moreh_ap.errors import UnsupportedError
@@ -261,6 +261,7 @@ def test_what_would_be_lost_is_refused():
     assert model(x).shape == (5, 5)
 
 
+@once
 def test_hooks_under_a_tensor_axis_are_refused(accelerator):
     accelerator("tensor=2")
     model = nn.Sequential(nn.Linear(4, 4)).cuda()

@@ -13,7 +13,7 @@ from user_script import UserScript
 
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit.findings import FAILED, OK
-from moreh_ap.toolkit.links import check_links
+from moreh_ap.toolkit.link_checks import check_links
 
 SCRIPT = "train_forever.py"
 TRAINING = "step 10 "

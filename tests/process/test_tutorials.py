@@ -12,7 +12,7 @@ from user_script import UserScript
 
 TUTORIALS = Path(__file__).parents[2] / "tutorials"
 SMALL = ["--embedded", "--epoch", "2", "--max-steps", "4", "--batch-size", "5", "--lr", "1e-3", "--log-interval", "1"]
-LOOK = ["--eval-rows", "6", "--sample-tokens", "4"]
+LOOK = ["--eval-rows", "6"]
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,11 @@ def files(tmp_path_factory) -> Path:
 
 def flags_of(name: str, files: Path, folder: Path) -> list[object]:
     """What a training script is started with, beside its plan."""
+    look = LOOK if name == "train_llama3_70b" else [*LOOK, "--sample-tokens", "4"]
     if name == "train_mistral":
-        return [*SMALL, *LOOK, "--model", folder / "model", "--dataset", folder / "rows.pt"]
+        return [*SMALL, *look, "--model", folder / "model", "--dataset", folder / "rows.pt"]
     model, rows = {"train_gpt": ("gpt", "functions")}.get(name, ("llama", "summaries"))
-    return [*SMALL, *LOOK, "--block-size", "64", "--model", files / model, "--dataset", files / rows]
+    return [*SMALL, *look, "--block-size", "64", "--model", files / model, "--dataset", files / rows]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +62,8 @@ def test_a_script_has_the_losses_of_one_process_and_saves_an_ordinary_model(name
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert found["held_out_before"] == pytest.approx(expected["held_out_before"], rel=1e-5)
     assert found["held_out_after"] == pytest.approx(expected["held_out_after"], rel=1e-5)
-    assert (tmp_path / "tuned" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
     AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
-    if "--sample-tokens" in flags and name != "train_llama3_70b":
+    if "--sample-tokens" in flags:
         assert out.split(">>>")[1] == expected_out.split(">>>")[1], "the samples before and after are the same too"
 
 

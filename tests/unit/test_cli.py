@@ -1,4 +1,4 @@
-"""The command line's arguments, what is remembered of verifications, and what counts as proven and as equal."""
+"""What is remembered of verifications, and what counts as equal."""
 
 from __future__ import annotations
 
@@ -10,59 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from moreh_ap.cli import verify
-from moreh_ap.cli.main import USAGE_STATUS, main
 from moreh_ap.errors import PlanError
 from moreh_ap.integrations.transformers_reduced import VOCABULARY, reduce_config
 from moreh_ap.local import cache_files
 from moreh_ap.plan import Plan
-from moreh_ap.planner.search import proven
+from moreh_ap.planner.search import verified_kinds
 from moreh_ap.session.planning import first_call
 from moreh_ap.session.verification import equivalence, reduced_model, verified_models
 from moreh_ap.session.verification.equivalence import Equivalence, Subject
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["verify", "llama", "--plans", "shard=0"], "shard=0 is no size"),
-        (["verify", "llama", "--devices", "0"], "--devices 0"),
-        (["verify", "no_such_folder", "--plans", "shard=2"], "no_such_folder is no model"),
-        (["verify", "no_such_script.py", "--plans", "shard=2"], "there is no file no_such_script.py"),
-    ],
-)
-def test_impossible_requests_end_with_the_reason(arguments, said, capsys, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(arguments) == USAGE_STATUS
-    assert said in capsys.readouterr().err
-
-
-def test_every_default_plan_is_for_the_devices():
-    for num_devices in (1, 2, 4):
-        plans = [Plan.parse(text) for text in verify.default_plans(num_devices)]
-        assert {plan.num_devices for plan in plans} == {num_devices}
-        assert len(set(plans)) == len(plans)
-
-
-def test_exit_status(monkeypatch, capsys):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    outcomes = {"proven": (0, 0), "refused": (1, 0), "wrong": (1, 1), "failed": (1, 1)}
-    for verdict, statuses in outcomes.items():
-        found = [Equivalence("shard=2", "proven", loss=0.0), Equivalence("tensor=2", verdict, "why")]
-        monkeypatch.setattr(verify, "verify_plans", lambda *_, found=found: found)
-        for options, status in zip(([], ["--allow-refused"]), statuses):
-            assert main(["verify", "llama", *options]) == status
-        assert f"tensor=2: {verdict}: why" in capsys.readouterr().out
-
-
-def test_which_kinds_need_a_proof():
-    llama = "transformers.models.llama.modeling_llama.LlamaForCausalLM llama"
-    assert not proven.kinds_to_prove(Plan(replicate=2, shard=2, micro_batches=4))
-    assert proven.is_proven(llama, Plan(tensor=2, pipeline=2))
-    assert not proven.is_proven("somebody.Else llama", Plan(tensor=2))
-    for family, kinds in proven.proven_kinds().items():
-        assert len(family.split()) == 2
-        assert kinds <= {"tensor", "sequence_parallel", "pipeline"}
 
 
 def test_a_part_of_the_users_own_makes_it_another_family():
@@ -72,7 +27,7 @@ def test_a_part_of_the_users_own_makes_it_another_family():
         vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4
     )
     model = LlamaForCausalLM(config)
-    assert first_call.family_of(model) in proven.proven_kinds()
+    assert first_call.family_of(model) in verified_kinds.verified_kinds()
     assert reduced_model.is_from_configuration(model)
 
     class Own(nn.Linear):

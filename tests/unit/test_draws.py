@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.data.global_rng import DrawRecorder, Share, SharedDraws, UnsharedDraw, draws_of
+from moreh_ap.parallelizer.rng.shared_draws import DrawRecorder, Share, SharedDraws, UnsharedDraw, draws_of
 
 BATCH = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8)
 
@@ -139,7 +139,7 @@ def test_draws_that_cannot_be_shared_are_refused(forward, reason):
 
 
 def test_draws_inside_a_function_that_nobody_knows_are_refused(monkeypatch):
-    monkeypatch.setattr("moreh_ap.parallelizer.data.global_rng._MAY_DRAW", frozenset())
+    monkeypatch.setattr("moreh_ap.parallelizer.rng.shared_draws._MAY_DRAW", frozenset())
     with pytest.raises(UnsharedDraw, match="nobody looks"):
         recorded(lambda x: F.dropout(x, 0.5))
 

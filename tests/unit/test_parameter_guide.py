@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from moreh_ap.flavours import FLAVOURS
 from moreh_ap.plan import Plan
-from moreh_ap.planner.search.ranking import weigh
-from moreh_ap.planner.search.remedies import FLAVOURS
+from moreh_ap.planner.search.candidate import evaluate_plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,7 +74,7 @@ def _replaced(cell, said):
 def test_a_published_plan_is_weighed_as_it_is_written(guide):
     model, devices, batch, plan, _ = guide.SPEEDS[2]
     task = guide.task_for(model, f"{devices}xMI250", batch, 1024)
-    candidate = weigh(task, Plan.parse(plan))
+    candidate = evaluate_plan(task, Plan.parse(plan))
     said = candidate.plan.platform_line(batch)
     assert said.startswith("num_stages : 8, num_micro_batches : 64, batch_per_device : 1, No TP")
     assert "recomputation : 2, distribute_param : true" in said

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters, parameters_kept
+from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters, keep_parameters
 from moreh_ap.protocol.blocks import modules_aside
 
 
@@ -43,7 +43,7 @@ def replace(module):
 def test_what_a_forward_changes_is_noticed_and_undone(change):
     module = Changing(change)
     weight = module.weight
-    with WrittenParameters(module) as written, parameters_kept(module):
+    with WrittenParameters(module) as written, keep_parameters(module):
         module(torch.ones(1, 3))
     assert written.names == ["weight"]
     assert module.weight is weight and torch.equal(weight, torch.ones(3, 2))
@@ -62,14 +62,14 @@ def test_an_embedding_with_a_largest_norm_writes_its_weight_and_a_linear_layer_d
 def test_a_parameter_in_another_s_place_gives_it_its_value():
     module = Changing(lambda module: None)
     weight, other = module.weight, nn.Linear(2, 2)
-    with parameters_kept(module):
+    with keep_parameters(module):
         replace(module)
         other.weight = nn.Parameter(torch.zeros(2, 2))
     assert module.weight is weight and torch.equal(weight, torch.full((3, 2), 2.0))
     assert torch.equal(other.weight, torch.zeros(2, 2))
     with pytest.raises(UnsupportedError, match="puts another parameter in place of weight"):
         module(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(UnsupportedError, match=r"shape \(4,\) in place of weight"), parameters_kept(module):
+    with pytest.raises(UnsupportedError, match=r"shape \(4,\) in place of weight"), keep_parameters(module):
         module.weight = nn.Parameter(torch.ones(4))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moreh_ap.private_names import CHECKED_IN, GUARDED, PRIVATE_NAMES, PrivateName
+from moreh_ap.private_names import CHECKED_IN, GUARDED, PRIVATE_NAMES
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,29 +26,24 @@ def used(scan):
     return scan.folders(scan.uses())
 
 
-def rows_of(name: str) -> list[PrivateName]:
-    """The rows that a use may mean: an attribute of an object of unknown class is any of its name."""
-    return [row for row in PRIVATE_NAMES if row.name == name or (name.startswith(".") and row.name.endswith(name))]
-
-
-def test_every_private_name_in_the_code_is_in_the_table(used):
+def test_every_private_name_in_the_code_is_in_the_table(scan, used):
     missing = {
         f"{name} in moreh_ap/{folder}"
         for name, folders in used.items()
         for folder in folders
-        if not any(folder in row.folders or "*" in row.folders for row in rows_of(name))
+        if not any(scan.means(name, row.name) and {folder, "*"} & {*row.folders} for row in PRIVATE_NAMES)
     }
-    assert not missing
+    assert not missing, "run scripts/private_uses.py --write"
 
 
-def test_every_row_is_used_where_it_says(used):
+def test_every_row_is_used_where_it_says(scan, used):
     unused = {
         f"{row} (not in {folder})"
         for row in PRIVATE_NAMES
         for folder in row.folders
-        if not any(row in rows_of(name) and folder in ("*", *folders) for name, folders in used.items())
+        if not any(scan.means(name, row.name) and folder in ("*", *folders) for name, folders in used.items())
     }
-    assert not unused
+    assert not unused, "run scripts/private_uses.py --write"
 
 
 def test_every_name_is_in_the_installed_libraries(scan):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.footprint import MemoryEstimate
-from moreh_ap.planner.search.ranking import Candidate, Corrections
+from moreh_ap.planner.cost.memory_footprint import MemoryEstimate
+from moreh_ap.planner.search.candidate import Candidate
+from moreh_ap.planner.search.planning_task import Corrections
 from moreh_ap.protocol.messages.calls import Differentiate, Forward
 from moreh_ap.protocol.messages.state import RunOperation
 from moreh_ap.protocol.messages.stream import Batch, Synchronize

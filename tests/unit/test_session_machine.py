@@ -10,8 +10,8 @@ import pytest
 
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.collectives import crossing_s, group_of, message_s, queued_gathers_s, queued_sums_s
-from moreh_ap.planner.cost.practice import MOREH_AP, MOREH_AP_ON_CPU
+from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gathers_s, queued_sums_s, tensor_sum_s
+from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
 from moreh_ap.session.planning import machine_profile as machines
 from moreh_ap.session.planning.device_rates import as_entry, rates_of, slowest
@@ -79,7 +79,7 @@ def test_workers_that_share_cores_have_a_part_of_each():
     for name in ("fp32_flops", "memory_bytes_per_s"):
         assert getattr(four.cluster.device, name) == pytest.approx(getattr(two.cluster.device, name) / 2)
     assert [one.cluster.device.sharing for one in (two, four)] == [1.0, 2.0]
-    assert four.practice.host_s_per_kernel == pytest.approx(2 * two.practice.host_s_per_kernel)
+    assert four.system.host_s_per_kernel == pytest.approx(2 * two.system.host_s_per_kernel)
     assert [rate for _, rate in four.cluster.device.elementwise] == [1e10, 1e10]
 
 
@@ -92,8 +92,8 @@ def test_an_exchange_takes_the_clock_s_time_or_where_cores_are_shared_the_proces
     assert queued_gathers_s(2e6, 2, pair) == pytest.approx(2 * 2 * 1.1e-3)
     assert queued_gathers_s(1e6, 1, pair, "scatter") == pytest.approx(3 * 1.1e-3)
     assert message_s(1e6, 1, two.cluster, two.coefficients) == pytest.approx(4 * 1.1e-3)
-    assert crossing_s(1e6, False, pair) == pytest.approx(5 * 1.1e-3 / 2)
-    assert crossing_s(1e6, True, pair) == pytest.approx(6 * 1.1e-3 / 2)
+    assert tensor_sum_s(1e6, False, pair) == pytest.approx(5 * 1.1e-3 / 2)
+    assert tensor_sum_s(1e6, True, pair) == pytest.approx(6 * 1.1e-3 / 2)
 
 
 def test_what_an_exchange_took_beyond_the_work_of_its_members_was_other_programs():
@@ -106,8 +106,8 @@ def test_a_known_device_keeps_its_data_sheet_and_starts_operations_beside_comput
     found = machine_from(DeviceInfo("NVIDIA H100 80GB HBM3", 79 * GIB, True), "bf16", 2, rates())
     assert found.cluster.device.name == "H100-80GB" and found.cluster.device.memory_bytes == 79 * GIB
     assert found.cluster.device.sharing == 1.0 and not found.cluster.device.elementwise
-    assert found.practice == replace(MOREH_AP, host_s_per_rehearsed=2e-4)
-    assert machine_from(CPU, "fp32", 2, rates()).practice.host_computes
+    assert found.system == replace(MOREH_AP, host_s_per_dry_run_op=2e-4)
+    assert machine_from(CPU, "fp32", 2, rates()).system.host_computes
     assert MOREH_AP_ON_CPU.hides_gradients == 0.0
 
 

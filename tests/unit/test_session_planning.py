@@ -9,10 +9,10 @@ import torch
 
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
 from moreh_ap.planner.cost.hardware import Device, find_cluster
-from moreh_ap.planner.cost.practice import MOREH_AP
-from moreh_ap.planner.models.model_profile import ModelProfile, PartProfile
-from moreh_ap.planner.models.shapes import TransformerShape, profile_of
-from moreh_ap.planner.search.proven import proven_kinds
+from moreh_ap.planner.cost.training_systems import MOREH_AP
+from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
+from moreh_ap.planner.search.verified_kinds import verified_kinds
 from moreh_ap.session.models.script_hooks import has_hooks_of_script
 from moreh_ap.session.planning.machine_profile import Machine
 from moreh_ap.session.planning.plan_selection import constraints_of
@@ -21,7 +21,7 @@ from moreh_ap.settings import Options
 LLAMA = "transformers.models.llama.modeling_llama.LlamaForCausalLM llama"
 SHAPE = TransformerShape(4, 256, 768, 8, 4, 32, 2000)
 PROFILE = profile_of(SHAPE, 128)
-BLOCKLESS = ModelProfile("one part", 1, 8, 1, PartProfile(), PartProfile(parameters_whole=100.0), PartProfile())
+BLOCKLESS = ModelProfile("one part", 1, 8, 1, LayerProfile(), LayerProfile(parameters_replicated=100.0), LayerProfile())
 
 
 def machine(cpu: bool = True) -> Machine:
@@ -35,7 +35,7 @@ def left(profile=PROFILE, shape=SHAPE, family=LLAMA, cpu=True, **options):
 
 
 def test_kinds_are_those_that_are_proven_for_the_family():
-    assert left().kinds == proven_kinds()[LLAMA] != frozenset()
+    assert left().kinds == verified_kinds()[LLAMA] != frozenset()
     assert left(family="nobody's").kinds == frozenset()
 
 

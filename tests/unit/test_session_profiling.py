@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moreh_ap.planner.models.shapes import profile_of
+from moreh_ap.planner.profiles.transformer_shape import profile_of
 from moreh_ap.session.planning.model_profiling import profile_model, shape_of
 
 transformers = pytest.importorskip("transformers")
@@ -55,8 +55,8 @@ def test_a_counted_model_has_the_module_s_parameters_blocks_and_products(tied):
     assert found.block.product_flops_per_token == 2 * 2 * 32 * 96
     assert found.last.product_flops_per_token == 2 * 32 * 100
     # the input of both products and their results, two bytes each
-    assert found.block.kept_whole_bytes_per_token == 2 * (32 + 96 + 96 + 32)
-    assert found.block.selective_whole_bytes_per_token == 2 * (96 + 32)
+    assert found.block.kept_replicated_bytes_per_token == 2 * (32 + 96 + 96 + 32)
+    assert found.block.selective_replicated_bytes_per_token == 2 * (96 + 32)
 
 
 def test_a_model_without_blocks_is_one_part():
@@ -89,7 +89,7 @@ def test_a_convolution_is_a_product_at_each_pixel():
     found = counted(model, torch.zeros(2, 3, 10, 10))
     (product,) = found.block.products
     assert (product.inner, product.outer) == (3 * 5 * 5, 8)
-    assert found.block.kept_whole_bytes_per_token == 2 * (3 + 8)
+    assert found.block.kept_replicated_bytes_per_token == 2 * (3 + 8)
 
 
 def llama(**changes):

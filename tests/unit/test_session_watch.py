@@ -9,8 +9,9 @@ import pytest
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import find_cluster
-from moreh_ap.planner.models.shapes import TransformerShape, profile_of
-from moreh_ap.planner.search.ranking import Corrections, Task, weigh
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
+from moreh_ap.planner.search.candidate import evaluate_plan
+from moreh_ap.planner.search.planning_task import Corrections, Task
 from moreh_ap.session.planning import step_watch
 
 GIB = 2**30
@@ -94,4 +95,4 @@ def _expected(corrections: Corrections | None = None) -> step_watch.Expected:
     corrections = corrections or Corrections()
     profile = profile_of(TransformerShape(4, 256, 768, 8, 8, 32, 2000), 128)
     task = Task(profile, find_cluster("2xH100"), 8, corrections=corrections)
-    return step_watch.Expected(MACHINE, "small", 8, weigh(task, Plan(2)), corrections)
+    return step_watch.Expected(MACHINE, "small", 8, evaluate_plan(task, Plan(2)), corrections)

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from moreh_ap.parallelizer.data.fsdp import settle
+from moreh_ap.parallelizer.data.fsdp import recover, settle
+from moreh_ap.parallelizer.rng.policy import streams_untouched
+from moreh_ap.parallelizer.rng.shared_draws import UnsharedDraw
 from moreh_ap.protocol.module_attributes import has_memory, own_attributes
-from moreh_ap.protocol.rng_state import host_untouched
 
 _DROPOUTS = {
     F.dropout,
@@ -91,11 +92,27 @@ def untouched(module: nn.Module) -> Iterator[None]:
         param.grad = None
     device = next((p.device for p in params if p.device.type == "cuda"), None)
     silence = contextlib.redirect_stdout(io.StringIO())
-    random = torch.random.fork_rng(devices=[] if device is None else [device])
-    with random, host_untouched(), silence, state_restored(module):
+    with streams_untouched(device), silence, state_restored(module):
         try:
             yield
         finally:
             settle(module)
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
+
+
+class Refused(Exception):
+    """A forward does not do what was tried with it; the text says why."""
+
+
+def attempt(step: Callable[[], None], module: nn.Module) -> str:
+    """Returns why `step` failed, "" where it did not."""
+    try:
+        step()
+    except (Refused, UnsharedDraw) as refusal:
+        return str(refusal)
+    except Exception as error:  # any error of the user's forward: on fewer rows than it was written for, or always
+        recover(module)
+        first_line = str(error).partition("\n")[0]
+        return f"the forward of a few rows raised {type(error).__name__}: {first_line}"
+    return ""

@@ -21,16 +21,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from moreh_ap.parallelizer.call.forward import Call, ForwardPass
+from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.execution import Execution
+from moreh_ap.parallelizer.call.forward import ForwardPass, scaled_gradient
 
 
 class GradientPass(ForwardPass):
-    """The gradients of another pass. See [Note: a call like others].
+    """The gradients of another execution. See [Note: a call like others].
 
     Args:
-        source: The other pass.
+        source: The other one.
         output_grads: As for its `backward`; those whose own gradients are wanted require one.
         kinds: The kinds of the results.
         watched: Leaves of its result, see `leaf`, whose gradients are wanted too.
@@ -39,24 +41,27 @@ class GradientPass(ForwardPass):
     Attributes:
         outputs: The gradients of the source's inputs, of what is watched, and of the parameters; None for each on which
             nothing depends.
+
+    Raises:
+        UnsupportedError: The source runs in micro-batches or stages.
     """
 
     _shares_history = True
 
     def __init__(
         self,
-        source: ForwardPass,
+        source: Execution,
         output_grads: Sequence[Tensor | None],
         kinds: tuple[str, ...],
         watched: Sequence[int] = (),
-        parameters: Sequence[nn.Parameter] = (),
+        parameters: Sequence[Tensor] = (),
     ) -> None:
-        self._source, self._call = source, replace(source._call, kinds=kinds)
-        self._draws, self.drew = source._draws, False
+        roots = source.reached(output_grads)
+        self._source, self.call, self.drawing = source, replace(source.call, kinds=kinds), source.drawing
         self.inputs = [*(grad for grad in output_grads if grad is not None and grad.requires_grad), *source.inputs]
         wanted = [*source.inputs, *(source.leaf(index) for index in watched), *parameters]
-        found = source.differentiate(output_grads, wanted)
-        present, differentiable = _on_any_worker(self._call, found)
+        found = _differentiate(source, roots, wanted)
+        present, differentiable = _on_any_worker(self.call, found)
         self._keep([
             torch.zeros_like(leaf) if grad is None and is_there else grad
             for grad, leaf, is_there in zip(found, wanted, present, strict=True)
@@ -69,7 +74,6 @@ class GradientPass(ForwardPass):
         return super().leaf(index) if index < own else self._source.leaf(index - own)
 
     def kind(self, index: int) -> str:
-        """Returns the kind of that leaf."""
         own = len(self._results)
         return super().kind(index) if index < own else self._source.kind(index - own)
 
@@ -79,12 +83,35 @@ class GradientPass(ForwardPass):
         return torch.zeros_like(leaf) if grad is None else grad
 
 
+def _differentiate(
+    source: Execution, reached: Sequence[tuple[int, Tensor, Tensor]], wanted: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Returns the gradients of `wanted` with their history, None for those on which nothing depends.
+
+    Args:
+        source: Where the history is.
+        reached: Results and their gradients. See [Note: scales].
+        wanted: Tensors from which the results were computed.
+    """
+    call, roots, grads = source.call, [], []
+    for index, result, grad in reached:
+        roots.append(result)
+        is_whole = call.mode == "whole"
+        grads.append(grad.to(result.dtype) if is_whole else scaled_gradient(call, source.kinds[index], result, grad))
+    leaves = [leaf for leaf in wanted if leaf is not None and leaf.requires_grad]
+    if not roots or not leaves:
+        return [None] * len(wanted)
+    with source.drawing.backward():
+        found = iter(torch.autograd.grad(roots, leaves, grads, create_graph=True, allow_unused=True))
+    return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in wanted]
+
+
 def _on_any_worker(call: Call, found: Sequence[Tensor | None]) -> tuple[list[bool], list[bool]]:
     """Returns which gradients are there, and which can be differentiated, on this or another worker."""
     flags = [[grad is not None for grad in found], [grad is not None and grad.requires_grad for grad in found]]
-    if call.mode == "split" and call.num_workers > 1:
+    if call.mode == "split" and call.axis.size > 1:
         everywhere = torch.tensor(flags, dtype=torch.int32, device=call.device)
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=call.group)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=call.axis.group)
         flags = everywhere.bool().tolist()
     present, differentiable = flags
     return present, differentiable

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,18 +23,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.call.forward import Call, ForwardPass
+from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.execution import Execution
+from moreh_ap.parallelizer.call.extension import Findings, extended
+from moreh_ap.parallelizer.call.forward import ForwardPass, summing_gradients
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MetaReduction
 from moreh_ap.protocol.batch import row_range, slice_rows
-from moreh_ap.protocol.hook_records import with_report
 from moreh_ap.protocol.pytree import flatten
-from moreh_ap.protocol.rng_state import set_state_of_host, state_of_host
 
 
-class DeferredForward:
-    """A forward that waits for its backward. Same interface as `ForwardPass`.
+class DeferredForward(Execution):
+    """A forward that waits for its backward.
 
     Args:
         call: What to run: a split call with `grad` and `kinds`.
@@ -43,13 +43,7 @@ class DeferredForward:
         kwargs: This worker's rows of the keyword arguments.
         num_chunks: Number of pieces, the same on every worker.
         rows: Rows of the global batch.
-        meta_module: See `run_forward`.
-
-    Attributes:
-        shapes: Leaves of the result before it is computed: tensors of the right shape and dtype, mostly on meta.
-        differentiable: For each leaf whether a gradient may be given to `backward`.
-        treespec: How the leaves nest.
-        inputs: The tensor leaves of the arguments that `backward` answers gradients for.
+        meta_module: See `way_to_execute`.
     """
 
     def __init__(
@@ -61,76 +55,69 @@ class DeferredForward:
         rows: int,
         meta_module: nn.Module | None,
     ) -> None:
-        self._call = call
+        self.call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self._num_chunks = num_chunks
         self._rows = rows
         if call.mode == "split":
-            start, stop = row_range(call.rank, call.num_workers, rows)
+            start, stop = row_range(call.axis.rank, call.axis.size, rows)
             self._rows = stop - start
         self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._outputs: Sequence[Any] | None = None
-        self.shapes, self.treespec, self._denominators = self._dry_run(meta_module)
+        self.is_computed = False
+        self.shapes, self.treespec, self._denominators, draws_from_host = self._dry_run(meta_module)
+        self.kinds = call.kinds or ("same",) * len(self.shapes)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in self.shapes]
-
-    has_result = True
-    """Whether this worker has the outputs; in a pipeline some have none."""
-    attributes: Mapping[str, int] = MappingProxyType({})
-    """See `ForwardPass`; pieces set attributes several times, and none of them is answered."""
-    left_out: Sequence[str] = ()
-
-    @property
-    def computed(self) -> bool:
-        """Whether `outputs` may be read without computing anything."""
-        return self._outputs is not None
+        self.drew = bool(call.random.draws) or draws_from_host
+        if self.drew:
+            self._draw()
 
     @property
     def outputs(self) -> Sequence[Any]:
-        """Leaves of the result; computed now if they are not there yet."""
-        return self.materialize()
-
-    def materialize(self) -> Sequence[Any]:
-        """Returns the leaves of the result, from a run without gradients unless backward has computed them."""
+        """Leaves of the result, from a run without gradients unless backward has computed them."""
         if self._outputs is None:
-            call = replace(self._call, grad=False)
-            chunks = [self._run_chunk(call, chunk).outputs for chunk in range(self._num_chunks)]
-            self._outputs = self._join(chunks)
+            self._set_outputs(self._compute_outputs())
+        assert self._outputs is not None
         return self._outputs
 
+    def _set_outputs(self, chunks: list[list[Any]]) -> None:
+        """Keeps the leaves of the whole slice, given those of its pieces."""
+        self._outputs = _Joined(self.kinds, chunks) if self.has_result else []
+        self.is_computed = True
+
+    def _compute_outputs(self) -> list[list[Any]]:
+        call = replace(self.call, grad=False)
+        return [list(self._run_chunk(call, chunk).outputs) for chunk in range(self._num_chunks)]
+
+    def _draw(self) -> None:
+        """Leaves the streams where all of the call leaves them: every piece draws for the whole batch."""
+        self._run_chunk(replace(self.call, grad=False), 0)
+
     def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
-        """Runs forward and backward of every piece. Arguments and result as for `ForwardPass.backward`.
+        """Runs forward and backward of every piece.
 
         A second call computes everything once more, so `retain_graph` needs nothing.
         """
         chunks: list[list[Any]] = []
         input_grads: list[list[Tensor | None]] = []
-        with self._call.gradient_sync():
+        with summing_gradients(self.call):
             for chunk in range(self._num_chunks):
-                with nullcontext() if chunk == self._num_chunks - 1 else _gradients_stay_here(self._call.module):
-                    done = self._run_chunk(self._call, chunk)
+                with nullcontext() if chunk == self._num_chunks - 1 else _gradients_stay_here(self.call.module):
+                    done = self._run_chunk(self.call, chunk)
                     input_grads.append(done.accumulate(self._chunk_grads(output_grads, chunk)))
-                chunks.append(done.outputs)
-        self._outputs = self._join(chunks)
+                chunks.append(list(done.outputs))
+        self._set_outputs(chunks)
         return [
             _join_gradients([grads[i] for grads in input_grads], leaf, self._rows) for i, leaf in enumerate(self.inputs)
         ]
 
-    @property
-    def drew(self) -> bool:
-        """Whether the call draws from the CPU's stream or the host's, which stand behind all of it now."""
-        if not (self._call.draws or self.draws_from_host):
-            return False
-        self._run_chunk(replace(self._call, grad=False), 0)  # every piece draws for the whole batch
-        return True
-
-    def _dry_run(self, meta_module: nn.Module | None) -> tuple[list[Any], Any, list[Tensor]]:
-        if self._call.host_stream is not None:
-            set_state_of_host(self._call.host_stream)
-        before = state_of_host()
-        found = None if meta_module is None or self._call.target else self._run_on_meta(meta_module)
+    def _dry_run(self, meta_module: nn.Module | None) -> tuple[Sequence[Any], Any, list[Tensor], bool]:
+        """Returns shapes, nesting, the global denominators, and whether Python's or NumPy's stream is drawn from."""
+        drawing = self.call.random.begin(self.call.device)
+        found = None if meta_module is None or self.call.target else self._run_on_meta(meta_module)
         if not self._smallest(int(found is not None)):
             found = self._run_without_gradients()
-        self.draws_from_host = state_of_host() != before
+        draws_from_host = drawing.moved_host()
         leaves, spec, local = found  # type: ignore[misc]  # None was replaced on every worker
         fewest, most = self._smallest(len(local)), -self._smallest(-len(local))
         if fewest != most:
@@ -140,24 +127,25 @@ class DeferredForward:
                 'plan="micro_batches=1"',
             )
         denominators = torch.stack(local) if local else torch.empty(0, dtype=torch.float64)
-        if local and self._call.num_workers > 1:
-            denominators = denominators.to(self._call.device)
-            dist.all_reduce(denominators, group=self._call.group)
-        return leaves, spec, list(denominators.unbind())
+        if local and self.call.axis.size > 1:
+            denominators = denominators.to(self.call.device)
+            dist.all_reduce(denominators, group=self.call.axis.group)
+        return leaves, spec, list(denominators.unbind()), draws_from_host
 
-    def _run_on_meta(self, meta_module: nn.Module) -> tuple[list[Any], Any, list[Tensor]] | None:
+    def _run_on_meta(self, meta_module: nn.Module) -> tuple[Sequence[Any], Any, list[Tensor]] | None:
         """Returns result, nesting and this worker's denominators; None where meta tensors are not enough."""
-        for real, meta in zip(self._call.module.modules(), meta_module.modules(), strict=False):
+        for real, meta in zip(self.call.module.modules(), meta_module.modules(), strict=False):
             meta.training = real.training
         args, kwargs = tree_unflatten(self._leaves, self._spec)
         try:
             with (
                 torch.no_grad(),
-                MetaReduction(self._call.device, counts=self._call.counts) as reduction,
+                MetaReduction(self.call.device, counts=self.call.counts) as reduction,
                 self._observed(meta_module, reduction),
             ):
-                result = with_report(meta_module, lambda: meta_module(*args, **kwargs)).result
-        except Exception:  # whatever a model does with a value that meta tensors do not have
+                forward = lambda args, kwargs: meta_module(*args, **kwargs)  # noqa: E731
+                result = extended(self.call.extensions, Findings(), meta_module, forward)(args, kwargs)
+        except Exception:  # any error of a model that asks a meta tensor for a value: the real module is run instead
             return None
         return *flatten(result), reduction.local_denominators
 
@@ -165,25 +153,24 @@ class DeferredForward:
         """Returns what has to be active while the module runs on meta."""
         return nullcontext()
 
-    def _run_without_gradients(self) -> tuple[list[Any], Any, list[Tensor]]:
+    def _run_without_gradients(self) -> tuple[Sequence[Any], Any, list[Tensor]]:
         args, kwargs = tree_unflatten(self._leaves, self._spec)
-        recorder = GlobalReduction(self._call.device, record=True, counts=self._call.counts)
-        done = ForwardPass(replace(self._call, grad=False), args, kwargs, reduction=recorder)
+        recorder = GlobalReduction(self.call.device, record=True, counts=self.call.counts)
+        done = ForwardPass(replace(self.call, grad=False), args, kwargs, reduction=recorder)
         return done.outputs, done.treespec, recorder.local_denominators
 
     def _smallest(self, own: int) -> int:
         """Returns the smallest of the workers' numbers."""
-        if self._call.num_workers == 1:
+        if self.call.axis.size == 1:
             return own
-        number = torch.tensor(own, device=self._call.device)
-        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._call.group)
+        number = torch.tensor(own, device=self.call.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.call.axis.group)
         return int(number.item())
 
     def _run_chunk(self, call: Call, chunk: int) -> ForwardPass:
         args, kwargs = self._chunk_arguments(chunk)
         reduction = GlobalReduction(call.device, denominators=self._denominators, counts=call.counts)
-        if call.share is not None:
-            call = replace(call, share=call.share.part(*self._chunk_range(chunk)))
+        call = replace(call, random=call.random.of_rows(*self._chunk_range(chunk)))
         return ForwardPass(call, args, kwargs, reduction=reduction, chunk=chunk)
 
     def _chunk_range(self, chunk: int) -> tuple[int, int]:
@@ -208,15 +195,6 @@ class DeferredForward:
                 own = grad[start * entries : stop * entries] if kind == "rows" else grad / self._num_chunks
                 grads.append(own)
         return grads
-
-    @property
-    def kinds(self) -> Sequence[str]:
-        """The kind of every leaf of the result. See [Note: kinds] in `forward.py`."""
-        return self._call.kinds or ("same",) * len(self.shapes)
-
-    def _join(self, chunks: list[list[Any]]) -> Sequence[Any]:
-        """Returns the leaves of the whole slice from those of its pieces."""
-        return _Joined(self.kinds, chunks)
 
 
 class _Joined(Sequence[Any]):

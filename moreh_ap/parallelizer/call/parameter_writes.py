@@ -15,8 +15,8 @@ gradient from there on: then an error says so.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
@@ -98,17 +99,22 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
             )
 
 
-@contextmanager
-def parameters_kept(module: nn.Module) -> Iterator[None]:
-    """Inside, a parameter put in another's place gives it its value. See [Note: in another's place]."""
+def keep_parameters(module: nn.Module) -> RemovableHandle:
+    """Has a parameter that is put in another's place give it its value. See [Note: in another's place].
+
+    It lasts as long as the module; the handle ends it earlier.
+    """
+    model = weakref.ref(module)
 
     def keep(owner: nn.Module, name: str, new: nn.Parameter | None) -> nn.Parameter | None:
         old = owner._parameters.get(name)
-        if old is None or new is None or new is old or not any(part is owner for part in module.modules()):
+        root = model() if old is not None and new is not None and new is not old else None
+        if root is None or not any(part is owner for part in root.modules()):
             return None
+        assert old is not None and new is not None
         if isinstance(old, DTensor) or isinstance(new, DTensor):
             return None  # FSDP2 gathers a parameter of an `nn.LSTM`, or lets go of it
-        if fsdp_roots(module) or (old.shape, old.dtype) != (new.shape, new.dtype):
+        if fsdp_roots(root) or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise UnsupportedError(
                 f"forward puts a parameter of shape {tuple(new.shape)} in place of {name} of shape {tuple(old.shape)}, "
                 "which is sharded or another one.",
@@ -122,11 +128,9 @@ def parameters_kept(module: nn.Module) -> Iterator[None]:
             old.register_hook(lambda gradient: _refuse_gradient(name))
         return old
 
-    hook = register_module_parameter_registration_hook(keep)  # type: ignore[arg-type]  # it may return one
-    try:
-        yield
-    finally:
-        hook.remove()
+    handle = register_module_parameter_registration_hook(keep)  # type: ignore[arg-type]  # it may return a parameter
+    weakref.finalize(module, handle.remove)
+    return handle
 
 
 def _refuse_gradient(name: str) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +25,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.parallelizer.call.forward import Call
+from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.execution import Execution
+from moreh_ap.parallelizer.call.forward import autocasting, reducing, scaled_gradient, summing_gradients
 from moreh_ap.parallelizer.call.micro_batches import DeferredForward
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import compute_dtype, recover, settle
@@ -39,15 +40,14 @@ from moreh_ap.plan import Plan
 from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
 
 
-class PipelinedPass:
+class PipelinedPass(Execution):
     """A forward that has run through all stages, and its backward. See [Note: two ways to run].
 
-    Same interface as `ForwardPass`; `has_result` says whether this worker has the outputs.
+    No attribute is answered: each worker has parts of the model.
     """
 
-    attributes: Mapping[str, int] = MappingProxyType({})
-    """No attribute is answered: each worker has parts of the model."""
-    gathered: Sequence[str] = ()
+    runs_in_stages = True
+    outputs: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -59,15 +59,13 @@ class PipelinedPass:
         chunk: int = 0,
     ) -> None:
         stages = _stages(call.module)
-        self._call, self._stages = call, stages
+        self.call, self._stages = call, stages
         self._ran: list[tuple[Stage, list[Tensor], list[Tensor]]] = []  # stage, received, returned
         self.has_result = stages.axis.rank == stages.last_worker
-        self.outputs: list[Any] = []
         self._results: list[Any] = []
-        self.treespec: Any = None
         settle(call.module)
         try:
-            with torch.set_grad_enabled(call.grad), reduction or call.reduction(), call.autocasting():
+            with torch.set_grad_enabled(call.grad), reduction or reducing(call), autocasting(call):
                 for number, stage in stages.local.items():
                     self._run(number, stage, args, dict(kwargs), chunk)
         except BaseException:
@@ -75,12 +73,13 @@ class PipelinedPass:
             raise
         if not call.grad:
             settle(call.module)
+        self.shapes, self.kinds = self.outputs, call.kinds or ("same",) * len(self.outputs)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
 
     def _run(self, number: int, stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int) -> None:
         axis = self._stages.axis
-        received, nesting = ([], None) if number == 0 else _receive(axis, (number - 1) % axis.size, self._call.device)
-        self._call.seed_generators(chunk, number)
+        received, nesting = ([], None) if number == 0 else _receive(axis, (number - 1) % axis.size, self.call.device)
+        self.call.random.begin(self.call.device, chunk, number)
         result = stage(tuple(received), nesting, args, kwargs)
         if stage.is_last:
             self._results, self.treespec = flatten(result)
@@ -89,6 +88,10 @@ class PipelinedPass:
             return
         self._ran.append((stage, received, list(result)))
         _send(axis, (number + 1) % axis.size, list(result), stage.nesting)
+
+    def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
+        with summing_gradients(self.call):
+            return self.accumulate(output_grads, retain_graph)
 
     def accumulate(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
         """Adds to this worker's gradients; sums over workers are left to the caller.
@@ -101,7 +104,7 @@ class PipelinedPass:
         try:
             for stage, received, returned in reversed(self._ran):
                 if stage.is_last:
-                    roots, grads = _roots(self._call, self._results, output_grads)
+                    roots, grads = _roots(self, self._results, output_grads)
                 else:
                     roots = [t for t in returned if t.requires_grad]
                     grads = [torch.empty_like(t) for t in roots]
@@ -115,13 +118,15 @@ class PipelinedPass:
                         leaf.grad = None
                         dist.send(grad, group=axis.group, group_dst=(stage.index - 1) % axis.size)
         except BaseException:
-            recover(self._call.module)
+            recover(self.call.module)
             raise
         return []
 
 
 class PipelinedForward(DeferredForward):
     """A forward that waits for its backward and then runs the plan's schedule. See [Note: two ways to run]."""
+
+    runs_in_stages = True
 
     def __init__(
         self,
@@ -135,6 +140,7 @@ class PipelinedForward(DeferredForward):
     ) -> None:
         self._stages = _stages(call.module)
         self._plan = plan
+        self.has_result = self._stages.axis.rank == self._stages.last_worker
         self._chunk_grads_given: list[list[Tensor | None]] = []
         if call.target is not None:
             raise UnsupportedError(
@@ -143,13 +149,6 @@ class PipelinedForward(DeferredForward):
                 'plan="shard=2"',
             )
         super().__init__(call, args, kwargs, num_chunks, rows, meta_module)
-        if self.draws_from_host:
-            raise UnsupportedError(
-                "forward draws from Python's random or from NumPy, and each stage of a pipeline would draw others",
-                "random numbers of torch, or plans with pipeline=1",
-                'plan="shard=2"',
-            )
-        self.has_result = self._stages.axis.rank == self._stages.last_worker
         if call.kinds is not None and len(call.kinds) != len(self.shapes):
             raise UnsupportedError(
                 "a training call asks for results that earlier stages of the pipeline compute (hidden states?)",
@@ -163,39 +162,43 @@ class PipelinedForward(DeferredForward):
                 'plan="shard=2"',
             )
 
-    def materialize(self) -> Sequence[Any]:
-        """Returns the leaves of the result, from a run without gradients unless backward has computed them."""
-        if self._outputs is None:
-            call = replace(self._call, grad=False)
-            chunks = []
-            for chunk in range(self._num_chunks):
-                args, kwargs = self._chunk_arguments(chunk)
-                reduction = self._reduction_of(self._stages.local)
-                chunks.append(PipelinedPass(call, args, kwargs, reduction=reduction, chunk=chunk).outputs)
-            self._outputs = self._join(chunks) if self.has_result else []
-        return self._outputs
+    def _compute_outputs(self) -> list[list[Any]]:
+        call = replace(self.call, grad=False)
+        chunks = []
+        for chunk in range(self._num_chunks):
+            args, kwargs = self._chunk_arguments(chunk)
+            reduction = self._reduction_of(self._stages.local)
+            chunks.append(list(PipelinedPass(call, args, kwargs, reduction=reduction, chunk=chunk).outputs))
+        return chunks
+
+    def _draw(self) -> None:
+        raise UnsupportedError(
+            "forward draws from Python's random or from NumPy, and each stage of a pipeline would draw others",
+            "random numbers of torch, or plans with pipeline=1",
+            'plan="shard=2"',
+        )
 
     def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
         """Runs the schedule. A second call computes everything once more, so `retain_graph` needs nothing."""
         self._chunk_grads_given = [self._chunk_grads(output_grads, chunk) for chunk in range(self._num_chunks)]
-        settle(self._call.module)
-        schedule, adapters = schedule_for(self._stages, self._plan, self._num_chunks, self._call.device)
+        settle(self.call.module)
+        schedule, adapters = schedule_for(self._stages, self._plan, self._num_chunks, self.call.device)
         chunks: list[Any] = [[] for _ in range(self._num_chunks)]
         for adapter in adapters:
             adapter.begin(self, chunks)
         numbers = list(range(self._num_chunks))
         try:
-            with self._stages.sums_shared_gradients(), self._call.gradient_sync():
+            with self._stages.sums_shared_gradients(), summing_gradients(self.call):
                 schedule._step_microbatches(target_mbs=numbers)
         except BaseException:
-            recover(self._call.module)
+            recover(self.call.module)
             raise
         finally:
             for adapter in adapters:
                 adapter.end()
         self._chunk_grads_given = []
-        settle(self._call.module)
-        self._outputs = self._join(chunks) if self.has_result else []
+        settle(self.call.module)
+        self._set_outputs(chunks)
         return []
 
     # -- what a stage asks ------------------------------------------------------------------------------------------
@@ -203,8 +206,8 @@ class PipelinedForward(DeferredForward):
     def run_stage(self, stage: Stage, chunk: int, received: tuple[Tensor, ...]) -> list[Any]:
         """Returns what a stage makes of one micro-batch: tensors for the next stage, on the last one the results."""
         args, kwargs = self._chunk_arguments(chunk)
-        self._call.seed_generators(chunk, stage.index)
-        with torch.enable_grad(), self._reduction_of([stage.index]), self._call.autocasting():
+        self.call.random.begin(self.call.device, chunk, stage.index)
+        with torch.enable_grad(), self._reduction_of([stage.index]), autocasting(self.call):
             nesting = None if stage.index == 0 else self._borders[stage.index - 1][0]
             result = stage(received, nesting, args, kwargs)
         if stage.is_last:
@@ -215,7 +218,7 @@ class PipelinedForward(DeferredForward):
     def border(self, stage: int, chunk: int) -> list[Border]:
         """Returns shapes and dtypes of what a stage returns for one micro-batch."""
         start, stop = self._chunk_range(chunk)
-        computed = compute_dtype(self._call.module)
+        computed = compute_dtype(self.call.module)
         found = []
         for shape, dtype in self._borders[stage][1]:
             if shape and shape[0] == self._rows:
@@ -226,11 +229,11 @@ class PipelinedForward(DeferredForward):
 
     def roots(self, results: list[Any], chunk: int) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the results of a micro-batch that have gradients, with these."""
-        return _roots(self._call, results, self._chunk_grads_given[chunk])
+        return _roots(self, results, self._chunk_grads_given[chunk])
 
     def keeps_gradients_here(self) -> AbstractContextManager[None]:
         """Inside, what backward adds to gradients is not summed over workers yet."""
-        sync = gradient_sync_of(self._call.module)
+        sync = gradient_sync_of(self.call.module)
         return nullcontext() if sync is None else sync.local()
 
     # -- before anything runs ----------------------------------------------------------------------------------------
@@ -265,9 +268,9 @@ class PipelinedForward(DeferredForward):
                 hooks.callback(block.register_forward_hook(end, with_kwargs=True).remove)
             yield
 
-    def _run_without_gradients(self) -> tuple[list[Any], Any, list[Tensor]]:
+    def _run_without_gradients(self) -> tuple[Sequence[Any], Any, list[Tensor]]:
         raise UnsupportedError(
-            f"a pipeline needs a forward that can be followed without values, {type(self._call.module).__name__}'s "
+            f"a pipeline needs a forward that can be followed without values, {type(self.call.module).__name__}'s "
             "could not",
             "plans with pipeline=1 for this model",
             'plan="shard=2"',
@@ -282,11 +285,11 @@ class PipelinedForward(DeferredForward):
         return [site for site in range(stop) if inside.get(site, own.start) in own]
 
     def _reduction_of(self, stages: Iterable[int]) -> AbstractContextManager[Any]:
-        if self._call.mode != "split":
-            return self._call.reduction()
+        if self.call.mode != "split":
+            return reducing(self.call)
         own = [self._denominators[site] for stage in stages for site in self._sites_of(stage)]
-        call = self._call
-        return GlobalReduction(call.device, group=call.group, denominators=own, counts=call.counts)
+        call = self.call
+        return GlobalReduction(call.device, axis=call.axis, denominators=own, counts=call.counts)
 
 
 def _send(axis: Axis, place: int, tensors: list[Tensor], nesting: Nesting | None) -> None:
@@ -318,10 +321,13 @@ def _stages(module: nn.Module) -> Stages:
     return found
 
 
-def _roots(call: Call, results: Sequence[Any], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+def _roots(
+    execution: Execution, results: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor]]:
+    call, kinds = execution.call, execution.kinds
     roots, given = [], []
     for index, (result, grad) in enumerate(zip(results, grads, strict=True)):
         if grad is not None and isinstance(result, Tensor) and result.requires_grad:
             roots.append(result)
-            given.append(call.output_gradient(index, result, grad))
+            given.append(scaled_gradient(call, kinds[index], result, grad))
     return roots, given

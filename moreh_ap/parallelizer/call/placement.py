@@ -6,30 +6,35 @@ Decides where tensors that a forward makes or moves end up. Must not know losses
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-_MOVES = {torch.Tensor.to, torch.Tensor.cuda}
+CUDA_DEVICES = frozenset(
+    device
+    for name in ("cuda", *(f"cuda:{index}" for index in range(128)))
+    for device in (name, torch.device(name))
+)
+"""What a call of a torch function may name that means this worker's device."""
 
 
+@dataclass(eq=False, repr=False)
 class OwnDevice(TorchFunctionMode):
     """While active, every CUDA device named in a call of a torch function means `device`.
 
-    Args:
+    Attributes:
         device: This worker's device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
+    device: torch.device
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _MOVES or "device" in kwargs:
+        if func is torch.Tensor.to or func is torch.Tensor.cuda or kwargs.get("device") in CUDA_DEVICES:
             func, args, kwargs = self.place(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -41,13 +46,7 @@ class OwnDevice(TorchFunctionMode):
             flags = {key: value for key, value in kwargs.items() if key != "device"}
             return torch.Tensor.to, (args[0], self.device), flags
         if func is torch.Tensor.to:
-            args = tuple(self.device if _is_cuda(arg) else arg for arg in args)
-        if _is_cuda(kwargs.get("device")):
+            args = tuple(self.device if arg in CUDA_DEVICES else arg for arg in args)
+        if kwargs.get("device") in CUDA_DEVICES:
             kwargs = {**kwargs, "device": self.device}
         return func, args, kwargs
-
-
-def _is_cuda(value: Any) -> bool:
-    if isinstance(value, torch.device):
-        return value.type == "cuda"
-    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))

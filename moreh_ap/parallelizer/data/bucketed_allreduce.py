@@ -32,6 +32,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from moreh_ap.parallelizer.call.call import attach_gradient_sync
+
 BUCKET_BYTES = 25 * 2**20
 """Size of a bucket. Source: default `bucket_cap_mb` of torch.nn.parallel.DistributedDataParallel."""
 
@@ -210,7 +212,9 @@ def _lay_out(params: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
 
 def attach(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Makes `gradient_sync_of(module)` a `GradientSync` over `group`."""
-    object.__setattr__(module, _ATTRIBUTE, GradientSync(module, group))
+    sync = GradientSync(module, group)
+    object.__setattr__(module, _ATTRIBUTE, sync)
+    attach_gradient_sync(module, sync)
 
 
 def gradient_sync_of(module: nn.Module) -> GradientSync | None:

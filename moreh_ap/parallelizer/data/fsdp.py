@@ -6,7 +6,7 @@ controller.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,6 +81,35 @@ def shard(
 def _own_outputs(block: nn.Module, args: object, output: Any) -> Any:
     """Gives a block's outputs memory of their own: an in-place operation on a view would drop FSDP2's backward hook."""
     return tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if leaf._is_view() else leaf, output)
+
+
+def calling(module: nn.Module, target: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what runs `target`, a part of `module` or a method of one, with the parameters there that FSDP2 gathers.
+
+    Where FSDP2 manages the module as a whole, its hooks on the module gather what the module owns itself.
+    """
+    if module not in fsdp_roots(module):
+        return target
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _forward_replaced(module, target):
+            return module(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, target: Callable[..., Any]) -> Iterator[None]:
+    """Inside, calling `module` runs `target`."""
+    own = module.__dict__.get("forward")
+    object.__setattr__(module, "forward", target)
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            object.__setattr__(module, "forward", own)
 
 
 def prepare(module: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Makes the mean losses of a forward over some rows shares of the mean over all rows.
 
 Decides what a mean means when every worker sees a slice of the batch. Must not know models, plans or how a batch was
-cut. Whether the result is right for a given forward is for `proof.py` to show.
+cut. Whether the result is right for a given forward is for `split_check.py` to show.
 
 [Note: shares]
 One device computes sum / count over the global batch. Worker r computes sum_r / (count_0 + count_1 + ...): its share.
@@ -37,11 +37,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.distributed_c10d import get_world_size
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.call.placement import OwnDevice
+from moreh_ap.parallelizer.call.placement import CUDA_DEVICES, OwnDevice
+from moreh_ap.parallelizer.mesh import Axis, world_axis
 
 _CLASS_LOSSES = {F.cross_entropy, F.nll_loss}
 _ELEMENT_LOSSES = {
@@ -85,7 +85,7 @@ class GlobalReduction(OwnDevice):
 
     Args:
         device: This worker's device; CUDA devices named inside the forward mean this one.
-        group: The workers that share the batch. None is the default group.
+        axis: The workers that share the batch; by default all of them.
         denominators: The global denominator of every site, where it is known beforehand: nothing is communicated.
         record: Take the local denominators for the global ones: nothing is communicated.
         counts: Whether the numbers of true elements of masks are denominators too. See [Note: counts].
@@ -107,7 +107,7 @@ class GlobalReduction(OwnDevice):
         self,
         device: torch.device,
         *,
-        group: dist.ProcessGroup | None = None,
+        axis: Axis | None = None,
         denominators: Sequence[Tensor] | None = None,
         record: bool = False,
         counts: bool = False,
@@ -119,7 +119,7 @@ class GlobalReduction(OwnDevice):
         self.saw_counts = False
         self.local_denominators: list[Tensor] = []
         self.global_denominators: list[Tensor] = []
-        self._group = group
+        self._axis = world_axis() if axis is None else axis
         self._known = denominators
         self._record = record
         self._counts = counts
@@ -141,9 +141,15 @@ class GlobalReduction(OwnDevice):
         if func in _COUNTS and _is_count(args, kwargs):
             self.saw_counts = True
             if self._counts:
-                local = super().__torch_function__(func, types, args, kwargs)
+                local = func(*args, **kwargs)
                 return self._add_up(local).to(local.device, local.dtype)
-        return super().__torch_function__(func, types, args, kwargs)
+        if (
+            func is Tensor.cuda
+            or kwargs.get("device") in CUDA_DEVICES
+            or (func is Tensor.to and not CUDA_DEVICES.isdisjoint(args))
+        ):
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
@@ -234,9 +240,9 @@ class GlobalReduction(OwnDevice):
         """Returns the sums of a denominator and of the places for which workers gave it: numbers, 0 at the end."""
         known = torch.tensor([place, mark, place * place, mark * mark], dtype=torch.float64)
         numbers = torch.cat([local.reshape(1).to(self.device), known.to(self.device)])
-        dist.all_reduce(numbers, group=self._group)
+        dist.all_reduce(numbers, group=self._axis.group)
         sums, squares = numbers[1:3], numbers[3:]
-        self._apart.append(squares * get_world_size(self._group) - sums.square())  # zeros if all gave the same
+        self._apart.append(squares * self._axis.size - sums.square())  # zeros if all gave the same
         return numbers[0], sums[0]
 
     def _meet(self, mark: int) -> None:
@@ -273,7 +279,9 @@ class MetaReduction(GlobalReduction):
             args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
         if func in _GROUPED_PRODUCTS and len(args) > 1 and args[0].is_meta and (args[0].ndim, args[1].ndim) == (2, 3):
             return args[0].new_empty(args[0].shape[0], args[1].shape[-1], dtype=kwargs.get("out_dtype"))
-        return super().__torch_function__(func, types, args, kwargs)
+        if func is Tensor.cuda or func is Tensor.to or "device" in kwargs:
+            func, args, kwargs = self.place(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def place(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

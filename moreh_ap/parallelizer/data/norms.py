@@ -11,18 +11,18 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import get_world_size, is_initialized
 
 from moreh_ap.errors import UnsupportedError
 
 
-def total_norm(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+def total_norm(parts: Sequence[Tensor], order: float, device: torch.device, num_workers: int) -> Tensor:
     """Returns the norm of all elements that workers hold together, as a tensor without dims. A collective.
 
     Args:
         parts: This worker's parts, without those whose elements another worker counts.
         order: The order of the norm, above 0, or infinity.
         device: Where the result is wanted.
+        num_workers: How many workers there are.
 
     Raises:
         UnsupportedError: The order is not above 0.
@@ -33,7 +33,7 @@ def total_norm(parts: Sequence[Tensor], order: float, device: torch.device) -> T
     norms = torch.stack([torch.linalg.vector_norm(part.detach(), order, dtype=dtype) for part in parts if part.numel()]
                         or [torch.zeros((), dtype=dtype, device=device)])
     whole = torch.linalg.vector_norm(norms, order).to(device)
-    if not is_initialized() or get_world_size() == 1:
+    if num_workers == 1:
         return whole
     if math.isinf(order):
         dist.all_reduce(whole, op=dist.ReduceOp.MAX)

@@ -5,10 +5,10 @@ or how blocks were found.
 
 [Note: the same surroundings]
 A worker's forward runs under torch function modes: CUDA devices mean this worker's (`placement.py`), means are shares
-of the global batch (`reduction.py`), dropout may be off (`rehearsal.py`). The backward runs outside of them. So a block
-remembers the modes of its forward and runs again under the same ones; the denominators that the forward summed over
-workers are used once more, so nothing is communicated for them and nothing can differ. Autocast and random numbers
-of PyTorch are put back by `torch.utils.checkpoint`, those of Python and NumPy here.
+of the global batch (`loss_reduction.py`), dropout may be off (`dry_run.py`). The backward runs outside of them. So a
+block remembers the modes of its forward and runs again under the same ones; the denominators that the forward summed
+over workers are used once more, so nothing is communicated for them and nothing can differ. Autocast and random numbers
+of PyTorch are put back by `torch.utils.checkpoint`, those of Python and NumPy by `HostReplay`.
 
 [Note: run twice, counted once]
 A forward may change things: running statistics in buffers, a key-value cache among its arguments. Buffers are put back
@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.selective_recompute import KeptResults
-from moreh_ap.protocol.rng_state import host_untouched, set_state_of_host, state_of_host
+from moreh_ap.parallelizer.rng.policy import HostReplay
 
 
 def apply_recompute(blocks: Sequence[nn.Module], recompute: str | int, *, stop_early: bool = False) -> None:
@@ -99,7 +99,7 @@ class _Surroundings:
     def __init__(self, block: nn.Module, selective: bool) -> None:
         self._block = block
         self._modes = _get_current_function_mode_stack()
-        self._host_stream = state_of_host()
+        self._host = HostReplay()
         self._sites: list[slice] = []
         self._kept = KeptResults() if selective else None
 
@@ -123,8 +123,7 @@ class _Surroundings:
             for mode, sites in zip(self._modes, self._sites, strict=True)
         ]
         try:
-            with host_untouched(), _function_modes(modes):
-                set_state_of_host(self._host_stream)
+            with self._host.again(), _function_modes(modes):
                 if self._kept is None:
                     yield
                 else:

@@ -8,7 +8,7 @@ stands in for a gradient that is missing here, and whether it stays. Must not kn
 Before FSDP2 reduces, zeros become the gradient of every parameter that has none. After backward the workers tell each
 other which they had; a parameter that nobody used gets back what it had before, which may be None. Only a worker that
 misses a gradient looks at the answer, so the usual step reads nothing back from the device. It is what
-`gradient_sync.py` does for whole parameters.
+`bucketed_allreduce.py` does for whole parameters.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moreh_ap.parallelizer.call.call import attach_gradient_sync
 from moreh_ap.parallelizer.data.fsdp import fsdp_modules, param_groups
 from moreh_ap.patching import Patches
 
-_ATTRIBUTE = "_moreh_uneven_gradients"
 _CHANGED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -51,7 +51,7 @@ class UnevenGradients:
         group: The process group of the workers that share the batch.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._missing: list[Any] = []
         groups = [group for part in fsdp_modules(module) for group in param_groups(part)]
@@ -100,11 +100,6 @@ class UnevenGradients:
                     param.sharded_param.grad = None
 
 
-def attach(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Makes `uneven_gradients_of(module)` an `UnevenGradients` over `group`."""
-    object.__setattr__(module, _ATTRIBUTE, UnevenGradients(module, group))
-
-
-def uneven_gradients_of(module: nn.Module) -> UnevenGradients | None:
-    """Returns what makes gradients even before FSDP2 reduces them, None where it does not."""
-    return module.__dict__.get(_ATTRIBUTE)
+def attach(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Makes gradients of `module` even over `group` before FSDP2 reduces them."""
+    attach_gradient_sync(module, UnevenGradients(module, group))

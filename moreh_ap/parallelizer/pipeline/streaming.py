@@ -11,8 +11,7 @@ stages share the batch like replicas meanwhile. One block at a time is in memory
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,14 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
+from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
 from moreh_ap.parallelizer.data.fsdp import compute_dtype
 from moreh_ap.parallelizer.pipeline.stages import Stages
 from moreh_ap.parallelizer.tensor.split_tensor import is_no_plain_container
 
-_ATTRIBUTE = "_moreh_streaming"
 
-
-class Streaming:
+class Streaming(CallExtension):
     """Brings parameters of other stages to this worker while a forward runs.
 
     Args:
@@ -61,22 +59,22 @@ class Streaming:
             if parent == body or (outside and next(part.children(), None) is None):
                 yield path, part
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Inside, a forward may run through all stages' modules; every worker of the pipeline has to run the same."""
-        self._active = True
-        try:
-            yield
-        finally:
-            self._active = False
+    def around_forward(self, findings: Findings, module: nn.Module, forward: Forward) -> Forward:
+        """Returns a forward through all stages' modules; every worker of the pipeline has to run the same."""
+        if module is not self._module:
+            return forward
 
-    def cast_inputs(self, values: Any) -> Any:
-        """Returns what a model is given, in the precision that it computes in."""
-        return values if self._dtype is None else _cast(values, self._dtype)
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            if self._dtype is not None:
+                args, kwargs = _cast((args, dict(kwargs)), self._dtype)
+            self._active = True
+            try:
+                result = forward(args, kwargs)
+            finally:
+                self._active = False
+            return result if self._dtype is None else _cast(result, torch.float32)  # as FSDP2 returns it
 
-    def cast_result(self, result: Any) -> Any:
-        """Returns what a model returned, in float32 as FSDP2 returns it."""
-        return result if self._dtype is None else _cast(result, torch.float32)
+        return run
 
     def _fetcher(self, unit: nn.Module, owner: int | None) -> Any:
         def fetch(part: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -127,14 +125,3 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return tree_map(cast, values, is_leaf=is_no_plain_container)
-
-
-def attach(module: nn.Module, streaming: Streaming) -> None:
-    """Makes `streaming_of(module)` return `streaming`."""
-    object.__setattr__(module, _ATTRIBUTE, streaming)
-
-
-def streaming_of(module: nn.Module) -> Streaming | None:
-    """Returns what brings other stages' parameters, None where no pipeline was applied."""
-    return module.__dict__.get(_ATTRIBUTE)
-

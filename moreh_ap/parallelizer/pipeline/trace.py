@@ -102,7 +102,7 @@ def trace(
             meta_module(*args, **kwargs)
     except _Crosses as crossing:
         raise PlanError(f"a pipeline cannot cut {type(meta_module).__name__}: {crossing}", *_WITHOUT_PIPELINE) from None
-    except Exception as error:
+    except Exception as error:  # any error of the user's forward, which may ask a meta tensor for a value
         raise PlanError(
             f"a pipeline needs a forward that can be followed without values, {type(meta_module).__name__}'s raised "
             f"{type(error).__name__}: {error}",

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moreh_ap.parallelizer.rng.policy import OwnStream
 from moreh_ap.parallelizer.tensor.crossing import Crossing
-from moreh_ap.parallelizer.tensor.region_rng import OwnStream
 
 
 @dataclass

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import PlanError
+from moreh_ap.parallelizer.rng.policy import OwnStream
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.layer_splits import Parts
-from moreh_ap.parallelizer.tensor.region_rng import OwnStream
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, whole
 from moreh_ap.parallelizer.tensor.styles import make_per_head, set_forward
 from moreh_ap.protocol.blocks import block_lists
@@ -221,7 +221,7 @@ def _treats_tokens_alone(block: nn.Module) -> bool | None:
             try:
                 together = trial(hidden, **needed)
                 alone = [trial(hidden[:, i : i + 1], **needed) for i in range(4)]
-            except Exception:  # whatever a strange forward raises here: it cannot be tried so
+            except Exception:  # any error of a forward that takes other hidden states: the next form is tried
                 continue
         if isinstance(together, tuple):
             together, alone = together[0], [result[0] for result in alone]

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -41,6 +40,19 @@ _FACTS = {
 
 
 _PROPERTIES = {"__get__", "__set__", "__delete__"}
+
+_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Torch functions with a split form of their own, which other modules have registered."""
+
+
+def computes(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Has the decorated function compute a torch function that is called with a `SplitTensor`."""
+
+    def register(split_form: Callable[..., Any]) -> Callable[..., Any]:
+        _FUNCTIONS[function] = split_form
+        return split_form
+
+    return register
 
 
 class SplitTensor(Tensor):
@@ -91,10 +103,8 @@ class SplitTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func is F.cross_entropy:
-            from moreh_ap.parallelizer.tensor.vocabulary import cross_entropy
-
-            return cross_entropy(*args, **kwargs)
+        if func in _FUNCTIONS:
+            return _FUNCTIONS[func](*args, **kwargs)
         is_below_autograd = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
         if not is_below_autograd and name not in _KEPT_NAMES | _FACTS | _PROPERTIES:
             args, kwargs = whole((args, kwargs))

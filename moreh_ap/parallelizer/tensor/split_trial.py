@@ -118,10 +118,10 @@ def _run_split(
 
 
 def _run(module: nn.Module, hidden: Tensor, extra: dict[str, Any]) -> Any:
-    """Returns the first tensor of the result, or the exception: whatever a strange forward does here says "not so"."""
+    """Returns the first tensor of the result, or the exception of a forward that cannot be split so."""
     try:
         result = module(hidden, **extra)
-    except Exception as error:
+    except Exception as error:  # any error of a forward that was not written for such inputs
         return error
     return result[0] if isinstance(result, (tuple, list)) and len(result) else result
 

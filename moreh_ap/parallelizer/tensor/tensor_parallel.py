@@ -1,21 +1,22 @@
 """Tensor parallelism: every layer of a model split over the ranks of one mesh axis, with one-device numbers.
 
-Decides what a caller gets of it; how each module is split is for `tensor_choice.py`. Must not know batches, other mesh
+Decides what a caller gets of it; how each module is split is for `split_choice.py`. Must not know batches, other mesh
 axes, checkpoints or the controller.
 
 [Note: ordinary parameters]
 A rank's part of a parameter is an ordinary, smaller parameter, and a `TensorLayout` says what it is of the whole. It is
 not a DTensor: fused projections need pieces from several places, key-value heads may be on several ranks, FSDP2 shards
 the part over the data axes as if it were the whole, and optimizers run without dispatch. Activations cross the axis
-through DTensor (`tensor_crossing.py`).
+through DTensor (`crossing.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moreh_ap.errors import PlanError
@@ -42,6 +43,19 @@ class TensorParallel:
     cache_heads: int | None = None
     cache_ranges: tuple[Range, ...] | None = None
     cache_writes: bool = True
+
+    def own_heads(self, cached_BHTD: Tensor) -> Tensor:
+        """Returns keys or values cut to this rank's heads; a tensor of other dims (a count of positions) as it is."""
+        if self.cache_ranges is None or cached_BHTD.dim() != 4:
+            return cached_BHTD
+        return torch.cat([cached_BHTD[:, start:stop] for start, stop in self.cache_ranges], dim=1)
+
+    def cache_layout(self, cached_BHTD: Tensor) -> TensorLayout | None:
+        """Returns what keys or values of this rank are of those of all heads; None if they are all of them."""
+        if self.cache_ranges is None or self.cache_heads is None or cached_BHTD.dim() != 4:
+            return None
+        shape = (cached_BHTD.shape[0], self.cache_heads, *cached_BHTD.shape[2:])
+        return TensorLayout(shape, 1, self.cache_ranges, self.cache_writes)
 
 
 def apply_tensor_parallel(

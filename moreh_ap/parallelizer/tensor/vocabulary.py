@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moreh_ap.parallelizer.tensor.crossing import Crossing
-from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, whole
+from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, computes, whole
 
 
 def localize_padding(embedding: nn.Embedding, rows: tuple[int, int]) -> None:
@@ -56,6 +56,7 @@ def vocabulary_logits(
     return SplitTensor.from_local(F.linear(crossing.enter(whole(hidden)), weight, bias), vocabulary, -1, crossing)
 
 
+@computes(F.cross_entropy)
 def cross_entropy(
     input: Tensor,
     target: Tensor,

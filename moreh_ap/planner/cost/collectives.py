@@ -1,6 +1,6 @@
 """How long groups of devices need to exchange bytes, by where their members are.
 
-Decides the cost of collectives and messages from link figures. Must not know what is exchanged or why.
+Decides the cost of collectives and messages from link figures. Must not know which tensors are exchanged, or why.
 
 [Note: rings]
 A ring over `n` devices passes (n - 1) / n of all bytes through every device for a gather or a scatter, twice that for a
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from moreh_ap.planner.cost.coefficients import Coefficients
 from moreh_ap.planner.cost.hardware import Cluster
-from moreh_ap.planner.cost.measured import Exchange, nearest
+from moreh_ap.planner.cost.measured_collectives import MeasuredCollective, nearest
 
-__all__ = ["Group", "crossing_s", "gather_s", "group_of", "message_s", "queued_gathers_s", "queued_sums_s"]
+__all__ = ["Group", "gather_s", "group_of", "message_s", "queued_gathers_s", "queued_sums_s", "tensor_sum_s"]
 
 INTERRUPTED = 0.5
 """Part of the latency that an exchange pays which cannot follow another at once."""
@@ -52,7 +52,7 @@ class Group:
     start_s: float
     queued_s: float
     queued_sum_s: float
-    measured: tuple[Exchange, ...] = ()
+    measured: tuple[MeasuredCollective, ...] = ()
 
     def exchange_s(self, kind: str, num_bytes: float) -> float | None:
         """Returns what a measured exchange of this kind takes, None where none was measured."""
@@ -90,7 +90,7 @@ def gather_s(num_bytes: float, group: Group) -> float:
     return group.start_s + num_bytes * (group.size - 1) / group.size / group.bytes_per_s
 
 
-def crossing_s(num_bytes: float, is_split: bool, group: Group) -> float | None:
+def tensor_sum_s(num_bytes: float, is_split: bool, group: Group) -> float | None:
     """Returns what a measured sum of a hidden state over the tensor axis takes, None where none was measured.
 
     Args:

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from moreh_ap.errors import OptionError
-from moreh_ap.planner.cost.measured import Exchange
+from moreh_ap.planner.cost.measured_collectives import MeasuredCollective
 
 __all__ = ["Cluster", "Device", "Link", "devices", "find_cluster", "find_device", "find_link", "links"]
+
+USABLE_FRACTION = 0.925
+"""Fraction of a device's memory that a program can fill before it runs out: contexts of CUDA and NCCL take the rest."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Device:
     source: str = ""
     checked: str = ""
 
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of its memory that a plan may reserve."""
+        return self.memory_bytes * USABLE_FRACTION
+
     def peak_flops(self, precision: str) -> float:
         """Returns the peak rate of products in `precision`: "fp32", "bf16", "fp16" or "fp8"."""
         if precision == "fp8" and self.fp8_flops:
@@ -95,7 +103,7 @@ class Link:
     queued_s: float = 5e-6
     queued_sum_s: float = 5e-6
     crowding_s: float = 0.0
-    measured: tuple[Exchange, ...] = ()
+    measured: tuple[MeasuredCollective, ...] = ()
     source: str = ""
     checked: str = ""
 

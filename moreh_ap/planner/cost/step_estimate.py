@@ -1,4 +1,4 @@
-"""What is predicted of a training step's time, by what it goes to.
+"""The predicted time of a training step, by where it goes.
 
 Decides what belongs to the total, and the rates that follow from it. Must not know how any part is estimated.
 """
@@ -13,12 +13,12 @@ __all__ = ["StepEstimate"]
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Seconds of one step of the slowest device, by what they go to; hidden ones are not part of the total.
+    """Seconds of one step of the slowest device, by where they go; hidden ones overlap with computation.
 
     Attributes:
         forward_s: Computing forward.
         backward_s: Computing backward.
-        recompute_s: Computing again what was not kept.
+        recompute_s: Recomputing activations that were not kept.
         host_s: Waiting for the host to start kernels.
         tensor_s: Communication of the tensor axis that nothing hides.
         tensor_hidden_s: The same, hidden.
@@ -28,11 +28,11 @@ class StepEstimate:
         pipeline_hidden_s: The same, hidden.
         bubble_s: Waiting for the pipeline to fill and drain.
         optimizer_s: The optimizer's step.
-        fixed_s: What every step takes.
+        fixed_s: Seconds that every step takes, whatever the model.
         tokens: Tokens of the step on all devices.
         num_devices: Devices.
-        model_flops: Operations that the model needs for the step, nothing recomputed.
-        peak_flops: Peak rate of one device.
+        model_flops: Floating-point operations that the model needs for the step, nothing recomputed.
+        peak_flops: Peak rate of one device, operations a second.
     """
 
     forward_s: float
@@ -53,8 +53,24 @@ class StepEstimate:
     model_flops: float
     peak_flops: float
 
+    @property
+    def components(self) -> list[tuple[str, float, float]]:
+        """Where the time goes: labels, seconds that count, and seconds that overlap with computation and do not."""
+        return [
+            ("forward", self.forward_s, 0.0),
+            ("backward", self.backward_s, 0.0),
+            ("recomputation", self.recompute_s, 0.0),
+            ("host", self.host_s, 0.0),
+            ("tensor axis", self.tensor_s, self.tensor_hidden_s),
+            ("data axes", self.data_s, self.data_hidden_s),
+            ("pipeline messages", self.pipeline_s, self.pipeline_hidden_s),
+            ("bubble", self.bubble_s, 0.0),
+            ("optimizer", self.optimizer_s, 0.0),
+            ("fixed", self.fixed_s, 0.0),
+        ]
+
     def scaled(self, factor: float) -> StepEstimate:
-        """Returns the same with every part so many times as long."""
+        """Returns the same with every component `factor` times as long."""
         parts = {one.name: getattr(self, one.name) * factor for one in fields(self) if one.name.endswith("_s")}
         return replace(self, **parts)
 

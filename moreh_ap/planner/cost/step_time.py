@@ -22,20 +22,20 @@ from dataclasses import dataclass
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
-from moreh_ap.planner.cost.collectives import crossing_s, group_of, message_s
-from moreh_ap.planner.cost.compute import PartTime, part_time
+from moreh_ap.planner.cost.collectives import group_of, message_s, tensor_sum_s
+from moreh_ap.planner.cost.compute_time import LayerTime, layer_time
+from moreh_ap.planner.cost.data_parallel_time import data_s, optimizer_s
 from moreh_ap.planner.cost.hardware import Cluster
-from moreh_ap.planner.cost.occupancy import Holding, holdings, parameters_at
-from moreh_ap.planner.cost.practice import MOREH_AP, Practice
+from moreh_ap.planner.cost.stage_positions import StagePosition, parameters_at, positions_of
 from moreh_ap.planner.cost.step_estimate import StepEstimate
-from moreh_ap.planner.cost.step_time_data import data_s, optimizer_s
-from moreh_ap.planner.models.model_profile import ModelProfile
+from moreh_ap.planner.cost.training_systems import MOREH_AP, TrainingSystem
+from moreh_ap.planner.profiles.model_profile import ModelProfile
 
 __all__ = ["StepEstimate", "estimate_step"]
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class _TensorSum:
     """Seconds of summing one hidden state over the tensor axis: its bytes, its start on the network, its host."""
 
     moving_s: float = 0.0
@@ -61,7 +61,7 @@ def estimate_step(
     plan: Plan,
     global_batch: int,
     cluster: Cluster,
-    practice: Practice = MOREH_AP,
+    system: TrainingSystem = MOREH_AP,
     coefficients: Coefficients = COEFFICIENTS,
 ) -> StepEstimate:
     """Returns how long a step takes. See [Note: one step].
@@ -71,7 +71,7 @@ def estimate_step(
         plan: How it is spread.
         global_batch: Rows of a step.
         cluster: The devices; the plan occupies the first of them.
-        practice: How the program goes about it.
+        system: How the program goes about it.
         coefficients: Constants of devices and networks.
 
     Raises:
@@ -85,20 +85,20 @@ def estimate_step(
     rows = plan.rows_per_micro_batch(global_batch)
     precision, length, device = plan.precision, profile.sequence_length, cluster.device
     times = [
-        part_time(
-            part, rows, length, plan.tensor, plan.sequence_parallel, device, precision, practice, coefficients, logits
+        layer_time(
+            layer, rows, length, plan.tensor, plan.sequence_parallel, device, precision, system, coefficients, logits
         )
-        for part, logits in ((profile.first, 0), (profile.block, 0), (profile.last, profile.logits_per_token))
+        for layer, logits in ((profile.first, 0), (profile.block, 0), (profile.last, profile.logits_per_token))
     ]
     wide = 1.0 if precision == "bf16" else 2.0
-    exchange = _exchange(profile.boundary_bytes_per_row * rows * wide, plan, cluster, practice)
-    adding_s = practice.accumulation_bytes / (device.memory_bytes_per_s * coefficients.memory)
+    tensor_sum = _tensor_sum(profile.boundary_bytes_per_row * rows * wide, plan, cluster, system)
+    adding_s = system.accumulation_bytes / (device.memory_bytes_per_s * coefficients.memory)
     pace, others_s, slowest = _Pace(), 0.0, None
-    for holding in holdings(profile, plan, practice):
-        found = _pace(profile, plan, practice, holding, times, exchange, adding_s)
-        others_s += found.total_s * holding.count
+    for stage in positions_of(profile, plan, system):
+        found = _pace(profile, plan, system, stage, times, tensor_sum, adding_s)
+        others_s += found.total_s * stage.count
         if slowest is None or found.total_s > pace.total_s:
-            pace, slowest = found, holding
+            pace, slowest = found, stage
     assert slowest is not None
     others_s -= pace.total_s
     count = plan.micro_batches
@@ -112,16 +112,16 @@ def estimate_step(
             busy_s = count * pace.total_s
             bubble_s = max(0.0, (busy_s + bubble_s) / device.sharing - busy_s)
         steady_s = 2.0 * count * plan.stages_per_device * once_s
-        pipeline_s = steady_s * (1.0 - practice.hides_pipeline)
+        pipeline_s = steady_s * (1.0 - system.hides_pipeline)
         hidden_pipeline_s = steady_s - pipeline_s
     shown_data_s, data_hidden_s = data_s(
-        profile, plan, cluster, practice, coefficients, slowest, pace.total_s, pace.backward_s, wide
+        profile, plan, cluster, system, coefficients, slowest, pace.total_s, pace.backward_s, wide
     )
     return StepEstimate(
         forward_s=count * pace.forward_s,
         backward_s=count * pace.backward_s,
         recompute_s=count * pace.recompute_s,
-        host_s=count * pace.host_s + _rehearsal_s(profile, plan, practice),
+        host_s=count * pace.host_s + _dry_run_s(profile, plan, system),
         tensor_s=count * pace.tensor_s,
         tensor_hidden_s=count * pace.tensor_hidden_s,
         data_s=shown_data_s,
@@ -129,79 +129,79 @@ def estimate_step(
         pipeline_s=pipeline_s,
         pipeline_hidden_s=hidden_pipeline_s,
         bubble_s=bubble_s,
-        optimizer_s=optimizer_s(profile, plan, cluster, practice, coefficients),
+        optimizer_s=optimizer_s(profile, plan, cluster, system, coefficients),
         fixed_s=coefficients.step_s,
         tokens=float(global_batch * length),
         num_devices=plan.num_devices,
         model_flops=global_batch * profile.flops_per_row,
-        peak_flops=device.peak_flops(practice.matrix_precision or precision),
+        peak_flops=device.peak_flops(system.matrix_precision or precision),
     )
 
 
 def _pace(
     profile: ModelProfile,
     plan: Plan,
-    practice: Practice,
-    holding: Holding,
-    times: list[PartTime],
-    exchange: _Exchange,
+    system: TrainingSystem,
+    stage: StagePosition,
+    times: list[LayerTime],
+    tensor_sum: _TensorSum,
     adding_s: float,
 ) -> _Pace:
     """Returns what one micro-batch takes at a position of the pipeline."""
     first, block, last = times
-    blocks = holding.blocks
+    blocks = stage.blocks
     forward, backward = blocks * block.forward_s, blocks * block.backward_s
     host = blocks * (block.host_forward_s + block.host_backward_s)
     sums = 2.0 * blocks * profile.block.num_tensor_sums
-    if holding.has_first:
+    if stage.has_first:
         forward, backward = forward + first.forward_s, backward + first.backward_s
         host += first.host_forward_s + first.host_backward_s
         sums += profile.first.num_tensor_sums
-    if holding.has_last:
+    if stage.has_last:
         forward, backward = forward + last.forward_s, backward + last.backward_s
         host += last.host_forward_s + last.host_backward_s
         sums += 1.0
-    if practice.trains_weights:
-        backward += adding_s * parameters_at(profile, plan, holding)
+    if system.trains_weights:
+        backward += adding_s * parameters_at(profile, plan, stage)
     recompute = 0.0
     if plan.recompute != "none":
         again = blocks if isinstance(plan.recompute, str) else min(blocks, plan.recompute)
         if plan.recompute == "selective":
-            recompute = practice.selective_again * again * block.forward_s
+            recompute = system.selective_again * again * block.forward_s
         else:
             recompute = again * block.forward_s
             sums += again * profile.block.num_tensor_sums
             host += again * block.host_forward_s
     device_s = forward + backward + recompute
-    talking = sums * exchange.moving_s
-    hidden = min(talking * practice.hides_tensor, device_s)
-    starting = sums * exchange.starting_s
+    talking = sums * tensor_sum.moving_s
+    hidden = min(talking * system.hides_tensor, device_s)
+    starting = sums * tensor_sum.starting_s
     busy = device_s + talking - hidden
-    host += sums * exchange.host_s
-    total = (busy + host if practice.host_computes else max(busy, host)) + starting
+    host += sums * tensor_sum.host_s
+    total = (busy + host if system.host_computes else max(busy, host)) + starting
     waiting = total - busy
     return _Pace(forward, backward, recompute, waiting, talking - hidden, hidden, total)
 
 
-def _rehearsal_s(profile: ModelProfile, plan: Plan, practice: Practice) -> float:
+def _dry_run_s(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> float:
     """Returns how long the host follows the forward without values, which steps in pieces begin with."""
     if plan.pipeline == 1 and plan.micro_batches == 1:
         return 0.0
     operations = profile.first.num_kernels + profile.num_blocks * profile.block.num_kernels + profile.last.num_kernels
-    return operations * practice.host_s_per_rehearsed
+    return operations * system.host_s_per_dry_run_op
 
 
-def _exchange(num_bytes: float, plan: Plan, cluster: Cluster, practice: Practice) -> _Exchange:
+def _tensor_sum(num_bytes: float, plan: Plan, cluster: Cluster, system: TrainingSystem) -> _TensorSum:
     """Returns what one sum over the tensor axis takes: a scatter and a gather, or both in one."""
     if plan.tensor == 1:
-        return _Exchange()
+        return _TensorSum()
     group = group_of(plan.tensor, 1, cluster)
-    measured_s = crossing_s(num_bytes, plan.sequence_parallel, group)
+    measured_s = tensor_sum_s(num_bytes, plan.sequence_parallel, group)
     if measured_s is not None:
-        return _Exchange(moving_s=measured_s)
+        return _TensorSum(moving_s=measured_s)
     crowding = cluster.inter.crowding_s * plan.tensor if cluster.num_nodes > 1 else 0.0
-    return _Exchange(
+    return _TensorSum(
         moving_s=2.0 * num_bytes * (group.size - 1) / group.size / group.bytes_per_s,
         starting_s=2.0 * group.start_s,
-        host_s=2.0 * (practice.host_s_per_exchange + crowding),
+        host_s=2.0 * (system.host_s_per_exchange + crowding),
     )

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.step_time import StepEstimate
-from moreh_ap.planner.models.model_profile import ModelProfile
+from moreh_ap.planner.profiles.model_profile import ModelProfile
 
-__all__ = ["Action", "Bar", "order_of", "play", "stage_seconds"]
+__all__ = ["Action", "Bar", "order_of", "simulate", "stage_seconds"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def stage_seconds(profile: ModelProfile, plan: Plan, step: StepEstimate) -> list
     return [(forward_s * weight / slowest, backward_s * weight / slowest) for weight in weights]
 
 
-def play(plan: Plan, seconds: list[tuple[float, float]]) -> list[Bar]:
+def simulate(plan: Plan, seconds: list[tuple[float, float]]) -> list[Bar]:
     """Returns when each action begins and ends if messages take no time.
 
     Args:

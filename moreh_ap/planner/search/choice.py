@@ -1,6 +1,7 @@
-"""The plan that a session uses, why, and what the log says of the choice.
+"""The plan that a session uses: the best of a search, or the one that the user forces.
 
-Decides between the user's plan and the search's best. Must not know how plans are searched for, devices or torch.
+Decides whether a forced plan is possible, and when kinds of plans are looked at that were not verified. Must not know
+how plans are found, or how the choice is said in the log.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from moreh_ap import log
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.search import explain
+from moreh_ap.planner.search.candidate import Candidate
+from moreh_ap.planner.search.constraints import ALL_KINDS
+from moreh_ap.planner.search.no_fit_error import nothing_fits
 from moreh_ap.planner.search.plan_search import search
-from moreh_ap.planner.search.ranking import Candidate, Ranking, Task
-from moreh_ap.planner.search.space import ALL_KINDS
+from moreh_ap.planner.search.planning_task import Task
+from moreh_ap.planner.search.ranking import Ranking
+
+__all__ = ["Choice", "choose_plan"]
 
 
 @dataclass(frozen=True)
@@ -22,16 +26,22 @@ class Choice:
     """The chosen plan with everything that led to it.
 
     Attributes:
-        chosen: The chosen plan with its estimates.
-        reason: One sentence with the numbers that decided.
-        candidates: All plans looked at, best first.
-        lines: The log lines of the search, in the platform's order.
+        ranking: All plans looked at, the chosen one first; a forced plan alone, whether it fits or not.
+        is_forced: Whether the user gave the plan.
     """
 
-    chosen: Candidate
-    reason: str
-    candidates: tuple[Candidate, ...]
-    lines: tuple[str, ...]
+    ranking: Ranking
+    is_forced: bool
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All plans looked at, best first."""
+        return self.ranking.candidates
+
+    @property
+    def chosen(self) -> Candidate:
+        """The chosen plan with its estimates."""
+        return self.ranking.candidates[0]
 
     @property
     def plan(self) -> Plan:
@@ -42,35 +52,18 @@ class Choice:
 def choose_plan(task: Task, forced: Plan | None = None) -> Choice:
     """Returns the fastest plan that fits, or the plan that the user forces, with its estimates.
 
-    Kinds of plans that nobody has proven for the model's family are looked at only where nothing fits without them:
-    whoever uses one has to prove it first.
+    Kinds of parallelism that were not verified for the model's family are looked at only where nothing fits without
+    them: a plan with one has to be verified before it is used.
 
     Raises:
         PlanError: A forced plan is for another number of devices, or no plan fits; the error says what would.
     """
+    if forced is None:
+        return Choice(_search(task), is_forced=False)
     started_s = time.perf_counter()
-    if forced is not None:
-        chosen = _forced(task, forced)
-        candidates: tuple[Candidate, ...] = (chosen,)
-        num_fitting = int(chosen.fits)
-        prepare_s, select_s = time.perf_counter() - started_s, 0.0
-        reason = f"it was asked for: {explain.prediction(chosen)}"
-        if not chosen.fits:
-            reason += f"; by our estimate it does not fit in {chosen.usable_bytes / 2**30:.2f} GiB"
-    else:
-        ranking = _search(task)
-        chosen, candidates, num_fitting = ranking.best, ranking.candidates, ranking.num_fitting
-        prepare_s, select_s = ranking.prepare_s, ranking.select_s
-        reason = explain.reason(ranking)
-    lines = log.search_lines(
-        num_candidates=len(candidates),
-        num_possible=max(num_fitting, 1),
-        prepare_s=prepare_s,
-        select_s=select_s,
-        plan=chosen.plan,
-        global_batch=task.global_batch,
-    )
-    return Choice(chosen, reason, candidates, tuple(lines))
+    candidate = _forced(task, forced)
+    prepare_s = time.perf_counter() - started_s
+    return Choice(Ranking(task, (candidate,), int(candidate.fits), {}, prepare_s, 0.0), is_forced=True)
 
 
 def _forced(task: Task, plan: Plan) -> Candidate:
@@ -84,8 +77,15 @@ def _forced(task: Task, plan: Plan) -> Candidate:
 
 
 def _search(task: Task) -> Ranking:
+    """Returns the plans for a task, of which at least one fits.
+
+    Raises:
+        PlanError: No plan fits.
+    """
     ranking = search(task)
-    if ranking.num_fitting or task.constraints.kinds == ALL_KINDS:
-        return ranking
-    wider = search(replace(task, constraints=replace(task.constraints, kinds=ALL_KINDS)))
-    return wider if wider.num_fitting else ranking
+    if not ranking.num_fitting and task.constraints.kinds != ALL_KINDS:
+        wider = search(replace(task, constraints=replace(task.constraints, kinds=ALL_KINDS)))
+        ranking = wider if wider.num_fitting else ranking
+    if not ranking.num_fitting:
+        raise nothing_fits(task, ranking.candidates)
+    return ranking

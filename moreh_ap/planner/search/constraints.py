@@ -6,17 +6,15 @@ Decides which restrictions there are and what they may say. Must not know which 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from moreh_ap.errors import OptionError
-
-if TYPE_CHECKING:
-    from moreh_ap.settings import Options
+from moreh_ap.settings import Options
 
 __all__ = ["ALL_KINDS", "Constraints"]
 
 ALL_KINDS = frozenset({"tensor", "sequence_parallel", "pipeline"})
-"""The kinds of parallelism that are exact only for models whose structure was understood (`planner.proven`)."""
+"""The kinds of parallelism that are exact only for models whose structure was understood (`verified_kinds.py`)."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Finds the fastest plan that fits: looks through the space, memory first, time only of what fits.
 
 Decides which plans become candidates. Must not know processes or torch, how bytes and seconds are estimated, or which
-plan is preferred: that is `planner.ranking`.
+plan is preferred: that is `ranking.py`.
 
 [Note: recomputation]
 For the same axes, order and micro-batches, what recomputes more is slower and keeps less. If the plan that recomputes
@@ -19,10 +19,19 @@ from collections.abc import Iterator
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.search.ranking import INDISTINCT, Candidate, Ranking, Task, rank, weigh
-from moreh_ap.planner.search.space import Axes, Order, axes, micro_batch_counts, orders, recompute_kinds
+from moreh_ap.planner.search.candidate import Candidate
+from moreh_ap.planner.search.planning_task import Task
+from moreh_ap.planner.search.ranking import Ranking, rank
+from moreh_ap.planner.search.search_space import (
+    Axes,
+    PipelineOrder,
+    enumerate_axes,
+    micro_batch_counts,
+    pipeline_orders,
+    recompute_kinds,
+)
 
-__all__ = ["INDISTINCT", "Candidate", "Ranking", "Task", "search", "weigh"]
+__all__ = ["search"]
 
 _MORE_RECOMPUTED = "recomputes more than it has to in order to fit"
 _MORE_PIECES = "has more micro-batches than it needs in order to fit, without a pipeline to fill"
@@ -44,77 +53,83 @@ def search(task: Task) -> Ranking:
             "at least one device with memory and one row",
         )
     found: list[Candidate] = []
-    left_out: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     passes = [(False, "none"), (True, "none")] + [(False, "optimizer"), (True, "optimizer")] * task.constraints.offload
     for across_nodes, offload in passes:
-        found += _look_through(task, across_nodes, offload, left_out)
+        found += _look_through(task, across_nodes, offload, skipped)
         if any(candidate.fits for candidate in found):
             break
     prepared_s = time.perf_counter()
     ranked, num_fitting = rank(_timed(task, candidate) for candidate in found)
     return Ranking(
-        task, ranked, num_fitting, dict(left_out), prepared_s - started_s, time.perf_counter() - prepared_s
+        task, ranked, num_fitting, dict(skipped), prepared_s - started_s, time.perf_counter() - prepared_s
     )  # fmt: skip
 
 
 # -- looking through ---------------------------------------------------------------------------------------------------
 
 
-def _look_through(task: Task, across_nodes: bool, offload: str, left_out: Counter[str]) -> Iterator[Candidate]:
+def _look_through(task: Task, across_nodes: bool, offload: str, skipped: Counter[str]) -> Iterator[Candidate]:
     """Yields the candidates of one pass. See [Note: recomputation]."""
     cluster, constraints = task.cluster, task.constraints
     kinds = recompute_kinds(task.profile.num_blocks, constraints)
-    for dealt in axes(
+    for assignment in enumerate_axes(
         task.profile, cluster.num_devices, cluster.devices_per_node, constraints, across_nodes=across_nodes
     ):
-        rows = -(-task.global_batch // (dealt.replicate * dealt.shard))
+        rows = -(-task.global_batch // (assignment.replicate * assignment.shard))
         choices = [
             (order, count)
-            for order in orders(task.profile, dealt.pipeline, constraints)
-            for count in micro_batch_counts(rows, dealt.pipeline, order, constraints)
+            for order in pipeline_orders(task.profile, assignment.pipeline, constraints)
+            for count in micro_batch_counts(rows, assignment.pipeline, order, constraints)
         ]
         if not choices:
             continue
         finest = dict(choices)
         leanest = min(
-            (_candidate(task, dealt, order, count, kinds[-1], offload) for order, count in finest.items()),
+            (_candidate(task, assignment, order, count, kinds[-1], offload) for order, count in finest.items()),
             key=_bytes_of,
         )
         if not leanest.fits:
-            left_out[_TOO_LARGE] += len(choices) * len(kinds) - 1
+            skipped[_TOO_LARGE] += len(choices) * len(kinds) - 1
             yield leanest
             continue
         for place, (order, count) in enumerate(choices):
-            found = _recomputing(task, dealt, order, count, kinds, offload, left_out)
+            found = _recomputing(task, assignment, order, count, kinds, offload, skipped)
             yield from found
-            if dealt.pipeline == 1 and found[0].fits:
-                left_out[_MORE_PIECES] += len(choices) - place - 1
+            if assignment.pipeline == 1 and found[0].fits:
+                skipped[_MORE_PIECES] += len(choices) - place - 1
                 break
 
 
 def _recomputing(
-    task: Task, dealt: Axes, order: Order, count: int, kinds: tuple[str, ...], offload: str, left_out: Counter[str]
+    task: Task,
+    assignment: Axes,
+    order: PipelineOrder,
+    count: int,
+    kinds: tuple[str, ...],
+    offload: str,
+    skipped: Counter[str],
 ) -> list[Candidate]:
     """Returns the plans that differ in recomputation alone, the cheapest first. See [Note: recomputation]."""
-    found = [_candidate(task, dealt, order, count, kinds[0], offload)]
+    found = [_candidate(task, assignment, order, count, kinds[0], offload)]
     if found[0].fits or len(kinds) == 1:
-        left_out[_MORE_RECOMPUTED] += len(kinds) - 1
+        skipped[_MORE_RECOMPUTED] += len(kinds) - 1
         return found
-    found.append(_candidate(task, dealt, order, count, kinds[-1], offload))
+    found.append(_candidate(task, assignment, order, count, kinds[-1], offload))
     if not found[-1].fits:
-        left_out[_TOO_LARGE] += len(kinds) - 2
+        skipped[_TOO_LARGE] += len(kinds) - 2
         return found
-    found += (_candidate(task, dealt, order, count, kind, offload) for kind in kinds[1:-1])
+    found += (_candidate(task, assignment, order, count, kind, offload) for kind in kinds[1:-1])
     if kinds[0] == "none":  # where every block has to recompute, there is nothing between
-        most = -(-task.profile.num_blocks // (dealt.pipeline * order.stages_per_device))
+        most = -(-task.profile.num_blocks // (assignment.pipeline * order.stages_per_device))
         low, high = 0, max(order.layers, default=most)
         while high - low > 1:  # `high` blocks fit, `low` do not
             middle = (low + high) // 2
-            found.append(_candidate(task, dealt, order, count, middle, offload))
+            found.append(_candidate(task, assignment, order, count, middle, offload))
             low, high = (low, middle) if found[-1].fits else (middle, high)
     fitting = [candidate for candidate in found[1:] if candidate.fits and candidate.plan.recompute != "selective"]
     slower = {id(candidate) for candidate in fitting} - {id(min(fitting, key=_blocks_recomputed))}
-    left_out[_MORE_RECOMPUTED] += len(slower)
+    skipped[_MORE_RECOMPUTED] += len(slower)
     return [candidate for candidate in found if id(candidate) not in slower]
 
 
@@ -123,13 +138,15 @@ def _blocks_recomputed(candidate: Candidate) -> float:
     return level if isinstance(level, int) else float("inf")
 
 
-def _candidate(task: Task, dealt: Axes, order: Order, count: int, level: str | int, offload: str) -> Candidate:
+def _candidate(
+    task: Task, assignment: Axes, order: PipelineOrder, count: int, level: str | int, offload: str
+) -> Candidate:
     plan = Plan(
-        dealt.replicate,
-        dealt.shard,
-        tensor=dealt.tensor,
-        sequence_parallel=dealt.sequence_parallel,
-        pipeline=dealt.pipeline,
+        assignment.replicate,
+        assignment.shard,
+        tensor=assignment.tensor,
+        sequence_parallel=assignment.sequence_parallel,
+        pipeline=assignment.pipeline,
         micro_batches=count,
         schedule=order.schedule,
         stages_per_device=order.stages_per_device,

@@ -69,6 +69,12 @@ class TensorData:
         return torch.frombuffer(bytearray(self.data), dtype=self.dtype).as_strided(self.shape, self.strides)
 
 
+    def on(self, device: torch.device) -> Tensor:
+        """Decode onto a worker's device, or into host memory where the script passed the tensor from there."""
+        tensor = self.tensor()
+        return tensor.to(device, non_blocking=True) if self.on_device else tensor
+
+
 @dataclass(frozen=True)
 class SavedTensor:
     """A whole tensor that lies in files, in boxes; each worker reads what it holds of it."""

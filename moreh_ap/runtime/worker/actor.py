@@ -75,7 +75,7 @@ class WorkerSide:
         try:
             _join_process_group(spec)
             return Answer(DONE, pack(None))
-        except BaseException as error:  # whatever it is, the controller has to hear of it
+        except BaseException as error:  # any error of torch.distributed: the controller has to hear of it
             return self._fail(0, 0, error)
 
     def execute(self, number: int, epoch: int, command: Packed) -> Answer:
@@ -95,7 +95,7 @@ class WorkerSide:
                 factory: Any = import_by_name(self._spec.executor)
                 self._executor = factory(self._spec.rank, self._spec.world_size, self._spec.device_type)
             return Answer(DONE, pack(self._executor.execute(unpack(command))))
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: they would end the worker unheard
+        except BaseException as error:  # any error of the user's code; SystemExit would end the worker unheard
             return self._fail(number, epoch, error)
 
     def trouble(self) -> Trouble | None:

@@ -1,140 +1,297 @@
-"""One call of a model on one worker, and what it answers: shapes at once, values and gradients when asked.
+"""Calls of models on one worker, and what is answered: shapes at once, values and gradients when asked.
 
-The mathematics is the parallelizer's; this module translates between messages and it.
+The mathematics is the parallelizer's, and `call_preparation.py` knows how a call runs; this module translates between
+messages and them.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import cloudpickle
 import torch
 from torch import Tensor
 
-from moreh_ap.errors import ExactnessError, UnsupportedError
+from moreh_ap.errors import ExactnessError
 from moreh_ap.integrations import transformers_worker
-from moreh_ap.parallelizer.call.forward import ForwardPass
-from moreh_ap.parallelizer.call.gradient_pass import GradientPass
-from moreh_ap.parallelizer.call.micro_batches import DeferredForward
-from moreh_ap.parallelizer.call.pipelined_forward import PipelinedForward
-from moreh_ap.parallelizer.call.split_check import SplitProof
-from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.call.execution import Execution
+from moreh_ap.parallelizer.data.loss_reduction import Diverged
+from moreh_ap.parallelizer.rng.policy import RandomPolicy, current_streams
 from moreh_ap.parallelizer.state.loading import full_tensor, gathered, whole_shape
 from moreh_ap.protocol.batch import own_entries, row_range
 from moreh_ap.protocol.memory_format import memory_order
-from moreh_ap.protocol.messages.calls import Differentiate, ForwardReply
-from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, bytes_of
+from moreh_ap.protocol.messages.calls import (
+    Backward,
+    DefineSignature,
+    Differentiate,
+    Forward,
+    ForwardReply,
+    ReadInputGradients,
+    ReadOutputGradient,
+    ReadOutputs,
+    ReadsAttributes,
+    ReleaseCalls,
+    TakeGradients,
+)
+from moreh_ap.protocol.messages.tensors import (
+    MAX_INLINE_BYTES,
+    LeafReply,
+    OutputRef,
+    PartRef,
+    StateRef,
+    TensorData,
+    bytes_of,
+)
+from moreh_ap.protocol.process_flags import Flags, set_process_flags
 from moreh_ap.protocol.pytree import pickle_treespec
-from moreh_ap.protocol.rng_state import Streams, state_of_host, state_of_stream
-from moreh_ap.runtime.worker.row_shard_store import Part
-
-if TYPE_CHECKING:
-    from moreh_ap.runtime.worker.worker_model import WorkerModel
-
-_KIND_OF_GRADIENT = {"rows": "rows", "same": "share", "share": "same"}
-"""What every worker computes alike is used by each for its rows; a share of a sum gets the gradient of the sum."""
+from moreh_ap.runtime.worker.cache_arguments import without_cache
+from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles
+from moreh_ap.runtime.worker.row_shards import Part
+from moreh_ap.runtime.worker.second_derivatives import KIND_OF_GRADIENT, differentiate
+from moreh_ap.runtime.worker.tables import Handlers, Tables
+from moreh_ap.runtime.worker.worker_model import WorkerModel
 
 
-class InputRoles(NamedTuple):
-    """Who shares the batch, its rows, for each tensor input whether it was cut and its gradient is wanted, and the mode
-    that the controller expects."""
+class CallCommands:
+    """Executes commands about calls."""
 
-    axis: Axis
-    rows: int | None
-    carried: list[bool]
-    wants_grad: tuple[bool, ...]
-    expected: str | None = None
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._calls: dict[int, WorkerCall] = {}
+        self._signatures: dict[int, DefineSignature] = {}
+        self._flags: Flags | None = None
+        tables.calls = self._calls
+
+    def handlers(self) -> Handlers:
+        """Returns what executes each command."""
+        return {
+            DefineSignature: self._define,
+            Forward: self._forward,
+            Backward: self._backward,
+            ReleaseCalls: self._release,
+            ReadOutputs: lambda command: [self._calls[command.call_id].leaf(index) for index in command.indices],
+            ReadOutputGradient: lambda command: self._calls[command.call_id].output_gradient(command.index),
+            ReadInputGradients: lambda command: self._calls[command.call_id].input_gradient(command.index),
+            Differentiate: self._differentiate,
+            TakeGradients: self._take_gradients,
+        }
+
+    def _define(self, command: DefineSignature) -> None:
+        self._signatures[command.signature] = command
+
+    def _release(self, command: ReleaseCalls) -> None:
+        for call_id in command.call_ids:
+            self._calls.pop(call_id, None)
+
+    def _forward(self, command: Forward) -> ForwardReply | ReadsAttributes | None:
+        if command.grad:
+            self._tables.clock.forward_begins()
+        signature = self._signatures[command.signature]
+        tensors = [self._argument(data) for data in command.tensors]
+        local = [isinstance(data, OutputRef) for data in command.tensors]
+        model = self._tables.models[signature.owner]
+        if command.training is not None:
+            model.set_training(command.training)
+        if command.flags != self._flags:
+            set_process_flags(command.flags)
+            self._flags = command.flags
+        has_one_stream = not (command.grad and model.applied.stages is not None)
+        random = RandomPolicy.of(command.seed, command.streams, has_one_stream=has_one_stream)
+        preparation = self._tables.preparations[signature.owner]
+        key = self._key(preparation, command, tensors, local)
+        known = preparation.prepared.get(key)
+        prepared = known or preparation.prepare(key, signature, command, tensors, local, random)
+        if isinstance(prepared, ReadsAttributes):
+            return prepared
+        versions = [buffer._version for buffer in model.module.buffers()]
+        try:
+            run = self._run(prepared, tensors, random)
+        except Diverged as divergence:
+            if versions != [buffer._version for buffer in model.module.buffers()]:
+                raise ExactnessError(
+                    f"{divergence}, and it changes buffers",
+                    "such a forward without buffers that it changes",
+                    "MOREH_NUM_DEVICES=1 python train.py",
+                ) from divergence
+            preparation.compute_whole(prepared, divergence)
+            prepared = preparation.prepare(key, signature, command, tensors, local, random)
+            assert isinstance(prepared, PreparedCall)
+            run = self._run(prepared, tensors, random)  # where one worker's rows raised, this raises on all
+        preparation.kept.update(run.attributes)
+        left_out = run.left_out if model.unseen is None else [*run.left_out, *model.changed_unseen()]
+        call = self._calls[command.call_id] = WorkerCall(model, run, prepared.roles, command.expected, left_out)
+        return call.reply()
+
+    @staticmethod
+    def _key(preparation: CallPreparation, command: Forward, tensors: list[Tensor], local: list[bool]) -> Hashable:
+        """Calls with the same key run alike."""
+        inputs = [(t.shape, t.dtype, t.layout is torch.strided and t.stride()) for t in tensors]
+        model = preparation.model
+        settings = (model.settings.number, bytes([part.training for part in model.modules]), len(preparation.kept))
+        how = (command.rows, command.grad, command.wants_grad, command.autocast_dtype, command.flags)
+        return (command.signature, *inputs, *local, settings, how)
+
+    @staticmethod
+    def _run(prepared: PreparedCall, tensors: list[Tensor], random: RandomPolicy) -> Execution:
+        """Run the call on this worker's rows, or on the whole batch where it cannot be split."""
+        share, roles = prepared.share, prepared.roles
+        own = tensors
+        if share is not None:
+            random = random.shared(roles.axis.rank, share, prepared.draws)
+            own = [t[share.start : share.stop] if is_cut else t for t, is_cut in zip(tensors, prepared.is_cut)]
+        if prepared.cuts_heads is not None:
+            own = prepared.cuts_heads(own)
+        own = [t.detach().requires_grad_() if wants else t for t, wants in zip(own, roles.wants_grad)]
+        args, kwargs = prepared.nesting.fill(own)
+        if prepared.keeps_no_cache:
+            kwargs = without_cache(prepared.call.module, kwargs)
+        return prepared.execute(replace(prepared.call, random=random), args, kwargs)
+
+    def _argument(self, data: TensorData | OutputRef | StateRef) -> Tensor:
+        if isinstance(data, TensorData):
+            return data.on(self._tables.device.torch_device)
+        if isinstance(data, OutputRef):
+            return self._calls[data.call_id].own_rows(data.index).detach()
+        held = self._tables.state(data)
+        assert held is not None  # the controller names only tensors that every worker holds
+        return held.whole().to(self._tables.device.torch_device)
+
+    def _backward(self, command: Backward) -> bytes:
+        self._tables.clock.backward_begins()
+        call = self._calls[command.call_id]
+        model = call.model
+        if command.training is not None:
+            model.set_training(command.training)
+        if command.separate or model.gradients_aside is not None:
+            model.put_gradients_aside(command.separate)
+        gradients = [self._gradient(data) for data in command.gradients]
+        call.backward(gradients, command.retain_graph, command.watched)
+        found = bytes([parameter.grad is not None for parameter in model.parameters.values()])
+        return found + call.input_gradient_flags()
+
+    def _differentiate(self, command: Differentiate) -> ForwardReply | None:
+        self._tables.clock.backward_begins()
+        source = self._calls[command.of]
+        if command.training is not None:
+            source.model.set_training(command.training)
+        call = source.differentiate(command, [self._gradient(data) for data in command.gradients])
+        self._calls[command.call_id] = call
+        return call.reply()
+
+    def _gradient(self, data: TensorData | PartRef | None) -> Tensor | Part | None:
+        if isinstance(data, PartRef):
+            return self._tables.parts[data.number]
+        return None if data is None else data.on(self._tables.device.torch_device)
+
+    def _take_gradients(self, command: TakeGradients) -> None:
+        model = self._tables.models[command.owner]
+        for name, ref in command.gradients.items():
+            self._tables.temporaries[ref] = model.state(StateRef(command.owner, "grad", name))
+        model.put_gradients_aside(False)
 
 
 class WorkerCall:
-    """One forward pass of this worker, kept until the controller no longer needs it."""
+    """One call of a model, kept until the controller no longer needs it.
+
+    Args:
+        model: The model.
+        run: The call, run or prepared to run in its backward.
+        roles: How workers share it.
+        expected: The mode that the controller counts on without having waited for the answer.
+        left_out: Attributes that the forward set and that are not answered.
+    """
 
     def __init__(
         self,
         model: WorkerModel,
-        run: ForwardPass | DeferredForward,
-        proof: SplitProof,
-        inputs: InputRoles,
+        run: Execution,
+        roles: Roles,
+        expected: str | None = None,
         left_out: Sequence[str] = (),
     ) -> None:
-        self._left_out = tuple(left_out)
-        self.model, self._run, self._proof, self._inputs = model, run, proof, inputs
+        self.model, self._run, self._roles = model, run, roles
+        self._expected, self._left_out = expected, tuple(left_out)
         self._answers = run.has_result and model.applied.position.tensor.rank == 0
         knows_nesting = model.applied.tensor is not None and run.treespec is not None
         self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
         self._input_gradients: dict[int, Tensor | None] = {}
-        self._streams = Streams(state_of_stream(), state_of_host()) if run.drew else None
-        self._moment = model.moment()
+        self._streams = current_streams() if run.drew else None
+        self._moment = model.moment() if model.runs_later else None
+
+    def _as_then(self) -> AbstractContextManager[None]:
+        """Inside, everything is set as at the call, if anything of it is computed only now."""
+        return nullcontext() if self._moment is None else self.model.computing_later(self._moment)
 
     def reply(self) -> ForwardReply | None:
         """What the controller is told at once: the nesting, every shape, and small values that are there."""
-        leaves = tuple(self._leaf(index, with_data=False) for index in range(len(self._run.shapes)))
-        mode = "whole" if not self._proof.split else "stages" if isinstance(self._run, PipelinedForward) else "split"
-        reply = ForwardReply(
-            pickle_treespec(self._run.treespec),
-            leaves,
-            mode,
-            self._proof.reason,
-            self._num_own_rows(),
-            self._streams,
-            self._left_out,
-        )
+        leaves = tuple([self._leaf(index, with_data=False) for index in range(len(self._run.shapes))])
+        run, roles = self._run, self._roles
+        mode = "whole" if not roles.is_split else "stages" if run.runs_in_stages else "split"
+        nesting = pickle_treespec(run.treespec)
+        reply = ForwardReply(nesting, leaves, mode, roles.note, roles.num_own_rows, self._streams, self._left_out)
         return reply if self._answers else None
-
-    def _num_own_rows(self) -> int | None:
-        axis, rows = self._inputs.axis, self._inputs.rows
-        if not self._proof.split or rows is None:
-            return None
-        start, stop = row_range(axis.rank, axis.size, rows)
-        return stop - start
 
     def output(self, index: int) -> Tensor:
         """This worker's part of an output."""
-        with self.model.computing_later(self._moment):
+        with self._as_then():
             value: Tensor = self._run.outputs[index]
         return value
 
     def own_rows(self, index: int) -> Tensor:
         """This worker's rows of an output that has rows."""
-        output, axis, rows = self.output(index), self._inputs.axis, self._inputs.rows
-        return output if self._proof.split or rows is None else output[slice(*row_range(axis.rank, axis.size, rows))]
+        output, axis, rows = self.output(index), self._roles.axis, self._roles.rows
+        return output if self._roles.is_split or rows is None else output[slice(*row_range(axis.rank, axis.size, rows))]
 
     def part(self, index: int) -> Part | None:
         """This worker's part of an output; None if it has no result. Every worker has to call it."""
-        if not len(self._run.outputs):
+        with self._as_then():
+            has_result = len(self._run.outputs) > 0
+        if not has_result:
             return None
-        if self._inputs.expected == "split" and not self._proof.split:
-            raise _met_late(self._proof.reason)
+        if self._expected == "split" and not self._roles.is_split:
+            raise _met_late(self._roles.note)
         is_split = self._run.kinds[index] == "rows"
         whole = gathered(self.output(index))  # logits may be split by vocabulary
-        return Part(whole, self._inputs.axis, self._inputs.rows if is_split else None, self._answers)
+        return Part(whole, self._roles.axis, self._roles.rows if is_split else None, self._answers)
 
     def leaf(self, index: int) -> LeafReply | None:
         """One output with its bytes; None if this worker has no result. Every worker has to call it."""
-        with self.model.computing_later(self._moment):
+        with self._as_then():
             has_result = len(self._run.outputs) > 0
         leaf = self._leaf(index, with_data=True) if has_result else None
         return leaf if self._answers else None
 
     def _leaf(self, index: int, *, with_data: bool) -> LeafReply:
         """One output; its bytes if asked for, or if they are few and there without computing."""
-        shape = self._run.shapes[index]
+        run = self._run
+        shape, kind = run.shapes[index], run.kinds[index]
         if not isinstance(shape, Tensor):
             return LeafReply("const", (), None, False, _pickle_constant(shape))
-        kind = self._run.kinds[index]
-        layout = self.model.cache_layout(shape) if index in self._in_cache else None
-        few = self._run.computed and shape.numel() * shape.element_size() <= MAX_INLINE_BYTES
+        few = run.is_computed and shape.numel() * shape.element_size() <= MAX_INLINE_BYTES
+        tensor_parallel = self.model.applied.tensor if index in self._in_cache else None
+        layout = None if tensor_parallel is None else tensor_parallel.cache_layout(shape)
         data = None
         if with_data or few:
-            sends = self._answers and (kind != "same" or self._inputs.axis.rank == 0)
-            whole = full_tensor(self._run.outputs[index], layout, self.model.applied.position.tensor.group)
-            data = bytes_of(whole) if sends else b""
+            sends = self._answers and (kind != "same" or self._roles.axis.rank == 0)
+            value = run.outputs[index]
+            if layout is not None or type(value) is not Tensor:  # every worker that holds a part takes part
+                value = full_tensor(value, layout, self.model.applied.position.tensor.group)
+            data = bytes_of(value) if sends else b""
         has_parts = kind in ("rows", "same") and layout is None
-        differentiable = self._run.differentiable[index]
-        order = memory_order(shape) if layout is None else ()
-        return LeafReply(kind, whole_shape(shape, layout), shape.dtype, differentiable, data, has_parts, order)
+        is_usual = layout is not None or (shape.layout is torch.strided and shape.is_contiguous())
+        return LeafReply(
+            kind,
+            tuple(shape.shape) if layout is None else whole_shape(shape, layout),
+            shape.dtype,
+            run.differentiable[index],
+            data,
+            has_parts,
+            () if is_usual else memory_order(shape),
+        )
 
     def backward(
         self, gradients: list[Tensor | Part | None], retain_graph: bool, watched: tuple[int, ...] = ()
@@ -144,78 +301,50 @@ class WorkerCall:
         Raises:
             UnsupportedError: The gradient of an output is `watched`, and the call runs in pieces or stages.
         """
-        if isinstance(self._run, ForwardPass):
-            self._run.watched = watched
-        elif watched:
-            raise UnsupportedError(
-                "The gradient of an output was asked for (a hook, retain_grad, autograd.grad) of a call that runs in "
-                "micro-batches or stages.",
-                "plans without micro-batches and pipeline",
-                'plan="replicate=2"',
-            )
+        self._run.watch(watched)
         local = self._own_gradients(gradients)
-        with self.model.computing_later(self._moment):
+        with self._as_then():
             answered = iter(self._run.backward(local, retain_graph=retain_graph))
         self._input_gradients = {
-            index: next(answered) for index, wanted in enumerate(self._inputs.wants_grad) if wanted
+            index: next(answered) for index, wanted in enumerate(self._roles.wants_grad) if wanted
         }
 
     def differentiate(self, command: Differentiate, gradients: list[Tensor | Part | None]) -> WorkerCall:
         """The gradients of this call as a call of their own. See [Note: a call like others] in `gradient_pass.py`."""
-        assert isinstance(self._run, ForwardPass)  # the controller asks under no other plan
-        kinds, carried = self._run.kinds if self._proof.split else (), self._inputs.carried
-        wanted = [index for index, wants in enumerate(self._inputs.wants_grad) if wants]
-        parameters = [held.tensor for name in command.parameters if (held := self.model.parameter(name)) is not None]
-        result_kinds: list[str] = []
-        if self._proof.split:
-            result_kinds = ["rows" if carried[index] else "share" for index in wanted]
-            result_kinds += [_KIND_OF_GRADIENT[self._run.kind(index)] for index in command.watched]
-            result_kinds += ["share"] * len(parameters)
+        shards = [self.model.parameter(name) for name in command.parameters]
+        parameters = [shard.tensor for shard in shards if shard is not None]
         own = self._own_gradients(gradients)
-        tensors = [index for index, shape in enumerate(self._run.shapes) if isinstance(shape, Tensor)]
-        given = [index for index in tensors if own[index] is not None]
-        wants_grad = dict(zip(tensors, command.wants_grad, strict=True))
-        for index in given:
-            own[index] = own[index].detach().requires_grad_(wants_grad[index])  # type: ignore[union-attr]
-        run = GradientPass(self._run, own, tuple(result_kinds), command.watched, parameters)  # type: ignore[arg-type]
-        inputs = InputRoles(
-            self._inputs.axis,
-            self._inputs.rows,
-            [bool(kinds) and kinds[index] == "rows" for index in given] + [carried[index] for index in wanted],
-            (*(wants_grad[index] for index in given), *(True for _ in wanted)),
-        )
-        return WorkerCall(self.model, run, SplitProof(self._proof.split, tuple(result_kinds), ""), inputs)
+        run, roles = differentiate(self._run, self._roles, own, command.wants_grad, command.watched, parameters)
+        return WorkerCall(self.model, run, roles)
 
     def _own_gradients(self, gradients: list[Tensor | Part | None]) -> list[Tensor | None]:
         """For each leaf of the result this worker's part of its gradient."""
-        axis, rows = self._inputs.axis, self._inputs.rows
+        axis, rows = self._roles.axis, self._roles.rows
         local: list[Tensor | None] = []
         whole = iter(gradients)
-        for index, shape in enumerate(self._run.shapes):
+        for kind, shape in zip(self._run.kinds, self._run.shapes):
             gradient = next(whole) if isinstance(shape, Tensor) else None
             is_local = isinstance(gradient, Part) and gradient.rows is not None
-            if is_local and not self._proof.split:
-                raise _met_late(self._proof.reason)
+            if is_local and not self._roles.is_split:
+                raise _met_late(self._roles.note)
             if isinstance(gradient, Part):
                 gradient = gradient.tensor
-            is_split = self._run.kinds[index] == "rows"
-            if gradient is not None and rows is not None and is_split and not is_local:
+            if gradient is not None and rows is not None and kind == "rows" and not is_local:
                 gradient = own_entries(gradient, axis.rank, axis.size, rows)
             local.append(gradient)
         return local
 
     def output_gradient(self, index: int) -> LeafReply | None:
         """The whole gradient of a watched output: rows where the output has rows; None if nothing depends on it."""
-        assert isinstance(self._run, ForwardPass)
-        gradient = self._run.output_gradients.get(index)
+        gradient = self._run.output_gradient(index)
         if gradient is None or not self._answers:
             return None
-        kind = _KIND_OF_GRADIENT[self._run.kind(index)] if self._proof.split else "same"
+        kind = KIND_OF_GRADIENT[self._run.kind(index)] if self._roles.is_split else "same"
         return LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, bytes_of(gradient))
 
     def input_gradient_flags(self) -> bytes:
         """A byte for each tensor input whose gradient is wanted: whether the last backward has reached it here."""
-        return bytes(gradient is not None for gradient in self._input_gradients.values())
+        return bytes([gradient is not None for gradient in self._input_gradients.values()])
 
     def input_gradient(self, index: int) -> LeafReply | None:
         """The gradient of tensor input `index`: rows where it was cut, else this worker's share of the sum.
@@ -224,11 +353,11 @@ class WorkerCall:
         """
         gradient = self._input_gradients[index]
         if gradient is None:
-            wanted = [number for number, wants in enumerate(self._inputs.wants_grad) if wants]
+            wanted = [number for number, wants in enumerate(self._roles.wants_grad) if wants]
             gradient = torch.zeros_like(self._run.inputs[wanted.index(index)])
         kind = "same"
-        if self._proof.split:
-            kind = "rows" if self._inputs.carried[index] else "share"
+        if self._roles.is_split:
+            kind = "rows" if self._roles.carried[index] else "share"
         reply = LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, bytes_of(gradient))
         return reply if self._answers else None
 

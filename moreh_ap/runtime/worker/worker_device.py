@@ -28,8 +28,7 @@ class WorkerDevice:
 
     def place(self, data: TensorData) -> Tensor:
         """The tensor on the device, or in host memory where the script passed it from there."""
-        tensor = data.tensor()
-        return tensor.to(self.torch_device, non_blocking=True) if data.on_device else tensor
+        return data.on(self.torch_device)
 
     def describe(self) -> DeviceInfo:
         """Name, memory and whether bfloat16 is computed by the hardware itself."""

@@ -1,4 +1,8 @@
-"""A worker's part of an optimizer: the user's class over this worker's shards."""
+"""The optimizers of a worker: the user's class over this worker's shards, and the gradients that it steps by.
+
+Decides which gradients a norm counts here, and how they are clipped and cleared. How a norm is taken over all workers
+is for `norms.py` to know.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.parallelizer.state.loading import Wanted, read
+from moreh_ap.parallelizer.data.norms import total_norm
+from moreh_ap.parallelizer.mesh import Position
+from moreh_ap.parallelizer.state.loading import Wanted, local_part, read
 from moreh_ap.parallelizer.state.state_shard import Held
-from moreh_ap.protocol.messages.optimizers import BuildOptimizer
+from moreh_ap.protocol.messages.optimizers import BuildOptimizer, DescribeOptimizer, LoadOptimizer, StepOptimizer
+from moreh_ap.protocol.messages.state import ClearGradients, ClipGradients, GradientNorm
 from moreh_ap.protocol.messages.tensors import SavedTensor, TensorData
 from moreh_ap.runtime.worker.optimizer_offload import OffloadedState
+from moreh_ap.runtime.worker.tables import Handlers, Tables
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
+
+
+class OptimizerCommands:
+    """Executes commands about optimizers, and about the gradients between a backward and a step."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._optimizers: dict[str, WorkerOptimizer] = {}
+        tables.optimizers = self._optimizers
+
+    def handlers(self) -> Handlers:
+        """Returns what executes each command."""
+        return {
+            BuildOptimizer: self._build,
+            StepOptimizer: self._step,
+            DescribeOptimizer: lambda command: self._optimizers[command.owner].describe(),
+            LoadOptimizer: lambda command: self._optimizers[command.owner].load(command.state),
+            GradientNorm: self._norm,
+            ClipGradients: self._clip,
+            ClearGradients: self._clear,
+        }
+
+    def _build(self, command: BuildOptimizer) -> None:
+        models = self._tables.models
+        groups = [[models[ref.owner].parameter(ref.name) for ref in group] for group in command.groups]
+        owners = {ref.owner for group in command.groups for ref in group}
+        offload = any(models[owner].plan.offload == "optimizer" for owner in owners)
+        self._optimizers[command.owner] = WorkerOptimizer(command, groups, self._tables.device, offload=offload)
+
+    def _step(self, command: StepOptimizer) -> None:
+        self._optimizers[command.owner].step(command.changes)
+        self._tables.clock.step_ended()
+
+    def _norm(self, command: GradientNorm) -> None:
+        shards, tables = self._shards(command.tensors), self._tables
+        counted = [shard for shard, counts in shards if counts]
+        norm = total_norm(counted, command.norm_type, tables.device.torch_device, tables.world_size)
+        first = tables.lists[command.tensors][0]  # of whose model this stage may have no part
+        is_of_model = first.owner in tables.models
+        position = tables.models[first.owner].applied.position if is_of_model else _position(tables.state(first))
+        tables.temporaries[command.output] = Held(norm, position)
+
+    def _clip(self, command: ClipGradients) -> None:
+        # As torch.nn.utils.clip_grad_norm_ does it, with 1e-6 against a division by zero.
+        norm = self._tables.temporaries.get(command.total_norm) or self._tables.state(command.total_norm)
+        assert norm is not None
+        scale = (command.max_norm / (norm.tensor + 1e-6)).clamp(max=1.0)
+        for shard, _ in self._shards(command.tensors):
+            shard.mul_(scale)
+
+    def _shards(self, tensors: int) -> list[tuple[Tensor, bool]]:
+        """Returns this worker's shards of the tensors in a list, and of each whether its elements count here.
+
+        Gradients that were expected and are not there are left out.
+        """
+        found = []
+        for ref in self._tables.lists[tensors]:
+            if ref.kind == "grad":
+                model = self._tables.models[ref.owner]
+                gradient = model.parameters[ref.name].grad
+                if gradient is not None:
+                    shard = gradient if type(gradient) is Tensor else local_part(gradient)
+                    found.append((shard.detach(), model.is_canonical[ref.name]))
+            elif (held := self._tables.state(ref)) is not None:
+                found.append((held.local, held.counts))
+        return found
+
+    def _clear(self, command: ClearGradients) -> None:
+        for ref in self._tables.lists[command.gradients]:
+            self._tables.models[ref.owner].parameters[ref.name].grad = None
 
 
 class WorkerOptimizer:
@@ -100,6 +178,11 @@ class WorkerOptimizer:
             layout = None
         read(Wanted("optimizer state", part, source, layout) for source in saved.sources)
         return part
+
+
+def _position(held: Held | None) -> Position:
+    assert held is not None  # no stage of a pipeline is without a tensor that is of no model
+    return held.position
 
 
 def _describe(value: Any, held: Held) -> Any:

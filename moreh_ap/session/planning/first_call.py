@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from moreh_ap import log
 from moreh_ap.errors import PlanError, WorkerLostError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.search import proven
+from moreh_ap.planner.search import verified_kinds
 from moreh_ap.protocol.pytree import flatten
 from moreh_ap.protocol.replaced_forwards import has_another_forward
 from moreh_ap.session.models.script_hooks import ScriptHooks
@@ -85,7 +85,7 @@ def require_proof(session: Session, root: nn.Module, call: reduced_model.Call, p
     """
     plan = planned.plan
     ScriptHooks(root, plan)  # refuses, before a copy of the model has run them
-    if proven.kinds_to_prove(plan) and not proven.is_proven(planned.family, plan):
+    if verified_kinds.kinds_to_verify(plan) and not verified_kinds.is_verified(planned.family, plan):
         _prove(session, root, call, plan)
 
 

@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from moreh_ap.errors import OptionError
-from moreh_ap.local.cache_files import Remembered
+from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
 from moreh_ap.planner.cost.hardware import Cluster, Device, Link, find_device, find_link
-from moreh_ap.planner.cost.measured import Exchange
-from moreh_ap.planner.cost.practice import MOREH_AP, MOREH_AP_ON_CPU, Practice
+from moreh_ap.planner.cost.measured_collectives import MeasuredCollective
+from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU, TrainingSystem
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
 from moreh_ap.session.planning.device_rates import as_entry, rates_of, slowest
 from moreh_ap.session.session import Session
 
-FILE = Remembered("machine.json")
+FILE = CacheFile("machine.json")
 
 STEP_S = 0.005
 """Seconds of a step that this runtime adds whatever the model. Source: docs/benchmarks.md, an empty model."""
@@ -41,13 +41,13 @@ class Machine:
 
     Attributes:
         cluster: Devices and links.
-        practice: How this package's runtime carries out plans on such devices.
+        system: How this package's runtime carries out plans on such devices.
         coefficients: Constants of the estimates on such devices.
         key: Under which name what is learned of it is remembered.
     """
 
     cluster: Cluster
-    practice: Practice
+    system: TrainingSystem
     coefficients: Coefficients
     key: str
 
@@ -91,14 +91,14 @@ def machine_from(info: DeviceInfo, precision: str, num_devices: int, rates: Devi
     if not any(found == precision for found, *_ in rates.products):
         precision = "fp32"  # bfloat16 is measured only where the hardware computes it
     sustained, half_tokens, half_width = _product_constants(rates, precision)
-    practice = replace(MOREH_AP, host_s_per_rehearsed=rates.rehearse_s)
+    system = replace(MOREH_AP, host_s_per_dry_run_op=rates.rehearse_s)
     sharing = 1.0
     if info.name == "CPU":
         sharing = max(1.0, num_devices * info.num_threads / max(1, info.num_cores))
-        practice = replace(
+        system = replace(
             MOREH_AP_ON_CPU,
             host_s_per_kernel=rates.start_s * sharing,
-            host_s_per_rehearsed=rates.rehearse_s * sharing,
+            host_s_per_dry_run_op=rates.rehearse_s * sharing,
         )
         coefficients = replace(coefficients, kernel_s=0.0)
     try:
@@ -122,13 +122,13 @@ def machine_from(info: DeviceInfo, precision: str, num_devices: int, rates: Devi
             sharing=sharing,
         )
     link = _link(rates, num_devices, info.name == "CPU", sharing) if num_devices > 1 else find_link("PCIe4")
-    return Machine(Cluster(device, num_devices, num_devices, link, link), practice, coefficients, key)
+    return Machine(Cluster(device, num_devices, num_devices, link, link), system, coefficients, key)
 
 
 def _product_constants(rates: DeviceRates, precision: str) -> tuple[float, float, float]:
     """Returns the rate of endless products, and the tokens and the width at which half of it is reached.
 
-    Solves `rate = endless x m / (m + m0) x w / (w + w0)` for three measured products (`planner/cost/compute.py`).
+    Solves `rate = endless x m / (m + m0) x w / (w + w0)` for three measured products (`planner/cost/compute_time.py`).
     """
     found = {(tokens, width): rate for name, tokens, width, rate in rates.products if name == precision}
     long, short = max(found)[0], min(found)[0]
@@ -151,7 +151,9 @@ def _link(rates: DeviceRates, num_devices: int, is_cpu: bool, sharing: float) ->
         if is_cpu:
             seconds = processor_s * sharing if sharing > 1.0 else min(seconds, members * processor_s)
         points[kind, members].append((float(num_bytes), seconds))
-    exchanges = tuple(Exchange(kind, members, tuple(sorted(found))) for (kind, members), found in points.items())
+    exchanges = tuple(
+        MeasuredCollective(kind, members, tuple(sorted(found))) for (kind, members), found in points.items()
+    )
     (small, small_s), *_, (large, large_s) = sorted(points["sum", num_devices])
     # for what was not measured: a ring over all devices that sums as fast
     passed = 2 * (large - small) * (num_devices - 1) / num_devices

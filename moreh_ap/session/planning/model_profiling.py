@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import OptionError
-from moreh_ap.planner.models.model_profile import ModelProfile, PartProfile, Product
-from moreh_ap.planner.models.shapes import TransformerShape, from_config, profile_of
+from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile, Product
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, from_config, profile_of
 from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.session.verification import reduced_model
 
@@ -89,11 +89,11 @@ def _counted(root: nn.Module, positions: int) -> ModelProfile:
     tables = [module for module in rest if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     others = [module for module in rest if module not in tables]
     owned = {id(p) for module in [*tables, *blocks] for p in module.parameters()}
-    whole = _part([m for block in blocks for m in block.modules()], set(), len(blocks)) if blocks else PartProfile()
-    first = PartProfile(parameters_whole=float(_elements(tables)), num_kernels=_KERNELS)
+    whole = _part([m for block in blocks for m in block.modules()], set(), len(blocks)) if blocks else LayerProfile()
+    first = LayerProfile(parameters_replicated=float(_elements(tables)), num_kernels=_KERNELS)
     last = _part(others, owned, 1)
     if not blocks:  # one part that nothing can cut
-        whole, last = last, PartProfile()
+        whole, last = last, LayerProfile()
     heads = [module.out_features for module in others if isinstance(module, nn.Linear)]
     return ModelProfile(
         name=type(root).__name__,
@@ -107,7 +107,7 @@ def _counted(root: nn.Module, positions: int) -> ModelProfile:
     )
 
 
-def _part(modules: list[nn.Module], owned_elsewhere: set[int], share: int) -> PartProfile:
+def _part(modules: list[nn.Module], owned_elsewhere: set[int], share: int) -> LayerProfile:
     """Returns the cost of modules together, divided by `share`; equal products of equal blocks are counted once."""
     parameters: dict[int, int] = {}
     counts: dict[tuple[int, int, int], int] = {}
@@ -121,12 +121,12 @@ def _part(modules: list[nn.Module], owned_elsewhere: set[int], share: int) -> Pa
     products = tuple(Product(inner, outer, share=count / share) for (inner, outer, _), count in counts.items())
     results = sum(2.0 * outer * count / share for (_, outer, _), count in counts.items())
     inputs = sum(2.0 * channels * count / share for (_, _, channels), count in counts.items())
-    return PartProfile(
-        parameters_whole=sum(parameters.values()) / share,
+    return LayerProfile(
+        parameters_replicated=sum(parameters.values()) / share,
         products=products,
-        kept_whole_bytes_per_token=inputs + results,
-        selective_whole_bytes_per_token=results,
-        moved_whole_bytes_per_token=2.0 * (inputs + results),
+        kept_replicated_bytes_per_token=inputs + results,
+        selective_replicated_bytes_per_token=results,
+        moved_replicated_bytes_per_token=2.0 * (inputs + results),
         num_kernels=max(1, round(_KERNELS * sum(counts.values()) / share)),
     )
 

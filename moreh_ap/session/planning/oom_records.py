@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from moreh_ap.local.cache_files import Remembered
-from moreh_ap.planner.search.ranking import Candidate
+from moreh_ap.local.cache_files import CacheFile
+from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.session.planning.step_watch import Expected
 
-FILE = Remembered("ran_out.json")
+FILE = CacheFile("ran_out.json")
 
 _LEAN = 0.9
 """How much of what a plan that ran out was predicted to allocate the next one may need. Each try costs a start of the

@@ -26,10 +26,10 @@ from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Value
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.search import explain, proven
+from moreh_ap.planner.search import verified_kinds
+from moreh_ap.planner.search.candidate import Candidate
+from moreh_ap.planner.search.no_fit_error import nothing_fits
 from moreh_ap.planner.search.plan_search import search
-from moreh_ap.planner.search.ranking import Candidate
-from moreh_ap.planner.search.remedies import nothing_fits
 from moreh_ap.protocol.messages.models import BuildModel
 from moreh_ap.runtime.worker_group import WorkerMesh
 from moreh_ap.session.journal import Journal
@@ -97,7 +97,7 @@ class Recovery:
         say(
             [
                 log.info(f'plan="{failed.chosen.plan}" ran out of memory: {oom_records.first_line(error)}'),
-                log.plan_line(planned.plan, f"the next that fits: {explain.prediction(planned.chosen)}"),
+                log.plan_line(planned.plan, f"the next that fits: {log.prediction(planned.chosen)}"),
             ]
         )
         return self._restart(self._session.restart_workers(), planned)
@@ -120,7 +120,7 @@ class Recovery:
         if not candidate.fits:
             return False
         model.planned = planned = model.planned.instead(candidate)
-        say([log.info(reason), log.plan_line(plan, explain.prediction(candidate))])
+        say([log.info(reason), log.plan_line(plan, log.prediction(candidate))])
         self._session.outbox.flush()
         self._session.outbox.restart(self._restart(self._session.mesh, planned))
         return True
@@ -172,7 +172,7 @@ def _next_best(planned: Planned, journal: Journal) -> Planned:
     ranking = search(task)
     for candidate in ranking.candidates[: ranking.num_fitting]:
         plan = candidate.plan
-        is_proven = not proven.kinds_to_prove(plan) or proven.is_proven(planned.family, plan)
+        is_proven = not verified_kinds.kinds_to_verify(plan) or verified_kinds.is_verified(planned.family, plan)
         shares_rows_only = plan.tensor * plan.pipeline == 1
         if not is_proven or (journal.is_bound_to_layout and not shares_rows_only):
             continue

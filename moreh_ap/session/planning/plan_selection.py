@@ -11,12 +11,14 @@ from torch import nn
 from moreh_ap import log
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
-from moreh_ap.planner.models.model_profile import ModelProfile
-from moreh_ap.planner.models.shapes import TransformerShape
+from moreh_ap.planner.profiles.model_profile import ModelProfile
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape
+from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.choice import Choice, choose_plan
-from moreh_ap.planner.search.proven import proven_kinds
-from moreh_ap.planner.search.ranking import Candidate, Task
-from moreh_ap.planner.search.space import Constraints, tensor_degrees_of
+from moreh_ap.planner.search.constraints import Constraints
+from moreh_ap.planner.search.planning_task import Task
+from moreh_ap.planner.search.search_space import tensor_degrees_of
+from moreh_ap.planner.search.verified_kinds import verified_kinds
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.session.models.script_hooks import has_hooks_of_script
 from moreh_ap.session.planning import oom_records
@@ -81,19 +83,19 @@ def choose_plan_for(
     # Where dropout is compared with one device's, only devices that share the batch draw the same (`draws.py`).
     draws_apart = machine.cluster.device.name == "CPU" and draws_random_numbers(root)()
     shares_batch_only = draws_apart or has_hooks_of_script(root)
-    practice = replace(machine.practice, trains_weights=trains_weights(root))
+    system = replace(machine.system, trains_weights=trains_weights(root))
     task = Task(
         profile,
         machine.cluster,
         rows or 1,
         constraints_of(options, "" if shares_batch_only else family, profile, shape, machine),
-        practice,
+        system,
         machine.coefficients,
         corrections_of(machine.key),
     )
     limit_bytes = oom_records.limit_of(machine.key, profile.name, task.global_batch, task.corrections.memory)
     choice = _choose(task, limit_bytes, options.plan)
-    lines = [*choice.lines, log.plan_line(choice.plan, choice.reason)]
+    lines = log.choice_lines(choice)
     if options.detailed_log == 1:
         lines += log.candidate_lines(choice)
     elif options.detailed_log == 2:
@@ -135,7 +137,7 @@ def constraints_of(
     """Returns what the user's options, and what is known of the model, leave of all plans."""
     has_blocks = profile.num_blocks > 1
     degrees = (1,) if shape is None else tensor_degrees_of(shape, machine.cluster.num_devices)
-    left = Constraints.from_options(options, proven_kinds().get(family, frozenset()), degrees)
+    left = Constraints.from_options(options, verified_kinds().get(family, frozenset()), degrees)
     recompute = left.activation_recomputation
     return replace(
         left,

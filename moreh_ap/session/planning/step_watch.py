@@ -14,12 +14,13 @@ from datetime import datetime, timezone
 from typing import Any
 
 from moreh_ap import log
-from moreh_ap.local.cache_files import Remembered
-from moreh_ap.planner.search.ranking import Candidate, Corrections
+from moreh_ap.local.cache_files import CacheFile
+from moreh_ap.planner.search.candidate import Candidate
+from moreh_ap.planner.search.planning_task import Corrections
 from moreh_ap.protocol.messages.devices import ReportSteps, StepReport
 from moreh_ap.session.outbox import Outbox, Posted
 
-FILE = Remembered("learned.json")
+FILE = CacheFile("learned.json")
 
 LOOKS_AFTER_STEPS = 6
 """The first step builds the optimizer's state and is left out; the median of five others is like later ones."""

@@ -19,13 +19,13 @@ from types import FunctionType
 import torch
 from torch import nn
 
-from moreh_ap.local.cache_files import Remembered
+from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.replaced_forwards import own_forwards
 from moreh_ap.session.verification.equivalence import Equivalence
 from moreh_ap.version import __version__
 
-FILE = Remembered("verified.json")
+FILE = CacheFile("verified.json")
 _NUMBERS = ("loss", "norm", "gradient", "weight")
 
 

@@ -1,7 +1,7 @@
 """Enables, trains, disables, and compares every attribute of PyTorch and transformers with what was there.
 
-Compared are the attributes of all modules that were imported before the line, of the classes in them, and the entries of
-tables (dicts, lists, sets) among these.
+Compared are the attributes of all modules that were imported before the line, of the classes in them, and the entries
+of tables (dicts, lists, sets) among these.
 """
 
 import io

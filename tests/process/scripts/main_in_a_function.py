@@ -32,10 +32,11 @@ class Net(nn.Module):
 
 def main():
     args = argparse.ArgumentParser()
-    args.add_argument("--ap", action="store_true")
-    if args.parse_args().ap:
+    args.add_argument("--ap", type=int, help="with the one line on so many devices")
+    devices = args.parse_args().ap
+    if devices:
         for _ in range(2):  # a line in a cell, or in a function, is easily run twice
-            torch.moreh.option.enable_advanced_parallelization(devices=2, mixed_precision=False)
+            torch.moreh.option.enable_advanced_parallelization(devices=devices, mixed_precision=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     model = Net().to(device)

@@ -1,12 +1,14 @@
-"""Does one thing until something happens from outside: calls that draw, losses on parts, or generation."""
+"""Does one thing after another until it is stopped: calls that draw, losses on parts, generation.
 
-import sys
+Each goes on until Ctrl-C, then begins anew and goes on until a worker is lost. Only the last end is not caught.
+"""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-torch.moreh.option.enable_advanced_parallelization(plan="replicate=2", mixed_precision=False)
+from moreh_ap import device
+from moreh_ap.errors import WorkerLostError
 
 
 def draw():
@@ -35,5 +37,14 @@ def generate():
         yield
 
 
-for number, _ in enumerate({"draw": draw, "parts": loss_on_parts, "generate": generate}[sys.argv[1]]()):
-    print("round", number)
+for name, work in (("draw", draw), ("parts", loss_on_parts), ("generate", generate)):
+    torch.moreh.option.enable_advanced_parallelization(plan="replicate=2", mixed_precision=False)
+    for end in (KeyboardInterrupt, WorkerLostError):
+        try:
+            for number, _ in enumerate(work()):
+                print(name, "until", end.__name__, "round", number)
+        except end as error:
+            print(name, "was ended by", end.__name__, error)
+            if (work, end) == (generate, WorkerLostError):
+                raise
+    device.disable()

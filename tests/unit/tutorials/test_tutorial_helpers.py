@@ -1,4 +1,4 @@
-"""The small files beside the tutorial scripts: tokens of a row, the split, masks, reports, checkpoints, timers."""
+"""What the tutorial scripts share: tokens of a row, the split, masks, reports, checkpoints, timers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import tutorial_checkpoint
-import tutorial_data
-from tutorial_report import Progress
-from tutorial_timer import PhaseTimer
+import tutorial_helpers
+from tutorial_helpers import Progress
 
 
 class Letters:
-    """A tokenizer with one token a letter, in the forms that `tutorial_data` uses."""
+    """A tokenizer with one token a letter, in the forms that the tutorials use."""
 
     pad_token = eos_token = "$"
     unk_token = "?"
@@ -45,32 +43,35 @@ def rows(count: int):
 
 
 def test_tokens_are_prompt_answer_and_end_padded_to_the_block() -> None:
-    tokens = tutorial_data.tokenize(rows(1), Letters(), block_size=80)["train"]
-    text = tutorial_data.PROMPT.format(instruction="f0") + "def f0(): pass$"
+    tokens = tutorial_helpers.tokenize(rows(1), tutorial_helpers.instruction_tokens, Letters(), block_size=80)["train"]
+    text = tutorial_helpers.PROMPT.format(instruction="f0") + "def f0(): pass$"
     assert tokens.column_names == ["input_ids", "attention_mask"]
-    assert tokens[0]["input_ids"] == [ord(letter) for letter in text] + [0] * (80 - len(text))
-    assert sum(tokens[0]["attention_mask"]) == len(text)
-    assert len(tutorial_data.tokenize(rows(1), Letters(), block_size=7)["train"][0]["input_ids"]) == 7
+    assert tokens[0]["input_ids"].tolist() == [ord(letter) for letter in text] + [0] * (80 - len(text))
+    assert tokens[0]["attention_mask"].sum() == len(text)
+    row = {"instruction": "f0", "output": "def f0(): pass", "input": "of 0"}
+    assert len(tutorial_helpers.instruction_tokens(row, Letters(), block_size=7)["input_ids"]) == 7
+    prompt = tutorial_helpers.PROMPT.format(instruction="f0\nof 0")
+    assert tutorial_helpers.instruction_text(row) == prompt + row["output"]
 
 
 def test_a_data_set_without_a_held_out_part_gets_the_same_one_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tutorial_data, "load_dataset", lambda name: rows(50))
-    first, second = tutorial_data.load_rows("name/on-the-hub"), tutorial_data.load_rows("name/on-the-hub")
+    monkeypatch.setattr(tutorial_helpers, "load_dataset", lambda name: rows(50))
+    first, second = tutorial_helpers.load_rows("name/on-the-hub"), tutorial_helpers.load_rows("name/on-the-hub")
     assert (len(first["train"]), len(first["test"])) == (45, 5)
     assert first["test"]["instruction"] == second["test"]["instruction"]
     assert set(first["test"]["instruction"]).isdisjoint(first["train"]["instruction"])
 
 
 def test_a_missing_column_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tutorial_data, "load_dataset", lambda name: rows(50))
+    monkeypatch.setattr(tutorial_helpers, "load_dataset", lambda name: rows(50))
     with pytest.raises(SystemExit, match="a/name has the columns output, instruction; article is missing"):
-        tutorial_data.load_rows("a/name", columns=("instruction", "article"))
+        tutorial_helpers.load_rows("a/name", columns=("instruction", "article"))
 
 
 def test_a_configuration_of_a_data_set_follows_a_colon(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(tutorial_data, "load_dataset", lambda *names: asked.append(names) or rows(50))
-    tutorial_data.load_rows("cnn_dailymail:3.0.0")
+    monkeypatch.setattr(tutorial_helpers, "load_dataset", lambda *names: asked.append(names) or rows(50))
+    tutorial_helpers.load_rows("cnn_dailymail:3.0.0")
     assert asked == [("cnn_dailymail", "3.0.0")]
 
 
@@ -78,36 +79,35 @@ def test_an_article_that_is_too_long_loses_its_end_and_keeps_its_highlights() ->
     from datasets import Dataset, DatasetDict
 
     columns = {"article": ["apples " * 30, "pears"], "highlights": ["Fruit.", "Fruit."], "id": ["1", "2"]}
-    tokens = tutorial_data.tokenize_summaries(DatasetDict({"train": Dataset.from_dict(columns)}), Letters(), 60)[
-        "train"
-    ]
+    articles = DatasetDict({"train": Dataset.from_dict(columns)})
+    tokens = tutorial_helpers.tokenize(articles, tutorial_helpers.summary_tokens, Letters(), 60)["train"]
     tail = " [/SUMMARIZE]\nFruit.$"
     assert letters(tokens[0]["input_ids"]) == ("[SUMMARIZE] " + "apples " * 30)[: 60 - len(tail)] + tail
     assert letters(tokens[1]["input_ids"]) == "[SUMMARIZE] pears" + tail
     for row in tokens:
         assert len(row["input_ids"]) == 60
-        assert row["attention_mask"] == [int(token != 0) for token in row["input_ids"]]
+        assert row["attention_mask"].tolist() == [int(token != 0) for token in row["input_ids"]]
 
 
 def test_texts_follow_each_other_in_full_blocks() -> None:
     from datasets import Dataset
 
     instructions = Dataset.from_dict({"instruction": ["a", "b"], "output": ["x" * 20, "y" * 20]})
-    blocks = tutorial_data.tokenize_and_group(instructions, Letters(), block_size=16)
+    blocks = tutorial_helpers.tokenize_and_group(instructions, Letters(), block_size=16)
     assert blocks.column_names == ["input_ids", "labels"]
     assert blocks["input_ids"][:] == blocks["labels"][:]
-    text = "".join(tutorial_data.PROMPT.format(instruction=one) + 20 * two + "$" for one, two in ("ax", "by"))
+    text = "".join(tutorial_helpers.PROMPT.format(instruction=one) + 20 * two + "$" for one, two in ("ax", "by"))
     assert [letters(ids) for ids in blocks["input_ids"]] == [text[i : i + 16] for i in range(0, len(text) - 15, 16)]
-    plain = tutorial_data.tokenize_and_group(Dataset.from_dict({"text": ["abc", "de"]}), Letters(), block_size=3)
+    plain = tutorial_helpers.tokenize_and_group(Dataset.from_dict({"text": ["abc", "de"]}), Letters(), block_size=3)
     assert [letters(ids) for ids in plain["input_ids"]] == ["abc", "$de"]
 
 
 def test_the_pad_token_is_not_the_end_where_there_is_another() -> None:
     tokenizer = Letters()
-    tutorial_data.set_pad_token(tokenizer)
+    tutorial_helpers.set_pad_token(tokenizer)
     assert tokenizer.pad_token == "?"
     tokenizer.pad_token, tokenizer.unk_token = None, None
-    tutorial_data.set_pad_token(tokenizer)
+    tutorial_helpers.set_pad_token(tokenizer)
     assert tokenizer.pad_token == "$"
 
 
@@ -147,13 +147,12 @@ def test_progress_prints_every_few_steps_and_the_last_and_keeps_all(
         assert not progress.done
         progress.step(0, torch.tensor(loss), num_tokens=8)
     assert progress.done
-    progress.save(tmp_path, before=4.0, after=0.5)
+    progress.save(str(tmp_path / "run"), before=4.0, after=0.5)
     out = capsys.readouterr().out
     assert re.findall(r"step (\d)/3\] loss ([\d.]+)", out) == [("2", "2.0000"), ("3", "1.0000")]
     assert "held-out loss before: 4.0000, after: 0.5000" in out
-    content = json.loads((tmp_path / "losses.json").read_text())
+    content = json.loads((tmp_path / "run" / "losses.json").read_text())
     assert content == {"losses": [3.0, 2.0, 1.0], "held_out_before": 4.0, "held_out_after": 0.5}
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert Progress(num_batches=2, args=arguments()).num_steps == 4
     with pytest.raises(SystemExit, match="do not fill one batch of 4"):
         Progress(num_batches=0, args=arguments())
@@ -161,28 +160,36 @@ def test_progress_prints_every_few_steps_and_the_last_and_keeps_all(
 
 def test_a_checkpoint_that_was_interrupted_leaves_the_last_one(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
-    tutorial_checkpoint.save_checkpoint(tmp_path, {"global_step": 1}, model=model)
+    tutorial_helpers.save_checkpoint(tmp_path, {"global_step": 1}, model=model)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     torch.nn.init.zeros_(model.weight)
     interrupted = Namespace(state_dict=lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        tutorial_checkpoint.save_checkpoint(tmp_path, {"global_step": 2}, model=model, optimizer=interrupted)
-    assert tutorial_checkpoint.load_checkpoint(tmp_path, model=model) == {"global_step": 1}
+        tutorial_helpers.save_checkpoint(tmp_path, {"global_step": 2}, model=model, optimizer=interrupted)
+    assert tutorial_helpers.load_checkpoint(tmp_path, model=model) == {"global_step": 1}
     assert torch.equal(model.weight, saved["weight"])
-    tutorial_checkpoint.save_checkpoint(tmp_path, {"global_step": 3}, model=model)
+    tutorial_helpers.save_checkpoint(tmp_path, {"global_step": 3}, model=model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state.json", "step-3"]
 
 
-def test_a_timer_gives_the_mean_of_its_phases_and_forgets_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    assert tutorial_helpers.load_checkpoint(tmp_path / "new", model=torch.nn.Linear(2, 2)) == {}
+
+
+def test_a_timer_appends_what_its_body_took_unless_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 5.0, 8.0, 10.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    timer = PhaseTimer()
+    durations_ms: list[float] = []
     for _ in range(2):
-        with timer:
+        with tutorial_helpers.timed(durations_ms):
             pass
-    assert timer.mean_ms == 2000
-    with pytest.raises(ValueError, match="not counted"), timer:
+    assert durations_ms == [1000, 3000]
+    with pytest.raises(ValueError, match="not counted"), tutorial_helpers.timed(durations_ms):
         raise ValueError("a phase that fails is not counted")
-    assert timer.mean_ms == 2000
-    timer.reset()
-    assert timer.mean_ms == 0
+    assert durations_ms == [1000, 3000]
+
+
+def test_without_held_out_rows_there_is_no_loss_and_without_tokens_no_answer() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert tutorial_helpers.held_out_loss(model, [], 4, "cpu") is None
+    assert tutorial_helpers.answer(model, None, "a prompt", max_new_tokens=0) == ""

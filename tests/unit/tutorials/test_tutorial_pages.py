@@ -36,6 +36,16 @@ def test_a_page_has_six_parts_and_its_code_from_the_script(name: str) -> None:
         assert source.count(f"# --8<-- [start:{label}]\n") == source.count(f"# --8<-- [end:{label}]\n") == 1
 
 
+def test_a_training_script_is_short_and_all_of_them_share_one_module() -> None:
+    names = {path.stem for path in (ROOT / "tutorials").glob("*.py")}
+    started = {name for name in names if name.startswith(("train_", "inference_", "prepare_"))}
+    assert names - started == {"tutorial_helpers"}
+    for name in started:
+        lines = (ROOT / "tutorials" / f"{name}.py").read_text().splitlines()
+        assert len(lines) <= (140 if name == "train_llm" else 110), f"{name}: {len(lines)} lines"
+        assert not re.search(r"^(?:from|import) (?:train|inference|prepare)_", "\n".join(lines), re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_on_a_page_name_files_and_targets_that_exist(name: str) -> None:
     commands = "\n".join(re.findall(r"^```bash\n(.*?)^```", page(name), re.MULTILINE | re.DOTALL))

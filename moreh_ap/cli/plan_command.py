@@ -1,0 +1,238 @@
+"""`moreh-ap plan`: which plan a model gets on given devices, how much memory and time it takes, and why.
+
+Decides what is asked of the planner and in which form the answer is shown. Must not know how a plan is found.
+Nothing is started and nothing downloaded: the model is a configuration or one of a list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from moreh_ap.cli import plan_pictures, plan_tables
+from moreh_ap.errors import OptionError
+from moreh_ap.plan import Plan
+from moreh_ap.planner.cost.hardware import Cluster, find_cluster, find_device
+from moreh_ap.planner.profiles.known_models import find_model, shape_from_file
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
+from moreh_ap.planner.search.candidate import Candidate, evaluate_plan
+from moreh_ap.planner.search.constraints import ALL_KINDS, Constraints
+from moreh_ap.planner.search.plan_search import search
+from moreh_ap.planner.search.planning_task import Task
+from moreh_ap.planner.search.ranking import Ranking
+from moreh_ap.planner.search.search_space import tensor_degrees_of
+
+DEFAULT_LENGTH, DEFAULT_TOP, DEFAULT_RATIO = 1024, 5, 80
+
+Choice = Literal["auto"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.description = __doc__.split("\n\n")[0]
+    parser.epilog = "The exit status is 0 if a plan fits, else 2."
+    parser.add_argument("model", metavar="MODEL", nargs="?",
+                        help="a folder with a config.json, that file, or a public model's name")  # fmt: skip
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json, instead of MODEL")
+    where = parser.add_argument_group("devices")
+    where.add_argument("--devices", metavar="NxDEVICE", help="such as 64xMI250 or 8xH100; a device alone is one node")
+    where.add_argument("--hardware", metavar="DEVICE", help="such as h100, with --nodes")
+    where.add_argument("--nodes", type=int, metavar="N", help="nodes of --hardware (default 1)")
+    where.add_argument("--devices-per-node", type=int, metavar="N", help="default: what such nodes usually have")
+    where.add_argument("--link", default="", metavar="LINK", help="between nodes; default: the device's usual one")
+    batch = parser.add_argument_group("batch")
+    batch.add_argument("--global-batch", type=int, metavar="ROWS", help="rows of a step (default: one a device)")
+    batch.add_argument("--seq-len", type=int, default=DEFAULT_LENGTH, metavar="T",
+                       help=f"positions of a row (default {DEFAULT_LENGTH})")  # fmt: skip
+    options = parser.add_argument_group("what the one line's arguments allow")
+    options.add_argument("--no-pipeline", action="store_true", help="pipeline_parallel=False")
+    options.add_argument("--num-stages", type=_count_or_auto, default="auto", metavar="N", help="at most so many")
+    options.add_argument("--num-micro-batches", type=_count_or_auto, default="auto", metavar="N", help="that number")
+    options.add_argument("--activation-recomputation", type=_truth_or_auto, default="auto", metavar="true|false|auto",
+                         help="true: every block; false: none")  # fmt: skip
+    options.add_argument("--distribute-parameter", type=_truth_or_auto, default="auto", metavar="true|false|auto",
+                         help="true: shard over the devices that share the batch; false: never")  # fmt: skip
+    options.add_argument("--no-mixed-precision", action="store_true", help="compute in float32")
+    options.add_argument("--memory-ratio", type=int, default=DEFAULT_RATIO, metavar="PERCENT",
+                         help=f"per cent of a device that a plan may fill (default {DEFAULT_RATIO})")  # fmt: skip
+    options.add_argument("--kinds", nargs="*", metavar="KIND", default=sorted(ALL_KINDS),
+                         help=f"kinds of parallelism that may be used: {' '.join(sorted(ALL_KINDS))}")  # fmt: skip
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--top", type=int, default=DEFAULT_TOP, metavar="N", help=f"plans (default {DEFAULT_TOP})")
+    shown.add_argument("--explain", action="store_true", help="why: where memory and time go, and what others lack")
+    shown.add_argument("--compare", nargs="+", metavar="PLAN", help="these plans side by side, instead of the search")
+    shown.add_argument("--picture", nargs="?", const="", metavar="FILE.png",
+                       help="memory of every stage and the pipeline's timeline, here or as an image")  # fmt: skip
+    shown.add_argument("--json", action="store_true", help="everything as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
+    """Plans, shows the result and returns the exit status.
+
+    Raises:
+        MorehError: Model, devices or options are impossible, or no plan fits.
+    """
+    if script_arguments:
+        raise OptionError(f"arguments after --: {' '.join(script_arguments)}", "none: no script is run")
+    for name in ("nodes", "devices_per_node", "global_batch", "seq_len", "top"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise OptionError(f"{option} {value}", "at least 1", f"moreh-ap plan ... {option} 1")
+    picture = Path(arguments.picture) if arguments.picture else None
+    if picture is not None and (picture.suffix.lower() != ".png" or not picture.resolve().parent.is_dir()):
+        raise OptionError(f"--picture {picture}", "a .png file in a folder that exists", "--picture plan.png")
+    shape, cluster = shape_of(arguments), cluster_of(arguments)
+    task = task_of(arguments, shape, cluster)
+    if arguments.compare:
+        _compare(arguments, task, picture)
+        return 0
+    ranking = search(task)
+    best = ranking.best
+    if arguments.json:
+        json.dump(_plain_ranking(ranking, arguments.top), sys.stdout, indent=1)
+        print()
+    else:
+        plan_tables.print_ranking(ranking, arguments.top)
+        if arguments.explain:
+            plan_tables.print_explanation(ranking)
+    _draw(arguments, task, best, picture)
+    return 0
+
+
+def shape_of(arguments: argparse.Namespace) -> TransformerShape:
+    """Returns the shape of the model that was asked for.
+
+    Raises:
+        OptionError: There is none, or two, or it is unknown.
+    """
+    fix = "moreh-ap plan Llama3-8B --devices 8xH100"
+    if (arguments.model is None) == (arguments.config is None):
+        said = "no model" if arguments.model is None else f"two models, {arguments.model} and {arguments.config}"
+        raise OptionError(said, "MODEL or --config", fix)
+    if arguments.config is not None:
+        return shape_from_file(arguments.config)
+    path = Path(arguments.model)
+    if path.exists() or path.suffix == ".json":
+        return shape_from_file(path)
+    return find_model(arguments.model).shape
+
+
+def cluster_of(arguments: argparse.Namespace) -> Cluster:
+    """Returns the devices that were asked for.
+
+    Raises:
+        OptionError: There are none, or they are unknown, or said twice.
+    """
+    if (arguments.devices is None) == (arguments.hardware is None):
+        said = "no devices" if arguments.devices is None else f"--devices {arguments.devices} and --hardware"
+        raise OptionError(said, "--devices 64xMI250, or --hardware h100 --nodes 16", "--devices 8xH100")
+    if arguments.devices is not None:
+        if arguments.nodes is not None:
+            raise OptionError("--devices with --nodes", "--devices, or --hardware with --nodes", "--devices 8xH100")
+        return find_cluster(arguments.devices, None, arguments.devices_per_node, arguments.link)
+    per_node = arguments.devices_per_node or find_device(arguments.hardware).devices_per_node
+    return find_cluster(arguments.hardware, (arguments.nodes or 1) * per_node, per_node, arguments.link)
+
+
+def task_of(arguments: argparse.Namespace, shape: TransformerShape, cluster: Cluster) -> Task:
+    """Returns what is to be planned, with the constraints that the flags spell."""
+    constraints = Constraints(
+        pipeline_parallel=not arguments.no_pipeline,
+        num_stages=arguments.num_stages,
+        num_micro_batches=arguments.num_micro_batches,
+        activation_recomputation=arguments.activation_recomputation,
+        distribute_parameter=arguments.distribute_parameter,
+        mixed_precision=not arguments.no_mixed_precision,
+        memory_usage_correction_ratio=arguments.memory_ratio,
+        kinds=frozenset(arguments.kinds),
+        tensor_degrees=tensor_degrees_of(shape, cluster.num_devices),
+    )
+    batch = cluster.num_devices if arguments.global_batch is None else arguments.global_batch
+    return Task(profile_of(shape, arguments.seq_len), cluster, batch, constraints)
+
+
+def _compare(arguments: argparse.Namespace, task: Task, picture: Path | None) -> None:
+    candidates = [evaluate_plan(task, Plan.parse(text)) for text in arguments.compare]
+    if arguments.json:
+        plain = {**_plain_task(task), "candidates": [_plain(one) for one in candidates]}
+        json.dump(plain, sys.stdout, indent=1)
+        print()
+    else:
+        plan_tables.print_comparison(task, candidates)
+    _draw(arguments, task, candidates[0], picture)
+
+
+def _draw(arguments: argparse.Namespace, task: Task, candidate: Candidate, picture: Path | None) -> None:
+    if arguments.picture is None or (arguments.json and picture is None):
+        return
+    if picture is None:
+        plan_pictures.print_pictures(task, candidate)
+        return
+    plan_pictures.save_picture(task, candidate, picture)
+    print(f"picture: {picture}", file=sys.stderr)
+
+
+def _plain_ranking(ranking: Ranking, top: int) -> dict[str, Any]:
+    """The search as JSON can say it."""
+    looked_at, fitting = ranking.counts
+    outcome = {"looked_at": looked_at, "fitting": fitting, "left_out": ranking.skipped, "seconds": ranking.seconds}
+    return {
+        **_plain_task(ranking.task),
+        "search": outcome,
+        "candidates": [_plain(candidate) for candidate in ranking.candidates[:top]],
+    }
+
+
+def _plain_task(task: Task) -> dict[str, Any]:
+    return {
+        "model": task.profile.name,
+        "parameters": task.profile.parameters,
+        "device": task.cluster.device.name,
+        "num_devices": task.cluster.num_devices,
+        "devices_per_node": task.cluster.devices_per_node,
+        "global_batch": task.global_batch,
+        "sequence_length": task.profile.sequence_length,
+        "usable_bytes": task.usable_bytes,
+    }
+
+
+def _plain(candidate: Candidate) -> dict[str, Any]:
+    memory, step = candidate.memory, candidate.step
+    plain: dict[str, Any] = {
+        "plan": str(candidate.plan),
+        "fits": candidate.fits,
+        "rejected": candidate.rejected,
+        "memory": {
+            "allocated_bytes": memory.allocated_bytes,
+            "reserved_bytes": memory.reserved_bytes,
+            "pipeline_position": memory.position,
+            "parts_bytes": dict(memory.components),
+        },
+    }
+    if step is not None:
+        plain["step"] = {
+            "total_s": step.total_s,
+            "tokens_per_s": step.tokens_per_s,
+            "tokens_per_s_per_device": step.tokens_per_s_per_device,
+            "mfu": step.mfu,
+            "parts_s": {label: seconds for label, seconds, _ in step.components},
+            "hidden_s": {label: hidden for label, _, hidden in step.components if hidden},
+        }
+    return plain
+
+
+def _count_or_auto(text: str) -> int | Choice:
+    """Returns what the flag says; `Constraints` checks that it is at least 1."""
+    return "auto" if text == "auto" else int(text)
+
+
+def _truth_or_auto(text: str) -> bool | Choice:
+    words: dict[str, bool | Choice] = {"true": True, "false": False, "auto": "auto"}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of true, false, auto")
+    return words[text.lower()]

@@ -1,0 +1,80 @@
+"""What a worker is to run, and how.
+
+Decides which facts about a call every kind of execution has to know. Must not know how they are carried out, the
+controller, messages, or where the batch came from.
+
+[Note: split and whole]
+"split": this worker has its slice of the batch; mean losses are shares of the global mean (`loss_reduction.py`); its
+random numbers are its part of the batch's (`rng/policy.py`), or, without a common stream, its own. "whole": every
+worker has the whole batch and the same random numbers and computes the same; since gradients are summed over workers
+afterwards, each counts for one part in the number of workers.
+
+[Note: kinds]
+Each leaf of a result has a kind (`split_check.py`): "rows", "share", "same" or "const". A "same" leaf of a split call
+is computed by every worker, so its gradient too counts for one part in the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from moreh_ap.parallelizer.call.extension import CallExtension
+from moreh_ap.parallelizer.mesh import Axis, world_axis
+from moreh_ap.parallelizer.rng.policy import RandomPolicy
+
+
+@dataclass(frozen=True)
+class Call:
+    """What to run and how; the same on every worker but for `axis` and `random`.
+
+    Attributes:
+        module: The module a plan was applied to.
+        mode: "split" or "whole". See [Note: split and whole].
+        device: This worker's device.
+        grad: Whether a backward may follow.
+        axis: The workers that share the batch; by default all of them.
+        random: Which random numbers are drawn.
+        autocast: Dtype of `torch.autocast` around the forward, None for none.
+        target: What to call instead of the module: one of its submodules or bound methods.
+        extensions: What the call uses beyond an ordinary one, the innermost first.
+        kinds: The kind of every leaf of the result, where it is known. See [Note: kinds].
+        counts: Whether numbers of true elements are denominators. See [Note: counts] in `loss_reduction.py`.
+        means: Whether the forward takes means over the batch, where it is known. See [Note: workers meet] there.
+        meets_failed: Whether a worker whose forward raises still meets the others, who do not wait for it elsewhere.
+    """
+
+    module: nn.Module
+    mode: str
+    device: torch.device
+    grad: bool = True
+    axis: Axis = field(default_factory=world_axis)
+    random: RandomPolicy = field(default_factory=RandomPolicy)
+    autocast: torch.dtype | None = None
+    target: Callable[..., Any] | None = None
+    extensions: tuple[CallExtension, ...] = ()
+    kinds: tuple[str, ...] | None = None
+    counts: bool = False
+    means: bool = True
+    meets_failed: bool = False
+
+
+class SumsGradients(Protocol):
+    """Sums over workers what a backward adds to gradients."""
+
+    def sync(self) -> AbstractContextManager[None]:
+        """Returns what has to be active during a backward."""
+
+
+GRADIENT_SYNCS = "_moreh_gradient_syncs"
+"""Where a module has the objects that sum its gradients over workers."""
+
+
+def attach_gradient_sync(module: nn.Module, sync: SumsGradients) -> None:
+    """Makes every backward of calls of `module` run under `sync`."""
+    module.__dict__.setdefault(GRADIENT_SYNCS, []).append(sync)

@@ -1,0 +1,108 @@
+"""What all ways to execute a call have in common: at once, in micro-batches, through stages, as gradients of another.
+
+Decides what may be asked of a call that was run, or will be when its backward is. Must not know how any of it runs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.extension import Findings
+from moreh_ap.parallelizer.rng.policy import Drawing
+
+
+class Execution(Findings, ABC):
+    """One call on this worker, from its forward to its last backward.
+
+    Attributes:
+        call: What runs and how.
+        inputs: The tensor leaves of the arguments that `backward` answers gradients for.
+        treespec: How the leaves of the result nest.
+        shapes: The leaves for their shapes and dtypes; tensors may be on meta until the result is computed.
+        kinds: The kind of every leaf. See [Note: kinds] in `call.py`.
+        differentiable: For each leaf whether a gradient may be given to `backward`.
+        has_result: Whether this worker has the outputs; in a pipeline some workers have none.
+        is_computed: Whether `outputs` may be read without computing anything.
+        runs_in_stages: Whether workers share the call as stages of a pipeline.
+        drew: Whether the call drew from the CPU's stream or the host's, which are now where all of it leaves them.
+    """
+
+    call: Call
+    inputs: Sequence[Tensor] = ()
+    treespec: Any = None
+    shapes: Sequence[Any]
+    kinds: Sequence[str]
+    differentiable: Sequence[bool]
+    has_result: bool = True
+    is_computed: bool = True
+    runs_in_stages: bool = False
+    drew: bool = False
+
+    @property
+    @abstractmethod
+    def outputs(self) -> Sequence[Any]:
+        """Leaves of the result, tensors without their history: this worker's rows of a leaf with rows."""
+
+    @abstractmethod
+    def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
+        """Adds to the parameters' gradients, summed over the workers, and returns those of `inputs`.
+
+        Args:
+            output_grads: One gradient or None for each leaf of `outputs`, of the shape that the leaf has here.
+            retain_graph: Whether another backward through the same forward may follow.
+
+        Returns:
+            For each of `inputs` its gradient (this worker's rows of it), None where nothing depends on it.
+        """
+
+    # -- only of an execution that keeps the history of its result -----------------------------------------------------
+
+    drawing: Drawing
+    """The random numbers of the forward."""
+
+    def watch(self, leaves: Sequence[int]) -> None:
+        """Has the next `backward` keep the whole gradients of these leaves for `output_gradient`.
+
+        Raises:
+            UnsupportedError: There are such leaves, and the call runs in micro-batches or stages.
+        """
+        if leaves:
+            raise UnsupportedError(
+                "The gradient of an output was asked for (a hook, retain_grad, autograd.grad) of a call that runs in "
+                "micro-batches or stages.",
+                "plans without micro-batches and pipeline",
+                'plan="replicate=2"',
+            )
+
+    def output_gradient(self, leaf: int) -> Tensor | None:
+        """Returns what the last `backward` found for a watched leaf, None where nothing depends on it."""
+        raise self._has_no_history()
+
+    def leaf(self, index: int) -> Any:
+        """Returns a leaf of the result with its history, None where that is gone."""
+        raise self._has_no_history()
+
+    def kind(self, index: int) -> str:
+        """Returns the kind of that leaf."""
+        raise self._has_no_history()
+
+    def reached(self, output_grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor, Tensor]]:
+        """Returns number, result with its history, and gradient of the leaves where a backward begins.
+
+        Raises:
+            RuntimeError: The history is gone.
+        """
+        raise self._has_no_history()
+
+    def _has_no_history(self) -> UnsupportedError:
+        return UnsupportedError(
+            "The history of a result was asked for (create_graph=True) of a call that runs in micro-batches or stages.",
+            "plans without micro-batches and pipeline",
+            'plan="replicate=2"',
+        )

@@ -1,0 +1,107 @@
+"""What a forward leaves besides its result: what hooks of the script were given, and attributes that it set.
+
+Decides what of it is answered with the result. Must not know who asks for it. See the notes in `hook_records.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
+from moreh_ap.parallelizer.data.fsdp import recover
+from moreh_ap.protocol.hook_records import RECORDER, HookEnded, Report, ReportedHook
+from moreh_ap.protocol.module_attributes import Attributes, is_same_container, num_leaves
+from moreh_ap.protocol.pytree import flatten
+
+
+class Reports(CallExtension):
+    """Answers what hooks were given and what attributes were set as further leaves of the result.
+
+    Args:
+        module: The model.
+        attributes: Its attributes; None where what is set on parts of the model is not what one device would set.
+        known: The attributes that may be answered, and the kinds of their leaves; None for all.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        attributes: Attributes | None,
+        known: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        self._module, self._attributes, self._known = module, attributes, known
+        self.has_hooks = any(
+            isinstance(hook, ReportedHook)
+            for part in module.modules()
+            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        )
+        self.is_needed = self.has_hooks or attributes is not None
+
+    def knowing(self, attributes: Mapping[str, tuple[str, ...]]) -> Reports:
+        return Reports(self._module, self._attributes, attributes)
+
+    def around_forward(self, findings: Findings, module: nn.Module, forward: Forward) -> Forward:
+        """Returns a forward whose result is a `Report` where there is anything to report.
+
+        Raises, when it runs:
+            UnsupportedError: A tensor that a hook was given was changed in place afterwards.
+        """
+        attributes = self._attributes if module is self._module else None
+
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            before = {} if attributes is None else attributes.marks()
+            seen: list[dict[int, tuple[Any, ...]]] = []
+            ended_by = None
+            if self.has_hooks:
+                result, seen, ended_by = _with_hooks(lambda: forward(args, kwargs))
+            else:
+                result = forward(args, kwargs)
+            changed = {} if attributes is None else attributes.changed(before)
+            found = {name: value for name, value in changed.items() if self._is_answered(name, value)}
+            findings.left_out = [name for name in changed if name not in found]
+            findings.gathered = [name for name, value in changed.items() if is_same_container(value, before.get(name))]
+            if ended_by is not None:
+                recover(module)
+            if not found and not self.has_hooks:
+                return result
+            findings.num_own = len(flatten(result)[0])
+            findings.attributes = {name: len(flatten(value)[0]) for name, value in found.items()}
+            if self._known is not None:
+                findings.attribute_kinds = tuple(kind for name in found for kind in self._known[name])
+            return Report(result, seen, ended_by, found)
+
+        return run
+
+    def _is_answered(self, name: str, value: Any) -> bool:
+        number = num_leaves(value)
+        return number is not None and (self._known is None or number == len(self._known.get(name, ())))
+
+
+def _with_hooks(run: Callable[[], Any]) -> tuple[Any, list[dict[int, tuple[Any, ...]]], str | None]:
+    """Returns the result of `run`, what hooks of the script were given in it, and what ended it early."""
+    seen: list[tuple[int, tuple[Any, ...], list[tuple[Tensor, int]]]] = []
+    RECORDER.seen = seen
+    ended_by, result = None, None
+    try:
+        result = run()
+    except HookEnded as ended:
+        ended_by = str(ended)
+    finally:
+        RECORDER.seen = None
+    for _, _, tensors in seen:
+        for tensor, version in tensors:
+            if tensor._version != version:
+                raise _changed_in_place(tensor)
+    return result, [{number: given} for number, given, _ in seen], ended_by
+
+
+def _changed_in_place(tensor: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"A hook was given a tensor of shape {tuple(tensor.shape)} that is changed in place afterwards.",
+        allowed="Hooks on modules whose inputs and outputs stay as they are: nn.ReLU(inplace=False), x = x + y.",
+        fix="module.inplace = False  # of the nn.ReLU behind the hooked module",
+    )

@@ -1,0 +1,142 @@
+"""Which rows of a batch tell most about a forward, and how results of single rows compare with those of several.
+
+Decides the kind of a leaf, and when two tensors are equal but for rounding. Must not know how the rows were run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moreh_ap.parallelizer.call.dry_run import Refused
+from moreh_ap.parallelizer.state.loading import local_part
+from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
+from moreh_ap.protocol.batch import carries_rows
+
+TOLERANCE_FP32 = 2e-5
+"""Largest difference, relative to the largest entry of a tensor, that rounding explains in float32 (eps 1.2e-7)."""
+TOLERANCE_BF16 = 3e-2
+"""The same in bfloat16 (eps 7.8e-3)."""
+
+_CLASS_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+
+
+
+def check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> None:
+    for site, whole in enumerate(common):
+        parts = sum(float(single[site]) for single in singles)
+        if abs(parts - float(whole)) > 1e-9 * max(1.0, abs(float(whole))):
+            raise Refused(f"mean {site} of the forward counts {float(whole)} together but {parts} row by row")
+
+
+def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) -> str:
+    if not isinstance(common, Tensor):
+        if any(type(s) is not type(common) for s in singles):
+            raise Refused(f"{name} has another type for some rows")
+        if all(_equal(s, common) for s in singles):
+            return "const"
+        if isinstance(common, (str, bytes, int, float, complex, torch.dtype, torch.device)):
+            raise Refused(f"{name} ({common!r}) differs from row to row")
+        return "opaque"
+    if _follows(common, singles) and close(torch.cat(list(map(local_part, singles))), common, tolerance):
+        return "rows"
+    if all(s.shape == common.shape for s in singles):
+        common, singles = local_part(common), list(map(local_part, singles))
+        adds_up = common.dtype != torch.bool and close(sum(singles[1:], start=singles[0]), common, tolerance)
+        same = all(close(s, common, tolerance) for s in singles)
+        if same and not (adds_up and common.ndim == 0):
+            return "same"
+        if adds_up:
+            return "share"
+    raise Refused(
+        f"{name} of shape {tuple(common.shape)} is not what its rows give one by one: rows look at each other"
+    )
+
+
+def _follows(common: Tensor, singles: Sequence[Any]) -> bool:
+    """Says whether the shapes are those of equal slices along dim 0; a row may have several entries there."""
+    if common.ndim == 0 or common.shape[0] % len(singles):
+        return False
+    return all(s.shape == (common.shape[0] // len(singles), *common.shape[1:]) for s in singles)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    try:
+        return bool(left is right or left == right)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def is_unknown(leaf: Any) -> bool:
+    """Says whether a result holds what a stage puts in place of values that it does not have."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(local_part(leaf).isnan().any())
+
+
+def close(got: Tensor, wanted: Tensor, tolerance: float, noise: float = 0.0) -> bool:
+    """Says whether all differences are within `tolerance` of the largest entry wanted, or within `noise`."""
+    got, wanted = local_part(got), local_part(wanted)
+    if got.shape != wanted.shape:
+        return False
+    if not wanted.is_floating_point():
+        return torch.equal(got, wanted)
+    if wanted.numel() == 0:
+        return True
+    got, wanted = got.float(), wanted.float()
+    largest, difference = (torch.linalg.vector_norm(x, torch.inf) for x in (wanted, got - wanted))
+    if torch.isfinite(largest) and torch.isfinite(difference):
+        return bool(difference <= max(tolerance * float(largest), noise))
+    finite = torch.isfinite(wanted)
+    if not torch.equal(torch.isfinite(got), finite):
+        return False
+    if not finite.any():
+        return True
+    largest = wanted[finite].abs().max()
+    return bool((got - wanted)[finite].abs().max() <= max(tolerance * float(largest), noise))
+
+
+def random_weight(leaf: Any) -> Tensor | None:
+    """Returns a gradient for an output that tells its entries apart; equal on every worker."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return None
+    if leaf.ndim == 0:
+        return torch.ones_like(leaf)
+    if isinstance(leaf, SplitTensor):
+        part = random_weight(leaf.part)
+        assert part is not None
+        return SplitTensor(part, leaf.shape[leaf.split_dim], leaf.split_dim, leaf.crossing)
+    entries = torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float32)
+    return (torch.sin(entries) / max(1, leaf.numel()) ** 0.5).reshape(leaf.shape).to(leaf.dtype)
+
+
+def choose_rows(leaves: Sequence[Any], rows: int) -> list[int]:
+    """Returns the two rows that differ most in how much of them counts (padding), in rising order.
+
+    A row of which no target counts (labels of -100 alone) says nothing about a loss and is chosen last. A third row is
+    chosen where rows have classes: losses that compare a row with one of its own class and one of another (triplets)
+    are zero for any two rows.
+    """
+    filled, targets = torch.zeros(rows), torch.full((rows,), torch.inf)
+    for leaf in leaves:
+        if carries_rows(leaf, rows) and not (leaf.is_floating_point() or leaf.is_complex()):
+            filled += (leaf > 0).reshape(rows, -1).sum(1).cpu()
+            targets = torch.minimum(targets, (leaf >= 0).reshape(rows, -1).sum(1).cpu())
+    order = [row for row in filled.argsort(stable=True).tolist() if targets[row] > 0]
+    if len(order) < 2:
+        order = filled.argsort(stable=True).tolist()
+    chosen = [order[0], order[-1]]
+    return sorted({*chosen, *_complete_classes(leaves, rows, chosen)})
+
+
+def _complete_classes(leaves: Sequence[Any], rows: int, chosen: Sequence[int]) -> list[int]:
+    """Returns a row with which `chosen` has two rows of one class and one of another, if there is one."""
+    for leaf in leaves:
+        if carries_rows(leaf, rows) and leaf.numel() == rows and leaf.dtype in _CLASS_DTYPES:
+            classes = leaf.flatten().tolist()
+            here = [classes[row] for row in chosen]
+            for row, own in enumerate(classes):
+                if row not in chosen and (own not in here if here[0] == here[1] else own in here):
+                    return [row]
+    return []

@@ -1,0 +1,252 @@
+"""Which random streams a call draws from, how they are seeded, how draws are recorded, and how they are repeated.
+
+Decides all of this in one place; other modules ask. Must not know models, plans or messages.
+
+[Note: streams]
+A worker has three kinds of streams: PyTorch's on the CPU, PyTorch's on its GPU, and those of Python and NumPy (the
+host's). Where one device would be a CPU, all workers go on from the state of the script's stream, draw for the whole
+batch and keep the numbers of their rows (`shared_draws.py`). On GPUs each worker seeds a stream of its own. The host's
+streams always start where the script's are, so that every worker flips the same coins.
+
+[Note: random numbers of a region]
+Outside of regions that tensor parallelism splits, every rank computes the same and draws the same: all start from one
+seed and draw the same shapes in the same order. Inside, ranks have different heads (with sequence parallelism:
+different tokens) and need different masks. So a region with dropout draws one number from the common stream, seeds a
+stream of this rank's own with that number plus the rank, and returns to the common stream at its end. Recomputation in
+the backward repeats this, because the number comes from the common stream.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moreh_ap.parallelizer.rng.shared_draws import Draw, DrawRecorder, Share, SharedDraws, draws_of
+from moreh_ap.protocol.rng_state import (
+    Streams,
+    host_untouched,
+    seeded_state_of_host,
+    set_state_of_host,
+    state_of_host,
+    state_of_stream,
+)
+
+NUM_HOST_RNG_PROBES = 6
+"""With how many other states of Python's and NumPy's streams a forward is probed that draws from them."""
+
+
+@dataclass(frozen=True)
+class RandomPolicy:
+    """The random numbers of one call; the same on every worker but for `worker` and `share`. See [Note: streams].
+
+    Attributes:
+        seed: Where PyTorch's streams start without a `stream`; None leaves them where they are.
+        stream: The state of the one CPU stream that all workers draw from, as `torch.get_rng_state` gives it.
+        host: Where the host's streams start; None leaves them where they are.
+        worker: Tells workers apart that each draw their own numbers from `seed`.
+        draws: What a split call draws from `stream`.
+        share: The rows that this worker, or this micro-batch, draws for.
+    """
+
+    seed: int | None = None
+    stream: Tensor | None = None
+    host: bytes | None = None
+    worker: int = 0
+    draws: tuple[Draw, ...] = ()
+    share: Share | None = None
+
+    @staticmethod
+    def of(seed: int, streams: Streams | None, *, has_one_stream: bool) -> RandomPolicy:
+        """Returns the policy of a call that is computed whole.
+
+        Args:
+            seed: Where PyTorch's streams start if there is no common one.
+            streams: The states from which the script would go on; None where the call is known to draw nothing.
+            has_one_stream: False for stages of a pipeline, which each draw from a stream of their own.
+        """
+        if streams is None:
+            return RandomPolicy(seed)
+        has_stream = has_one_stream and streams.torch is not None
+        stream = torch.frombuffer(bytearray(streams.torch or b""), dtype=torch.uint8) if has_stream else None
+        return RandomPolicy(seed, stream, streams.host)
+
+    def shared(self, worker: int, share: Share, draws: tuple[Draw, ...]) -> RandomPolicy:
+        """Returns the policy of a worker that computes some rows of the batch."""
+        return replace(self, worker=worker, share=share, draws=draws)
+
+    def of_rows(self, start: int, stop: int) -> RandomPolicy:
+        """Returns the policy of a micro-batch: rows `start:stop` of this worker's."""
+        return self if self.share is None else replace(self, share=self.share.part(start, stop))
+
+    def for_probe(self) -> RandomPolicy:
+        """Returns the policy of forwards that only find something out about a call: they all start alike."""
+        return replace(self, seed=None, worker=0, draws=(), share=None)
+
+    def fingerprint(self) -> Callable[[], int] | None:
+        """Returns what tells where the common stream is, None where rows cannot change how far it gets."""
+        return _stream_fingerprint if self.draws else None
+
+    def begin(self, device: torch.device, chunk: int = 0, stage: int = 0) -> Drawing:
+        """Puts the streams where a forward starts.
+
+        Args:
+            device: This worker's device.
+            chunk: Which micro-batch it is of.
+            stage: Which stage of a pipeline runs; ranks that split layers among them have the same numbers.
+        """
+        if self.host is not None:
+            set_state_of_host(self.host)
+        if self.stream is not None:
+            torch.default_generator.set_state(self.stream)
+        elif self.seed is not None:
+            _seed(self.seed + 0x9E3779B9 * self.worker + 0x85EBCA6B * chunk + 0xC2B2AE35 * stage, device)
+        is_shared = self.stream is not None and self.share is not None
+        return Drawing(SharedDraws(self.draws, self.share) if is_shared else None)  # type: ignore[arg-type]
+
+    def find_draws(self, device: torch.device, forward: Callable[[RandomPolicy, int], object]) -> tuple[Draw, ...]:
+        """Returns what a forward draws from the common stream, and how the rows lie in it; () without such a stream.
+
+        Args:
+            device: This worker's device.
+            forward: Runs so many rows of the batch with such a policy, and leaves nothing behind.
+
+        Raises:
+            UnsharedDraw: It cannot be told which numbers belong to which row.
+        """
+        if self.stream is None:
+            return ()
+        drawing = self.begin(device)
+        found = self._compare_draws(forward)
+        if drawing.moved_host():  # which numbers are drawn may depend on a number of Python's or NumPy's stream
+            for seed in range(NUM_HOST_RNG_PROBES):
+                other = replace(self, host=seeded_state_of_host(seed))._compare_draws(forward)
+                found += tuple(dict.fromkeys(draw for draw in other if draw not in found))
+        return found
+
+    def _compare_draws(self, forward: Callable[[RandomPolicy, int], object]) -> tuple[Draw, ...]:
+        recorders = []
+        for rows in (1, 2):
+            recorders.append(DrawRecorder())
+            with recorders[-1]:
+                forward(self, rows)
+            if not recorders[-1].drawn:
+                return ()
+        return draws_of(*(recorder.drawn for recorder in recorders))
+
+
+class Drawing:
+    """The random numbers of a forward that has begun.
+
+    Args:
+        shared: Draws this worker's part of the batch's numbers; None where PyTorch draws as usual.
+    """
+
+    def __init__(self, shared: SharedDraws | None) -> None:
+        self._shared = shared
+        self._stream, self._host = torch.default_generator.get_state(), _host_position()
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Returns what has to be active during the forward."""
+        return self._shared or nullcontext()
+
+    def end(self) -> None:
+        """The forward is over on all workers.
+
+        Raises:
+            ExactnessError: It drew less often than the forwards in which its draws were found.
+        """
+        if self._shared is not None:
+            self._shared.end()
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Returns what has to be active while blocks may be computed again, with the random numbers they had."""
+        return nullcontext() if self._shared is None else self._shared.again()
+
+    def moved_host(self) -> bool:
+        """Says whether anything was drawn from the host's streams since the forward began."""
+        return self._host != _host_position()
+
+    def moved(self) -> bool:
+        """Says whether anything was drawn from the host's streams, or from PyTorch's on the CPU."""
+        return self.moved_host() or not torch.equal(self._stream, torch.default_generator.get_state())
+
+
+def current_streams() -> Streams:
+    """Returns where the CPU's stream and the host's are, for the script to go on from."""
+    return Streams(state_of_stream(), state_of_host())
+
+
+@contextmanager
+def streams_untouched(device: torch.device | None) -> Iterator[None]:
+    """Puts all streams back after the block: PyTorch's on the CPU and on `device`, and the host's."""
+    with torch.random.fork_rng(devices=[] if device is None else [device]), host_untouched():
+        yield
+
+
+class HostReplay:
+    """Where the host's streams are now, for a block that is computed again. PyTorch's `checkpoint` repeats its own."""
+
+    def __init__(self) -> None:
+        self._state = state_of_host()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the host's streams go on from there; afterwards they are where they were before the block."""
+        with host_untouched():
+            set_state_of_host(self._state)
+            yield
+
+
+class OwnStream:
+    """This rank's own stream, drawn from as soon as this is made, with the common one put aside.
+
+    See [Note: random numbers of a region].
+
+    Args:
+        rank: This rank's place on the tensor axis.
+        device: Where the region computes.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        number = int(torch.randint(2**62, (), generator=torch.default_generator))
+        self._device = device
+        self._aside = self._state()
+        _seed(number + rank, device)
+
+    def swap(self) -> None:
+        """Goes on with the stream that was put aside, and puts the present one aside."""
+        aside, self._aside = self._aside, self._state()
+        torch.default_generator.set_state(aside[0])
+        if aside[1] is not None:
+            torch.cuda.set_rng_state(aside[1], self._device)
+
+    def _state(self) -> tuple[Tensor, Tensor | None]:
+        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.default_generator.get_state(), on_device
+
+
+def _seed(number: int, device: torch.device) -> None:
+    # Not `torch.manual_seed`: it also asks every back end that is not there, which takes longer than a small step.
+    torch.default_generator.manual_seed(number % 2**63)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number % 2**63)
+
+
+def _stream_fingerprint() -> int:
+    """Returns a number below 2^16 that tells where the CPU's stream is."""
+    return zlib.crc32(state_of_stream()) % 2**16
+
+
+def _host_position() -> tuple[Any, bytes | None]:
+    """Returns what tells where the host's streams are; faster than their states in bytes."""
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else pickle.dumps(numpy.get_state(legacy=False))

@@ -1,0 +1,94 @@
+"""Seconds in which data-parallel devices exchange weights and gradients, and seconds of the optimizer's step.
+
+Decides what is exchanged how often under `replicate` and `shard`, and which part of it overlaps with computation. Must
+not know how long the computation takes: that is told.
+"""
+
+from __future__ import annotations
+
+from moreh_ap.plan import Plan
+from moreh_ap.planner.cost.coefficients import Coefficients
+from moreh_ap.planner.cost.collectives import group_of, queued_gathers_s, queued_sums_s
+from moreh_ap.planner.cost.hardware import Cluster
+from moreh_ap.planner.cost.stage_positions import StagePosition, parameters_at, positions_of
+from moreh_ap.planner.cost.training_systems import TrainingSystem
+from moreh_ap.planner.profiles.model_profile import ModelProfile
+
+__all__ = ["data_s", "optimizer_s"]
+
+
+def data_s(
+    profile: ModelProfile,
+    plan: Plan,
+    cluster: Cluster,
+    system: TrainingSystem,
+    coefficients: Coefficients,
+    stage: StagePosition,
+    computing_s: float,
+    backward_s: float,
+    wide: float,
+) -> tuple[float, float]:
+    """Returns the seconds of gathering weights and summing gradients that show, and those that do not.
+
+    Args:
+        profile: The model.
+        plan: How it is spread.
+        cluster: The devices.
+        system: What the program hides behind what.
+        coefficients: Constants of networks.
+        stage: What the slowest position of the pipeline holds.
+        computing_s: What it takes for one micro-batch, all in all.
+        backward_s: What it computes backward for one micro-batch.
+        wide: 1.0 for 16-bit values, 2.0 for float32.
+    """
+    if plan.data_parallel == 1 or not (system.trains_weights or plan.shard > 1):
+        return 0.0, 0.0
+    parameters = parameters_at(profile, plan, stage)
+    stride = plan.tensor
+    everybody = group_of(plan.data_parallel, stride, cluster, plan.tensor > cluster.devices_per_node)
+    pieces = stage.blocks + 2.0
+    if plan.shard > 1:
+        inside = group_of(plan.shard, stride, cluster)
+        count = plan.micro_batches
+        uses = 2.0 * count if system.regathers_for_backward else float(count)
+        if system.keeps_gathered and plan.pipeline > 1:
+            uses = 1.0
+        sums = count if system.reduces_every_micro_batch else 1
+        sums = sums if system.trains_weights else 0
+        data_s = uses * queued_gathers_s(2.0 * wide * parameters, pieces, inside)
+        data_s += sums * queued_gathers_s(system.reduced_bytes * parameters, pieces, inside, "scatter")
+        if plan.replicate > 1:
+            across = group_of(plan.replicate, stride * plan.shard, cluster)
+            data_s += sums * queued_sums_s(system.reduced_bytes * parameters / plan.shard, pieces, across)
+        hidden_s = min(data_s, count * computing_s * system.hides_gathers)
+        return data_s - hidden_s, hidden_s
+    buckets = pieces + parameters / coefficients.bucket_parameters
+    travelled = system.reduced_bytes * parameters
+    sums_s = (
+        queued_gathers_s(travelled, buckets, everybody, "scatter")
+        if system.zero_stage >= 1
+        else queued_sums_s(travelled, buckets, everybody)
+    )
+    hides = system.hides_scatters if system.zero_stage >= 1 else system.hides_gradients
+    hidden_s = min(sums_s, backward_s * hides)
+    after_s = queued_gathers_s(2.0 * wide * parameters, buckets, everybody) if system.zero_stage >= 1 else 0.0
+    return sums_s - hidden_s + after_s, hidden_s
+
+
+def optimizer_s(
+    profile: ModelProfile, plan: Plan, cluster: Cluster, system: TrainingSystem, coefficients: Coefficients
+) -> float:
+    """Returns the seconds of the optimizer on the fullest device: state is read and written once, bound by memory.
+
+    State in host memory comes and goes, before and after each bucket's step (`runtime/worker/optimizer_offload.py`).
+    """
+    if not system.trains_weights:
+        return 0.0
+    most = max(parameters_at(profile, plan, stage) for stage in positions_of(profile, plan, system))
+    mine = most / plan.shard if system.zero_stage == 0 else most / plan.data_parallel
+    moved = mine * (2.0 * (system.master_bytes + system.optimizer_bytes) + system.gradient_bytes)
+    moved += most / plan.shard * system.gradient_bytes * 2.0  # the norm of the gradients, and clearing them
+    host_s = 0.0
+    if plan.offload == "optimizer":
+        host_s = 2.0 * system.optimizer_bytes * mine / coefficients.host_bytes_per_s
+    return host_s + moved / (cluster.device.memory_bytes_per_s * coefficients.memory)

@@ -1,0 +1,138 @@
+"""The moment of a step at which a device holds most, where gradients come as activations go.
+
+Decides what a device holds at each of these moments beyond the state, which is always there. Must not know
+architectures, devices or seconds.
+
+[Note: moments]
+Where a step begins without gradients (`TrainingSystem.gradients_come`), they come block by block as activations go, and
+there are five moments at which a device may be fullest. With activations `A`, of which a block keeps `K`, and `E` more
+of a block that is computed again; a block's parameters `B` and those outside of blocks `R`, in the computation's
+precision; and `4B` for a block's gradients in float32 on their way to the other devices:
+
+1. the loss, or the begin of the backward: A, the logits and what the loss makes of them, R and the next block gathered;
+2. the backward of the last block but one, when the gradients of the last are on their way: A - K + E, the results,
+   R, the block, the one gathered ahead, 4B; or, at the end of that block, its gradients instead of its activations;
+3. the same in the first block, with all gradients but its own and only its own activations;
+4. the gradients of parameters outside of blocks in flight, with all others;
+5. the optimizer's step.
+
+Between 2 and 3 everything grows or shrinks evenly. Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
+(`post_backward` keeps the last block's reduced buffer until the next one's), and `scripts/check_memory.py`.
+"""
+
+from __future__ import annotations
+
+from moreh_ap.plan import Plan
+from moreh_ap.planner.cost.stage_positions import StagePosition
+from moreh_ap.planner.cost.training_systems import TrainingSystem
+from moreh_ap.planner.profiles.model_profile import ModelProfile
+
+__all__ = ["peak_moment"]
+
+
+def peak_moment(
+    profile: ModelProfile,
+    plan: Plan,
+    rows: int,
+    system: TrainingSystem,
+    stage: StagePosition,
+    parameters: float,
+    gradients: float,
+) -> tuple[float, float, float]:
+    """Returns activations, logits and temporary bytes at the fullest of [Note: moments].
+
+    Gradients that are not there yet leave room: it is taken off the temporary bytes, then off the others.
+    """
+    computed = 2.0 if plan.precision == "bf16" else 4.0
+    sharded = plan.shard > 1 or plan.precision == "bf16"
+    block = profile.block.parameters_on_device(plan.tensor)
+    outside = parameters - stage.blocks * block
+    trained = 1.0 if system.trains_weights else 0.0  # part of the parameters that get gradients
+    step_copies = trained * system.step_copy_bytes * parameters / plan.shard
+    if plan.offload == "optimizer":
+        step_copies = 0.0
+    # -- activations
+    tokens = rows * profile.sequence_length
+    elements = tokens * profile.logits_per_token / plan.tensor if stage.has_last else 0.0
+    everything, boundary, partial = (rows * one for one in _block_bytes_per_row(profile, plan, system))
+    first, next_to_last, last = _kept_of_ends(plan, stage.blocks, everything, boundary, partial)
+    recomputed = stage.blocks if plan.recompute in ("full", "selective") else 0
+    if isinstance(plan.recompute, int):
+        recomputed = min(stage.blocks, plan.recompute)
+    all_kept = (recomputed * first + (stage.blocks - recomputed) * everything) * stage.in_flight
+    if stage.has_last:
+        all_kept += rows * _outside_bytes_per_row(profile, plan, system)
+    results = elements * system.logits_out_bytes * plan.micro_batches
+    in_loss = stage.in_flight if plan.schedule == "gpipe" else 1.0
+    loss = elements * (system.logits_kept_bytes * in_loss + system.logits_peak_bytes)
+    # -- parameters and gradients on their way
+    stays = plan.shard == 1 or plan.pipeline > 1
+    gathered = ahead = travelling = 0.0
+    whole_until_last = plan.micro_batches > 1
+    if sharded:
+        gathered = computed * (parameters if stays else outside)
+        ahead = 0.0 if stays else computed * block
+        travelling = 0.0 if whole_until_last else trained * 4.0 * block
+    present = 0.0 if sharded else gradients  # buckets stay from step to step; on one device this is too much
+    if whole_until_last:
+        present = trained * system.gradient_bytes * parameters
+    outside_travelling = trained * 4.0 * outside if sharded else 0.0  # where the gathered weights were
+    head = computed * profile.last.parameters_on_device(plan.tensor) if stage.has_last and sharded else 0.0
+    at_end = present if whole_until_last else gradients
+    own = trained * computed * block if sharded else 0.0
+    busy = gathered + 2.0 * ahead + travelling + head
+    after_first = all_kept - last
+    moments = [
+        (all_kept, results + loss, gathered + ahead, present),
+        (after_first + everything - next_to_last, results, busy, present),
+        (max(0.0, after_first - next_to_last), results, busy + own, present),
+        (everything, results, busy, at_end),
+        (0.0, results, busy + own, at_end),
+        (0.0, results, gathered + outside_travelling, at_end),
+        (0.0, 0.0, step_copies, gradients),
+    ]
+    activations, logits, temporary, there = max(moments, key=sum)
+    room = max(0.0, gradients - there)
+    for_others = max(0.0, room - temporary)
+    for_logits = max(0.0, for_others - activations)
+    return max(0.0, activations - for_others), max(0.0, logits - for_logits), max(0.0, temporary - room)
+
+
+def _block_bytes_per_row(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> tuple[float, float, float]:
+    """Returns what a block keeps of one row: everything, what it was given, and under selective recomputation."""
+    wide = 1.0 if plan.precision == "bf16" else 2.0
+    block, length = profile.block, profile.sequence_length
+    whole = length / plan.tensor if plan.sequence_parallel else length
+    split = block.kept_split_bytes_per_token
+    if not system.rotation_kept and block.attention_width:
+        queries = block.attention_flops_per_row / (2.0 * length * length)
+        split -= block.products[0].outer + queries  # 2 bytes of each query and key
+    everything = wide * (split * length / plan.tensor + block.kept_replicated_bytes_per_token * whole)
+    everything += 2.0 * system.norm_kept_bytes * profile.hidden * whole
+    everything += wide * system.gathered_kept * profile.hidden * (length - whole)  # whole inputs of split products
+    # Of a block that is computed again, what it is given is kept whole: with sequence parallelism too it is gathered
+    # where it is kept. So are the results of the products that the tensor axis sums: they are kept before the sum.
+    partial = block.selective_split_bytes_per_token * length / plan.tensor
+    partial += (block.selective_replicated_bytes_per_token + system.selective_kept_bytes * profile.hidden) * length
+    return everything, wide * 2.0 * profile.hidden * length, wide * partial
+
+
+def _kept_of_ends(
+    plan: Plan, blocks: int, everything: float, boundary: float, partial: float
+) -> tuple[float, float, float]:
+    """Returns what the first block of a device, the last but one and the last keep of a micro-batch."""
+    if plan.recompute == "selective":
+        return partial, partial, partial
+    count = {"none": 0, "full": blocks}.get(str(plan.recompute), plan.recompute)
+    assert isinstance(count, int)
+    first, next_to_last, last = (boundary if count > block else everything for block in (0, blocks - 2, blocks - 1))
+    return first, next_to_last, last
+
+
+def _outside_bytes_per_row(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> float:
+    """Returns what the part after the blocks keeps of one row."""
+    wide = 1.0 if plan.precision == "bf16" else 2.0
+    whole = profile.sequence_length / plan.tensor if plan.sequence_parallel else profile.sequence_length
+    return profile.last.kept_bytes_per_row(profile.sequence_length, plan.tensor, plan.sequence_parallel) * wide + (
+        system.norm_kept_bytes * profile.hidden * whole
+    )

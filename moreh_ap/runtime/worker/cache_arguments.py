@@ -1,0 +1,35 @@
+"""Caches among the arguments of calls of transformers models: where they are, and how none is filled."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from moreh_ap.integrations import transformers_worker
+from moreh_ap.protocol.messages.tensors import TensorSlot
+from moreh_ap.protocol.pytree import Nesting
+
+
+def cache_tensors(nesting: Nesting) -> list[int]:
+    """Which of the tensors of a call are keys and values in a cache."""
+    slots = [leaf for leaf, value in enumerate(nesting.leaves) if isinstance(value, TensorSlot)]
+    in_cache = transformers_worker.cache_leaves(nesting.treespec)
+    return [index for index, leaf in enumerate(slots) if leaf in in_cache]
+
+
+def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that keep a transformers model from filling a cache.
+
+    In training nobody reads it. Stages of a pipeline would have different parts of it, and a block that is computed
+    again would fill it twice: transformers switches it off too when it recomputes.
+    """
+    return {**kwargs, "use_cache": False} if _takes(module, "use_cache") else kwargs
+
+
+def _takes(module: nn.Module, keyword: str) -> bool:
+    """Whether `forward` has an argument of this name, or hands on whatever it gets to a part that has (PEFT does)."""
+    parameters = inspect.signature(module.forward).parameters
+    hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return keyword in parameters or (hands_on and any(_takes(part, keyword) for part in module.children()))

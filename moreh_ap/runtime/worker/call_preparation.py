@@ -1,0 +1,258 @@
+"""How calls of a model run: found out once for each kind of call, and remembered.
+
+Decides which calls are of one kind, which rows a worker computes, and what a call needs beyond an ordinary one. Whether
+slices of a batch may be computed apart is for the parallelizer's `split_check.py` to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from moreh_ap.errors import ExactnessError, UnsupportedError
+from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.split_check import SplitProof, prove_split
+from moreh_ap.parallelizer.call.state_passing import PassedState, find_reads, split_kept
+from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
+from moreh_ap.parallelizer.data.fsdp import fsdp_roots
+from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.rng.policy import RandomPolicy
+from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
+from moreh_ap.protocol.batch import carries_rows, row_range
+from moreh_ap.protocol.dropout import draws_random_numbers
+from moreh_ap.protocol.memory_format import memory_order
+from moreh_ap.protocol.messages.calls import DefineSignature, Forward, ReadsAttributes
+from moreh_ap.protocol.passed_state import KEPT
+from moreh_ap.protocol.pytree import Nesting
+from moreh_ap.runtime.worker.cache_arguments import cache_tensors, without_cache
+from moreh_ap.runtime.worker.worker_model import WorkerModel
+
+_COMPUTED_WHOLE = "Every device computes the whole batch"
+_NOT_CUT = "The batch is not cut into micro-batches"
+_DRAWN_APART = "Random numbers inside the model (dropout) are not those of one device: each device draws its own"
+_MAX_PREPARED = 256
+
+
+class Roles(NamedTuple):
+    """How workers share a call.
+
+    Attributes:
+        axis: The workers that share the batch.
+        rows: Rows of the batch; None if no input has rows.
+        carried: For each tensor input whether it has rows.
+        wants_grad: For each tensor input whether its gradient is wanted.
+        is_split: Whether each worker computes its rows only.
+        note: Why not, or what else the user should know.
+        num_own_rows: How many rows this worker computes; None if it computes all.
+    """
+
+    axis: Axis
+    rows: int | None
+    carried: Sequence[bool]
+    wants_grad: tuple[bool, ...]
+    is_split: bool
+    note: str = ""
+    num_own_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """What is known of calls that are alike but for values and random numbers.
+
+    Attributes:
+        kind: What the calls have in common; see `CallPreparation`.
+        call: What to run and how, without the random numbers.
+        execute: Runs it.
+        nesting: Its arguments.
+        roles: How workers share it.
+        is_cut: For each tensor input whether this worker takes its rows of it.
+        cuts_heads: Cuts keys and values of all heads among the tensor inputs to those of this worker; None without.
+        keeps_no_cache: Whether the model is kept from filling a cache.
+        share: The rows that this worker computes; None where it computes all.
+        draws: What is drawn from a stream that all workers share.
+    """
+
+    kind: Hashable
+    call: Call
+    execute: Execute
+    nesting: Nesting
+    roles: Roles
+    is_cut: Sequence[bool]
+    cuts_heads: Callable[[list[Tensor]], list[Tensor]] | None
+    keeps_no_cache: bool
+    share: Share | None
+    draws: tuple[Draw, ...]
+
+
+class CallPreparation:
+    """What is known of a model's calls.
+
+    Calls of one kind may differ in the sizes of their tensors: the same is true of them (whether slices add up, which
+    attributes are read). Of calls that do not differ in sizes either, `prepared` has everything by `Forward`'s key.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: WorkerModel) -> None:
+        self.model = model
+        self.prepared: dict[Hashable, PreparedCall] = {}
+        self.kept: set[str] = set()
+        """Attributes that forwards have set so far."""
+        self._proofs: dict[Hashable, SplitProof] = {}
+        self._reads_of: dict[Hashable, tuple[str, ...]] = {}
+        self._drops = draws_random_numbers(model.module)
+
+    def prepare(
+        self,
+        key: Hashable,
+        signature: DefineSignature,
+        command: Forward,
+        tensors: list[Tensor],
+        local: list[bool],
+        random: RandomPolicy,
+    ) -> PreparedCall | ReadsAttributes:
+        """Returns how a call runs, or which attributes it reads that it was not given. A collective.
+
+        Args:
+            key: Under which calls like this one are found again.
+            signature: The constant part of the call.
+            command: The call.
+            tensors: Its tensor inputs.
+            local: For each whether it has this worker's rows only.
+            random: The random numbers of the whole batch.
+        """
+        model = self.model
+        nesting = Nesting(signature.pickled_treespec, signature.pickled_constants)
+        module = model.module.get_submodule(signature.path)
+        rows = command.rows
+        carried = [is_local or (rows is not None and carries_rows(t, rows)) for t, is_local in zip(tensors, local)]
+        axis = model.applied.position.data if command.grad else model.applied.position.rows
+        keeps_no_cache = command.grad and (model.applied.stages is not None or model.plan.recompute != "none")
+        args, kwargs = nesting.fill(tensors)
+        if keeps_no_cache:
+            kwargs = without_cache(model.module, kwargs)
+        call = Call(
+            model.module,
+            "whole",
+            model.device.torch_device,
+            grad=command.grad,
+            axis=axis,
+            random=random,
+            autocast=command.autocast_dtype,
+            target=None if module is model.module else module,
+            extensions=(*model.extensions, PassedState()) if KEPT in kwargs else model.extensions,
+            meets_failed=axis.size == model.device.world_size and not fsdp_roots(model.module),
+        )
+        kind = self._kind(signature, command, tensors, carried)
+        reads = self._reads((kind, frozenset(self.kept)), call, args, kwargs, rows)
+        if reads:
+            return ReadsAttributes(reads)
+        proof = self._proof(kind, call, args, kwargs, rows)
+        if any(local) and not proof.split:
+            raise ExactnessError(
+                "an output of one model is an input of another, which every device computes whole",
+                "inputs that the script has read",
+                "x = x.detach().cpu().to(x.device)",
+            )
+        share = None
+        if proof.split:
+            assert rows is not None  # a call without rows is not split
+            share = Share(*row_range(axis.rank, axis.size, rows), rows)
+            extensions = tuple(extension.knowing(proof.attributes) for extension in call.extensions)
+            call = replace(
+                call, mode="split", kinds=proof.kinds, means=proof.means, counts=proof.counts, extensions=extensions
+            )
+        notes = (proof.reason, _DRAWN_APART if self._draws_apart(call) else "")
+        meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
+        num_own_rows = None if share is None else share.stop - share.start
+        note = ". ".join(filter(None, notes))
+        if len(self.prepared) >= _MAX_PREPARED:
+            self.prepared.clear()
+        self.prepared[key] = PreparedCall(
+            kind=kind,
+            call=call,
+            execute=way_to_execute(call, model.plan, rows, meta),
+            nesting=nesting,
+            roles=Roles(axis, rows, carried, command.wants_grad, proof.split, note, num_own_rows),
+            is_cut=[proof.split and carries and not is_local for carries, is_local in zip(carried, local)],
+            cuts_heads=self._cuts_heads(nesting, local),
+            keeps_no_cache=keeps_no_cache,
+            share=share,
+            draws=proof.draws,
+        )
+        return self.prepared[key]
+
+    def compute_whole(self, prepared: PreparedCall, reason: object) -> None:
+        """From now on calls of this kind are computed whole by every worker."""
+        self._proofs[prepared.kind] = SplitProof(False, (), f"{_COMPUTED_WHOLE}: {reason}")
+        self.prepared.clear()
+
+    def _cuts_heads(self, nesting: Nesting, local: list[bool]) -> Callable[[list[Tensor]], list[Tensor]] | None:
+        tensor = self.model.applied.tensor
+        if tensor is None or tensor.cache_ranges is None:
+            return None
+        inputs = [index for index in cache_tensors(nesting) if not local[index]]
+
+        def cut(tensors: list[Tensor]) -> list[Tensor]:
+            return [tensor.own_heads(one) if index in inputs else one for index, one in enumerate(tensors)]
+
+        return cut
+
+    def _draws_apart(self, call: Call) -> bool:
+        """Whether the model drops something, and devices have masks that one device would not have."""
+        applied = self.model.applied
+        return call.grad and self._drops() and (applied.stages is not None or applied.tensor is not None)
+
+    def _kind(
+        self, signature: DefineSignature, command: Forward, tensors: list[Tensor], carried: list[bool]
+    ) -> Hashable:
+        """What calls have in common of which the same is true."""
+        inputs = tuple(
+            (tensor.dim(), tensor.dtype, memory_order(tensor), rowed) for tensor, rowed in zip(tensors, carried)
+        )
+        settings = self.model.settings.number
+        constant = (signature.path, signature.pickled_treespec, signature.pickled_constants, settings)
+        return (constant, inputs, self.model.training(), command.grad, command.autocast_dtype, command.flags)
+
+    def _reads(
+        self, key: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None
+    ) -> tuple[str, ...]:
+        """Which attributes a call reads that earlier ones have set, of those that it is not given."""
+        if not self.kept:
+            return ()
+        if key not in self._reads_of:
+            names = self.kept.difference(split_kept(kwargs)[1])
+            self._reads_of[key] = tuple(sorted(find_reads(call, args, kwargs, rows, names)))
+        return self._reads_of[key]
+
+    def _proof(
+        self, kind: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None
+    ) -> SplitProof:
+        """Whether calls like this one may be split; found out once for each kind of call."""
+        workers, pieces = call.axis.size, self.model.plan.micro_batches if call.grad else 1
+        if workers * pieces == 1 or rows is None or rows < workers:
+            reason = f"{_COMPUTED_WHOLE}: the batch has fewer rows than there are devices" if workers > 1 else ""
+            return SplitProof(False, (), reason)
+        if kind not in self._proofs:
+            proof = prove_split(call, args, kwargs, rows)
+            if proof.written:
+                self._require_whole_parameters(proof.written)
+            if not proof.split:
+                what = _COMPUTED_WHOLE if workers > 1 else _NOT_CUT
+                proof = replace(proof, reason=f"{what}: {proof.reason}")
+            self._proofs[kind] = proof
+        return self._proofs[kind]
+
+    def _require_whole_parameters(self, name: str) -> None:
+        """Refuse a forward that changes a parameter, where a worker has a part of it, or a forward runs twice."""
+        plan, is_sharded = self.model.plan, bool(fsdp_roots(self.model.module))
+        if is_sharded or plan.tensor > 1 or plan.pipeline > 1 or plan.recompute != "none":
+            raise UnsupportedError(
+                f"forward changes the parameter {name} itself, which plan={str(plan)!r} splits or computes twice.",
+                allowed="Plans with replicate alone, in float32, for such a model.",
+                fix=f'...(plan="replicate={plan.num_devices}", mixed_precision=False)',
+            )

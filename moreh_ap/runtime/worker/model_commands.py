@@ -1,0 +1,43 @@
+"""Commands that build, change and forget models."""
+
+from __future__ import annotations
+
+import gc
+
+from moreh_ap.protocol.messages.models import BuildModel, ChangeModule, ReleaseModel, SetKernelFormats, SetRequiresGrad
+from moreh_ap.runtime.worker.call_preparation import CallPreparation
+from moreh_ap.runtime.worker.tables import Handlers, Tables
+from moreh_ap.runtime.worker.worker_model import WorkerModel
+
+
+class ModelCommands:
+    """Executes them."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._models = tables.models
+
+    def handlers(self) -> Handlers:
+        """Returns what executes each command."""
+        return {
+            BuildModel: self._build,
+            ReleaseModel: self._release,
+            ChangeModule: lambda command: self._models[command.owner].change(command.changes),
+            SetRequiresGrad: lambda command: self._models[command.owner].set_requires_grad(command.requires_grad),
+            SetKernelFormats: lambda command: self._models[command.owner].set_kernel_formats(command.formats),
+        }
+
+    def _build(self, command: BuildModel) -> dict[str, str]:
+        self._forget(command.owner)  # where it is laid out again
+        self._models[command.owner] = model = WorkerModel(command, self._tables.device)
+        self._tables.preparations[command.owner] = CallPreparation(model)
+        self._tables.clock.restart()
+        return model.placements()
+
+    def _release(self, command: ReleaseModel) -> None:
+        self._forget(command.owner)
+        gc.collect()
+
+    def _forget(self, owner: str) -> None:
+        self._models.pop(owner, None)
+        self._tables.preparations.pop(owner, None)

@@ -1,0 +1,57 @@
+"""The planner's memory of this runtime against PyTorch's tracker, on fake tensors, by `scripts/check_memory.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+SCRIPT = Path(__file__).parents[4] / "scripts" / "check_memory.py"
+LIMIT = 0.08
+
+
+PLANS = [
+    "shard=8,precision=bf16",
+    "tensor=8,precision=bf16",
+    "shard=16,recompute=selective,micro_batches=2,precision=bf16",
+]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """A process for each plan, all at once: each takes seconds of one core."""
+    with ExitStack() as ending:
+        runs = {}
+        for plan in PLANS:
+            command = [
+                sys.executable,
+                SCRIPT,
+                "--model",
+                "Llama2-7B",
+                "--layers",
+                "6",
+                "--plan",
+                plan,
+                "--here",
+                "--json",
+            ]
+            run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            runs[plan] = ending.enter_context(run)
+            ending.callback(run.kill)
+        yield runs
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_predicted_memory_is_what_the_runtime_allocates(plan: str, runs: dict[str, subprocess.Popen[str]]) -> None:
+    out, error = runs[plan].communicate(timeout=200)
+    assert runs[plan].returncode == 0, error
+    (case,) = json.loads(out.splitlines()[-1])
+    assert case["tracked_bytes"] == max(case["forward_bytes"], case["backward_bytes"], case["step_bytes"])
+    assert case["predicted_bytes"] == pytest.approx(case["tracked_bytes"], rel=LIMIT)

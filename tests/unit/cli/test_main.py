@@ -1,0 +1,48 @@
+"""`moreh-ap`: its commands, what it imports for each, and what belongs to a user's script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from moreh_ap.cli import main as program
+
+
+def test_help_names_every_command_and_imports_none(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        program.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for name, (_, purpose) in program.COMMANDS.items():
+        assert f"{name} {purpose}" in said
+    script = (
+        "import sys\n"
+        "from moreh_ap.cli.main import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "print(*(name for name in sys.modules if name.startswith('moreh_ap.') or name == 'torch'), file=sys.stderr)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    imported = set(found.stderr.split())
+    assert not imported & {"torch", *(module for module, _ in program.COMMANDS.values())}
+
+
+@pytest.mark.parametrize("name", program.COMMANDS)
+def test_every_command_has_help_of_its_own(name, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        program.main([name, "--help"])
+    assert f"moreh-ap {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["plan", "--no-such-flag"]])
+def test_impossible_arguments_end_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        program.main(arguments)
+    assert "usage: moreh-ap" in capsys.readouterr().err
+
+
+def test_what_follows_two_dashes_is_the_scripts():
+    split = program._before_and_after_dashes
+    assert split(["verify", "train.py"]) == (["verify", "train.py"], [])
+    assert split(["verify", "train.py", "--", "--lr", "--", "1"]) == (["verify", "train.py"], ["--lr", "--", "1"])

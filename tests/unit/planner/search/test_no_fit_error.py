@@ -1,0 +1,63 @@
+"""The error where no plan fits names bytes, a batch, devices and options that would fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from moreh_ap.errors import PlanError
+from moreh_ap.flavours import flavour_of
+from moreh_ap.planner.cost.hardware import find_cluster
+from moreh_ap.planner.profiles.known_models import find_model
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
+from moreh_ap.planner.search.constraints import Constraints
+from moreh_ap.planner.search.plan_search import search
+from moreh_ap.planner.search.planning_task import Task
+
+SHAPE = TransformerShape(8, 1024, 4096, 16, 4, 64, 32000, name="small")
+PROFILE = profile_of(SHAPE, 1024)
+LIKE_ONE_LINE = {"memory_usage_correction_ratio": 80}
+
+
+def with_memory(cluster, gib):
+    return replace(cluster, device=replace(cluster.device, memory_bytes=gib * 2**30))
+
+
+def find(cluster, batch, profile=PROFILE, **settings):
+    cluster = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    return search(Task(profile, cluster, batch, Constraints(**{**LIKE_ONE_LINE, **settings})))
+
+
+def test_nothing_fits_names_bytes_and_what_would():
+    profile = profile_of(find_model("Llama3-70B").shape, 1024)
+    ranking = find("8xMI250", 512, profile)
+    assert ranking.num_fitting == 0
+    with pytest.raises(PlanError) as caught:
+        _ = ranking.best
+    said = caught.value
+    needed, available = map(int, re.findall(r"(\d+) bytes", said.fact))
+    assert available == round(0.8 * 64 * 2**30) < needed
+    devices = int(re.search(r"(\d+) devices", said.allowed)[1])
+    assert f"flavour {flavour_of(devices, 64 * 2**30)}" in said.allowed
+    assert f"devices={devices}" in said.fix
+    assert find(f"{devices}xMI250", 512, profile).num_fitting > 0
+
+
+def test_the_suggested_batch_fits_and_one_row_more_does_not():
+    cluster = with_memory(find_cluster("2xH100"), 4.0)
+    settings = {"activation_recomputation": False, "num_micro_batches": 1, "pipeline_parallel": False,
+                "kinds": frozenset(), "offload": False}  # fmt: skip
+    with pytest.raises(PlanError) as caught:
+        _ = find(cluster, 4096, **settings).best
+    rows = int(re.search(r"a batch of (\d+) rows", caught.value.allowed)[1])
+    assert find(cluster, rows, **settings).num_fitting
+    assert not find(cluster, rows + 2, **settings).num_fitting
+
+
+def test_an_option_that_keeps_it_from_fitting_is_named():
+    profile = profile_of(find_model("Llama3-8B").shape, 512)
+    with pytest.raises(PlanError) as caught:
+        _ = find("8xH100", 8, profile, distribute_parameter=False, kinds=frozenset(), offload=False).best
+    assert "distribute_parameter='auto' (it is False)" in caught.value.allowed

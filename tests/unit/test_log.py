@@ -1,0 +1,75 @@
+"""The log lines and dump files that say what was chosen."""
+
+from __future__ import annotations
+
+import re
+
+from moreh_ap import log
+from moreh_ap.plan import Plan
+from moreh_ap.planner.cost.hardware import find_cluster
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
+from moreh_ap.planner.search.choice import Choice, choose_plan
+from moreh_ap.planner.search.constraints import Constraints
+from moreh_ap.planner.search.planning_task import Task
+
+SHAPE = TransformerShape(24, 2048, 8192, 16, 16, 128, 32000, name="one billion")
+
+
+def choose(
+    text: str = "8xH100", batch: int = 64, forced: str = "", shape: TransformerShape = SHAPE, **left: object
+) -> Choice:
+    task = Task(profile_of(shape, 1024), find_cluster(text), batch, Constraints(**left))  # type: ignore[arg-type]
+    return choose_plan(task, Plan.parse(forced) if forced else None)
+
+
+def test_log_lines_are_the_platforms():
+    choice = choose("2xH100", batch=8, num_micro_batches=2, kinds=frozenset(), activation_recomputation=False)
+    lines = log.search_lines(choice)
+    patterns = [
+        rf"The number of candidates is {len(choice.candidates)}\.",
+        r"Parallel Graph Compile start\.\.\.",
+        r"Elapsed Time to compile all candidates = \d+ \[ms\]",
+        r"Parallel Graph Compile finished\.",
+        rf"The number of possible candidates is {sum(one.fits for one in choice.candidates)}\.",
+        r"SelectBestGraphFromCandidates start\.\.\.",
+        r"Elapsed Time to compute cost for survived candidates = \d+ \[ms\]",
+        r"SelectBestGraphFromCandidates finished\.",
+        r"Configuration for parallelism is selected\.",
+        r"num_stages : 1, num_micro_batches : 2, batch_per_device : 2, No TP, recomputation : 0, "
+        r"distribute_param : (true|false), distribute_low_prec_param : false",
+    ]
+    assert len(lines) == len(patterns)
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(r"\[info\] " + pattern, line)
+
+
+def test_start_up_lines():
+    lines = log.startup_lines(["127.0.0.1:5000", "127.0.0.1:5001"], "0.1.0", 42)
+    assert all(line.startswith("[info] ") for line in lines)
+    assert lines[2:4] == [
+        "[info] [1/2] Connecting to resources on the server (127.0.0.1:5000)...",
+        "[info] [2/2] Connecting to resources on the server (127.0.0.1:5001)...",
+    ]
+    assert lines[5] == "[info] MoAI Accelerator is ready to use."
+
+
+def test_selected_config_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = Plan(2, 2, micro_batches=4, precision="bf16")
+    path = log.write_selected_config(plan, 16)
+    assert path.name == "advanced_parallelization_selected_config.dump"
+    first, second = (tmp_path / path).read_text().splitlines()
+    assert first == plan.platform_line(16)
+    assert Plan.parse(second.removeprefix("plan : ")) == plan
+
+
+def test_autoconfig_file(tmp_path):
+    choice = choose()
+    said = log.choice_lines(choice)
+    lines = log.write_autoconfig_log(choice, tmp_path / "autoconfig_log.dump").read_text().splitlines()
+    assert lines[: len(said)] == said
+    assert f'plan="{choice.plan}"' in said[-1]
+    candidates = lines[len(said) :]
+    assert len(candidates) == len(choice.candidates)
+    assert [line for line in candidates if ", selected (" in line] == [candidates[0]]
+    assert all("does not fit" in line for line, one in zip(candidates, choice.candidates, strict=True) if not one.fits)
