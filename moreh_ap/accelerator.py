@@ -68,8 +68,8 @@ class Accelerator:
         self.session = Session(options, start_mesh, job, generator)
         self.units = Units(self.session)
         self._patches = install(SessionBackend(self.session, self.units))
-        transformers.install(self._patches.replace, self._patches.on_undo, checkpoint_tensors)
-        accelerate.install(self._patches.on_undo)
+        transformers.install(self._patches, checkpoint_tensors)
+        accelerate.install(self._patches)
 
     def in_use(self) -> bool:
         """True once a model has moved to the workers."""

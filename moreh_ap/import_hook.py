@@ -18,8 +18,8 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable
     Returns:
         A function that takes the request back.
     """
-    module = sys.modules.get(name)
-    if module is not None and not _is_being_imported(module):
+    module = imported(name)
+    if module is not None:
         callback(module)
         return lambda: None
     finder = _AfterImport(name, callback)
@@ -27,8 +27,11 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable
     return finder.withdraw
 
 
-def _is_being_imported(module: ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+def imported(name: str) -> ModuleType | None:
+    """Module `name` if its import is done, otherwise None."""
+    module = sys.modules.get(name)
+    is_under_way = getattr(getattr(module, "__spec__", None), "_initializing", False)
+    return None if is_under_way else module
 
 
 class _AfterImport(MetaPathFinder):

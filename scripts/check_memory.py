@@ -114,13 +114,13 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     """
     import torch
     import torch.distributed as dist
+    from moreh_ap.parallelizer.call.run_call import run_forward
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
     from moreh_ap.parallelizer.apply import Example, apply_plan
     from moreh_ap.parallelizer.call.forward import Call
-    from moreh_ap.parallelizer.call.run_call import run_forward
     from moreh_ap.parallelizer.data.fsdp import prepare, settle
     from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
     from moreh_ap.parallelizer.mesh import build_mesh

@@ -9,7 +9,6 @@ This module must not know about workers, models or messages: values that live on
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,19 +19,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from moreh_ap.device.storage import AddressOnly, mark
-from moreh_ap.device.values import Cell, Here
+from moreh_ap.device.values import Cell, CellUser, Here
 from moreh_ap.errors import UnsupportedError
 
 ACCELERATOR = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-_OWN_REFERENCES = 3  # the attribute, a variable and the argument of getrefcount: any other is an alias or a view
 
 
 class VirtualTensor(torch.Tensor):
     """A tensor on the accelerator. Create one with `to_accelerator` or let a session promise one."""
 
     _cell: Cell
+    _user: CellUser
     _compressed: torch.layout | None = None
     #: What a function of PyTorch, and below autograd an ATen operation, does with such tensors: called with (func,
     #: args, kwargs). `function_mode` and `operations` set them when they are imported; this module imports neither.
@@ -53,10 +52,13 @@ class VirtualTensor(torch.Tensor):
             device=CPU,
             requires_grad=requires_grad,
         )
-        handle._cell = cell
+        handle._use(cell)
         if is_compressed:
             handle._compressed = like.layout
         return handle  # type: ignore[no-any-return]
+
+    def _use(self, cell: Cell) -> None:
+        self._cell, self._user = cell, cell.new_user()
 
     # -- what Python code asks a tensor --------------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class VirtualTensor(torch.Tensor):
             new = new if isinstance(new, VirtualTensor) else to_accelerator(new)
         if isinstance(new, VirtualTensor) and (owner is None or not fits):
             torch.Tensor.data.__set__(self, new.detach())  # type: ignore[attr-defined]
-            self._cell = new._cell
+            self._use(new._cell)
         else:
             self._leave_aliases()
             with torch.no_grad():
@@ -110,11 +112,11 @@ class VirtualTensor(torch.Tensor):
     def _leave_aliases(self) -> None:
         """Other tensors on this one's memory keep the value it has now; this one's may then be replaced."""
         shared = self._cell
-        if sys.getrefcount(shared) <= _OWN_REFERENCES:
+        if not shared.has_others(self._user):
             return
         with torch.no_grad():
             kept = self.detach().clone()
-        self._cell = Cell(shared.value, shared.device)
+        self._use(Cell(shared.value, shared.device))
         shared.value = kept._cell.value  # type: ignore[attr-defined]
 
     @property

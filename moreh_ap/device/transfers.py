@@ -146,7 +146,7 @@ def swap(first: Tensor, second: Tensor) -> None:
     A parameter may have been used before it moves: `torch.nn.utils.weight_norm` computes a weight at once, and a script
     may try its model on the CPU. A graph of before keeps the memory of before; a backward through it is refused.
     """
-    if first.is_leaf and first.requires_grad and first._use_count() > 1:  # type: ignore[attr-defined]
+    if first.is_leaf and first.requires_grad:
         torch.autograd.graph.get_gradient_edge(first).node.register_prehook(_refuse_backward)
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__

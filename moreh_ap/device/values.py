@@ -6,6 +6,7 @@ reached: values that live on workers are defined by `moreh_ap.session` as furthe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -149,12 +150,13 @@ class Later(Value):
 class View(Value):
     """A view of a value that is not here: reading applies the view, writing writes the base."""
 
-    __slots__ = ("_base", "_view")
+    __slots__ = ("_base", "_user", "_view")
 
     stays = True
 
     def __init__(self, base: Cell, view: Callable[[Tensor], Tensor]) -> None:
         self._base, self._view = base, view
+        self._user = base.new_user()
 
     @property
     def base(self) -> Cell:
@@ -175,14 +177,34 @@ class View(Value):
             value.write(whole)
 
 
-class Cell:
-    """The place that aliases of one virtual tensor share: in-place operations put a new value into it."""
+class CellUser:
+    """A tensor or view on a cell; lives as long as it is one."""
 
-    __slots__ = ("device", "has_views", "value")
+    __slots__ = ("__weakref__",)
+
+
+class Cell:
+    """The place that aliases of one virtual tensor share: in-place operations put a new value into it.
+
+    Whoever keeps a cell to read its value later also keeps a user of it (`new_user`).
+    """
+
+    __slots__ = ("_users", "device", "has_views", "value")
 
     def __init__(self, value: Value, device: torch.device) -> None:
         self.value, self.device = value, device
         self.has_views = False  # True once another cell looks at the same memory: the value may not be replaced then
+        self._users: tuple[weakref.ref[CellUser], ...] = ()
+
+    def new_user(self) -> CellUser:
+        """A user of this cell, which the caller keeps as long as it keeps the cell."""
+        user = CellUser()
+        self._users = (*(known for known in self._users if known() is not None), weakref.ref(user))
+        return user
+
+    def has_others(self, user: CellUser) -> bool:
+        """Whether the cell has a user beside `user`: an alias or a view."""
+        return any(known() not in (None, user) for known in self._users)
 
     def settle(self) -> Value:
         """The value, turned into `Here` if it can be had without waiting and nobody else keeps it."""

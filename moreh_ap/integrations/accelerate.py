@@ -7,30 +7,22 @@ accident. It is made of a function alone, and here is told how. Must not import 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from moreh_ap.import_hook import when_imported
+from moreh_ap.patching import Patches
 
 
-def install(on_undo: Callable[[Callable[[], None]], None]) -> None:
-    """Have the wrapper pickled, now or when the script imports accelerate.
-
-    Args:
-        on_undo: Registers an action for the undoing.
-    """
+def install(patches: Patches) -> None:
+    """Have the wrapper pickled, now or when the script imports accelerate."""
+    group = patches.group("A model travels to the workers pickled, with the forward that Accelerate gave it.")
 
     def teach(operations: ModuleType) -> None:
         wrapper = operations.ConvertOutputsToFp32
-        copyreg.pickle(wrapper, _reduce)
+        effect = "Pickles the wrapper of Accelerate around a forward."
+        group.put(copyreg.dispatch_table, wrapper, _reduce, "copyreg.dispatch_table", effect)
 
-        def forget() -> None:
-            copyreg.dispatch_table.pop(wrapper, None)
-
-        on_undo(forget)
-
-    on_undo(when_imported("accelerate.utils.operations", teach))
+    group.when_imported("accelerate.utils.operations", teach)
 
 
 def _reduce(wrapper: Any) -> tuple[type, tuple[Any]]:

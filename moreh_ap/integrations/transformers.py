@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moreh_ap.import_hook import when_imported
 from moreh_ap.integrations import transformers_worker
+from moreh_ap.patching import Patches
 from moreh_ap.protocol.tensor_source import TensorSource
 
 # Source: https://github.com/huggingface/safetensors, "Format", dtype names.
@@ -45,26 +45,30 @@ class Tensors(Protocol):
         """The value of a virtual tensor as an ordinary CPU tensor."""
 
 
-def install(
-    replace: Callable[[Any, str, Any], Any], on_undo: Callable[[Callable[[], None]], None], tensors: Tensors
-) -> None:
+def install(patches: Patches, tensors: Tensors) -> None:
     """Redirect transformers, now or when the script imports it.
 
     Args:
-        replace: ``replace(holder, name, new)`` sets an attribute undoably and returns what was there.
-        on_undo: Registers an action for the undoing.
+        patches: The registry of this process.
         tensors: The virtual device's tensors.
     """
+    reading = patches.group("Workers read the values of a checkpoint from its files, each its part.")
+    saving = patches.group("The values of a model on the accelerator are on the workers.")
 
-    def redirect_loading(modeling: ModuleType) -> None:
-        replace(modeling, "safe_open", LazyCheckpoint.opener(modeling.safe_open, tensors))
-        # It would take all the memory that a checkpoint is about to need, from a device that is not here.
-        replace(modeling, "caching_allocator_warmup", lambda *args, **kwargs: None)
+    def redirect(modeling: ModuleType) -> None:
+        opener = LazyCheckpoint.opener(modeling.safe_open, tensors)
+        reading.replace(modeling, "safe_open", opener, "Promises whole tensors of a file instead of reading them.")
+        reading.replace(modeling, "caching_allocator_warmup", _leave_memory_free)
         cls = modeling.PreTrainedModel
-        replace(cls, "save_pretrained", _save_from_workers(cls.save_pretrained, tensors))
+        save = _save_from_workers(cls.save_pretrained, tensors)
+        saving.replace(cls, "save_pretrained", save, "Saves a model on the accelerator as an ordinary one.")
 
-    on_undo(when_imported("transformers.modeling_utils", redirect_loading))
-    transformers_worker.install()
+    reading.when_imported("transformers.modeling_utils", redirect)
+    transformers_worker.install(patches)
+
+
+def _leave_memory_free(*args: Any, **kwargs: Any) -> None:
+    """Nothing: it would allocate the checkpoint's size on a device that the controller does not have."""
 
 
 class LazyCheckpoint:

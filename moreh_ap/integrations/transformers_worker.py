@@ -14,17 +14,37 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from moreh_ap.import_hook import when_imported
-from moreh_ap.protocol.pytree import register_by_attributes
+from moreh_ap.patching import Patches
+from moreh_ap.protocol.pytree import add_node, register_by_attributes
 
 _CACHES: set[type] = set()
+_RECORDED: set[str] = set()
 
 
-def install() -> None:
-    """Register the cache classes with PyTorch's pytrees, now or when transformers is imported."""
-    when_imported("transformers.cache_utils", _register)
-    when_imported("transformers.tokenization_utils_base", lambda module: _register_batch(module.BatchEncoding))
-    when_imported("transformers.feature_extraction_utils", lambda module: _register_batch(module.BatchFeature))
+def install(patches: Patches) -> None:
+    """Register the cache classes with PyTorch's pytrees, now or when transformers is imported.
+
+    The classes are removed by what `moreh_ap.protocol.pytree.install` notes.
+    """
+    group = patches.group("Batches and caches of transformers are arguments and results of models.")
+    group.when_imported("transformers.cache_utils", _register)
+    group.when_imported("transformers.tokenization_utils_base", lambda module: _register_batch(module.BatchEncoding))
+    group.when_imported("transformers.feature_extraction_utils", lambda module: _register_batch(module.BatchFeature))
+    patches.on_undo(_CACHES.clear)
+    patches.group("The constructor of a model of transformers, which unpickling does not call, fills this table.").note(
+        "transformers.utils.output_capturing._CAN_RECORD_REGISTRY",
+        "Knows which outputs unpickled models can record.",
+        _forget_recorded,
+    )
+
+
+def _forget_recorded() -> None:
+    if _RECORDED:
+        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+        for name in _RECORDED:
+            dict.pop(_CAN_RECORD_REGISTRY, name, None)
+        _RECORDED.clear()
 
 
 def _register(module: ModuleType) -> None:
@@ -39,7 +59,7 @@ def _register(module: ModuleType) -> None:
 def _register_batch(cls: Any) -> None:
     """Have pytrees take apart what tokenizers and processors return; where a token came from is not in a call."""
     if cls not in pytree.SUPPORTED_NODES:
-        pytree.register_pytree_node(
+        add_node(
             cls,
             lambda batch: (list(batch.data.values()), list(batch.data)),
             lambda values, names: cls(dict(zip(names, values))),
@@ -53,7 +73,10 @@ def complete_unpickled(module: nn.Module) -> None:
             from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
             # Without it output_hidden_states=True gives None. Keyed by the class's name in every version since 5.17.
-            dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(part)), part._can_record_outputs)
+            name = str(type(part))
+            if name not in dict.keys(_CAN_RECORD_REGISTRY):
+                _RECORDED.add(name)
+            dict.__setitem__(_CAN_RECORD_REGISTRY, name, part._can_record_outputs)
 
 
 def hand_caches_back(arguments: tuple[Any, ...], result: Any) -> None:

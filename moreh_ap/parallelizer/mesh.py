@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import get_rank, get_world_size, is_initialized
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
@@ -34,7 +35,7 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     Raises:
         PlanError: The plan needs another number of devices than the process group has.
     """
-    world = dist.get_world_size()
+    world = get_world_size()
     if plan.num_devices != world:
         raise PlanError(
             f"the plan {plan} needs {plan.num_devices} devices, the accelerator has {world}",
@@ -74,7 +75,7 @@ class Axis:
 
 def world_axis() -> Axis:
     """Returns all workers as one axis; this process alone where no process group was made."""
-    return Axis(dist.get_rank(), dist.get_world_size(), None) if dist.is_initialized() else Axis(0, 1, None)
+    return Axis(get_rank(), get_world_size(), None) if is_initialized() else Axis(0, 1, None)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """How arguments and results nest: what PyTorch's pytrees know, dataclasses, and other objects that can be pickled.
 
-Decides that every tensor is found. Must not know what is done with the leaves.
+Decides that every tensor is found. Must not know what is done with the leaves. PyTorch's table of classes is the one of
+the process; `install` has what is added to it taken back.
 
 [Note: objects]
 A batch of a data library or a `torch.distributions.Normal` is taken apart as pickle would do it: what its class is made
@@ -13,9 +14,10 @@ import copyreg
 import dataclasses
 import functools
 import io
+import itertools
 import pickle
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cloudpickle
@@ -25,9 +27,39 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.patching import Patches
 from moreh_ap.protocol.messages.tensors import TensorSlot
 
 _PROTOCOL = 2  # the first by which an object is its class, arguments of `__new__`, and state
+
+_ADDED: list[type] = []
+_NUMBERS = itertools.count()
+
+
+def install(patches: Patches) -> None:
+    """Have the classes that are added to PyTorch's pytrees from now on removed by the undoing."""
+    patches.group("Arguments and results of a model travel between controller and workers leaf by leaf.").note(
+        "torch.utils._pytree.SUPPORTED_NODES",
+        "Takes apart dataclasses and other objects among them, and caches and batches of transformers.",
+        _remove_added,
+    )
+
+
+def _remove_added() -> None:
+    unpickle_treespec.cache_clear()
+    _BY_ATTRIBUTES.clear()
+    while _ADDED:
+        cls = _ADDED.pop()
+        if cls in pytree.SUPPORTED_NODES:
+            pytree._deregister_pytree_node(cls)
+
+
+def add_node(cls: type, take_apart: Callable[[Any], Any], put_together: Callable[[Any, Any], Any]) -> None:
+    """Add a class to the pytrees of PyTorch's Python code, from which it can be removed again."""
+    # The name is for exporting a nesting as JSON, which we do not; removing a class requires one of its own.
+    name = f"moreh_ap.{next(_NUMBERS)}"
+    pytree._private_register_pytree_node(cls, take_apart, put_together, serialized_type_name=name)
+    _ADDED.append(cls)
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
@@ -81,7 +113,7 @@ def register(cls: Any) -> None:
     if dataclasses.is_dataclass(cls):
         _register_dataclass(cls)
     else:
-        pytree.register_pytree_node(cls, _reduce, lambda parts, function: _rebuild(cls, function, *parts))
+        add_node(cls, _reduce, lambda parts, function: _rebuild(cls, function, *parts))
 
 
 def _register_dataclass(cls: Any) -> None:
@@ -96,7 +128,7 @@ def _register_dataclass(cls: Any) -> None:
             object.__setattr__(made, name, value)
         return made
 
-    pytree.register_pytree_node(cls, take_apart, put_together)
+    add_node(cls, take_apart, put_together)
 
 
 def _reduce(value: Any) -> tuple[list[Any], Any]:
@@ -134,7 +166,7 @@ def register_by_attributes(cls: type, *always: str) -> None:
     `always`; other attributes are part of the nesting.
     """
     _BY_ATTRIBUTES.add(cls)
-    pytree.register_pytree_node(
+    add_node(
         cls,
         lambda value: _take_attributes(value, always),
         lambda values, context: _put_attributes(cls, values, context),

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from moreh_ap.device.patches.unsupported import refuse_compiled
 from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.torchscript import refuse_compiled
 from moreh_ap.device.values import Here
 from moreh_ap.protocol.messages.stream import ImportModules
 from moreh_ap.session.calls.remote_call import call_on_route

@@ -115,6 +115,7 @@ def test_disabling_restores_every_patched_place(tmp_path):
     with UserScript("disable.py", cwd=tmp_path) as script:
         out = script.succeed()
     assert out.count("changed after disable: []") == 2
+    assert out.count("not in the registry: []") == 2
     assert "in a thread: Tensor" in out
 
 

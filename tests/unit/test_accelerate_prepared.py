@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Callable
 
 import pytest
 
 from moreh_ap.integrations import accelerate
+from moreh_ap.patching import Patches
 
 operations = pytest.importorskip("accelerate.utils.operations")
 
 
 def test_a_prepared_forward_is_pickled_until_that_is_undone():
-    undo: list[Callable[[], None]] = []
-    accelerate.install(undo.append)
+    patches = Patches()
+    accelerate.install(patches)
     wrapper = operations.ConvertOutputsToFp32(operator.neg)
     try:
         assert pickle.loads(pickle.dumps(wrapper))(3) == -3
     finally:
-        for action in reversed(undo):
-            action()
+        patches.undo()
     with pytest.raises(pickle.PicklingError):
         pickle.dumps(wrapper)

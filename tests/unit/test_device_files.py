@@ -9,8 +9,8 @@ import torch
 
 from moreh_ap.device import function_mode
 from moreh_ap.device.patches import serialization
-from moreh_ap.device.patches.registry import Patches
 from moreh_ap.device.worker_backend import IN_FORCE
+from moreh_ap.patching import Patches
 from moreh_ap.session.calls import autograd_api
 
 

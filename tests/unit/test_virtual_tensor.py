@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moreh_ap.device import function_mode
-from moreh_ap.device.patches.cuda_generator import Generator
+from moreh_ap.device.cuda.cuda_generator import Generator
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Value
 from moreh_ap.device.worker_backend import IN_FORCE

@@ -16,21 +16,21 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from moreh_ap.device.patches.registry import Patches
 from moreh_ap.device.tensor import VirtualTensor
-from moreh_ap.import_hook import when_imported
+from moreh_ap.patching import Patches, PatchGroup
 
 
 def install(patches: Patches) -> None:
     """Have PyTorch's exporters work on copies of models on the accelerator."""
+    group = patches.group("What follows a model's operations, or compiles its code, has to find them in this process.")
     for holder, names in ((torch.jit, ("trace", "trace_module", "script")), (torch.export, ("export",))):
         for name in names:
-            _redirect(patches, holder, name)
-    _redirect_compiler(patches)
-    patches.on_undo(when_imported("torch.onnx", lambda module: _redirect(patches, module, "export")))
+            _redirect(group, holder, name)
+    _redirect_compiler(group)
+    group.when_imported("torch.onnx", lambda module: _redirect(group, module, "export"))
 
 
-def _redirect(patches: Patches, holder: ModuleType, name: str) -> None:
+def _redirect(group: PatchGroup, holder: ModuleType, name: str) -> None:
     @functools.wraps(getattr(holder, name))
     def export(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_on_accelerator(model):
@@ -42,7 +42,7 @@ def _redirect(patches: Patches, holder: ModuleType, name: str) -> None:
             _take_buffers(model, copied)
         return exported
 
-    original = patches.replace(holder, name, export)
+    original = group.replace(holder, name, export, "Works on a copy on the CPU of a model on the accelerator.")
 
 
 def _is_on_accelerator(model: Any) -> bool:
@@ -69,12 +69,16 @@ def _take_buffers(model: nn.Module, copied: nn.Module) -> None:
             buffer.copy_(now)
 
 
-def _redirect_compiler(patches: Patches) -> None:
+def _redirect_compiler(group: PatchGroup) -> None:
     """What is compiled runs as it is written: there is nothing in the controller to make code for."""
 
     def run_as_written() -> None:
         stance = torch.compiler.set_stance("force_eager")
-        patches.on_undo(lambda: stance.__exit__(None, None, None))  # as at the end of a `with` block
+        group.note(
+            "torch.compiler.set_stance",
+            "Runs what was compiled as it is written.",
+            lambda: stance.__exit__(None, None, None),  # as at the end of a `with` block
+        )
 
     @functools.wraps(torch.compile)
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -87,4 +91,5 @@ def _redirect_compiler(patches: Patches) -> None:
     if "torch._dynamo" in sys.modules:  # importing it takes a second, so that it is left to those who compile
         told.append(True)
         run_as_written()
-    original_compile = patches.replace(torch, "compile", compile)
+    effect = "Compiles as ever; what is compiled runs as it is written."
+    original_compile = group.replace(torch, "compile", compile, effect)

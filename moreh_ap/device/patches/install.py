@@ -1,68 +1,52 @@
-"""Every change that the one line makes to other people's modules in the controller, subject by subject."""
+"""Every change that the one line makes in other libraries for the device, subject by subject.
+
+`integrations` adds the changes in transformers and Accelerate to the same registry.
+"""
 
 from __future__ import annotations
 
-import torch
-
-from moreh_ap.device import legacy_types
+from moreh_ap.device.cuda import cuda_functions, cuda_generator, cuda_rng, cuda_streams, cuda_types, cudnn
 from moreh_ap.device.patches import (
-    cuda_streams,
     data_loading,
     export,
     modules,
-    optimizers,
+    multi_device,
+    optimizer_steps,
+    process_sharing,
     profilers,
     serialization,
-    tensors,
+    sparse_adam,
     threads,
-    unsupported,
 )
-from moreh_ap.device.patches.cuda import Facade
-from moreh_ap.device.patches.cuda_rng import RandomState
-from moreh_ap.device.patches.registry import FORK_HOOK, Patches
 from moreh_ap.device.worker_backend import IN_FORCE, WorkerBackend
+from moreh_ap.patching import Patches
+from moreh_ap.protocol import pytree
 
 
 def install(backend: WorkerBackend) -> Patches:
     """Make "cuda" mean the accelerator behind `backend` in this process."""
     patches = Patches()
-    _put_in_force(patches, backend)
+    IN_FORCE.backend = backend
+    patches.on_undo(_leave_force)
+    pytree.install(patches)
     threads.install(patches)
-    _redirect_cuda(patches, backend)
-    tensors.install(patches)
+    cuda_functions.install(patches, backend)
+    cuda_streams.install(patches, backend)
+    cuda_rng.install(patches, backend)
+    cuda_generator.install(patches)
+    cuda_types.install(patches)
+    cudnn.install(patches)
     data_loading.install(patches)
+    process_sharing.install(patches)
     serialization.install(patches)
-    unsupported.install(patches)
+    multi_device.install(patches)
+    sparse_adam.install(patches)
     export.install(patches)
     profilers.install(patches)
     modules.install(patches, backend)
-    optimizers.install(patches, backend)
-    FORK_HOOK.current = patches
+    optimizer_steps.install(patches, backend)
     return patches
 
 
-def _put_in_force(patches: Patches, backend: WorkerBackend) -> None:
-    IN_FORCE.backend = backend
-
-    def remove() -> None:
-        IN_FORCE.backend = None
-
-    patches.on_undo(remove)
-
-
-def _redirect_cuda(patches: Patches, backend: WorkerBackend) -> None:
-    """Have `torch.cuda` and `torch.accelerator` answer for the accelerator."""
-    facade = Facade(backend)
-    own_streams = cuda_streams.replacements(backend)
-    random_state = RandomState(backend).replacements()
-    for holder, functions in (
-        (torch.cuda, {**facade.replacements(), **own_streams, **random_state}),
-        (torch.cuda.random, random_state),
-        (torch.cuda.memory, facade.memory_replacements()),
-        (torch.cuda, legacy_types.replacements()),
-        (torch.accelerator, {**facade.accelerator_replacements(), "current_stream": own_streams["current_stream"]}),
-    ):
-        for name, function in functions.items():
-            if hasattr(holder, name):  # later versions of PyTorch have more of them
-                patches.replace(holder, name, function)
-    patches.replace(torch.cuda, "_lazy_init", lambda: None)
+def _leave_force() -> None:
+    IN_FORCE.backend = None

@@ -10,17 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from moreh_ap.device import lazy_modules, transfers
-from moreh_ap.device.patches.registry import Patches
-from moreh_ap.device.patches.unsupported import refuse_compiled
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor
+from moreh_ap.device.torchscript import refuse_compiled
 from moreh_ap.device.worker_backend import WorkerBackend
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.patching import Patches
 
 
 def install(patches: Patches, backend: WorkerBackend) -> None:
     """Have modules on the accelerator be called on the workers, and moves and attributes be noted."""
 
+    group = patches.group("Modules on the accelerator are computed by the workers.")
+
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Calls a module on the workers if it is on the accelerator."""
         # A transform of `torch.func` needs every operation: under one, a model is computed in the controller.
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
         is_traced = torch._C._get_tracing_state() is not None
@@ -50,11 +53,12 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
         return original_call(module, *args, **kwargs)
 
     routes = backend.routes
-    original_call = patches.replace(nn.Module, "__call__", call)
+    original_call = group.replace(nn.Module, "__call__", call)
 
     depth = threading.local()
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Moves or casts a module whose parameters may be on the accelerator."""
         if getattr(depth, "inside", False):
             return original_apply(module, fn, recurse)
         if isinstance(module, torch.jit.ScriptModule) and isinstance(fn(torch.empty(0)), VirtualTensor):
@@ -74,20 +78,22 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
             torch.__future__.set_swap_module_params_on_conversion(swap)
             backend.note_moved(module)
 
-    original_apply = patches.replace(nn.Module, "_apply", apply)
+    original_apply = group.replace(nn.Module, "_apply", apply)
 
     def swap_tensors(first: Tensor, second: Tensor) -> None:
+        """Exchanges tensors that may be on the accelerator."""
         is_virtual = isinstance(first, VirtualTensor) or isinstance(second, VirtualTensor)
         (transfers.swap if is_virtual else original_swap)(first, second)
 
-    original_swap = patches.replace(torch.utils, "swap_tensors", swap_tensors)
+    original_swap = group.replace(torch.utils, "swap_tensors", swap_tensors)
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        """Sets an attribute and notes it for the workers."""
         original_set(module, name, value)
         if name not in ("training", "_compiled_call_impl"):
             backend.note_attribute(module, name, value)
 
-    original_set = patches.replace(nn.Module, "__setattr__", set_attribute)
+    original_set = group.replace(nn.Module, "__setattr__", set_attribute)
 
 
 def _let_go_of_graphs(module: nn.Module) -> None:

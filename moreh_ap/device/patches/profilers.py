@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from moreh_ap.device.patches.registry import Patches
+from moreh_ap.patching import Patches, PatchGroup
 
 
 class _Runtime:
@@ -29,19 +29,20 @@ class _Runtime:
 
 def install(patches: Patches) -> None:
     """Have profilers record this process alone, and marks for a profiler that cannot be there do nothing."""
-    _record_this_process(patches)
+    _record_this_process(patches.group("Nothing runs on a GPU in the script's process."))
     if torch.version.cuda is not None:
         return
-    patches.replace(torch.cuda, "cudart", lambda: _Runtime)
+    group = patches.group("PyTorch without CUDA refuses the marks of CUDA's profilers.")
+    group.replace(torch.cuda, "cudart", _cudart)
     for name in ("start", "stop"):
-        patches.replace(torch.cuda.profiler, name, _nothing)
+        group.replace(torch.cuda.profiler, name, _nothing)
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
-        patches.replace(torch.cuda.nvtx, name, _nothing)
-    patches.replace(profiler.emit_nvtx, "__enter__", lambda self: self)
-    patches.replace(profiler.emit_nvtx, "__exit__", lambda self, *raised: False)
+        group.replace(torch.cuda.nvtx, name, _nothing)
+    group.replace(profiler.emit_nvtx, "__enter__", _enter)
+    group.replace(profiler.emit_nvtx, "__exit__", _exit)
 
 
-def _record_this_process(patches: Patches) -> None:
+def _record_this_process(group: PatchGroup) -> None:
     @functools.wraps(profiler.profile.__init__)
     def init(self: Any, enabled: bool = True, *, use_cuda: bool = False, use_device: Any = None, **rest: Any) -> None:
         if enabled and rest.get("with_stack"):
@@ -50,9 +51,24 @@ def _record_this_process(patches: Patches) -> None:
             rest["with_stack"] = False
         original(self, enabled, use_device=None if use_device == "cuda" else use_device, **rest)
 
-    original = patches.replace(profiler.profile, "__init__", init)
+    original = group.replace(profiler.profile, "__init__", init, "Records the CPU alone, without stacks.")
 
 
 def _nothing(*args: Any) -> int:
-    """Stands in for functions that return a number: of a range, or that of no error."""
+    """Does nothing; returns 0, the number of a range or of no error."""
     return 0
+
+
+def _cudart() -> type[_Runtime]:
+    """A runtime library of CUDA whose profiler starts and stops without effect."""
+    return _Runtime
+
+
+def _enter(self: Any) -> Any:
+    """Does nothing."""
+    return self
+
+
+def _exit(self: Any, *raised: Any) -> bool:
+    """Does nothing."""
+    return False

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.device.patches.registry import Patches
 from moreh_ap.device.storage import is_marked, mark
 from moreh_ap.device.tensor import place
 from moreh_ap.device.transfers import is_accelerator
+from moreh_ap.patching import Patches
 
 _RECORD = "moreh_accelerator"  # the numbers of memories, in the order in which the file names them first
 
@@ -37,9 +37,11 @@ class _InHand(threading.local):
 
 def install(patches: Patches) -> None:
     """Have `torch.save` note what is on the accelerator, and `torch.load` put there what was, or is to be."""
+    group = patches.group('A file says "cpu" of every tensor, to load without us; a record says which were not.')
     serialization, in_hand = torch.serialization, _InHand()
 
     def save(obj: Any, zip_file: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes a file, with a record of which tensors were on the accelerator."""
         outer = in_hand.numbers, in_hand.marked
         in_hand.numbers, in_hand.marked = {}, set()
         try:
@@ -51,12 +53,14 @@ def install(patches: Patches) -> None:
             in_hand.numbers, in_hand.marked = outer
 
     def location_tag(storage: Any) -> Any:
+        """Notes whether a memory of the file being written is on the accelerator."""
         number = in_hand.numbers.setdefault(storage._cdata, len(in_hand.numbers))
         if is_marked(storage):
             in_hand.marked.add(number)
         return original_tag(storage)
 
     def load(zip_file: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reads a file and its record of tensors on the accelerator."""
         outer, in_hand.marked = in_hand.marked, set()
         try:
             if zip_file.has_record(_RECORD):
@@ -66,6 +70,7 @@ def install(patches: Patches) -> None:
             in_hand.marked = outer
 
     def get_restore_location(map_location: Any) -> Callable[[Any, Any], Any]:
+        """Gives `map_location` "cuda:0" for memories in that record."""
         restore, marked, numbers = original_restorer(map_location), in_hand.marked, itertools.count()
 
         def restore_location(storage: Any, location: Any) -> Any:
@@ -74,24 +79,26 @@ def install(patches: Patches) -> None:
         return restore_location
 
     def default_restore_location(storage: Any, location: Any) -> Any:
+        """Marks a memory whose location is "cuda" as one on the accelerator."""
         if location.startswith("cuda") and is_accelerator(location):
             return mark(storage)
         return original_default(storage, location)
 
     def cuda(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
-        """``map_location=lambda storage, location: storage.cuda(0)``."""
+        """A copy marked as one on the accelerator: ``map_location=lambda storage, location: storage.cuda(0)``."""
         if device is None or is_accelerator(device):
             return mark(storage.clone())
         return original_cuda(storage, device, non_blocking)
 
     def rebuild(storage: Any, *where: Any) -> Tensor:
+        """Puts a tensor whose memory is marked on the accelerator."""
         tensor: Tensor = original_rebuild(storage, *where)  # files of the old format fill its memory only later
         return place(tensor) if is_marked(storage._untyped_storage) else tensor
 
-    original_save = patches.replace(serialization, "_save", save)
-    original_tag = patches.replace(serialization, "location_tag", location_tag)
-    original_load = patches.replace(serialization, "_load", load)
-    original_restorer = patches.replace(serialization, "_get_restore_location", get_restore_location)
-    original_default = patches.replace(serialization, "default_restore_location", default_restore_location)
-    original_cuda = patches.replace(torch.UntypedStorage, "cuda", cuda)
-    original_rebuild = patches.replace(torch._utils, "_rebuild_tensor", rebuild)
+    original_save = group.replace(serialization, "_save", save)
+    original_tag = group.replace(serialization, "location_tag", location_tag)
+    original_load = group.replace(serialization, "_load", load)
+    original_restorer = group.replace(serialization, "_get_restore_location", get_restore_location)
+    original_default = group.replace(serialization, "default_restore_location", default_restore_location)
+    original_cuda = group.replace(torch.UntypedStorage, "cuda", cuda)
+    original_rebuild = group.replace(torch._utils, "_rebuild_tensor", rebuild)

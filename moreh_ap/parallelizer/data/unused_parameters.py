@@ -13,6 +13,7 @@ misses a gradient looks at the answer, so the usual step reads nothing back from
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,23 @@ from torch import nn
 
 from moreh_ap.parallelizer.call.call import attach_gradient_sync
 from moreh_ap.parallelizer.data.fsdp import fsdp_modules, param_groups
+from moreh_ap.patching import Patches
+
+_CHANGED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def install(patches: Patches) -> None:
+    """Note what `attach` replaces from now on, and have it taken back by the undoing."""
+    patches.group("FSDP2 takes for granted that all workers have the gradients of the same parameters.").note(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
+        "Of each group of a model's parameters: fills in missing gradients with zeros first.",
+        _restore_all,
+    )
+
+
+def _restore_all() -> None:
+    while _CHANGED:
+        del _CHANGED.pop().post_backward
 
 
 class UnevenGradients:
@@ -51,6 +69,7 @@ class UnevenGradients:
             reduce(*unused)
 
         param_group.post_backward = post_backward
+        _CHANGED.add(param_group)
 
     def _fill(self, params: list[Any]) -> None:
         for param in params:

@@ -25,6 +25,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from moreh_ap.parallelizer.call.own_collectives import seeing_group
 from moreh_ap.parallelizer.pipeline.stage import Stage
 from moreh_ap.parallelizer.pipeline.stages import Stages
 from moreh_ap.plan import Plan
@@ -53,7 +54,8 @@ class _ScheduledStage(_PipelineStageBase):
     """A stage as PyTorch's schedules see it: what to receive, compute and send for each micro-batch."""
 
     def __init__(self, stage: Stage, stages: Stages, device: torch.device) -> None:
-        super().__init__(stage, stage.index, stages.num_stages, device, stages.axis.group)
+        with seeing_group():
+            super().__init__(stage, stage.index, stages.num_stages, device, stages.axis.group)
         self._stage = stage
         self._run: PipelineRun | None = None
         self._results: list[Any] = []

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import get_rank, get_world_size
 
 from moreh_ap.parallelizer.mesh import Axis, subgroup
 from moreh_ap.parallelizer.pipeline.stage import Stage
@@ -172,7 +173,7 @@ def _with_tied_names(module: nn.Module, names: set[str]) -> frozenset[str]:
 def _make_groups(sets: Sequence[tuple[int, ...]], axis: Axis) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Returns a process group for each set of places on the axis. A collective over all workers."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    every: list[Any] = [None] * dist.get_world_size()
+    every: list[Any] = [None] * get_world_size()
     dist.all_gather_object(every, (dist.get_process_group_ranks(axis.group), [list(held) for held in sets]))
     made: set[tuple[int, ...]] = set()
     for ranks, wanted in every:
@@ -182,7 +183,7 @@ def _make_groups(sets: Sequence[tuple[int, ...]], axis: Axis) -> dict[tuple[int,
                 continue
             made.add(members)
             group = subgroup(members, dist.distributed_c10d._get_default_group())
-            if dist.get_rank() in members:
+            if get_rank() in members:
                 groups[tuple(held)] = group
     return groups
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import get_world_size, is_initialized
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
@@ -142,7 +143,7 @@ def _prove(probe: _Probe) -> SplitProof:
 
 def _everywhere(ok: bool, call: Call) -> bool:
     """Says whether `ok` holds on every worker, so that all of them take the same way."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not is_initialized() or get_world_size() == 1:
         return ok
     flag = torch.tensor(int(ok), device=call.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)

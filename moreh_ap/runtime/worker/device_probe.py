@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import is_initialized
 
 from moreh_ap.protocol.messages.devices import DeviceRates
 from moreh_ap.runtime.worker.probe_exchanges import measure_exchanges
@@ -176,7 +177,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     run()  # the first one allocates, and finds its kernel
     found = []
     for _ in range(_SERIES):
-        if dist.is_initialized():
+        if is_initialized():
             dist.barrier()
         count, started_s = 0, clock()
         while clock() - started_s < _SERIES_S:

@@ -10,12 +10,11 @@ import contextlib
 import importlib
 from typing import Any
 
-from moreh_ap.integrations import transformers_worker
-from moreh_ap.parallelizer.call.own_collectives import appear_alone
 from moreh_ap.protocol.messages.checkpoints import ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.optimizers import StepOptimizer
 from moreh_ap.protocol.messages.state import ReadState, ReleaseState, RunOperation, WriteState
 from moreh_ap.protocol.messages.stream import Batch, DefineList, ImportModules
+from moreh_ap.runtime.worker import worker_patches
 from moreh_ap.runtime.worker.commands.checkpoint_commands import CheckpointCommands
 from moreh_ap.runtime.worker.commands.device_commands import DeviceCommands
 from moreh_ap.runtime.worker.commands.model_commands import ModelCommands
@@ -38,8 +37,7 @@ class WorkerExecutor:
     """
 
     def __init__(self, rank: int, world_size: int, device_type: str) -> None:
-        transformers_worker.install()
-        appear_alone()
+        self._patches = worker_patches.install()
         self._tables = Tables(rank, world_size, device_type)
         self._handlers: dict[type, Any] = {
             Batch: self._batch,

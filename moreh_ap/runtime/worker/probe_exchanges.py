@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import get_rank, get_world_size, is_initialized
 
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 
@@ -42,7 +43,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def measure_exchanges(device: torch.device) -> Iterator[Exchange]:
     """Yields what exchanges take. A collective of all workers. See [Note: exchanges]."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = get_world_size() if is_initialized() else 1
     if world == 1:
         return
     sizes = sorted({2, world}) if device.type == "cpu" and world % 2 == 0 else [world]
@@ -61,7 +62,7 @@ def _kinds(
     group: dist.ProcessGroup, num_bytes: int, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object], int]]:
     """Yields every kind of exchange of about so many bytes, as its name, what runs it, and its bytes."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size, rank = get_world_size(group), get_rank(group)
     elements = -(-num_bytes // (4 * size)) * size
     whole, part = torch.ones(elements, device=device), torch.ones(elements // size, device=device)
     bucket = torch.empty_like(whole)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
-from moreh_ap.parallelizer.call.own_collectives import keep_to_own_rows
 from moreh_ap.parallelizer.call.parameter_writes import keep_parameters
 from moreh_ap.parallelizer.call.reports import Reports
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots, prepare, set_requires_grad, settle
@@ -82,7 +81,6 @@ class WorkerModel:
     def _unpickle(self, command: BuildModel) -> nn.Module:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device)
         transformers_worker.complete_unpickled(module)
-        keep_to_own_rows(module)
         for part in module.modules():
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
                 part.sparse = False  # FSDP2 sums dense gradients; optimizers that take both do the same with them

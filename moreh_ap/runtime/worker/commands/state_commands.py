@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from moreh_ap.parallelizer.call.own_collectives import seeing_group
 from moreh_ap.protocol.messages.state import KeepState, ReadState, RunOperation, WriteState
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
@@ -65,7 +66,9 @@ class StateCommands:
         )
         if func._schema.is_mutable and not any(isinstance(leaf, DTensor) for leaf in tree_leaves(arguments[0][:1])):
             arguments = tree_map_only(DTensor, DTensor.full_tensor, arguments)  # what is written is whole
-        with torch.no_grad(), implicit_replication():  # a tensor that is not sharded is the same on every worker
+        # A tensor that is not sharded is the same on every worker. DTensor's convolution asks for its rank by the
+        # public name, which answers for models.
+        with torch.no_grad(), implicit_replication(), seeing_group():
             result = func(*arguments[0], **arguments[1])
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         source = next((held for held in operands if held is not None), None)

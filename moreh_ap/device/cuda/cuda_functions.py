@@ -1,9 +1,8 @@
 """`torch.cuda` as a script sees it: one device named 'MoAI Accelerator' that is all devices together.
 
-Every function here stands in for the function of `torch.cuda` with the same name; `patches` puts them there, and some
-of them into `torch.accelerator`, by which PyTorch itself asks for the device (a DataLoader that pins memory does).
-Streams and events are in `streams`, random numbers in `random_state`. None of them creates a CUDA context in the
-controller.
+Every method of `Facade` stands in for the function of `torch.cuda` with the same name, and some for functions of
+`torch.accelerator`, by which PyTorch itself asks for the device (a DataLoader that pins memory does). None of them
+creates a CUDA context in the controller.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from typing import Any
 
 import torch
 
+from moreh_ap.device.tensor import ACCELERATOR
 from moreh_ap.device.transfers import require_accelerator
 from moreh_ap.device.worker_backend import WorkerBackend
+from moreh_ap.patching import Patches
 
 DEVICE_NAME = "MoAI Accelerator"
 
@@ -48,25 +49,33 @@ class DeviceProperties:
     multi_processor_count: int
 
 
+def install(patches: Patches, backend: WorkerBackend) -> None:
+    """Have `torch.cuda` and `torch.accelerator` answer for the accelerator."""
+    group = patches.group("The controller has no CUDA context, and PyTorch may have been built without CUDA.")
+    facade = Facade(backend)
+    functions = {name: getattr(facade, name) for name in vars(Facade) if not name.startswith("_")}
+    group.replace_all(torch.cuda, functions)
+    defined = torch.cuda.memory.__all__  # beside what that module imports for itself
+    group.replace_all(torch.cuda.memory, {name: ours for name, ours in functions.items() if name in defined})
+    group.replace_all(torch.accelerator, {name: functions[ours] for name, ours in _IN_TORCH_ACCELERATOR.items()})
+    group.replace(torch.accelerator, "current_accelerator", _current_accelerator)
+    group.replace(torch.cuda, "_lazy_init", _skip_initialization)
+
+
+def _current_accelerator(check_available: bool = False) -> torch.device:
+    """`torch.device("cuda")`."""
+    return torch.device(ACCELERATOR.type)
+
+
+def _skip_initialization() -> None:
+    """Creates no CUDA context."""
+
+
 class Facade:
-    """The functions that replace those of `torch.cuda`; `replacements` and `accelerator_replacements` list them."""
+    """The functions that replace those of `torch.cuda`: its public methods, by their names."""
 
     def __init__(self, backend: WorkerBackend) -> None:
         self._backend = backend
-
-    def replacements(self) -> dict[str, Any]:
-        """``{name in torch.cuda: function}``."""
-        names = [name for name in vars(type(self)) if not name.startswith("_") and not name.endswith("replacements")]
-        return {name: getattr(self, name) for name in names}
-
-    def memory_replacements(self) -> dict[str, Any]:
-        """``{name in torch.cuda.memory: function}``: what that module defines, not what it imports for itself."""
-        return {name: ours for name, ours in self.replacements().items() if name in torch.cuda.memory.__all__}
-
-    def accelerator_replacements(self) -> dict[str, Any]:
-        """``{name in torch.accelerator: function}``; what is not listed there asks `current_accelerator` first."""
-        functions = {name: getattr(self, ours) for name, ours in _IN_TORCH_ACCELERATOR.items()}
-        return {**functions, "current_accelerator": lambda check_available=False: torch.device("cuda")}
 
     # -- devices ---------------------------------------------------------------------------------------------------
 

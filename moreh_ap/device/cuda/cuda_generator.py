@@ -12,8 +12,15 @@ import torch
 
 from moreh_ap.device.tensor import ACCELERATOR
 from moreh_ap.device.transfers import is_accelerator
+from moreh_ap.patching import Patches
 
 _Generator = torch.Generator
+
+
+def install(patches: Patches) -> None:
+    """Have `torch.Generator("cuda")` make a generator of the accelerator."""
+    group = patches.group("PyTorch makes no generator for a device that its build lacks.")
+    group.replace(torch, "Generator", Generator)
 
 
 class _AnyGenerator(type(_Generator)):  # type: ignore[misc]

@@ -16,18 +16,23 @@ from torch import Tensor
 
 from moreh_ap.device.transfers import require_accelerator
 from moreh_ap.device.worker_backend import WorkerBackend
+from moreh_ap.patching import Patches
+
+
+def install(patches: Patches, backend: WorkerBackend) -> None:
+    """Have seeds and states of the CUDA random stream be those of the accelerator."""
+    group = patches.group("Random numbers on the accelerator are drawn by the workers, from one stream.")
+    stream = RandomState(backend)
+    functions = {name: getattr(stream, name) for name in vars(RandomState) if not name.startswith("_")}
+    group.replace_all(torch.cuda, functions)
+    group.replace_all(torch.cuda.random, functions)
 
 
 class RandomState:
-    """The functions that replace those of `torch.cuda.random`; `replacements` lists them."""
+    """The functions that replace those of `torch.cuda.random`: its public methods, by their names."""
 
     def __init__(self, backend: WorkerBackend) -> None:
         self._backend = backend
-
-    def replacements(self) -> dict[str, Any]:
-        """``{name in torch.cuda.random, and in torch.cuda: function}``."""
-        names = [name for name in vars(type(self)) if not name.startswith("_") and name != "replacements"]
-        return {name: getattr(self, name) for name in names}
 
     def manual_seed(self, seed: int) -> None:
         """Restart the accelerator's random stream; `torch.manual_seed` calls this too."""

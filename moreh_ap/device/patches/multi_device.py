@@ -1,6 +1,6 @@
-"""What scripts for several devices have around a model: as on one device, or explained where the script calls it.
+"""Wrappers and process groups of scripts for several devices: as on one device, or refused where the script makes them.
 
-Decides which of it is refused, and what the script's author reads. What runs in one process stays as it is.
+Decides which are refused, and what the script's author reads. What runs in one process stays as it is.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from moreh_ap.device.patches.registry import Patches
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.transfers import require_accelerator
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.import_hook import when_imported
+from moreh_ap.patching import Patches, PatchGroup
 
 _WRAPPERS = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
@@ -28,19 +27,18 @@ _WRAPPERS = {
 
 def install(patches: Patches) -> None:
     """Have `DataParallel` wrap the one device there is; other wrappers, and groups of several processes, refused."""
-    data_parallel = "torch.nn.parallel.data_parallel"
-    patches.on_undo(when_imported(data_parallel, functools.partial(_wrap_one_device, patches)))
+    group = patches.group("The accelerator is one device that shares the work by itself, and a script is one process.")
+    group.when_imported("torch.nn.parallel.data_parallel", functools.partial(_wrap_one_device, group))
     for module, name in _WRAPPERS.items():
-        patches.on_undo(when_imported(module, functools.partial(_refuse_wrapper, patches, name=name)))
+        group.when_imported(module, functools.partial(_refuse_wrapper, group, name=name))
     # `fully_shard` is imported by name: its first step is looked up when it is called.
     fully_shard = "torch.distributed.fsdp._fully_shard._fully_shard"
-    patches.on_undo(when_imported(fully_shard, functools.partial(_refuse_fully_shard, patches)))
-    _refuse_lazy_adam(patches)
+    group.when_imported(fully_shard, functools.partial(_refuse_fully_shard, group))
     if torch.distributed.is_available():
-        _refuse_process_groups(patches)
+        _refuse_process_groups(group)
 
 
-def _wrap_one_device(patches: Patches, module: ModuleType) -> None:
+def _wrap_one_device(group: PatchGroup, module: ModuleType) -> None:
     """Has `DataParallel` call its module and nothing else, as it does where it finds no device to share with."""
     cls: Any = module.DataParallel
 
@@ -52,11 +50,16 @@ def _wrap_one_device(patches: Patches, module: ModuleType) -> None:
         original(self, module, device_ids, output_device, dim)
         module.to("cuda")
 
-    original = patches.replace(cls, "__init__", functools.wraps(cls.__init__)(init))
-    patches.replace(module, "_get_available_device_type", lambda: None)
+    wrapper = functools.wraps(cls.__init__)(init)
+    original = group.replace(cls, "__init__", wrapper, "Moves the module to the accelerator and wraps that one device.")
+    group.replace(module, "_get_available_device_type", _no_type)
 
 
-def _refuse_wrapper(patches: Patches, module: ModuleType, name: str) -> None:
+def _no_type() -> None:
+    """None: there are no devices to scatter a batch to."""
+
+
+def _refuse_wrapper(group: PatchGroup, module: ModuleType, name: str) -> None:
     cls: Any = getattr(module, name)
 
     @functools.wraps(cls.__init__)
@@ -64,16 +67,17 @@ def _refuse_wrapper(patches: Patches, module: ModuleType, name: str) -> None:
         _refuse(module, name, f"{name}(model)")
         original(self, module, *args, **kwargs)
 
-    original = patches.replace(cls, "__init__", init)
+    original = group.replace(cls, "__init__", init, "Refuses to wrap a module on the accelerator.")
 
 
-def _refuse_fully_shard(patches: Patches, module: ModuleType) -> None:
+def _refuse_fully_shard(group: PatchGroup, module: ModuleType) -> None:
     def validate_module(modules: Any, func_name: str) -> None:
+        """Refuses `fully_shard` of a module on the accelerator."""
         for root in modules if isinstance(modules, (list, tuple)) else [modules]:
             _refuse(root, "fully_shard", "fully_shard(model)")
         original(modules, func_name)
 
-    original: Callable[..., None] = patches.replace(module, "_validate_module", validate_module)
+    original: Callable[..., None] = group.replace(module, "_validate_module", validate_module)
 
 
 def _refuse(module: nn.Module, name: str, line: str) -> None:
@@ -87,26 +91,7 @@ def _refuse(module: nn.Module, name: str, line: str) -> None:
         )
 
 
-def _refuse_lazy_adam(patches: Patches) -> None:
-    cls = torch.optim.SparseAdam
-
-    @functools.wraps(cls.step)
-    def step(optimizer: torch.optim.SparseAdam, closure: Callable[[], Any] | None = None) -> Any:
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if any(isinstance(parameter, VirtualTensor) and parameter.is_cuda for parameter in parameters):
-            raise UnsupportedError(
-                "SparseAdam needs to know which rows of an embedding a batch used; gradients on the accelerator are "
-                "dense.",
-                allowed="Optimizers that take dense gradients; to SGD and Adagrad they are as good as sparse ones.",
-                fix="torch.optim.Adagrad(parameters, lr=...)",
-                link="docs/limits.md#models",
-            )
-        return original(optimizer, closure)
-
-    original = patches.replace(cls, "step", step)
-
-
-def _refuse_process_groups(patches: Patches) -> None:
+def _refuse_process_groups(group: PatchGroup) -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -126,19 +111,6 @@ def _refuse_process_groups(patches: Patches) -> None:
             )
         original(backend, *args, **kwargs)
 
-    original = patches.replace(distributed_c10d, "init_process_group", init_process_group)
-    patches.replace(dist, "init_process_group", init_process_group)
-
-
-def refuse_compiled(root: nn.Module) -> None:
-    """Models of TorchScript have no code that workers could run.
-
-    Raises:
-        UnsupportedError: There is one in the module.
-    """
-    if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
-        raise UnsupportedError(
-            f"A {type(root).__name__} compiled by torch.jit on the accelerator, whose workers run Python.",
-            allowed="The model itself on the accelerator; compiled models on the CPU; compiled functions anywhere.",
-            fix="torch.jit.script(copy.deepcopy(model).cpu())  # to save it; train the model itself",
-        )
+    effect = "Refuses a group of several processes."
+    original = group.replace(distributed_c10d, "init_process_group", init_process_group, effect)
+    group.replace(dist, "init_process_group", init_process_group, effect)

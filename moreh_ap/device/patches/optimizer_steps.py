@@ -9,28 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moreh_ap.device.patches.registry import Patches
 from moreh_ap.device.worker_backend import WorkerBackend
+from moreh_ap.patching import Patches, PatchGroup
 
 
 def install(patches: Patches, backend: WorkerBackend) -> None:
     """Have the workers take the steps of their optimizers, and clear and clip their gradients."""
+    group = patches.group("Parameters, gradients and the state of optimizers are on the workers.")
     for cls in backend.optimizer_classes():
         step = backend.step_on_workers(cls.step)
         if hasattr(cls.step, "hooked"):
             step.hooked = cls.step.hooked  # type: ignore[attr-defined]
-        patches.replace(cls, "step", step)
-    patches.replace(torch.optim.Optimizer, "zero_grad", backend.zero_grad_on_workers(torch.optim.Optimizer.zero_grad))
+        group.replace(cls, "step", step, "Takes the step on the workers.")
+    clear = backend.zero_grad_on_workers(torch.optim.Optimizer.zero_grad)
+    group.replace(torch.optim.Optimizer, "zero_grad", clear, "Has the workers clear gradients that they have.")
 
     def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+        """Has the workers clear all gradients of a module at once."""
         with backend.clearing_gradients():
             original(module, set_to_none)
 
-    original = patches.replace(nn.Module, "zero_grad", zero_grad)
-    _redirect_clipping(patches, backend)
+    original = group.replace(nn.Module, "zero_grad", zero_grad)
+    _redirect_clipping(group, backend)
 
 
-def _redirect_clipping(patches: Patches, backend: WorkerBackend) -> None:
+def _redirect_clipping(group: PatchGroup, backend: WorkerBackend) -> None:
     # `clip_grad_norm_` is imported by name everywhere, so the function that its decorator calls is replaced, in the
     # decorator's cell. Its two halves, which it looks up when called, are replaced for scripts that call them.
     module: types.ModuleType = sys.modules["torch.nn.utils.clip_grad"]
@@ -38,17 +41,23 @@ def _redirect_clipping(patches: Patches, backend: WorkerBackend) -> None:
     cell = next(cell for cell in cells if isinstance(cell.cell_contents, types.FunctionType))
     original_clip_by_norm = cell.cell_contents
     cell.cell_contents = backend.clip_on_workers(original_clip_by_norm)
-    patches.on_undo(lambda: setattr(cell, "cell_contents", original_clip_by_norm))
+    group.note(
+        "torch.nn.utils.clip_grad.clip_grad_norm_",
+        "Has the workers clip gradients that they have.",
+        lambda: setattr(cell, "cell_contents", original_clip_by_norm),
+    )
 
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Has the workers compute the norm of gradients that they have."""
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         norm: Tensor = backend.total_norm(tensors, *args, **kwargs)
         return original_norm(tensors, *args, **kwargs) if norm is NotImplemented else norm
 
     def clip_grads_with_norm(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Has the workers scale gradients that they have."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if backend.clip_gradients(parameters, max_norm, total_norm) is NotImplemented:
             original_clip(parameters, max_norm, total_norm, *args, **kwargs)
 
-    original_norm = patches.replace(module, "_get_total_norm", get_total_norm)
-    original_clip = patches.replace(module, "_clip_grads_with_norm_", clip_grads_with_norm)
+    original_norm = group.replace(module, "_get_total_norm", get_total_norm)
+    original_clip = group.replace(module, "_clip_grads_with_norm_", clip_grads_with_norm)

@@ -12,16 +12,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moreh_ap.device.transfers import require_accelerator
 from moreh_ap.device.worker_backend import PlaceInOrder, WorkerBackend
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.patching import Patches
 
 
 class CommandStream:
     """The one stream of the accelerator, under whatever name."""
 
-    _backend: WorkerBackend  # of the class that `replacements` makes for one accelerator
+    _backend: WorkerBackend  # of the class that `install` makes for one accelerator
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         require_accelerator(device)
@@ -108,19 +110,38 @@ class CommandEvent:
         return (end_event._reached_at_s - self._reached_at_s) * 1e3
 
 
-def replacements(backend: WorkerBackend) -> dict[str, Any]:
-    """``{name in torch.cuda: class or function}``; classes stay classes, since annotations name them."""
+def install(patches: Patches, backend: WorkerBackend) -> None:
+    """Have streams and events of `torch.cuda` be those of the accelerator, and graphs refused."""
+    group = patches.group("The accelerator takes commands in one order, that of the script.")
+    # Classes stay classes, since annotations name them.
     stream = type("Stream", (CommandStream,), {"_backend": backend})
     event = type("Event", (CommandEvent,), {"_backend": backend})
-    streams = dict.fromkeys(("Stream", "ExternalStream", "current_stream", "default_stream"), stream)
-    graphs = dict.fromkeys(("CUDAGraph", "graph", "make_graphed_callables"), RefusedGraph)
-    return {**streams, **graphs, "Event": event, "stream": _use, "set_stream": lambda stream: None}
+    group.replace_all(
+        torch.cuda,
+        {
+            **dict.fromkeys(("Stream", "ExternalStream", "current_stream", "default_stream"), stream),
+            **dict.fromkeys(("CUDAGraph", "graph", "make_graphed_callables"), RefusedGraph),
+            "Event": event,
+            "stream": _use,
+            "set_stream": _select,
+        },
+    )
+    group.replace(torch.accelerator, "current_stream", stream)
+    group.replace(torch.Tensor, "record_stream", _record_stream)
 
 
 @contextlib.contextmanager
 def _use(stream: CommandStream | None) -> Iterator[None]:
-    """Run what is inside on `stream`: the one there is."""
+    """Runs what is inside on `stream`: the one there is."""
     yield
+
+
+def _select(stream: CommandStream) -> None:
+    """Selects the one stream there is."""
+
+
+def _record_stream(tensor: Tensor, stream: CommandStream) -> None:
+    """Nothing: commands run in order, so no memory is used again before its time."""
 
 
 class RefusedGraph:

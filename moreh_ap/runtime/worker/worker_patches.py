@@ -1,0 +1,19 @@
+"""Every change that a worker makes in other libraries, in the order in which the modules make them."""
+
+from __future__ import annotations
+
+from moreh_ap.integrations import transformers_worker
+from moreh_ap.parallelizer.call import own_collectives
+from moreh_ap.parallelizer.data import unused_parameters
+from moreh_ap.patching import Patches
+from moreh_ap.protocol import pytree
+
+
+def install() -> Patches:
+    """Make them, and return the registry that takes them back."""
+    patches = Patches()
+    pytree.install(patches)
+    transformers_worker.install(patches)
+    own_collectives.install(patches)
+    unused_parameters.install(patches)
+    return patches
