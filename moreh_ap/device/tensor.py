@@ -315,6 +315,11 @@ def _observing(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
     return watcher
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """The value of a tensor, virtual or not, as a CPU tensor that the caller must not change; waits if it must."""
+    return tensor.host_value() if isinstance(tensor, VirtualTensor) else tensor
+
+
 def to_accelerator(tensor: Tensor) -> VirtualTensor:
     """A copy of a CPU tensor on the accelerator, differentiable like `Tensor.cuda`."""
     return _ToAccelerator.apply(tensor) if tensor.requires_grad else place(tensor.detach().clone())

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from moreh_ap.protocol.messages.devices import DeviceInfo
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.session.calls import autograd_api, clipping, double_backward, row_shard_rules
-from moreh_ap.session.calls.remote_call import call_remotely
+from moreh_ap.session.calls.extended_call import call_remotely
 from moreh_ap.session.model_registry import Route, Units
 from moreh_ap.session.models.parameter_gradients import expected_will_do
 from moreh_ap.session.models.remote_optimizer import clearing_on_workers, elementwise_optimizers, stepping_on_workers

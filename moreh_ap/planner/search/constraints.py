@@ -6,33 +6,15 @@ Decides which restrictions there are and what they may say. Must not know which 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from moreh_ap.errors import OptionError
+from moreh_ap.settings import Options
 
 __all__ = ["ALL_KINDS", "Constraints"]
 
 ALL_KINDS = frozenset({"tensor", "sequence_parallel", "pipeline"})
 """The kinds of parallelism that are exact only for models whose structure was understood (`verified_kinds.py`)."""
-
-
-class PlanOptions(Protocol):
-    """The one line's options that restrict plans; names and values as in `Constraints`."""
-
-    @property
-    def pipeline_parallel(self) -> bool: ...
-    @property
-    def num_stages(self) -> int | Literal["auto"]: ...
-    @property
-    def num_micro_batches(self) -> int | Literal["auto"]: ...
-    @property
-    def activation_recomputation(self) -> bool | Literal["auto"]: ...
-    @property
-    def distribute_parameter(self) -> bool | Literal["auto"]: ...
-    @property
-    def mixed_precision(self) -> bool: ...
-    @property
-    def memory_usage_correction_ratio(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +48,7 @@ class Constraints:
 
     @classmethod
     def from_options(
-        cls, options: PlanOptions, kinds: frozenset[str] = ALL_KINDS, tensor_degrees: tuple[int, ...] | None = None
+        cls, options: Options, kinds: frozenset[str] = ALL_KINDS, tensor_degrees: tuple[int, ...] | None = None
     ) -> Constraints:
         """Returns what the one line's options leave of the space."""
         return cls(

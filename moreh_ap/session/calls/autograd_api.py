@@ -23,7 +23,7 @@ from torch import Tensor
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.calls import TakeGradients
-from moreh_ap.session.calls.remote_call import separate_gradients
+from moreh_ap.session.models.parameter_gradients import separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.state_tensors import ModelState, OnWorkers

@@ -18,7 +18,8 @@ from torch import Tensor
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.calls import Differentiate
 from moreh_ap.session.calls import autograd_api
-from moreh_ap.session.calls.remote_call import Call, send_as_node, separate_gradients
+from moreh_ap.session.calls.remote_call import Call, send_as_node
+from moreh_ap.session.models.parameter_gradients import separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.outbox import Posted
@@ -109,7 +110,7 @@ class GradientCall(Call):
         of: Call = self
         while isinstance(of, GradientCall):
             of = of._of
-            if of.wants_whole_gradients():
+            if of.watchers is not None and of.watchers.want_full_gradients():
                 raise UnsupportedError(
                     "A backward through gradients with a graph (create_graph=True) reaches what a hook waits for: the "
                     "gradient of an output of a model, or of a module inside. It comes in parts.",

@@ -143,3 +143,9 @@ class PartView(View):
     def root(self) -> Value:
         """What the view, through other views, is a view of."""
         return self._of.root() if isinstance(self._of, PartView) else self._of
+
+
+def part_ref_of(value: PartValue | PartView, batch: BatchRows | None) -> PartRef | None:
+    """The name of a tensor on the workers, if each has the same rows of it as of another one (None: has all)."""
+    where = value.located()
+    return where.ref if where is not None and isinstance(where.ref, PartRef) and where.batch == batch else None

@@ -32,6 +32,9 @@ from moreh_ap.session.state_tensors import ModelState
 Kind = tuple[Hashable, ...]
 """What is called, what was changed in the model before it, and which of its outputs have a gradient."""
 
+separate_gradients: ContextVar[Any] = ContextVar("separate_gradients", default=None)
+"""Where gradients of parameters are kept apart from those of before (`autograd_api.Apart`); None where they add up."""
+
 _expected_will_do: ContextVar[bool] = ContextVar("expected_will_do", default=False)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.tensor import VirtualTensor, on_host
 from moreh_ap.device.values import Value
 from moreh_ap.errors import PlanError, UnsupportedError
 from moreh_ap.plan import Plan
@@ -355,12 +355,8 @@ def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:
         )
     leaves, treespec = flatten((args, kwargs))
     constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    tensors = (TensorData.of(_on_host(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+    tensors = (TensorData.of(on_host(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
     return ExampleCall(pickle_treespec(treespec), pickle_constants(constants), tuple(tensors))
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.host_value() if isinstance(tensor, VirtualTensor) else tensor
 
 
 def _usual_strides(tensor: Tensor) -> tuple[int, ...]:

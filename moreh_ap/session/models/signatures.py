@@ -11,7 +11,7 @@ import functools
 import math
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from moreh_ap import log
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations.transformers_worker import contains_cache
 from moreh_ap.protocol.batch import BatchRows
 from moreh_ap.protocol.hook_records import Report
 from moreh_ap.protocol.memory_format import Order, empty_in_order
 from moreh_ap.protocol.messages.calls import DefineSignature, ForwardReply
-from moreh_ap.protocol.messages.tensors import LeafReply
-from moreh_ap.protocol.pytree import pickle_treespec, unpickle_treespec
+from moreh_ap.protocol.messages.tensors import LeafReply, TensorSlot
+from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
 from moreh_ap.session.outbox import Outbox
 
 _MAX_STRUCTURES = 4096
@@ -140,6 +141,20 @@ class Structure:
         return not self.attributes and all(constant is None for constant in constants)
 
 
+class Signature(NamedTuple):
+    """The constant part of a call, as workers know it.
+
+    Attributes:
+        number: Its number on the workers.
+        times_forgotten: The outbox's count when it was defined: workers know it while that stays.
+        takes_cache: Whether a key-value cache of transformers is among the arguments.
+    """
+
+    number: int
+    times_forgotten: int
+    takes_cache: bool
+
+
 class Signatures:
     """What one model knows of its calls: ids of their constant parts, and structures seen so far.
 
@@ -149,25 +164,39 @@ class Signatures:
 
     Attributes:
         structures: The structures of calls by their keys, see `remote_call.RemoteCall.send`.
-        numbers: Numbers of signatures with plain constants, each with the outbox's count of forgotten definitions.
+        numbers: Signatures with plain constants, by what tells them apart.
         sets_attributes: Whether a forward has set attributes so far.
     """
 
     def __init__(self, outbox: Outbox, owner: str) -> None:
         self._outbox, self._owner = outbox, owner
         self.structures: dict[Any, Structure] = {}
-        self.numbers: dict[Any, tuple[int, int]] = {}
+        self.numbers: dict[Any, Signature] = {}
         self._unpredictable: set[Any] = set()
         self._attributes: set[str] = set()
         self.sets_attributes = False
         self._notes: set[str] = set()
 
-    def define(self, path: str, treespec: TreeSpec, constants: list[Any]) -> int:
-        """The id of this path, nesting and constants; the workers are told the first time."""
+    def define(self, path: str, args: Any, kwargs: Any) -> tuple[Signature, list[Tensor]]:
+        """The signature of a call, which workers learn of the first time, and the tensors among its arguments.
+
+        Raises:
+            UnsupportedError: A random number generator is among the arguments, or one that cannot be sent.
+        """
+        leaves, treespec = flatten((args, kwargs))
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            raise UnsupportedError(
+                "A torch.Generator was passed to a model: workers would draw from copies, and this one stays as it is.",
+                allowed="Random numbers of the accelerator's own stream in forward(), or drawn before the call.",
+                fix="noise = torch.randn(shape, generator=generator, device='cuda'); model(x, noise)",
+            )
+        constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         owner, nesting, values = self._owner, pickle_treespec(treespec), pickle_constants(constants)
-        return self._outbox.define(
+        number = self._outbox.define(
             (owner, path, nesting, values), lambda number: DefineSignature(number, owner, path, nesting, values)
         )
+        signature = Signature(number, self._outbox.times_forgotten, contains_cache(treespec))
+        return signature, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def learn(self, key: Any, structure: Structure, *, grad: bool) -> None:
         """Remember the structure of the calls with `key`; say once in the log why a training batch is not shared."""

@@ -25,7 +25,7 @@ from moreh_ap import log
 from moreh_ap.errors import PlanError
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.protocol.messages.devices import ReportSteps, StepReport
-from moreh_ap.session.calls.remote_call import call_remotely
+from moreh_ap.session.calls.extended_call import call_remotely
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.remote_optimizer import step_remotely
 from moreh_ap.session.outbox import Restart

@@ -1,0 +1,60 @@
+"""Calls of models whose scripts use more than plain calls, and the first calls of all others.
+
+Hooks of the script run once more on the result, attributes that forwards set are set here too, a forward that reads
+attributes of earlier ones is given them, and a cache that was passed is the one that comes back. A call is made again
+where one of these turns out to need it, from the random numbers from which it drew. Calls of models that use none of it
+pass by this file: `remote_call.call_on_route`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moreh_ap.protocol.rng_state import Streams
+from moreh_ap.session.calls.answer_check import ReadsKept
+from moreh_ap.session.calls.call_results import finish_call
+from moreh_ap.session.calls.remote_call import send_call
+from moreh_ap.session.models.remote_model import RemoteModel
+from moreh_ap.session.models.script_hooks import RunsHereOnly, refuse_global_hooks
+
+
+def call_remotely(
+    model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], hooks_done: int = 0
+) -> Any:
+    """Run the submodule at `path` of `model` on the workers and return its result, tensors as promises.
+
+    Args:
+        model: The model.
+        path: Where the submodule is.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        hooks_done: How many hooks of the script have run already, see `script_hooks.RunsHereOnly`.
+
+    Raises:
+        Exception: Whatever the forward raised on a worker, with its own type, if its result had to be waited for;
+            otherwise it is raised by the next call or read.
+    """
+    refuse_global_hooks()
+    generator = model.session.generator
+    random_state = (generator.state(), generator.streams()) if model.may_be_called_again() else None
+    passed_state = model.passed_state(path) if model.passes_state else {}
+    try:
+        call, structure, leaves = send_call(model, path, args, {**kwargs, **passed_state})
+    except ReadsKept as forward:
+        _draw_again(model, random_state)
+        model.pass_on(path, forward.names)
+        return call_remotely(model, path, args, kwargs, hooks_done)
+    try:
+        return finish_call(model, call, structure, leaves, args, kwargs, hooks_done)
+    except RunsHereOnly as hook:
+        model.session.hooks_kept_here.add(hook.key)
+        _draw_again(model, random_state)
+        model.note_structure()
+        raise
+
+
+def _draw_again(model: RemoteModel, random_state: tuple[bytes, Streams] | None) -> None:
+    """Go on from the random numbers from which a call drew that is made once more."""
+    if random_state is not None:
+        model.session.generator.set_state(random_state[0])
+        model.session.generator.go_on_from(random_state[1])

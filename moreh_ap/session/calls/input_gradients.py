@@ -1,0 +1,42 @@
+"""Gradients that a backward leaves on the workers for the tensors that a call was given."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from moreh_ap.device.values import Value
+from moreh_ap.protocol.messages.calls import ReadInputGradients
+from moreh_ap.protocol.messages.tensors import LeafReply
+from moreh_ap.session.session import Session
+
+
+class CallWithInputs(Protocol):
+    """A call as its input gradients see it."""
+
+    id: int
+    input_gradients: set[Value]
+
+    @property
+    def session(self) -> Session: ...
+
+
+class InputGradient(Value):
+    """The gradient that a backward pass left on the workers for one tensor that was given to a call."""
+
+    __slots__ = ("_seen", "call", "index")
+
+    def __init__(self, call: CallWithInputs, index: int) -> None:
+        self.call, self.index = call, index
+        self._seen: Tensor | None = None
+        call.input_gradients.add(self)
+
+    def ready(self) -> bool:
+        return self._seen is not None
+
+    def read(self) -> Tensor:
+        if self._seen is None:
+            replies = self.call.session.outbox.submit(ReadInputGradients(self.call.id, self.index)).result()
+            self._seen = LeafReply.join([reply for reply in replies if reply is not None])
+        return self._seen
