@@ -16,11 +16,11 @@ from moreh_ap.protocol.messages.checkpoints import ReadCheckpoint, WriteCheckpoi
 from moreh_ap.protocol.messages.optimizers import StepOptimizer
 from moreh_ap.protocol.messages.state import ReadState, ReleaseState, RunOperation, WriteState
 from moreh_ap.protocol.messages.stream import Batch, DefineList, ImportModules
-from moreh_ap.runtime.worker.checkpoint_commands import CheckpointCommands
-from moreh_ap.runtime.worker.device_commands import DeviceCommands
-from moreh_ap.runtime.worker.model_commands import ModelCommands
-from moreh_ap.runtime.worker.row_shard_commands import RowShardCommands
-from moreh_ap.runtime.worker.state_commands import StateCommands
+from moreh_ap.runtime.worker.commands.checkpoint_commands import CheckpointCommands
+from moreh_ap.runtime.worker.commands.device_commands import DeviceCommands
+from moreh_ap.runtime.worker.commands.model_commands import ModelCommands
+from moreh_ap.runtime.worker.commands.row_shard_commands import RowShardCommands
+from moreh_ap.runtime.worker.commands.state_commands import StateCommands
 from moreh_ap.runtime.worker.tables import Tables
 from moreh_ap.runtime.worker.worker_call import CallCommands
 from moreh_ap.runtime.worker.worker_optimizer import OptimizerCommands

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from moreh_ap.parallelizer.state.state_shard import Held
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
-from moreh_ap.runtime.worker.row_shards import Part
+from moreh_ap.runtime.worker.local_shards import Part
 from moreh_ap.runtime.worker.step_clock import StepClock
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
 from moreh_ap.runtime.worker.worker_model import WorkerModel

@@ -50,7 +50,7 @@ from moreh_ap.protocol.process_flags import Flags, set_process_flags
 from moreh_ap.protocol.pytree import pickle_treespec
 from moreh_ap.runtime.worker.cache_arguments import without_cache
 from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles
-from moreh_ap.runtime.worker.row_shards import Part
+from moreh_ap.runtime.worker.local_shards import Part
 from moreh_ap.runtime.worker.second_derivatives import KIND_OF_GRADIENT, differentiate
 from moreh_ap.runtime.worker.tables import Handlers, Tables
 from moreh_ap.runtime.worker.worker_model import WorkerModel

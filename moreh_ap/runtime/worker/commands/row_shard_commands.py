@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moreh_ap.protocol.messages.row_shards import ReadPart, ReleaseParts, RunOnParts, WritePart
 from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, PartRef
-from moreh_ap.runtime.worker.row_shards import Part, answer, run_on_parts
+from moreh_ap.runtime.worker.local_shards import Part, answer, run_on_parts
 from moreh_ap.runtime.worker.tables import Handlers, Tables
 
 
