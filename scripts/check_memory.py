@@ -120,7 +120,8 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
     from moreh_ap.parallelizer.apply import Example, apply_plan
-    from moreh_ap.parallelizer.call.forward import Call
+    from moreh_ap.parallelizer.call.call import Call
+    from moreh_ap.parallelizer.call.way_to_execute import way_to_execute
     from moreh_ap.parallelizer.data.fsdp import prepare, settle
     from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
     from moreh_ap.parallelizer.mesh import build_mesh
@@ -162,11 +163,11 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
         optimizer = torch.optim.AdamW(parts, lr=1e-4, foreach=True)
         kinds = ("share", "rows")
         mode = "split" if plan.data_parallel * plan.micro_batches > 1 else "whole"
-        call = Call(module, mode, cpu, group=position.data.group, kinds=kinds)
+        call = Call(module, mode, cpu, axis=position.data, kinds=kinds)
         global_batch = plan.data_parallel * own_rows
         with _tracker(held) as tracker:
             for _ in range(2):
-                run = run_forward(call, (), batch, plan=plan, rows=global_batch, meta_module=meta)
+                run = way_to_execute(call, plan, global_batch, meta)(call, (), batch)
                 forward = tracker.take_peak()
                 run.backward([torch.ones(()), *[None] * (len(run.shapes) - 1)])
                 settle(module)

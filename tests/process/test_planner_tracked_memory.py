@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-SCRIPT = Path(__file__).parents[4] / "scripts" / "check_memory.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_memory.py"
 LIMIT = 0.08
 
 

@@ -152,7 +152,7 @@ class Drawing:
 
     def __init__(self, shared: SharedDraws | None) -> None:
         self._shared = shared
-        self._stream, self._host = torch.default_generator.get_state(), _host_position()
+        self._stream, self._host = _stream_position(), _host_position()
 
     def forward(self) -> AbstractContextManager[Any]:
         """Returns what has to be active during the forward."""
@@ -177,7 +177,7 @@ class Drawing:
 
     def moved(self) -> bool:
         """Says whether anything was drawn from the host's streams, or from PyTorch's on the CPU."""
-        return self.moved_host() or not torch.equal(self._stream, torch.default_generator.get_state())
+        return self.moved_host() or self._stream != _stream_position()
 
 
 def current_streams() -> Streams:
@@ -243,7 +243,12 @@ def _seed(number: int, device: torch.device) -> None:
 
 def _stream_fingerprint() -> int:
     """Returns a number below 2^16 that tells where the CPU's stream is."""
-    return zlib.crc32(state_of_stream()) % 2**16
+    return zlib.crc32(_stream_position()) % 2**16
+
+
+def _stream_position() -> bytes:
+    """Returns what tells where the CPU's stream is."""
+    return torch.default_generator.get_state().numpy().tobytes()
 
 
 def _host_position() -> tuple[Any, bytes | None]:
