@@ -31,6 +31,10 @@ def install(patches: Patches) -> None:
     group.when_imported("transformers.tokenization_utils_base", lambda module: _register_batch(module.BatchEncoding))
     group.when_imported("transformers.feature_extraction_utils", lambda module: _register_batch(module.BatchFeature))
     patches.on_undo(_CACHES.clear)
+
+
+def note_recorded(patches: Patches) -> None:
+    """Note what `complete_unpickled` writes from now on, and have it taken back by the undoing."""
     patches.group("The constructor of a model of transformers, which unpickling does not call, fills this table.").note(
         "transformers.utils.output_capturing._CAN_RECORD_REGISTRY",
         "Knows which outputs unpickled models can record.",

@@ -14,6 +14,7 @@ def install() -> Patches:
     patches = Patches()
     pytree.install(patches)
     transformers_worker.install(patches)
+    transformers_worker.note_recorded(patches)
     own_collectives.install(patches)
     unused_parameters.install(patches)
     return patches
