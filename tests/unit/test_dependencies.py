@@ -17,7 +17,12 @@ TEXT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 OPTIONAL = {"deepspeed", "matplotlib", "pynvml", "wandb"}
 """Imported where they are asked for; without them the package does without, and tutorials say how to install them."""
 
-DISTRIBUTIONS = {"jinja2": "nbconvert", "monarch": "torchmonarch", "tokenizers": "transformers"}
+DISTRIBUTIONS = {
+    "jinja2": "nbconvert",
+    "monarch": "torchmonarch",
+    "tokenizers": "transformers",
+    "xdist": "pytest-xdist",
+}
 """Distributions that bring a module of another name, of their own or of what they need."""
 
 

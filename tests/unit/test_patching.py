@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from types import ModuleType, SimpleNamespace
@@ -86,7 +87,7 @@ def test_a_change_waits_for_the_import(tmp_path, monkeypatch):
     group = patches.group("")
     group.when_imported("imported_late", lambda module: group.replace(module, "value", 2, "is 2"))
     assert [patch.target for patch in patches] == ["sys.meta_path"]
-    import imported_late
+    imported_late = importlib.import_module("imported_late")
 
     assert imported_late.value == 2
     patches.undo()

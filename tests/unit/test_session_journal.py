@@ -31,10 +31,14 @@ class Answer:
     def done(self):
         return True
 
-    def failed(self):
-        return self.error is not None
+    def exception(self):
+        return self.error
 
-    def result(self):
+    @property
+    def group(self):
+        return self
+
+    def answers(self, reply):
         if self.error is not None:
             raise self.error
         return [[f"{type(command).__name__}" for command in self.commands]]
