@@ -143,7 +143,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Writes buffers as batch normalization does, unnoticed by autograd.",
-        ("torch.autograd._unsafe_preserve_version_counter", "runtime/worker"),
+        ("torch.autograd._unsafe_preserve_version_counter", "runtime/worker/commands"),
     ),
     *_names(
         "Whether a CPU computes bfloat16 in hardware.",
@@ -152,7 +152,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Replaced: no CUDA context is created in the controller.",
-        ("torch.cuda._lazy_init", "device/patches parallelizer/data"),
+        ("torch.cuda._lazy_init", "device/cuda parallelizer/data"),
     ),
     *_names(
         "A result of a collective under way, to be waited for.",
@@ -227,7 +227,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Sees every parameter and buffer with the module and name that holds it, ties included.",
-        ("torch.nn.Module._buffers", "device/patches parallelizer/call parallelizer/state session session/models"),
+        ("torch.nn.Module._buffers", "device/patches parallelizer/state parallelizer/trial session session/models"),
         ("torch.nn.Module._modules", "parallelizer/pipeline session/models"),
         ("torch.nn.Module._parameters", "*"),
     ),
