@@ -1,6 +1,6 @@
 """What this package replaces in other libraries: a registry with target, effect, reason and undo of every change.
 
-The controller has one registry (`device.patches.install`) and each worker has one (`runtime.worker.patches`). Nothing
+The controller has one registry (`device.patches.install`) and each worker has one (`runtime.worker.worker_patches`). Nothing
 else assigns to attributes of other libraries. Knows neither side, nor what is replaced.
 """
 

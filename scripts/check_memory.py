@@ -114,7 +114,6 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     """
     import torch
     import torch.distributed as dist
-    from moreh_ap.parallelizer.call.run_call import run_forward
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
