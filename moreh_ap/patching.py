@@ -1,7 +1,7 @@
 """What this package replaces in other libraries: a registry with target, effect, reason and undo of every change.
 
-The controller has one registry (`device.patches.install`) and each worker has one (`runtime.worker.patches`). Nothing
-else assigns to attributes of other libraries. Knows neither side, nor what is replaced.
+The controller has one registry (`device.patches.install`) and each worker has one (`runtime.worker.worker_patches`).
+Nothing else assigns to attributes of other libraries. Knows neither side, nor what is replaced.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from moreh_ap.device import checkpoint_tensors
 from moreh_ap.device.patches.install import install
 from moreh_ap.integrations import accelerate, transformers
 from moreh_ap.patching import Patch
-from moreh_ap.runtime.worker import patches as worker_patches
+from moreh_ap.runtime.worker import worker_patches
 from moreh_ap.session.models.remote_optimizer import elementwise_optimizers
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "replacements.md"

@@ -83,7 +83,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def _is_stranger(leaf: Any) -> bool:
-    if isinstance(leaf, (torch.Tensor, type)):
+    if isinstance(leaf, (torch.Tensor, type, torch.Generator)):  # PyTorch takes no generator apart
         return False
     return dataclasses.is_dataclass(leaf) or _hides_tensors(leaf)
 
