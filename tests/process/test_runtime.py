@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import multiprocessing
 import os
 import pickle
@@ -185,7 +186,7 @@ def test_error_of_a_dropped_reply_is_raised_at_the_next_call(mesh):
     mesh.drain()
     mesh.submit(("raise", ZeroDivisionError("dropped")))
     later = mesh.submit(("sleep", 0))
-    later.wait()
+    concurrent.futures.wait([later])
     with pytest.raises(ZeroDivisionError):
         mesh.submit(("rank",))
     mesh.check()

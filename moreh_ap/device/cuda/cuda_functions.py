@@ -60,6 +60,8 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
     group.replace_all(torch.accelerator, {name: functions[ours] for name, ours in _IN_TORCH_ACCELERATOR.items()})
     group.replace(torch.accelerator, "current_accelerator", _current_accelerator)
     group.replace(torch.cuda, "_lazy_init", _skip_initialization)
+    for name in ("_exchange_device", "_maybe_exchange_device"):  # ``with torch.cuda.device(0)``
+        group.replace(torch.cuda, name, _exchange_device)
 
 
 def _current_accelerator(check_available: bool = False) -> torch.device:
@@ -69,6 +71,14 @@ def _current_accelerator(check_available: bool = False) -> torch.device:
 
 def _skip_initialization() -> None:
     """Creates no CUDA context."""
+
+
+def _exchange_device(index: int) -> int:
+    """The device that was current before: 0, the one of the accelerator, or -1 where `index` asks for no change."""
+    if index < 0:
+        return -1
+    require_accelerator(index)
+    return 0
 
 
 class Facade:
