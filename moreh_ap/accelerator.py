@@ -14,8 +14,8 @@ from moreh_ap.device.patches.install import install
 from moreh_ap.errors import OptionError
 from moreh_ap.integrations import accelerate, transformers
 from moreh_ap.local.jobs import Job
-from moreh_ap.runtime.worker_group import WorkerMesh
-from moreh_ap.session.model_registry import Units
+from moreh_ap.runtime.worker_group import WorkerGroup
+from moreh_ap.session.model_registry import ModelRegistry
 from moreh_ap.session.rng_streams import AcceleratorGenerator, ProcessGenerator
 from moreh_ap.session.session import Session
 from moreh_ap.session.session_backend import SessionBackend
@@ -44,7 +44,7 @@ class Accelerator:
         # Many scripts go on with ``os.environ["CUDA_VISIBLE_DEVICES"] = "0"``: the devices are those of this moment.
         visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
-        def start_mesh() -> WorkerMesh:
+        def start_mesh() -> WorkerGroup:
             _log(log.requesting_line())
             made = threading.Event()
 
@@ -53,7 +53,7 @@ class Accelerator:
                 if stage == "ready" and made.wait(_MADE_S):
                     job.has_workers(mesh.pids)
 
-            mesh = WorkerMesh(
+            mesh = WorkerGroup(
                 num_devices,
                 device_type=device_type,
                 threads_per_worker=threads,
@@ -66,14 +66,14 @@ class Accelerator:
 
         generator = ProcessGenerator() if device_type == "cpu" else AcceleratorGenerator()
         self.session = Session(options, start_mesh, job, generator)
-        self.units = Units(self.session)
-        self._patches = install(SessionBackend(self.session, self.units))
+        self.models = ModelRegistry(self.session)
+        self._patches = install(SessionBackend(self.session, self.models))
         transformers.install(self._patches, checkpoint_tensors)
         accelerate.install(self._patches)
 
     def in_use(self) -> bool:
         """True once a model has moved to the workers."""
-        return self.units.any()
+        return self.models.any()
 
     def close(self) -> None:
         """Undo the redirections and end the workers."""

@@ -8,5 +8,5 @@ more argument: it is cut as arguments are, proven with them, and gradients go ba
 
 from __future__ import annotations
 
-KEPT = "attributes that earlier forwards have set"
+PASSED_STATE = "attributes that earlier forwards have set"
 """The keyword under which they are passed, ``{path and name: value}``; no forward has an argument of that name."""

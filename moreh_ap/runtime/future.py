@@ -27,5 +27,5 @@ class Reply(concurrent.futures.Future):  # type: ignore[type-arg]
     number: int
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Returns the results, see `WorkerMesh.answers`; waits for them where it must, `timeout` seconds at most."""
+        """Returns the results, see `WorkerGroup.answers`; waits for them where it must, `timeout` seconds at most."""
         return self.group.answers(self, timeout)

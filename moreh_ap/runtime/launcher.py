@@ -52,8 +52,8 @@ class Stopping(Exception):
 
 
 @dataclass(frozen=True)
-class CrewRequest:
-    """What to start; see `WorkerMesh` for the meaning of each."""
+class LaunchRequest:
+    """What to start; see `WorkerGroup` for the meaning of each."""
 
     num_workers: int
     device_type: str
@@ -65,14 +65,14 @@ class CrewRequest:
     visible_devices: str = ""
 
 
-class Crew:
+class Launcher:
     """Worker processes. All methods but `kill` are called by one thread.
 
     Attributes:
         engine: what carries messages, once there.
     """
 
-    def __init__(self, request: CrewRequest, is_stopping: Callable[[], bool]) -> None:
+    def __init__(self, request: LaunchRequest, is_stopping: Callable[[], bool]) -> None:
         self.engine: Engine | None = None
         self._request = request
         self._is_stopping = is_stopping

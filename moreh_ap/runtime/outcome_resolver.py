@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
     must_stop: bool = False
 
 
-class Judge:
+class OutcomeResolver:
     """Judges the answers to commands, in the order in which these were sent."""
 
     def __init__(self) -> None:

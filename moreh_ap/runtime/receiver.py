@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from moreh_ap.errors import WorkerLostError
 from moreh_ap.runtime.engine import Engine, EngineError
-from moreh_ap.runtime.launcher import POLL_S, Crew, Stopping
+from moreh_ap.runtime.launcher import POLL_S, Launcher, Stopping
 from moreh_ap.runtime.outcome_resolver import PeersHang
 from moreh_ap.runtime.worker.actor import Answer, Trouble
 
@@ -27,7 +27,7 @@ GRACE_S = 3.0  # how long the others may still answer once a worker is known to 
 class Receiver:
     """Receives answers of the workers of a crew."""
 
-    def __init__(self, crew: Crew, engine: Engine, is_stopping: Callable[[], bool]) -> None:
+    def __init__(self, crew: Launcher, engine: Engine, is_stopping: Callable[[], bool]) -> None:
         self._crew, self._engine, self._is_stopping = crew, engine, is_stopping
         self._looks: dict[int, Pending[Trouble | None]] = {}
 

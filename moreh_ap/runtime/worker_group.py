@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.protocol.encoding import Packed, restore_failure
 from moreh_ap.runtime.future import Reply
-from moreh_ap.runtime.launcher import Crew, CrewRequest, Progress, Stopping, start_error
-from moreh_ap.runtime.outcome_resolver import Judge, PeersHang, failure_of, stopped_error, unexpected_error
+from moreh_ap.runtime.launcher import Launcher, LaunchRequest, Progress, Stopping, start_error
+from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang, failure_of, stopped_error, unexpected_error
 from moreh_ap.runtime.worker.actor import FAILED, Answer
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.engine import Engine, Pending
     from moreh_ap.runtime.receiver import Receiver
 
-__all__ = ["Reply", "WorkerMesh"]
+__all__ = ["Reply", "WorkerGroup"]
 
 MAX_OUTSTANDING = 256
 _JOIN_S = 5.0  # how long closing waits for the background thread; the workers are told to go before
@@ -65,7 +65,7 @@ class _Command(NamedTuple):
     payload: Packed | list[Packed]
 
 
-class WorkerMesh:
+class WorkerGroup:
     """Worker processes that execute the same commands in the same order.
 
     The constructor returns at once; commands may be submitted before the workers are there.
@@ -115,11 +115,11 @@ class WorkerMesh:
         self._last_number = 0  # 0 is the workers' joining; commands count from 1
         self._epoch = 0
         self._errors: deque[tuple[int, BaseException]] = deque()  # not raised yet, each with its command's number
-        self._judge = Judge()
+        self._judge = OutcomeResolver()
         self._stopped: BaseException | None = None  # why no further command is accepted
         self._ready = threading.Event()
         self._owner_pid = os.getpid()
-        request = CrewRequest(
+        request = LaunchRequest(
             num_workers,
             device_type,
             threads_per_worker,
@@ -129,7 +129,7 @@ class WorkerMesh:
             collective_timeout_s,
             os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible_devices is None else visible_devices,
         )
-        self._crew = Crew(request, self._is_stopped)
+        self._crew = Launcher(request, self._is_stopped)
         self._thread = threading.Thread(target=self._run, name="moreh-mesh", daemon=True)
         atexit.register(self.close)
         self._thread.start()

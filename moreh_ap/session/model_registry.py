@@ -27,7 +27,7 @@ Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Calls a module with positional and keyword arguments; NotImplemented if it has changed."""
 
 
-class Units:
+class ModelRegistry:
     """Finds, and makes at the first call, the remote model that a module belongs to."""
 
     def __init__(self, session: Session) -> None:

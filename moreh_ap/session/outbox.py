@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from moreh_ap.protocol.messages.state import ClearGradients
 from moreh_ap.protocol.messages.stream import Batch, DefineList
 from moreh_ap.protocol.messages.tensors import StateRef
-from moreh_ap.runtime.worker_group import Reply, WorkerMesh
+from moreh_ap.runtime.worker_group import Reply, WorkerGroup
 from moreh_ap.session.journal import Journal
 
 _MAX_GATHERED = 512
@@ -85,7 +85,7 @@ class Posted:
 class Restart(NamedTuple):
     """How commands are done once more: by which workers, and what each is changed into."""
 
-    mesh: WorkerMesh
+    mesh: WorkerGroup
     change: Callable[[Any], Any]
 
 
@@ -104,7 +104,7 @@ class Outbox:
         times_forgotten: How often that happened; a definition is known to workers while this number stays.
     """
 
-    def __init__(self, mesh: WorkerMesh) -> None:
+    def __init__(self, mesh: WorkerGroup) -> None:
         self.journal = Journal()
         self.on_error: Callable[[Exception], Restart | None] | None = None
         self.times_restarted = 0

@@ -17,7 +17,7 @@ from moreh_ap.protocol.messages.devices import DescribeDevice, DeviceInfo, Repor
 from moreh_ap.protocol.messages.state import ReadState, WriteState
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
-from moreh_ap.runtime.worker_group import WorkerMesh
+from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.outbox import Outbox
 from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.traffic import Traffic
@@ -41,7 +41,7 @@ class Session:
     """
 
     def __init__(
-        self, options: Options, start_mesh: Callable[[], WorkerMesh], job: Job, generator: AcceleratorGenerator
+        self, options: Options, start_mesh: Callable[[], WorkerGroup], job: Job, generator: AcceleratorGenerator
     ) -> None:
         self.options, self._start_mesh, self.job = options, start_mesh, job
         self.mesh = start_mesh()
@@ -55,7 +55,7 @@ class Session:
         self.run_on_row_shards: Callable[[Any, Any, Any], Any] | None = None
         self.differentiate: Callable[[Any, Any, Any], Any] | None = None
         self.lay_out_again: Callable[[Any, Plan, str], bool] | None = None  # see `recovery`
-        self.hooks_kept_here: set[int] = set()  # see `script_hooks.RunsHereOnly`
+        self.script_only_hooks: set[int] = set()  # see `script_hooks.RunsInScriptOnly`
 
     def stop_watching(self) -> None:
         """Nothing more is compared with what was predicted of steps."""
@@ -71,7 +71,7 @@ class Session:
         self.outbox.submit(Synchronize()).result()
         self.mesh.drain()
 
-    def restart_workers(self) -> WorkerMesh:
+    def restart_workers(self) -> WorkerGroup:
         """End the workers and start others, which know nothing yet; the outbox has to be told of them."""
         self.mesh.close()
         self.mesh = self._start_mesh()

@@ -16,10 +16,10 @@ from moreh_ap.protocol.messages.devices import DeviceInfo
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.session.calls import autograd_api, clipping, double_backward, row_shard_rules
 from moreh_ap.session.calls.extended_call import call_remotely
-from moreh_ap.session.model_registry import Route, Units
+from moreh_ap.session.model_registry import ModelRegistry, Route
 from moreh_ap.session.models.parameter_gradients import expected_will_do
 from moreh_ap.session.models.remote_optimizer import clearing_on_workers, elementwise_optimizers, stepping_on_workers
-from moreh_ap.session.models.script_hooks import RunsHereOnly
+from moreh_ap.session.models.script_hooks import RunsInScriptOnly
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.session import Session
@@ -33,7 +33,7 @@ class SessionBackend:
         registry: The models that the workers have.
     """
 
-    def __init__(self, session: Session, registry: Units) -> None:
+    def __init__(self, session: Session, registry: ModelRegistry) -> None:
         self._session, self._registry = session, registry
         session.run_on_row_shards = row_shard_rules.run_on_parts
         session.differentiate = double_backward.differentiate
@@ -69,7 +69,7 @@ class SessionBackend:
         while found is not None:
             try:
                 return call_remotely(*found, args, kwargs, hooks_done)
-            except RunsHereOnly as hook:
+            except RunsInScriptOnly as hook:
                 found, hooks_done = self._registry.find(module, args, kwargs), hook.done
         return NotImplemented
 

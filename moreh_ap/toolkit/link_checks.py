@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from moreh_ap.errors import MorehError
-from moreh_ap.runtime.worker_group import WorkerMesh
+from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.toolkit.findings import FAILED, OK, WARNING, Finding
 from moreh_ap.toolkit.link_worker import Collective, PointToPoint, Received
 
@@ -67,10 +67,10 @@ class _Links:
     def __init__(self, device_type: str, num_devices: int, timeout_s: float, executor: str) -> None:
         self._device_type, self._num_devices = device_type, num_devices
         self._timeout_s, self._executor = timeout_s, executor
-        self._mesh: WorkerMesh | None = None
+        self._mesh: WorkerGroup | None = None
         self._broken = 0
 
-    def mesh(self) -> WorkerMesh:
+    def mesh(self) -> WorkerGroup:
         """Returns workers that are ready.
 
         Raises:
@@ -78,7 +78,7 @@ class _Links:
         """
         if self._mesh is None:
             start_s = self._timeout_s + _FIRST_ANSWER_S
-            self._mesh = WorkerMesh(
+            self._mesh = WorkerGroup(
                 self._num_devices,
                 device_type=self._device_type,
                 threads_per_worker=1,

@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.parallelizer.apply import apply_plan
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.forward import ForwardPass
+from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.way_to_execute import way_to_execute
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import set_requires_grad, settle
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import TensorSource, fill, full_tensor, write_tensor
-from moreh_ap.parallelizer.trial.split_check import SplitProof, prove_split
+from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_split
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.batch import row_range, slice_rows
 
@@ -39,17 +39,17 @@ class Runner:
         self.model = model
         apply_plan(model, plan, build_mesh(plan, "cpu"))
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
-        self.proof: SplitProof | None = None
+        self.verdict: SplitVerdict | None = None
 
     def call(self, batch: dict[str, Any], *, grad: bool = True, **extra: Any) -> Any:
         """Returns the forward of a global batch of named tensors."""
         leaves, spec = tree_flatten(batch)
         rows = leaves[0].shape[0]
         call = Call(self.model, "whole", CPU, grad=grad, random=RandomPolicy(seed=3), **extra)
-        if self.proof is None:
-            self.proof = prove_split(call, (), batch, rows)
-        if self.proof.split and rows >= self.world:
-            extra = {"kinds": self.proof.kinds, "counts": self.proof.counts, **extra}
+        if self.verdict is None:
+            self.verdict = check_split(call, (), batch, rows)
+        if self.verdict.split and rows >= self.world:
+            extra = {"kinds": self.verdict.kinds, "counts": self.verdict.counts, **extra}
             call = Call(self.model, "split", CPU, grad=grad, random=RandomPolicy(seed=3, worker=self.rank), **extra)
             batch = tree_unflatten(slice_rows(leaves, rows, *row_range(self.rank, self.world, rows)), spec)
         self.mode = call.mode
@@ -58,7 +58,7 @@ class Runner:
     def value(self, forward: Any, leaf: int = 0) -> Tensor:
         """Returns what the leaf of the result is on one device."""
         part = forward.outputs[leaf]
-        kind = self.proof.kinds[leaf] if self.mode == "split" else "same"
+        kind = self.verdict.kinds[leaf] if self.mode == "split" else "same"
         if kind == "share":
             part = part.clone()
             dist.all_reduce(part)
@@ -101,8 +101,8 @@ def train(rank: int, world: int, name: str, plan: str, steps: int, rows: int = R
             raise AssertionError(f"step {step}: loss {early} before backward, {losses[-1]} after")
         optimizer.step()
         optimizer.zero_grad()
-    assert runner.proof is not None
-    return runner.mode, runner.proof.reason, losses, runner.weights() if rank == 0 else runner.weights() and None
+    assert runner.verdict is not None
+    return runner.mode, runner.verdict.reason, losses, runner.weights() if rank == 0 else runner.weights() and None
 
 
 def prove(rank: int, world: int, model_class: type[nn.Module], plan: str, training: bool = True) -> Any:
@@ -116,10 +116,10 @@ def prove(rank: int, world: int, model_class: type[nn.Module], plan: str, traini
     random_state = torch.get_rng_state()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        proof = prove_split(Call(model, "split", CPU), (), make_batch("classifier", 0), ROWS)
+        verdict = check_split(Call(model, "split", CPU), (), make_batch("classifier", 0), ROWS)
     changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
     with_grad = [name for name, param in model.named_parameters() if param.grad is not None]
-    return proof, printed.getvalue(), changed, with_grad, bool(torch.equal(random_state, torch.get_rng_state()))
+    return verdict, printed.getvalue(), changed, with_grad, bool(torch.equal(random_state, torch.get_rng_state()))
 
 
 def accumulate(rank: int, world: int, plan: str, order: str) -> Any:
@@ -173,12 +173,12 @@ def parts_of_a_model(rank: int, world: int, plan: str) -> Any:
     runner = Runner(make_model("classifier"), Plan.parse(plan))
     batch = make_batch("classifier", 0)
     try:
-        ForwardPass(Call(runner.model, "whole", CPU), (batch["x"], batch["labels"][:3]), {})
+        EagerForward(Call(runner.model, "whole", CPU), (batch["x"], batch["labels"][:3]), {})
     except ValueError as error:
         raised = str(error)
-    features = ForwardPass(Call(runner.model, "whole", CPU, target=runner.model.features), (batch["x"],), {})
+    features = EagerForward(Call(runner.model, "whole", CPU, target=runner.model.features), (batch["x"],), {})
     settle(runner.model)
-    head = ForwardPass(Call(runner.model, "whole", CPU, target=runner.model.inlet), (batch["x"],), {})
+    head = EagerForward(Call(runner.model, "whole", CPU, target=runner.model.inlet), (batch["x"],), {})
     head.backward([torch.ones_like(head.outputs[0])])
     return raised, features.outputs[0], head.outputs[0], runner.gradients()
 
@@ -233,7 +233,7 @@ def load(rank: int, world: int, plan: str, file: str, name: str, missing: str | 
     fill(empty, sources, CPU)
     whole = {key: full_tensor(value) for key, value in [*empty.named_parameters(), *empty.named_buffers()]}
     tied = name == "gpt2" and empty.lm_head.weight is empty.transformer.wte.weight
-    forward = ForwardPass(Call(empty, "whole", CPU, grad=False), (), make_batch(name, 0))
+    forward = EagerForward(Call(empty, "whole", CPU, grad=False), (), make_batch(name, 0))
     return whole, tied, forward.outputs[0].item()
 
 

@@ -101,7 +101,7 @@ def gradients(rank: int, world: int, name: str, plan: str) -> Any:
     runner = Runner(make_model(name).train(), Plan.parse(plan))
     batches = [make_batch("llama", step, ROWS) for step in range(2)]
     runner.call(batches[0], grad=False)  # proof, so that what follows talks for itself
-    runner.proof = None
+    runner.verdict = None
     reduced = dist.all_reduce
     talks = []
     with mock.patch("torch.distributed.all_reduce", side_effect=lambda *a, **k: talks.append(1) or reduced(*a, **k)):

@@ -12,23 +12,23 @@ from torch import nn
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
 @pytest.mark.parametrize("model_class", REFUSED)
 def test_coupled_rows_are_refused(team: Team, model_class: type[nn.Module], plan: str) -> None:
-    for proof, _, changed, with_grad, random_kept in team.run(2, jobs.prove, model_class=model_class, plan=plan):
-        assert not proof.split
-        assert proof.reason
+    for verdict, _, changed, with_grad, random_kept in team.run(2, jobs.prove, model_class=model_class, plan=plan):
+        assert not verdict.split
+        assert verdict.reason
         assert (changed, len(with_grad), random_kept) == ([], 1, True)
 
 
 def test_batch_normalisation_may_be_cut_in_evaluation(team: Team) -> None:
-    proof = team.run(1, jobs.prove, model_class=BatchNormalised, plan="replicate=1", training=False)[0][0]
-    assert (proof.split, proof.kinds) == (True, ("share",))
+    verdict = team.run(1, jobs.prove, model_class=BatchNormalised, plan="replicate=1", training=False)[0][0]
+    assert (verdict.split, verdict.kinds) == (True, ("share",))
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=2,shard=2"])
 def test_kinds_of_a_forward_that_may_be_cut(team: Team, plan: str) -> None:
     size = jobs.Plan.parse(plan).num_devices
-    for proof, printed, changed, with_grad, random_kept in team.run(
+    for verdict, printed, changed, with_grad, random_kept in team.run(
         size, jobs.prove, model_class=Splittable, plan=plan
     ):
-        assert (proof.split, proof.reason) == (True, "")
-        assert proof.kinds == ("share", "rows", "same", "const")
+        assert (verdict.split, verdict.reason) == (True, "")
+        assert verdict.kinds == ("share", "rows", "same", "const")
         assert (printed, changed, len(with_grad), random_kept) == ("", [], 1, True)

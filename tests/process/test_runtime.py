@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from moreh_ap.errors import MeshStartError, WorkerError, WorkerLostError
-from moreh_ap.runtime.worker_group import MAX_OUTSTANDING, WorkerMesh
+from moreh_ap.runtime.worker_group import MAX_OUTSTANDING, WorkerGroup
 
 EXECUTOR = "runtime_executor:Executor"
 NOT_HUNG_S = 30.0
@@ -28,8 +28,8 @@ NOT_HUNG_S = 30.0
 LOOPBACK_HEX = {"0100007F", "00000000000000000000000001000000"}
 
 
-def start_mesh(num_workers: int = 2, **options) -> WorkerMesh:
-    return WorkerMesh(num_workers, device_type="cpu", threads_per_worker=1, executor=EXECUTOR, **options)
+def start_mesh(num_workers: int = 2, **options) -> WorkerGroup:
+    return WorkerGroup(num_workers, device_type="cpu", threads_per_worker=1, executor=EXECUTOR, **options)
 
 
 @pytest.fixture(scope="module")
@@ -433,7 +433,7 @@ def test_two_meshes_at_once_and_progress():
 
 def test_start_that_cannot_succeed_says_why(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    mesh = WorkerMesh(2, device_type="cuda", threads_per_worker=1, executor=EXECUTOR)
+    mesh = WorkerGroup(2, device_type="cuda", threads_per_worker=1, executor=EXECUTOR)
     with pytest.raises(MeshStartError, match="2 workers need 2 GPUs"):
         mesh.wait_ready(60)
     mesh.close()

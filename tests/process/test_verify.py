@@ -99,7 +99,7 @@ def test_an_unknown_model_is_verified_once_and_nothing_of_it_is_touched(
         assert vars(session.generator) == {**seeds, "_offset": seeds["_offset"] + 1}
         current = device.current()
         assert current is not None
-        roots = [remote.root for remote in current.units._models]  # models of other tests, too
+        roots = [remote.root for remote in current.models._models]  # models of other tests, too
         assert [root for root in roots if type(root) is type(model)] == [model], "the copy has left"
         model.cpu()
     (entry,) = json.loads((cache / "verified.json").read_text()).values()

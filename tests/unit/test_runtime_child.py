@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from moreh_ap.runtime.child_process import Child
-from moreh_ap.runtime.launcher import Crew, CrewRequest
+from moreh_ap.runtime.launcher import Launcher, LaunchRequest
 
 _LINUX = tuple(map(int, platform.release().split(".")[:2])) if sys.platform == "linux" else (0, 0)
 tells = pytest.mark.skipif(_LINUX < (6, 15), reason="this kernel does not tell how a collected process ended")
@@ -26,8 +26,8 @@ def ended(how: str) -> Child:
 
 
 def lost(child: Child, report: str | None) -> str:
-    request = CrewRequest(2, "cpu", 1, "", (), 1.0, 1.0)
-    crew = Crew(request, is_stopping=lambda: True)
+    request = LaunchRequest(2, "cpu", 1, "", (), 1.0, 1.0)
+    crew = Launcher(request, is_stopping=lambda: True)
     crew.engine = SimpleNamespace(cause_of_death=lambda rank: report)
     crew._children[1] = child
     return str(crew.find_dead())

@@ -6,7 +6,7 @@ import pytest
 
 from moreh_ap.errors import MeshStartError
 from moreh_ap.runtime.worker_environment import worker_environment
-from moreh_ap.runtime.worker_group import WorkerMesh
+from moreh_ap.runtime.worker_group import WorkerGroup
 
 
 def devices(request):
@@ -27,7 +27,7 @@ def devices(request):
 def asked(monkeypatch):
     """What meshes ask for; none starts anything."""
     requests = []
-    monkeypatch.setattr("moreh_ap.runtime.worker_group.Crew", lambda request, _: requests.append(request))
+    monkeypatch.setattr("moreh_ap.runtime.worker_group.Launcher", lambda request, _: requests.append(request))
     monkeypatch.setattr("threading.Thread.start", lambda thread: None)
     monkeypatch.setattr("atexit.register", lambda function: None)
     return requests
@@ -35,16 +35,16 @@ def asked(monkeypatch):
 
 def test_the_devices_are_those_of_the_moment_the_mesh_was_asked_for(monkeypatch, asked):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    WorkerMesh(2, device_type="cuda", threads_per_worker=1)
+    WorkerGroup(2, device_type="cuda", threads_per_worker=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
-    WorkerMesh(2, device_type="cuda", threads_per_worker=1)
+    WorkerGroup(2, device_type="cuda", threads_per_worker=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # as scripts do it behind the line
-    WorkerMesh(2, device_type="cuda", threads_per_worker=1, visible_devices="")
+    WorkerGroup(2, device_type="cuda", threads_per_worker=1, visible_devices="")
     assert [devices(request) for request in asked] == [["0", "1"], ["4", "6"], ["0", "1"]]
 
 
 def test_fewer_devices_than_workers_are_an_error(monkeypatch, asked):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    WorkerMesh(2, device_type="cuda", threads_per_worker=1)
+    WorkerGroup(2, device_type="cuda", threads_per_worker=1)
     with pytest.raises(MeshStartError, match="2 workers need 2 GPUs, but CUDA_VISIBLE_DEVICES=0 shows 1"):
         devices(asked[0])

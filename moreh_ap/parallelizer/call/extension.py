@@ -51,7 +51,7 @@ class CallExtension:
         """Returns the extension for split calls.
 
         Args:
-            attributes: The attributes that the forward sets, and the kinds of their leaves. See `SplitProof`.
+            attributes: The attributes that the forward sets, and the kinds of their leaves. See `SplitVerdict`.
         """
         return self
 

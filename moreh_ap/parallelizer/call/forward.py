@@ -25,7 +25,7 @@ from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.protocol.pytree import flatten
 
 
-class ForwardPass(Execution):
+class EagerForward(Execution):
     """A forward that has run on this worker alone, and its backward.
 
     Args:

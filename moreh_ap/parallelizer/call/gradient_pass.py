@@ -25,10 +25,10 @@ from torch import Tensor
 
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
-from moreh_ap.parallelizer.call.forward import ForwardPass, scaled_gradient
+from moreh_ap.parallelizer.call.forward import EagerForward, scaled_gradient
 
 
-class GradientPass(ForwardPass):
+class GradientPass(EagerForward):
     """The gradients of another execution. See [Note: a call like others].
 
     Args:

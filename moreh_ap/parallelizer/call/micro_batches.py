@@ -26,7 +26,7 @@ from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.extension import Findings, extended
-from moreh_ap.parallelizer.call.forward import ForwardPass, summing_gradients
+from moreh_ap.parallelizer.call.forward import EagerForward, summing_gradients
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MetaReduction
@@ -34,7 +34,7 @@ from moreh_ap.protocol.batch import row_range, slice_rows
 from moreh_ap.protocol.pytree import flatten
 
 
-class DeferredForward(Execution):
+class MicroBatchedForward(Execution):
     """A forward that waits for its backward.
 
     Args:
@@ -156,7 +156,7 @@ class DeferredForward(Execution):
     def _run_without_gradients(self) -> tuple[Sequence[Any], Any, list[Tensor]]:
         args, kwargs = tree_unflatten(self._leaves, self._spec)
         recorder = GlobalReduction(self.call.device, record=True, counts=self.call.counts)
-        done = ForwardPass(replace(self.call, grad=False), args, kwargs, reduction=recorder)
+        done = EagerForward(replace(self.call, grad=False), args, kwargs, reduction=recorder)
         return done.outputs, done.treespec, recorder.local_denominators
 
     def _smallest(self, own: int) -> int:
@@ -167,11 +167,11 @@ class DeferredForward(Execution):
         dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.call.axis.group)
         return int(number.item())
 
-    def _run_chunk(self, call: Call, chunk: int) -> ForwardPass:
+    def _run_chunk(self, call: Call, chunk: int) -> EagerForward:
         args, kwargs = self._chunk_arguments(chunk)
         reduction = GlobalReduction(call.device, denominators=self._denominators, counts=call.counts)
         call = replace(call, random=call.random.of_rows(*self._chunk_range(chunk)))
-        return ForwardPass(call, args, kwargs, reduction=reduction, chunk=chunk)
+        return EagerForward(call, args, kwargs, reduction=reduction, chunk=chunk)
 
     def _chunk_range(self, chunk: int) -> tuple[int, int]:
         """Returns the first of this worker's rows in a piece, and the one after its last."""

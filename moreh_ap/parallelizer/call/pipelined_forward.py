@@ -28,7 +28,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.forward import autocasting, reducing, scaled_gradient, summing_gradients
-from moreh_ap.parallelizer.call.micro_batches import DeferredForward
+from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import compute_dtype, recover, settle
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MetaReduction
@@ -123,7 +123,7 @@ class PipelinedPass(Execution):
         return []
 
 
-class PipelinedForward(DeferredForward):
+class PipelinedForward(MicroBatchedForward):
     """A forward that waits for its backward and then runs the plan's schedule. See [Note: two ways to run]."""
 
     runs_in_stages = True

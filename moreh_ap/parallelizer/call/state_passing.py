@@ -15,18 +15,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
-from moreh_ap.parallelizer.call.forward import ForwardPass
+from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, attempt, untouched
 from moreh_ap.parallelizer.trial.row_comparison import choose_rows
 from moreh_ap.protocol.batch import select_rows
-from moreh_ap.protocol.passed_state import KEPT
+from moreh_ap.protocol.passed_state import PASSED_STATE
 
 
-def split_kept(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_passed_state(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arguments of the forward itself, and the attributes passed with them."""
-    return {name: value for name, value in kwargs.items() if name != KEPT}, kwargs.get(KEPT, {})
+    return {name: value for name, value in kwargs.items() if name != PASSED_STATE}, kwargs.get(PASSED_STATE, {})
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
@@ -47,7 +47,7 @@ class PassedState(CallExtension):
         """Returns a forward that takes the attributes under one more keyword."""
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            kwargs, kept = split_kept(kwargs)
+            kwargs, kept = split_passed_state(kwargs)
             for name, value in kept.items():
                 set_attribute(module, name, value)
             return forward(args, kwargs)
@@ -111,13 +111,13 @@ class _Watched(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def find_reads(
+def find_passed_state(
     call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int | None, names: Collection[str]
 ) -> set[str]:
     """Returns which attributes the forward of `call` reads before it sets them itself, of those called `names`.
 
     A forward of a few rows that ends early tells of those that it has come to. It leaves nothing. A collective, as
-    `prove_split`.
+    `check_split`.
     """
     leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
     if rows is not None and rows > 1:
@@ -128,7 +128,7 @@ def find_reads(
 
     def run() -> None:
         with reads, NoDropout(), WrittenParameters(call.module):
-            ForwardPass(call, args, kwargs, reduction=GlobalReduction(call.device, record=True))
+            EagerForward(call, args, kwargs, reduction=GlobalReduction(call.device, record=True))
 
     with untouched(call.module):
         attempt(run, call.module)

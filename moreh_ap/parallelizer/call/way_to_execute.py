@@ -14,8 +14,8 @@ from torch import nn
 
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
-from moreh_ap.parallelizer.call.forward import ForwardPass
-from moreh_ap.parallelizer.call.micro_batches import DeferredForward
+from moreh_ap.parallelizer.call.forward import EagerForward
+from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedForward
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.plan import Plan
@@ -41,5 +41,5 @@ def way_to_execute(call: Call, plan: Plan, rows: int | None = None, meta_module:
         assert meta_module is not None
         return partial(PipelinedForward, num_chunks=num_chunks, rows=rows or 0, meta_module=meta_module, plan=plan)
     if call.grad and num_chunks > 1 and rows is not None:
-        return partial(DeferredForward, num_chunks=num_chunks, rows=rows, meta_module=meta_module)
-    return ForwardPass
+        return partial(MicroBatchedForward, num_chunks=num_chunks, rows=rows, meta_module=meta_module)
+    return EagerForward

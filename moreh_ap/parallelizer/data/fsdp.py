@@ -128,16 +128,16 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [m for root in fsdp_roots(module) for m in root.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
 
 
-Way = list[tuple[str, torch.Size | None]]
+BlockTrace = list[tuple[str, torch.Size | None]]
 """The blocks that a forward came to, in order: the path of each, and the shape of the first tensor it was given.
 
 Others, such as masks, are left out where a row needs none."""
 
 
 @contextmanager
-def way_through(module: nn.Module) -> Iterator[Way]:
+def record_block_order(module: nn.Module) -> Iterator[BlockTrace]:
     """Notes in which order forwards inside come to the blocks that FSDP2 gathers one by one."""
-    way: Way = []
+    way: BlockTrace = []
     roots = fsdp_roots(module)
     names = {id(part): name for name, part in module.named_modules()}
 

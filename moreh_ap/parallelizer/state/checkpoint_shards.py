@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.state.loading import pieces
-from moreh_ap.parallelizer.state.state_shard import Held
+from moreh_ap.parallelizer.state.state_shard import StateShard
 
 _CHUNK_BYTES = 16 * 1024 * 1024
 # Source: https://github.com/huggingface/safetensors, "Format", dtype names.
@@ -111,11 +111,11 @@ class WrittenFile:
     failure: str = ""
 
 
-def boxes_of(tensors: Mapping[str, Held | None]) -> list[Box]:
+def boxes_of(tensors: Mapping[str, StateShard | None]) -> list[Box]:
     """Returns the boxes that this worker writes of tensors by their names in the checkpoint."""
     boxes = []
     for name, held in tensors.items():
-        if held is None or not held.counts:
+        if held is None or not held.is_canonical:
             continue
         local = held.local.detach()
         for whole, own in pieces(held.tensor, held.layout):

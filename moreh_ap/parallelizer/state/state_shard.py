@@ -16,7 +16,7 @@ from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 
 
 @dataclass(frozen=True)
-class Held:
+class StateShard:
     """This worker's part of a tensor.
 
     Attributes:
@@ -42,7 +42,7 @@ class Held:
         return local_part(self.tensor)
 
     @property
-    def counts(self) -> bool:
+    def is_canonical(self) -> bool:
         """Whether the elements of the part count here; copies of them may be on other workers."""
         position = self.position
         in_data = position.holds_first_replica if isinstance(self.tensor, DTensor) else position.data.rank == 0
@@ -50,7 +50,7 @@ class Held:
         return self.is_first and in_data and in_tensor
 
     @property
-    def sends(self) -> bool:
+    def is_sender(self) -> bool:
         """Whether this worker is the one that sends the whole tensor to whoever asked for it."""
         return self.is_first and self.position.data.rank == 0 and self.position.tensor.rank == 0
 
@@ -66,7 +66,7 @@ class Held:
         """
         write_tensor(self.tensor, whole, self.layout)
 
-    def like(self, tensor: Tensor) -> Held:
+    def like(self, tensor: Tensor) -> StateShard:
         """Returns `tensor`, computed element by element from this one, as a part of another whole."""
         same = tuple(tensor.shape) == tuple(self.tensor.shape)
-        return Held(tensor, self.position, self.layout if same else None, self.is_first)
+        return StateShard(tensor, self.position, self.layout if same else None, self.is_first)

@@ -33,10 +33,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
-from moreh_ap.parallelizer.call.forward import ForwardPass
+from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
-from moreh_ap.parallelizer.data.fsdp import Way, compute_dtype, settle, way_through
+from moreh_ap.parallelizer.data.fsdp import BlockTrace, compute_dtype, record_block_order, settle
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
@@ -65,7 +65,7 @@ _MAX_COMPARED_PARAMETERS = 24
 
 
 @dataclass(frozen=True)
-class SplitProof:
+class SplitVerdict:
     """The verdict on one forward, the same on every worker.
 
     Attributes:
@@ -90,7 +90,7 @@ class SplitProof:
     written: str = ""
 
 
-def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> SplitProof:
+def check_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> SplitVerdict:
     """Returns whether the forward of `call` may run on slices of the batch.
 
     A collective: every worker has to call it with the same arguments. Gradients, buffers and random numbers are left
@@ -103,7 +103,7 @@ def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
         rows: Rows of the batch.
     """
     if rows < 2:
-        return SplitProof(False, (), "the batch has one row")
+        return SplitVerdict(False, (), "the batch has one row")
     call = replace(call, mode="whole", random=call.random.for_probe(), kinds=None, counts=False)
     with untouched(call.module):
         probe = _Probe(call, args, kwargs, rows)
@@ -118,7 +118,7 @@ def prove_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
     return found
 
 
-def _prove(probe: _Probe) -> SplitProof:
+def _prove(probe: _Probe) -> SplitVerdict:
     call = probe.call
     steps = [probe.compare_draws, probe.compare_outputs]
     steps += [probe.compare_gradients] if call.grad else []
@@ -126,7 +126,7 @@ def _prove(probe: _Probe) -> SplitProof:
         reason = attempt(step, call.module)
         if not _everywhere(reason == "", call):
             reason = reason or "another worker found that rows look at each other"
-            return SplitProof(False, (), reason, written=probe.written)
+            return SplitVerdict(False, (), reason, written=probe.written)
     if not _everywhere(not probe.has_unknown, call):
         raise UnsupportedError(
             "a result of a training call is on an earlier stage of the pipeline (hidden states of every layer?)",
@@ -138,7 +138,7 @@ def _prove(probe: _Probe) -> SplitProof:
     for name, number in reversed(list(probe.attributes.items())):
         kinds, attributes[name] = kinds[: len(kinds) - number], kinds[len(kinds) - number :]
     last = _of_last_stage(kinds, call)
-    return SplitProof(True, last, "", probe.takes_means, call.counts, probe.draws, attributes)
+    return SplitVerdict(True, last, "", probe.takes_means, call.counts, probe.draws, attributes)
 
 
 def _everywhere(ok: bool, call: Call) -> bool:
@@ -177,8 +177,8 @@ class _Probe:
         self.written = ""
         self._writes_nothing = False
         self._buffers: dict[str, Tensor] = {}
-        self._ways: list[Way] = []
-        self._singles: list[ForwardPass | PipelinedPass] = []
+        self._ways: list[BlockTrace] = []
+        self._singles: list[EagerForward | PipelinedPass] = []
         self._weights: list[Tensor | None] = []
         self._wanted: dict[str, Tensor | None] = {}
 
@@ -194,7 +194,7 @@ class _Probe:
             args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, self._chosen[:num_rows]), self._spec)
             with self._from_the_same_state():
                 its_call = replace(call, random=random)
-                ForwardPass(its_call, args, kwargs, reduction=GlobalReduction(call.device, record=True))
+                EagerForward(its_call, args, kwargs, reduction=GlobalReduction(call.device, record=True))
 
         self.draws = self.call.random.find_draws(self.call.device, forward)
 
@@ -287,7 +287,7 @@ class _Probe:
             self.written = writes.names[0]
             raise Refused(f"the forward changes parameter {self.written}")
 
-    def _run(self, chosen: Sequence[int], reduction: GlobalReduction) -> ForwardPass | PipelinedPass:
+    def _run(self, chosen: Sequence[int], reduction: GlobalReduction) -> EagerForward | PipelinedPass:
         """Runs the chosen rows, from the same buffers every time.
 
         Raises:
@@ -298,9 +298,9 @@ class _Probe:
         share = Share(first, first + len(chosen), len(self._chosen))
         call = replace(self.call, random=self.call.random.shared(0, share, self.draws))
         with self._from_the_same_state():
-            with nullcontext() if self.draws else NoDropout(), way_through(call.module) as way:
+            with nullcontext() if self.draws else NoDropout(), record_block_order(call.module) as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
-                run = PipelinedPass if runs_in_stages else ForwardPass
+                run = PipelinedPass if runs_in_stages else EagerForward
                 done = run(call, args, kwargs, reduction=reduction)
             after = {name: buffer.detach().clone() for name, buffer in call.module.named_buffers()}
             own = len(done.outputs) - sum(done.attributes.values())

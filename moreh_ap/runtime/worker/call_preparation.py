@@ -14,18 +14,18 @@ from torch import Tensor
 
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.state_passing import PassedState, find_reads, split_kept
+from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_state, split_passed_state
 from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
-from moreh_ap.parallelizer.trial.split_check import SplitProof, prove_split
+from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_split
 from moreh_ap.protocol.batch import carries_rows, row_range
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import DefineSignature, Forward, ReadsAttributes
-from moreh_ap.protocol.passed_state import KEPT
+from moreh_ap.protocol.passed_state import PASSED_STATE
 from moreh_ap.protocol.pytree import Nesting
 from moreh_ap.runtime.worker.cache_arguments import cache_tensors, without_cache
 from moreh_ap.runtime.worker.worker_model import WorkerModel
@@ -102,7 +102,7 @@ class CallPreparation:
         self.prepared: dict[Hashable, PreparedCall] = {}
         self.kept: set[str] = set()
         """Attributes that forwards have set so far."""
-        self._proofs: dict[Hashable, SplitProof] = {}
+        self._verdicts: dict[Hashable, SplitVerdict] = {}
         self._reads_of: dict[Hashable, tuple[str, ...]] = {}
         self._drops = draws_random_numbers(model.module)
 
@@ -144,29 +144,28 @@ class CallPreparation:
             random=random,
             autocast=command.autocast_dtype,
             target=None if module is model.module else module,
-            extensions=(*model.extensions, PassedState()) if KEPT in kwargs else model.extensions,
+            extensions=(*model.extensions, PassedState()) if PASSED_STATE in kwargs else model.extensions,
             meets_failed=axis.size == model.device.world_size and not fsdp_roots(model.module),
         )
         kind = self._kind(signature, command, tensors, carried)
         reads = self._reads((kind, frozenset(self.kept)), call, args, kwargs, rows)
         if reads:
             return ReadsAttributes(reads)
-        proof = self._proof(kind, call, args, kwargs, rows)
-        if any(local) and not proof.split:
+        verdict = self._verdict(kind, call, args, kwargs, rows)
+        if any(local) and not verdict.split:
             raise ExactnessError(
                 "an output of one model is an input of another, which every device computes whole",
                 "inputs that the script has read",
                 "x = x.detach().cpu().to(x.device)",
             )
         share = None
-        if proof.split:
+        if verdict.split:
             assert rows is not None  # a call without rows is not split
             share = Share(*row_range(axis.rank, axis.size, rows), rows)
-            extensions = tuple(extension.knowing(proof.attributes) for extension in call.extensions)
-            call = replace(
-                call, mode="split", kinds=proof.kinds, means=proof.means, counts=proof.counts, extensions=extensions
-            )
-        notes = (proof.reason, _DRAWN_APART if self._draws_apart(call) else "")
+            extensions = tuple(extension.knowing(verdict.attributes) for extension in call.extensions)
+            call = replace(call, mode="split", kinds=verdict.kinds, means=verdict.means, counts=verdict.counts)
+            call = replace(call, extensions=extensions)
+        notes = (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
         num_own_rows = None if share is None else share.stop - share.start
         note = ". ".join(filter(None, notes))
@@ -177,18 +176,18 @@ class CallPreparation:
             call=call,
             execute=way_to_execute(call, model.plan, rows, meta),
             nesting=nesting,
-            roles=Roles(axis, rows, carried, command.wants_grad, proof.split, note, num_own_rows),
-            is_cut=[proof.split and carries and not is_local for carries, is_local in zip(carried, local)],
+            roles=Roles(axis, rows, carried, command.wants_grad, verdict.split, note, num_own_rows),
+            is_cut=[verdict.split and carries and not is_local for carries, is_local in zip(carried, local)],
             cuts_heads=self._cuts_heads(nesting, local),
             keeps_no_cache=keeps_no_cache,
             share=share,
-            draws=proof.draws,
+            draws=verdict.draws,
         )
         return self.prepared[key]
 
     def compute_whole(self, prepared: PreparedCall, reason: object) -> None:
         """From now on calls of this kind are computed whole by every worker."""
-        self._proofs[prepared.kind] = SplitProof(False, (), f"{_COMPUTED_WHOLE}: {reason}")
+        self._verdicts[prepared.kind] = SplitVerdict(False, (), f"{_COMPUTED_WHOLE}: {reason}")
         self.prepared.clear()
 
     def _cuts_heads(self, nesting: Nesting, local: list[bool]) -> Callable[[list[Tensor]], list[Tensor]] | None:
@@ -225,27 +224,27 @@ class CallPreparation:
         if not self.kept:
             return ()
         if key not in self._reads_of:
-            names = self.kept.difference(split_kept(kwargs)[1])
-            self._reads_of[key] = tuple(sorted(find_reads(call, args, kwargs, rows, names)))
+            names = self.kept.difference(split_passed_state(kwargs)[1])
+            self._reads_of[key] = tuple(sorted(find_passed_state(call, args, kwargs, rows, names)))
         return self._reads_of[key]
 
-    def _proof(
+    def _verdict(
         self, kind: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None
-    ) -> SplitProof:
+    ) -> SplitVerdict:
         """Whether calls like this one may be split; found out once for each kind of call."""
         workers, pieces = call.axis.size, self.model.plan.micro_batches if call.grad else 1
         if workers * pieces == 1 or rows is None or rows < workers:
             reason = f"{_COMPUTED_WHOLE}: the batch has fewer rows than there are devices" if workers > 1 else ""
-            return SplitProof(False, (), reason)
-        if kind not in self._proofs:
-            proof = prove_split(call, args, kwargs, rows)
-            if proof.written:
-                self._require_whole_parameters(proof.written)
-            if not proof.split:
+            return SplitVerdict(False, (), reason)
+        if kind not in self._verdicts:
+            verdict = check_split(call, args, kwargs, rows)
+            if verdict.written:
+                self._require_whole_parameters(verdict.written)
+            if not verdict.split:
                 what = _COMPUTED_WHOLE if workers > 1 else _NOT_CUT
-                proof = replace(proof, reason=f"{what}: {proof.reason}")
-            self._proofs[kind] = proof
-        return self._proofs[kind]
+                verdict = replace(verdict, reason=f"{what}: {verdict.reason}")
+            self._verdicts[kind] = verdict
+        return self._verdicts[kind]
 
     def _require_whole_parameters(self, name: str) -> None:
         """Refuse a forward that changes a parameter, where a worker has a part of it, or a forward runs twice."""

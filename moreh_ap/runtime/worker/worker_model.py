@@ -22,7 +22,7 @@ from moreh_ap.parallelizer.call.reports import Reports
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots, prepare, set_requires_grad, settle
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.state.loading import fill
-from moreh_ap.parallelizer.state.state_shard import Held
+from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.memory_format import KernelFormats
 from moreh_ap.protocol.messages.models import BuildModel, ExampleCall
@@ -62,7 +62,7 @@ class WorkerModel:
         self.settle()
         self.is_sharded = bool(fsdp_roots(self.module))
         self.parameters = dict(self.module.named_parameters())
-        self.is_canonical = {name: held.counts for name in self.parameters if (held := self.parameter(name))}
+        self.is_canonical = {name: held.is_canonical for name in self.parameters if (held := self.parameter(name))}
         self.gradients_aside: dict[str, Tensor | None] | None = None
         self.settings = Settings()  # a changed attribute may couple the rows
         self._kernel_formats = KernelFormats(self.module)
@@ -176,18 +176,18 @@ class WorkerModel:
                 found[name] = f"stage {stage}, {held.layout or 'whole'}"
         return found
 
-    def parameter(self, name: str) -> Held | None:
+    def parameter(self, name: str) -> StateShard | None:
         """This worker's part of a parameter, as the optimizer sees it; None if it is on other stages only."""
         if name in self.applied.absent:
             return None
         return self._held(self.parameters[name], name)
 
-    def _held(self, tensor: Tensor, name: str) -> Held:
+    def _held(self, tensor: Tensor, name: str) -> StateShard:
         stages, position = self.applied.stages, self.applied.position
         is_first = stages is None or stages.first_holder_of(name) == position.pipeline.rank
-        return Held(tensor, position, self.applied.layouts.get(name), is_first)
+        return StateShard(tensor, position, self.applied.layouts.get(name), is_first)
 
-    def state(self, ref: StateRef) -> Held | None:
+    def state(self, ref: StateRef) -> StateShard | None:
         """A parameter, a gradient or a buffer by its name; None if it is on other stages only.
 
         Raises:
@@ -196,7 +196,7 @@ class WorkerModel:
         if ref.kind == "buffer":
             stages, position = self.applied.stages, self.applied.position
             is_first = stages is None or stages.holder_of_buffer(ref.name) == position.pipeline.rank
-            return Held(self.module.get_buffer(ref.name), position, is_first=is_first)
+            return StateShard(self.module.get_buffer(ref.name), position, is_first=is_first)
         held = self.parameter(ref.name)
         if held is None or ref.kind == "param":
             return held

@@ -16,7 +16,7 @@ from torch import Tensor
 from moreh_ap.parallelizer.data.norms import total_norm
 from moreh_ap.parallelizer.mesh import Position
 from moreh_ap.parallelizer.state.loading import Wanted, local_part, read
-from moreh_ap.parallelizer.state.state_shard import Held
+from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, DescribeOptimizer, LoadOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.state import ClearGradients, ClipGradients, GradientNorm
 from moreh_ap.protocol.messages.tensors import SavedTensor, TensorData
@@ -63,7 +63,7 @@ class OptimizerCommands:
         first = tables.lists[command.tensors][0]  # of whose model this stage may have no part
         is_of_model = first.owner in tables.models
         position = tables.models[first.owner].applied.position if is_of_model else _position(tables.state(first))
-        tables.temporaries[command.output] = Held(norm, position)
+        tables.temporaries[command.output] = StateShard(norm, position)
 
     def _clip(self, command: ClipGradients) -> None:
         # As torch.nn.utils.clip_grad_norm_ does it, with 1e-6 against a division by zero.
@@ -87,7 +87,7 @@ class OptimizerCommands:
                     shard = gradient if type(gradient) is Tensor else local_part(gradient)
                     found.append((shard.detach(), model.is_canonical[ref.name]))
             elif (held := self._tables.state(ref)) is not None:
-                found.append((held.local, held.counts))
+                found.append((held.local, held.is_canonical))
         return found
 
     def _clear(self, command: ClearGradients) -> None:
@@ -108,7 +108,7 @@ class WorkerOptimizer:
     def __init__(
         self,
         command: BuildOptimizer,
-        groups: Sequence[Sequence[Held | None]],
+        groups: Sequence[Sequence[StateShard | None]],
         device: WorkerDevice,
         *,
         offload: bool = False,
@@ -126,7 +126,7 @@ class WorkerOptimizer:
             self._optimizer.param_groups[index].update(values)
         (self._offloaded or self._optimizer).step()
 
-    def state(self, index: int, key: str, *, fetch: bool = True) -> Held | None:
+    def state(self, index: int, key: str, *, fetch: bool = True) -> StateShard | None:
         """One tensor of the state of parameter `index`; None if the parameter is not here.
 
         State that lies in host memory comes to the device for it, and goes back after the next step; without `fetch` it
@@ -157,7 +157,7 @@ class WorkerOptimizer:
                 if self._offloaded is not None:
                     self._offloaded.put_away(held.tensor)
 
-    def _decode(self, value: Any, held: Held) -> Any:
+    def _decode(self, value: Any, held: StateShard) -> Any:
         if isinstance(value, SavedTensor):
             return self._read(value, held)
         if not isinstance(value, TensorData):
@@ -169,7 +169,7 @@ class WorkerOptimizer:
         held.like(laid_out).write(tensor)
         return laid_out
 
-    def _read(self, saved: SavedTensor, held: Held) -> Tensor:
+    def _read(self, saved: SavedTensor, held: StateShard) -> Tensor:
         if saved.shape == held.shape:
             part = torch.zeros_like(held.tensor, dtype=saved.dtype, requires_grad=False)
             layout = held.layout
@@ -180,12 +180,12 @@ class WorkerOptimizer:
         return part
 
 
-def _position(held: Held | None) -> Position:
+def _position(held: StateShard | None) -> Position:
     assert held is not None  # no stage of a pipeline is without a tensor that is of no model
     return held.position
 
 
-def _describe(value: Any, held: Held) -> Any:
+def _describe(value: Any, held: StateShard) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape == held.tensor.shape and value.dim() > 0:

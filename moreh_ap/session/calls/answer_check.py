@@ -15,7 +15,7 @@ from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.outbox import Posted
 
 
-class ReadsKept(Exception):
+class ReadsPassedState(Exception):
     """A forward reads attributes that earlier ones have set: it is called once more, and given them.
 
     Args:
@@ -82,7 +82,7 @@ def learn_structure(model: RemoteModel, key: Any, replies: list[Any], *, grad: b
     """
     reads = next((answer for answer in replies if isinstance(answer, ReadsAttributes)), None)
     if reads is not None:
-        raise ReadsKept(reads.names)
+        raise ReadsPassedState(reads.names)
     structure = Structure.of(replies)
     model.signatures.learn(key, structure, grad=grad)
     model.note_left_out(answered(replies)[0].left_out)

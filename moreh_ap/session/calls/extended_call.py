@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from moreh_ap.protocol.rng_state import Streams
-from moreh_ap.session.calls.answer_check import ReadsKept
+from moreh_ap.session.calls.answer_check import ReadsPassedState
 from moreh_ap.session.calls.call_results import finish_call
 from moreh_ap.session.calls.remote_call import send_call
 from moreh_ap.session.models.remote_model import RemoteModel
-from moreh_ap.session.models.script_hooks import RunsHereOnly, refuse_global_hooks
+from moreh_ap.session.models.script_hooks import RunsInScriptOnly, refuse_global_hooks
 
 
 def call_remotely(
@@ -28,7 +28,7 @@ def call_remotely(
         path: Where the submodule is.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        hooks_done: How many hooks of the script have run already, see `script_hooks.RunsHereOnly`.
+        hooks_done: How many hooks of the script have run already, see `script_hooks.RunsInScriptOnly`.
 
     Raises:
         Exception: Whatever the forward raised on a worker, with its own type, if its result had to be waited for;
@@ -40,14 +40,14 @@ def call_remotely(
     passed_state = model.passed_state(path) if model.passes_state else {}
     try:
         call, structure, leaves = send_call(model, path, args, {**kwargs, **passed_state})
-    except ReadsKept as forward:
+    except ReadsPassedState as forward:
         _draw_again(model, random_state)
         model.pass_on(path, forward.names)
         return call_remotely(model, path, args, kwargs, hooks_done)
     try:
         return finish_call(model, call, structure, leaves, args, kwargs, hooks_done)
-    except RunsHereOnly as hook:
-        model.session.hooks_kept_here.add(hook.key)
+    except RunsInScriptOnly as hook:
+        model.session.script_only_hooks.add(hook.key)
         _draw_again(model, random_state)
         model.note_structure()
         raise

@@ -23,7 +23,7 @@ from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import Backward, Forward, ReadOutputs, ReleaseCalls
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, OutputRef, PartRef, StateRef, TensorData
 from moreh_ap.protocol.process_flags import GETTERS, process_flags
-from moreh_ap.session.calls.answer_check import ReadsKept, answered, check_structure, learn_structure
+from moreh_ap.session.calls.answer_check import ReadsPassedState, answered, check_structure, learn_structure
 from moreh_ap.session.calls.call_results import finish_call
 from moreh_ap.session.calls.input_gradients import InputGradient
 from moreh_ap.session.calls.output_watchers import (
@@ -227,7 +227,7 @@ def call_on_route(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: 
         return NotImplemented
     try:
         call, structure, leaves = send_call(model, path, args, kwargs)
-    except ReadsKept as forward:
+    except ReadsPassedState as forward:
         model.pass_on(path, forward.names)
         return NotImplemented
     if structure.is_report or (structure.has_cache and call.takes_cache) or model.left_out:

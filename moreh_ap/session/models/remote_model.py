@@ -31,7 +31,7 @@ from moreh_ap.protocol.messages.models import (
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData, TensorSlot
 from moreh_ap.protocol.model_settings import Settings
 from moreh_ap.protocol.module_attributes import full_name
-from moreh_ap.protocol.passed_state import KEPT
+from moreh_ap.protocol.passed_state import PASSED_STATE
 from moreh_ap.protocol.pytree import flatten, pickle_treespec
 from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
 from moreh_ap.session import script_line
@@ -76,7 +76,7 @@ class RemoteModel:
         self.signatures = Signatures(session.outbox, self.owner)
         # Autograd enters a remote call through this leaf: a call joins no parameter to the controller's graph.
         self.anchor = torch.zeros((), requires_grad=True)
-        self.script_hooks = ScriptHooks(root, plan, on_trial, session.hooks_kept_here)
+        self.script_hooks = ScriptHooks(root, plan, on_trial, session.script_only_hooks)
         self._hook_keys = _hook_keys(self.modules)
         self._training = self._training_flags()
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
@@ -273,7 +273,7 @@ class RemoteModel:
             value = vars(self.root.get_submodule(path)).get(last)
             if self._is_passed_on(name, value):
                 kept[name] = value
-        return {KEPT: kept} if kept else {}
+        return {PASSED_STATE: kept} if kept else {}
 
     def _is_passed_on(self, name: str, value: Any) -> bool:
         is_read = any(name in names for names in self._passed_on.values())

@@ -66,7 +66,7 @@ class _Hook:
     run: Callable[..., Any]
 
 
-class RunsHereOnly(Exception):
+class RunsInScriptOnly(Exception):
     """A hook needs what only the script's process has (a run of wandb): the call is made once more without it there.
 
     Args:
@@ -188,7 +188,7 @@ class ScriptHooks:
         if report.ended_by is not None:
             hook = self._hooks[next(iter(report.seen[-1]))]
             self._refuse_to_call_again(hook, report.ended_by)
-            raise RunsHereOnly(len(report.seen), hook.key)
+            raise RunsInScriptOnly(len(report.seen), hook.key)
         call.model.take_attributes(report.attributes)
         return report.result
 

@@ -31,7 +31,7 @@ from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.no_fit_error import nothing_fits
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.protocol.messages.models import BuildModel
-from moreh_ap.runtime.worker_group import WorkerMesh
+from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.journal import Journal
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.outbox import Restart
@@ -125,7 +125,7 @@ class Recovery:
         self._session.outbox.restart(self._restart(self._session.mesh, planned))
         return True
 
-    def _restart(self, mesh: WorkerMesh, planned: Planned) -> Restart:
+    def _restart(self, mesh: WorkerGroup, planned: Planned) -> Restart:
         """Has models stand for what the workers of `mesh` are about to be told; `planned` is what is new."""
         write_selected(planned.plan, planned.task)
         for one in self._models:

@@ -32,7 +32,7 @@ class StateCommands:
         for ref in command.refs:
             held = self._tables.state(ref)
             whole = None if held is None else held.whole()
-            wholes.append(TensorData.of(whole) if whole is not None and held is not None and held.sends else None)
+            wholes.append(TensorData.of(whole) if whole is not None and held is not None and held.is_sender else None)
         return wholes
 
     def _write(self, command: WriteState) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from moreh_ap.parallelizer.state.state_shard import Held
+from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
 from moreh_ap.runtime.worker.row_shard_store import Part
@@ -30,7 +30,7 @@ class HasOutputs(Protocol):
 class HasState(Protocol):
     """An optimizer, as other subjects see it."""
 
-    def state(self, index: int, key: str, *, fetch: bool = True) -> Held | None:
+    def state(self, index: int, key: str, *, fetch: bool = True) -> StateShard | None:
         """Returns one tensor of the state of parameter `index`; None if the parameter is not here."""
 
 
@@ -52,10 +52,10 @@ class Tables:
         self.calls: Mapping[int, HasOutputs] = {}
         self.optimizers: Mapping[str, HasState] = {}
         self.parts: dict[int, Part | None] = {}
-        self.temporaries: dict[StateRef, Held | None] = {}
+        self.temporaries: dict[StateRef, StateShard | None] = {}
         self.lists: dict[int, tuple[StateRef, ...]] = {}
 
-    def state(self, ref: StateRef, *, fetch: bool = True) -> Held | None:
+    def state(self, ref: StateRef, *, fetch: bool = True) -> StateShard | None:
         """Returns this worker's shard of a tensor, on the device if `fetch`; None if only other workers hold it."""
         if ref in self.temporaries:
             return self.temporaries[ref]
