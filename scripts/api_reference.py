@@ -67,13 +67,23 @@ MODULES = (
     Module(
         "torch.moreh.option",
         "moreh_ap/option.py",
-        ("enable_advanced_parallelization", "Options"),
+        ("enable_advanced_parallelization",),
         False,
         {
             "en": "There after `import torch`; `moreh.option` is the same. Every argument in a table: "
             "[Advanced settings](../ap/advanced-settings.md).",
             "ko": "`import torch`만 하면 쓸 수 있고, `moreh.option`도 같은 모듈입니다. 인자를 모은 표는 "
             "[고급 설정](../ap/advanced-settings.md)에 있습니다.",
+        },
+    ),
+    Module(
+        "torch.moreh.option.Options",
+        "moreh_ap/settings.py",
+        ("Options",),
+        False,
+        {
+            "en": "The settings of an accelerator, once arguments and environment have been checked.",
+            "ko": "인자와 환경 변수를 확인한 뒤의 가속기 설정입니다.",
         },
     ),
     Module(
