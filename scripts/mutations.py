@@ -46,8 +46,8 @@ MUTATIONS = [
     Mutation(
         "mean_of_means",
         "moreh_ap/parallelizer/data/loss_reduction.py",
-        "dist.all_reduce(everywhere, group=self._group)",
-        "everywhere *= dist.get_world_size(self._group)",
+        "dist.all_reduce(numbers, group=self._axis.group)",
+        "numbers *= self._axis.size",
         "replicate-llama3",
     ),
     Mutation(
@@ -60,21 +60,21 @@ MUTATIONS = [
     Mutation(
         "whole",
         "moreh_ap/parallelizer/call/forward.py",
-        "return 1.0 / self.num_workers if counts_once else 1.0",
-        "return 1.0",
+        "(1.0 / call.axis.size if counts_once else 1.0)",
+        "1.0",
         "replicate-convnet_batchnorm",
     ),
     Mutation(
         "micro_batch_means",
         "moreh_ap/parallelizer/call/micro_batches.py",
-        "dist.all_reduce(denominators, group=self._call.group)",
-        "denominators *= self._call.num_workers",
+        "dist.all_reduce(denominators, group=self.call.axis.group)",
+        "denominators *= self.call.axis.size",
         "replicate_micro-nanogpt",
     ),
     Mutation("norm", "moreh_ap/parallelizer/data/norms.py", "dist.all_reduce(powered)", "pass", "shard-gpt2"),
     Mutation(
         "clip",
-        "moreh_ap/runtime/worker/executor.py",
+        "moreh_ap/runtime/worker/worker_optimizer.py",
         "command.max_norm / (norm.tensor + 1e-6)",
         "2 * command.max_norm / (norm.tensor + 1e-6)",
         "shard-gpt2",

@@ -167,7 +167,7 @@ class VirtualTensor(torch.Tensor):
     def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """A tensor of this one's dtype on its device, of a size or with data: ``x.new(3, 4)``."""
         plain = [arg.to_host() if isinstance(arg, VirtualTensor) else arg for arg in args]
-        made: Tensor = torch.empty(0, dtype=self.dtype).new(*plain)  # type: ignore[no-untyped-call]
+        made: Tensor = torch.empty(0, dtype=self.dtype, device="cpu").new(*plain)  # type: ignore[no-untyped-call]
         return place(made) if self.is_cuda else made
 
     def register_hook(self, hook: Any) -> Any:
