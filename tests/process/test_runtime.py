@@ -467,9 +467,9 @@ SCRIPT = """
 import os, sys, time, signal
 sys.path[:0] = {path!r}
 import torch
-from moreh_ap.runtime.worker_group import WorkerMesh
+from moreh_ap.runtime.worker_group import WorkerGroup
 assert not any(name.split(".")[0] == "monarch" for name in sys.modules)
-mesh = WorkerMesh({num_workers}, device_type="cpu", threads_per_worker=1, executor={executor!r})
+mesh = WorkerGroup({num_workers}, device_type="cpu", threads_per_worker=1, executor={executor!r})
 {body}
 """
 

@@ -78,7 +78,7 @@ def learn_structure(model: RemoteModel, key: Any, replies: list[Any], *, grad: b
     """Returns the structure that workers answered to a call, for which none was predicted, and remembers it.
 
     Raises:
-        ReadsKept: The forward has not run, as it reads attributes that earlier ones have set.
+        ReadsPassedState: The forward has not run, as it reads attributes that earlier ones have set.
     """
     reads = next((answer for answer in replies if isinstance(answer, ReadsAttributes)), None)
     if reads is not None:

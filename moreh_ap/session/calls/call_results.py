@@ -30,7 +30,7 @@ def finish_call(
     """The result of a call from its leaves, once what its forward left beside it has been dealt with here.
 
     Raises:
-        RunsHereOnly: A hook of the script has raised in the workers and not here.
+        RunsInScriptOnly: A hook of the script has raised in the workers and not here.
         Exception: What a hook raises here.
     """
     result = tree_unflatten(leaves, structure.treespec)

@@ -241,7 +241,7 @@ def send_call(
     """Send a call; returns it, how its result nests, and the leaves of the result.
 
     Raises:
-        ReadsKept: The forward reads attributes that earlier ones have set, and was not given them.
+        ReadsPassedState: The forward reads attributes that earlier ones have set, and was not given them.
         Exception: Whatever the forward raised on a worker, if its result had to be waited for.
     """
     leaves, treespec = tree_flatten((args, kwargs))

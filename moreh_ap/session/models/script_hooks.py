@@ -167,7 +167,7 @@ class ScriptHooks:
         Raises:
             Exception: What a hook raises, as it would have ended the forward.
             UnsupportedError: A hook could not do its work in the workers.
-            RunsHereOnly: A hook has raised in the workers and not here.
+            RunsInScriptOnly: A hook has raised in the workers and not here.
         """
         if self.is_silent:
             return report.result

@@ -36,7 +36,7 @@ def check(monkeypatch):
             def close(self):
                 self.closed = True
 
-        monkeypatch.setattr(link_checks, "WorkerMesh", Mesh)
+        monkeypatch.setattr(link_checks, "WorkerGroup", Mesh)
         found = list(link_checks.check_links("cpu", num_devices, 1.0))
         assert all(mesh.closed for mesh in meshes)
         return found, len(meshes)
