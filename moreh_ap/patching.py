@@ -98,6 +98,8 @@ class PatchGroup:
             else:
                 setattr(holder, name, own)
 
+        if isinstance(new, types.FunctionType) and not hasattr(new, "__wrapped__"):
+            _call_alike(new, holder, name)
         setattr(holder, name, new)
         self.note(f"{_name_of(holder)}.{name}", effect or _first_line(new, before), restore)
         return before
@@ -136,6 +138,13 @@ def _name_of(holder: Any) -> str:
     if isinstance(holder, type):
         return f"{holder.__module__}.{holder.__qualname__}"
     return str(holder.__name__)
+
+
+def _call_alike(new: types.FunctionType, holder: Any, name: str) -> None:
+    """Give a function the name under which it is found, by which pickles refer to it."""
+    prefix = f"{holder.__qualname__}." if isinstance(holder, type) else ""
+    new.__module__ = holder.__module__ if isinstance(holder, type) else holder.__name__
+    new.__name__, new.__qualname__ = name, prefix + name
 
 
 def _first_line(new: Any, before: Any) -> str:

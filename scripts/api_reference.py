@@ -29,6 +29,7 @@ WORDS = {
         "name": "name",
         "meaning": "meaning",
         "exception": "exception",
+        "warning": "warning",
         "when": "when",
     },
     "ko": {
@@ -39,6 +40,7 @@ WORDS = {
         "name": "이름",
         "meaning": "의미",
         "exception": "예외",
+        "warning": "경고",
         "when": "발생하는 경우",
     },
 }
@@ -50,15 +52,13 @@ class Module:
 
     Attributes:
         heading: What users write in front of the names.
-        file: Where the names are defined.
-        names: The public names; empty means every public class of the file.
+        sources: The public names by the file that defines them; none means every public class of the file.
         members: Whether methods and properties of classes are public too.
         intro: A sentence for the section, by language.
     """
 
     heading: str
-    file: str
-    names: tuple[str, ...]
+    sources: dict[str, tuple[str, ...]]
     members: bool
     intro: dict[str, str]
 
@@ -66,8 +66,7 @@ class Module:
 MODULES = (
     Module(
         "torch.moreh.option",
-        "moreh_ap/option.py",
-        ("enable_advanced_parallelization",),
+        {"moreh_ap/option.py": ("enable_advanced_parallelization",), "moreh_ap/settings.py": ("Options",)},
         False,
         {
             "en": "There after `import torch`; `moreh.option` is the same. Every argument in a table: "
@@ -77,19 +76,8 @@ MODULES = (
         },
     ),
     Module(
-        "torch.moreh.option.Options",
-        "moreh_ap/settings.py",
-        ("Options",),
-        False,
-        {
-            "en": "The settings of an accelerator, once arguments and environment have been checked.",
-            "ko": "인자와 환경 변수를 확인한 뒤의 가속기 설정입니다.",
-        },
-    ),
-    Module(
         "moreh_ap",
-        "moreh_ap/session/checkpoint/training_checkpoint.py",
-        ("save", "load"),
+        {"moreh_ap/session/checkpoint/training_checkpoint.py": ("save", "load")},
         False,
         {
             "en": "See [Training checkpoints](../checkpoints.md).",
@@ -98,8 +86,7 @@ MODULES = (
     ),
     Module(
         "moreh_ap.device",
-        "moreh_ap/device/__init__.py",
-        ("disable",),
+        {"moreh_ap/device/__init__.py": ("disable",)},
         False,
         {
             "en": "For notebooks: the end of an accelerator in a process that goes on.",
@@ -108,8 +95,7 @@ MODULES = (
     ),
     Module(
         "moreh_ap.plan",
-        "moreh_ap/plan.py",
-        ("Plan",),
+        {"moreh_ap/plan.py": ("Plan",)},
         True,
         {
             "en": "A plan as an object; its text is what logs print and `plan=` takes. What each value may be: "
@@ -120,8 +106,7 @@ MODULES = (
     ),
     Module(
         "moreh_ap.errors",
-        "moreh_ap/errors.py",
-        (),
+        {"moreh_ap/errors.py": ()},
         False,
         {
             "en": "What each one means: [Errors](../errors.md).",
@@ -130,8 +115,7 @@ MODULES = (
     ),
     Module(
         "transformers",
-        "moreh_ap/integrations/adamw.py",
-        ("AdamW",),
+        {"moreh_ap/integrations/adamw.py": ("AdamW",)},
         False,
         {
             "en": "Given to a transformers that has no such class any more: "
@@ -160,13 +144,15 @@ def definitions(module: Module) -> list[ast.FunctionDef | ast.ClassDef]:
     Raises:
         LookupError: A name is not defined there.
     """
-    tree = ast.parse((ROOT / module.file).read_text(encoding="utf-8"))
-    found = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    names = module.names or tuple(name for name in found if not name.startswith("_"))
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise LookupError(f"{module.file} defines no {', '.join(missing)}")
-    return [found[name] for name in names]
+    public = []
+    for file, names in module.sources.items():
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        found = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        missing = [name for name in names if name not in found]
+        if missing:
+            raise LookupError(f"{file} defines no {', '.join(missing)}")
+        public += [found[name] for name in names or found if not name.startswith("_")]
+    return public
 
 
 def describe(node: ast.FunctionDef | ast.ClassDef, module: Module, words: dict[str, str]) -> Iterator[str]:
@@ -242,14 +228,14 @@ def docstring(node: ast.FunctionDef | ast.ClassDef, words: dict[str, str]) -> It
     text = ast.get_docstring(node)
     if not text:
         raise LookupError(f"{node.name} has no docstring")
-    pieces = re.split(r"^(Args|Attributes|Returns|Raises|Example|Source):[ \t]*", text, flags=re.MULTILINE)
+    pieces = re.split(r"^(Args|Attributes|Returns|Raises|Warns|Example|Source):[ \t]*", text, flags=re.MULTILINE)
     yield in_markdown(pieces[0].strip())
     for title, body in zip(pieces[1::2], pieces[2::2]):
         body = inspect.cleandoc(body)
         if title in ("Args", "Attributes"):
             yield table(body, words["name"], words["meaning"])
-        elif title == "Raises":
-            yield table(body, words["exception"], words["when"])
+        elif title in ("Raises", "Warns"):
+            yield table(body, words["exception" if title == "Raises" else "warning"], words["when"])
         elif title == "Example":
             yield fenced(body.strip(), "pycon")
         else:

@@ -12,6 +12,7 @@ import io
 import pickle
 import sys
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +51,22 @@ def pickle_skeleton(module: nn.Module) -> bytes:
     return buffer.getvalue()
 
 
-def pickle_attribute(value: Any) -> bytes:
-    """An attribute of a module as it travels; what cannot be pickled in it is `NotSent`."""
+def pickle_attribute(value: Any, path_of: Mapping[int, str]) -> bytes:
+    """An attribute of a module as it travels; what cannot be pickled in it is `NotSent`.
+
+    Args:
+        value: The attribute.
+        path_of: The path of each module of the model, by `id`. Modules travel as their paths: a method of the model,
+            for example, is that method of the worker's model.
+    """
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    _AttributePickler(buffer, path_of).dump(value)
     return buffer.getvalue()
+
+
+def unpickle_attribute(data: bytes, model: nn.Module) -> Any:
+    """The attribute that was pickled, with the modules of `model` in the places of those in the script."""
+    return _AttributeUnpickler(io.BytesIO(data), model).load()
 
 
 class NotSent:
@@ -92,6 +104,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and _is_renamed(obj):
             return _global, (obj.__module__, obj.__name__)
+        if isinstance(obj, types.FunctionType) and hasattr(obj, "_torchdynamo_orig_callable"):
+            return _itself, (obj._torchdynamo_orig_callable,)  # the function that `torch.compile` was given
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented or isinstance(obj, (type, types.FunctionType)):
             return reduced
@@ -121,6 +135,24 @@ def _global(module: str, name: str) -> Any:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+class _AttributePickler(_Pickler):
+    def __init__(self, file: Any, path_of: Mapping[int, str]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._path_of = path_of
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._path_of.get(id(obj)) if isinstance(obj, nn.Module) else None
+
+
+class _AttributeUnpickler(pickle.Unpickler):
+    def __init__(self, file: Any, model: nn.Module) -> None:
+        super().__init__(file)
+        self._model = model
+
+    def persistent_load(self, pid: str) -> nn.Module:
+        return self._model.get_submodule(pid)
 
 
 class _SkeletonPickler(_Pickler):

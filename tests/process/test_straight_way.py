@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,26 +53,36 @@ def step_and_session(accelerator: Callable[[str], Session]) -> tuple[Callable[[]
     return step, session
 
 
+@contextmanager
+def no_finalizers() -> Iterator[None]:
+    """Inside, no finalizer of earlier tests runs: what it releases on the workers is no part of the step."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def test_the_controller(step_and_session: tuple[Callable[[], float], Session]) -> None:
     step, _ = step_and_session
     trace = FileTrace()
-    gc.collect()
-    gc.disable()  # finalizers of earlier tests are no part of the step
-    try:
+    with no_finalizers():
         sys.setprofile(trace)
-        step()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
     assert trace.files == listed("In the controller")
     assert len(trace.files) <= MAX_FILES and trace.changes <= MAX_CHANGES, trace.changes
 
 
 def test_a_worker(step_and_session: tuple[Callable[[], float], Session]) -> None:
     step, session = step_and_session
-    session.outbox.submit(ImportModules(("step_trace_begin",))).result()
-    step()
-    session.outbox.submit(ImportModules(("step_trace_end",))).result()
+    with no_finalizers():
+        session.outbox.submit(ImportModules(("step_trace_begin",))).result()
+        step()
+        session.outbox.submit(ImportModules(("step_trace_end",))).result()
     for pid in session.mesh.pids:
         file = result_file(pid)
         files = file.read_text().split("\n")

@@ -6,7 +6,6 @@ The mathematics is the parallelizer's; this module translates between messages a
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.model_settings import Settings
 from moreh_ap.protocol.module_attributes import Attributes, full_name
 from moreh_ap.protocol.pytree import Nesting
-from moreh_ap.protocol.skeleton import unpickle_skeleton
+from moreh_ap.protocol.skeleton import unpickle_attribute, unpickle_skeleton
 from moreh_ap.runtime.worker.cache_arguments import without_cache
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
 
@@ -101,7 +100,7 @@ class WorkerModel:
         for path, name, pickled in changes:
             holder, last = _holder_of(self.module, path, name)
             self._originals.setdefault((path, name), getattr(holder, last, None))
-            self._values[path, name] = pickle.loads(pickled)
+            self._values[path, name] = unpickle_attribute(pickled, self.module)
             self._set_attribute(path, name, self._values[path, name])
         if self.unseen is not None:  # what the script sets, no forward has set
             now = self.unseen.marks()

@@ -211,7 +211,7 @@ class RemoteModel:
                 if not self._is_passed_on(full_name(path, name), value):
                     self._changes.append((path, name, value))
         if self._changes:
-            changes = tuple((path, name, pickle_attribute(value)) for path, name, value in self._changes)
+            changes = tuple((path, name, pickle_attribute(value, self._path_of)) for path, name, value in self._changes)
             self._changes = []
             self.settings.set({(path, name): pickled for path, name, pickled in changes})
             self.session.outbox.post(ChangeModule(self.owner, changes))
