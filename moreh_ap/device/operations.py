@@ -66,7 +66,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
         with torch.inference_mode(False):  # a view of an ordinary tensor is one too, also there
             return run(func, args, kwargs)
-    if func in _ALIASES:
+    if func in _ALIASES or (func is aten.view.default and args[0].size() == torch.Size(args[1])):
         return VirtualTensor(args[0]._cell, args[0])
     leaves = tree_leaves((args, kwargs))
     virtual = [leaf for leaf in leaves if isinstance(leaf, VirtualTensor)]

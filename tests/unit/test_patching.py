@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -103,4 +104,14 @@ def test_a_forked_child_has_nothing_replaced():
         os._exit(holder.value)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert holder.value == 2
+    patches.undo()
+
+
+def test_a_replacement_is_pickled_by_the_name_under_which_it_is_found():
+    def replacement():
+        """Not what was there."""
+
+    patches = Patches()
+    patches.group("").replace(Holder, "own", replacement)
+    assert pickle.loads(pickle.dumps(replacement)) is replacement
     patches.undo()

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.utils import parametrizations, parametrize
 
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.protocol.skeleton import pickle_skeleton, unpickle_skeleton
+from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton, unpickle_attribute, unpickle_skeleton
 
 
 def test_a_parametrized_module_arrives_with_its_parametrizations():
@@ -62,3 +62,16 @@ def test_a_module_arrives_that_pickle_could_not_make_and_kernels_of_attention_wi
     copy = unpickle_skeleton(pickle_skeleton(model), torch.device("cpu"))
     assert type(copy) is Averaged and copy.decay == 0.5 and copy.model.weight.is_meta
     assert copy.kernels == model.kernels
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_an_attribute_refers_to_the_modules_of_the_worker_s_model():
+    script, worker = nn.Sequential(nn.Linear(3, 2), Scaled()), nn.Sequential(nn.Linear(3, 2), Scaled())
+    path_of = {id(module): path for path, module in script.named_modules()}
+    value = {"forward": script[0].forward, "compiled": torch.compile(script[1].forward), "root": script}
+    arrived = unpickle_attribute(pickle_attribute(value, path_of), worker)
+    assert arrived == {"forward": worker[0].forward, "compiled": worker[1].forward, "root": worker}
