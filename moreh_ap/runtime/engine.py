@@ -111,15 +111,6 @@ class WatchActor(ma.Actor):
         return None if trouble is None else (trouble.number, trouble.epoch, _to_wire(trouble.answer))
 
 
-class EngineError(Exception):
-    """The engine could not deliver a message or its answer: a process is gone."""
-
-    @property
-    def is_time_out(self) -> bool:
-        """Whether a process has not started in the 30 s that Monarch gives it. Given more, it loses answers."""
-        return "Timeout" in str(self)
-
-
 class Pending(Generic[T]):
     """Answers that are on their way.
 

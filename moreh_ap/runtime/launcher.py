@@ -19,11 +19,12 @@ from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.runtime import worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import Child
+from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.worker.actor import Answer, WorkerSpec
 from moreh_ap.runtime.worker_output import WorkerOutput
 
 if TYPE_CHECKING:
-    from moreh_ap.runtime.engine import Engine, EngineError, Pending
+    from moreh_ap.runtime.engine import Engine, Pending
 
 POLL_S = 0.1  # how often a wait looks up to see whether it still makes sense
 START_POLL_S = 0.02  # the same while processes start
@@ -181,8 +182,6 @@ class Launcher:
 
     def _await_pids(self, joining: Pending[Answer], on_progress: Progress) -> None:
         """Waits until every process runs. Each says so at once, long before it has imported what it needs."""
-        from moreh_ap.runtime.engine import EngineError
-
         num_workers, timeout_s = self._request.num_workers, self._request.start_timeout_s
         deadline_s = time.monotonic() + timeout_s
         while len(self._children) < num_workers:

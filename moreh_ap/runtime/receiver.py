@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moreh_ap.errors import WorkerLostError
-from moreh_ap.runtime.engine import Engine, EngineError
+from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.launcher import POLL_S, Launcher, Stopping
 from moreh_ap.runtime.outcome_resolver import PeersHang
 from moreh_ap.runtime.worker.actor import Answer, Trouble
 
 if TYPE_CHECKING:
-    from moreh_ap.runtime.engine import Pending
+    from moreh_ap.runtime.engine import Engine, Pending
 
 LOOK_AFTER_S = 1.0  # a command that takes longer than this may be hanging: ask the workers
 GRACE_S = 3.0  # how long the others may still answer once a worker is known to have failed

@@ -26,14 +26,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.protocol.encoding import Packed, restore_failure
+from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.future import Reply
 from moreh_ap.runtime.launcher import Launcher, LaunchRequest, Progress, Stopping, start_error
 from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang, failure_of, stopped_error, unexpected_error
+from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.worker.actor import FAILED, Answer
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.engine import Engine, Pending
-    from moreh_ap.runtime.receiver import Receiver
 
 __all__ = ["Reply", "WorkerGroup"]
 
@@ -303,9 +304,6 @@ class WorkerGroup:
             for command in self._unsent:
                 self._send(command)
             self._unsent.clear()
-        from moreh_ap.runtime.engine import EngineError
-        from moreh_ap.runtime.receiver import Receiver
-
         receiver = Receiver(self._crew, engine, self._is_stopped)
         try:
             answers: list[Answer] = receiver.receive(0, 0, joining)

@@ -36,10 +36,9 @@ IMPORTS_IN_FUNCTIONS = {
     ("integrations.transformers_import", "integrations.adamw"): "not at `import torch`",
     # An optional library: torchmonarch exists for Linux only, and its import takes a while.
     ("runtime.launcher", "runtime.engine"): "optional library: torchmonarch",
-    ("runtime.worker_group", "runtime.engine"): "optional library: torchmonarch",
-    ("runtime.worker_group", "runtime.receiver"): "optional library: torchmonarch, which the engine imports",
     # A library that is slow to import.
     ("device.values", "parallelizer.state.loading"): "imports torch.distributed.tensor, for reading files alone",
+    ("parallelizer.call.pipelined_forward", "parallelizer.pipeline.schedules"): "imports the compiler: 1 s a worker",
     # What a command does without torch, or before it.
     ("cli.verify_command", "cli.plan_verification"): "sets CUDA_VISIBLE_DEVICES before torch is imported",
     ("toolkit.doctor", "toolkit.link_checks"): "imports torch, which may be what is missing",

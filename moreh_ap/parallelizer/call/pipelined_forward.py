@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,13 @@ from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import compute_dtype, recover, settle
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MetaReduction
 from moreh_ap.parallelizer.mesh import Axis
-from moreh_ap.parallelizer.pipeline.schedules import Border, schedule_for
 from moreh_ap.parallelizer.pipeline.stage import Nesting, Stage, Travelling, nesting_of
 from moreh_ap.parallelizer.pipeline.stages import Stages, stages_of
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
+
+if TYPE_CHECKING:
+    from moreh_ap.parallelizer.pipeline.schedules import Border
 
 
 class PipelinedPass(Execution):
@@ -182,6 +184,8 @@ class PipelinedForward(MicroBatchedForward):
         """Runs the schedule. A second call computes everything once more, so `retain_graph` needs nothing."""
         self._chunk_grads_given = [self._chunk_grads(output_grads, chunk) for chunk in range(self._num_chunks)]
         settle(self.call.module)
+        from moreh_ap.parallelizer.pipeline.schedules import schedule_for
+
         schedule, adapters = schedule_for(self._stages, self._plan, self._num_chunks, self.call.device)
         chunks: list[Any] = [[] for _ in range(self._num_chunks)]
         for adapter in adapters:
