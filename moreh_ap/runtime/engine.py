@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.bootstrap import Launch
+from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.worker.actor import Answer, Trouble, WorkerSide, WorkerSpec
 
 # Read once, when Monarch is imported in a process. Poll frequency: a lost process is noticed within a second, not ten.
