@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from moreh_ap.session.checkpoint.training_checkpoint import save as save
 
 
-
 def __getattr__(name: str) -> Any:
     """Returns `save` or `load`, imported when first asked for."""
     if name in ("save", "load"):

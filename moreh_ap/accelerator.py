@@ -20,6 +20,7 @@ from moreh_ap.session.rng_streams import AcceleratorGenerator, ProcessGenerator
 from moreh_ap.session.session import Session
 from moreh_ap.session.session_backend import SessionBackend
 from moreh_ap.settings import Options
+from moreh_ap.states import AcceleratorState, StateMachine
 from moreh_ap.version import __version__
 
 _MADE_S = 5.0  # workers take seconds to be ready, the constructor that starts them none, unless it is interrupted
@@ -30,6 +31,9 @@ class Accelerator:
 
     Args:
         options: What the script asked for.
+
+    Attributes:
+        state: How far its workers are.
 
     Raises:
         OptionError: If more GPUs are asked for than there are.
@@ -44,13 +48,18 @@ class Accelerator:
         # Many scripts go on with ``os.environ["CUDA_VISIBLE_DEVICES"] = "0"``: the devices are those of this moment.
         visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
+        self.state = state = StateMachine(AcceleratorState.STARTING)
+
         def start_mesh() -> WorkerGroup:
             _log(log.requesting_line())
+            state.enter(AcceleratorState.STARTING)
             made = threading.Event()
 
             def on_progress(stage: str, done: int, total: int) -> None:
                 _log_progress(stage, done, total)
-                if stage == "ready" and made.wait(_MADE_S):
+                if stage != "ready" or not made.wait(_MADE_S):
+                    return
+                if state.enter(AcceleratorState.READY, only_from=AcceleratorState.STARTING):
                     job.has_workers(mesh.pids)
 
             mesh = WorkerGroup(
@@ -77,6 +86,7 @@ class Accelerator:
 
     def close(self) -> None:
         """Undo the redirections and end the workers."""
+        self.state.enter(AcceleratorState.CLOSED)
         self._patches.undo()
         self.session.close()
 

@@ -56,8 +56,9 @@ def print_explanation(ranking: Ranking) -> None:
     """Prints where memory and time of the best plan go, and why it is the best."""
     console, best = Console(), ranking.best
     console.print(_components_table([best]))
-    _print_notes(console, [_BRACKETS, *plan_explanation.sentences(ranking),
-                           *plan_explanation.skipped_sentences(ranking)])
+    _print_notes(
+        console, [_BRACKETS, *plan_explanation.sentences(ranking), *plan_explanation.skipped_sentences(ranking)]
+    )
 
 
 def print_comparison(task: Task, candidates: list[Candidate]) -> None:

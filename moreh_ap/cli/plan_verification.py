@@ -18,7 +18,6 @@ from moreh_ap.cli.script_run import run_until_first_call
 from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.integrations import transformers_families
 from moreh_ap.plan import Plan
-from moreh_ap.session.planning import first_call
 from moreh_ap.session.verification import equivalence, reduced_model
 from moreh_ap.session.verification.equivalence import Equivalence, Subject, Training
 from moreh_ap.settings import Options
@@ -60,7 +59,7 @@ def _verify_plan(plan: Plan, prepare: Callable[[int], Prepared]) -> Equivalence:
             enable(Options(devices=plan.num_devices, plan=plan, mixed_precision=False))
             accelerator = device.current()
         try:
-            with first_call.on_trial(plan):
+            with accelerator.session.trying(plan):
                 found = equivalence.measure(subject, expected, plan)
         except PlanError as error:
             return Equivalence(str(plan), "refused", error.fact)

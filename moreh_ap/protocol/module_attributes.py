@@ -57,9 +57,7 @@ class Attributes:
     def changed(self, before: Marks) -> dict[str, Any]:
         """Returns the attributes that were set or changed since, and their values, in the order of their names."""
         found = {
-            name: value
-            for name, value in self._values()
-            if name not in before or not _is_marked(value, before[name])
+            name: value for name, value in self._values() if name not in before or not _is_marked(value, before[name])
         }
         return {name: found[name] for name in sorted(found)}
 

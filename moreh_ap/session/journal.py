@@ -5,7 +5,6 @@ Decides what is noted, and until when. Must not know why anything is told again,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +14,7 @@ from moreh_ap.protocol.messages.calls import Differentiate, Forward, TakeGradien
 from moreh_ap.protocol.messages.row_shards import RunOnParts
 from moreh_ap.protocol.messages.state import RunOperation
 from moreh_ap.protocol.messages.tensors import OutputRef, TensorData
+from moreh_ap.states import SessionState, StateMachine
 
 _MOST_COMMANDS = 1024
 _MOST_BYTES = 1 << 28
@@ -30,18 +30,17 @@ class Message:
 
 
 class Journal:
-    """Messages in order. Closed at first; once closed it is empty.
+    """Messages in order, while the session is `SessionState.REPLAYABLE`; empty otherwise.
 
-    Attributes:
-        is_open: Whether everything since `open` is here.
+    Args:
+        state: The state of the session.
 
-    Closing may happen in the thread that receives answers, so it never waits.
+    The state may be left in the thread that receives answers, so nothing here waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: StateMachine[SessionState]) -> None:
+        self.state = state
         self._messages: list[Message] = []
-        self._whenever_closed: list[Callable[[], object]] = []
-        self.is_open = False
         self._num_commands = self._num_bytes = 0
 
     @property
@@ -59,31 +58,21 @@ class Journal:
         return tuple(self._messages)
 
     def open(self) -> None:
-        """Note from now on, and forget what was noted before."""
-        self.close()
-        self.is_open = True
+        """Note from now on, and forget what was noted before: the workers know no model of the script yet."""
+        if self.state.current is SessionState.REPLAYABLE:
+            self.state.enter(SessionState.UNREPLAYABLE)
+        self.state.enter(SessionState.REPLAYABLE)
+        self.state.when_left(SessionState.REPLAYABLE, self._forget)
 
-    def close(self) -> None:
-        """Note no more: what was noted cannot, or need not, be told again."""
-        self.is_open = False
+    def _forget(self) -> None:
         self._messages, self._num_commands, self._num_bytes = [], 0, 0
-        callbacks, self._whenever_closed = self._whenever_closed, []
-        for callback in callbacks:
-            callback()
-
-    def when_closed(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once nothing is told again any more: at the next closing, or at once."""
-        if self.is_open:
-            self._whenever_closed.append(callback)
-        else:
-            callback()
 
     def note(self, commands: tuple[Any, ...], posted: tuple[Any, ...]) -> None:
-        """A message is about to leave; only while the journal is open."""
+        """A message is about to leave; only while the session is replayable."""
         self._num_commands += len(commands)
         self._num_bytes += sum(map(_num_bytes, commands))
         if self._num_commands > _MOST_COMMANDS or self._num_bytes > _MOST_BYTES:
-            self.close()
+            self.state.enter(SessionState.UNREPLAYABLE)
         else:
             self._messages.append(Message(commands, posted))
 

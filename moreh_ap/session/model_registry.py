@@ -127,9 +127,9 @@ class ModelRegistry:
         return outermost[0] if len(outermost) == 1 else nn.ModuleList(outermost)
 
     def _lay_out(self, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> RemoteModel:
-        session, plan = self._session, first_call.plan_on_trial()
-        if plan is not None:
-            return RemoteModel(session, root, call, plan, on_trial=True)
+        session = self._session
+        if session.trial_plan is not None:
+            return RemoteModel(session, root, call, session.trial_plan, on_trial=True)
         planned = first_call.plan_first_call(session, root, call)
         values = [(tensor, tensor._cell.value) for tensor in _state_tensors(root)]
         if session.options.autotune and not planned.is_given:

@@ -21,6 +21,7 @@ from moreh_ap.protocol.messages.stream import Batch, DefineList
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.runtime.worker_group import Reply, WorkerGroup
 from moreh_ap.session.journal import Journal
+from moreh_ap.states import SessionState, StateMachine
 
 _MAX_GATHERED = 512
 _MAX_DEFINITIONS = 4096
@@ -96,6 +97,7 @@ class Outbox:
         mesh: The workers.
 
     Attributes:
+        state: Whether the journal has all that the workers were told since the first model.
         journal: What was sent since a model was built, until it has been trained for a step.
         on_error: Asked about an error before the script learns of it: returns how what is in the journal is done once
             more, or None if the script has to know; it may raise a better error.
@@ -105,7 +107,8 @@ class Outbox:
     """
 
     def __init__(self, mesh: WorkerGroup) -> None:
-        self.journal = Journal()
+        self.state = StateMachine(SessionState.EMPTY)
+        self.journal = Journal(self.state)
         self.on_error: Callable[[Exception], Restart | None] | None = None
         self.times_restarted = 0
         self._mesh = mesh
@@ -169,7 +172,7 @@ class Outbox:
                 commands.append(self._released.popleft())
             if not commands:
                 return
-            if self.journal.is_open:
+            if self.state.current is SessionState.REPLAYABLE:
                 self.journal.note(tuple(commands), tuple(posted))
             times_restarted = self.times_restarted
             try:

@@ -6,7 +6,8 @@ that is `model`, `call` and `optimizer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -50,12 +51,22 @@ class Session:
         self.outbox = Outbox(self.mesh)
         self.traffic = Traffic()
         self.watch: StepObserver | None = None
+        self.trial_plan: Plan | None = None  # see `trying`
         self._devices: list[DeviceInfo] | None = None
         # What a script may use beside plain calls; `backend` attaches them.
         self.run_on_row_shards: Callable[[Any, Any, Any], Any] | None = None
         self.differentiate: Callable[[Any, Any, Any], Any] | None = None
         self.lay_out_again: Callable[[Any, Plan, str], bool] | None = None  # see `recovery`
         self.script_only_hooks: set[int] = set()  # see `script_hooks.RunsInScriptOnly`
+
+    @contextlib.contextmanager
+    def trying(self, plan: Plan) -> Iterator[None]:
+        """Models that are called for the first time inside use `plan`, unverified and without a line in the log."""
+        before, self.trial_plan = self.trial_plan, plan
+        try:
+            yield
+        finally:
+            self.trial_plan = before
 
     def stop_watching(self) -> None:
         """Nothing more is compared with what was predicted of steps."""

@@ -375,7 +375,6 @@ def test_a_hook_on_an_output_of_which_the_gradient_comes_in_parts():
         gradient.square().sum().backward()
 
 
-
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()

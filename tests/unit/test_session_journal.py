@@ -18,6 +18,7 @@ from moreh_ap.session.outbox import Outbox, Restart
 from moreh_ap.session.planning import oom_records
 from moreh_ap.session.planning.autotune import plans_to_try
 from moreh_ap.session.planning.step_watch import Expected
+from moreh_ap.states import SessionState, StateMachine
 
 GIB = 2**30
 
@@ -95,17 +96,17 @@ def test_a_second_failure_is_met_as_well_and_an_error_of_nobodys_business_is_rai
 
 def test_a_journal_closes_when_it_grows_too_large(monkeypatch):
     monkeypatch.setattr(journal, "_MOST_BYTES", 100)
-    noted, closed = journal.Journal(), []
+    noted, closed = journal.Journal(StateMachine(SessionState.EMPTY)), []
     noted.open()
-    noted.when_closed(lambda: closed.append(True))
+    noted.state.when_left(SessionState.REPLAYABLE, lambda: closed.append(True))
     noted.note((forward(TensorData.of(torch.zeros(20))),), ())
-    assert noted.is_open and not closed
+    assert noted.state.current is SessionState.REPLAYABLE and not closed
     noted.note((forward(TensorData.of(torch.zeros(20))),), ())
-    assert not noted.is_open and closed == [True] and noted.messages() == ()
+    assert noted.state.current is SessionState.UNREPLAYABLE and closed == [True] and noted.messages() == ()
 
 
 def test_a_journal_knows_what_another_layout_would_break():
-    noted = journal.Journal()
+    noted = journal.Journal(StateMachine(SessionState.EMPTY))
     noted.open()
     noted.note((forward(TensorData.of(torch.zeros(2))),), ())
     assert not noted.is_bound_to_layout
@@ -168,7 +169,7 @@ def test_plans_that_are_tried_differ_in_their_axes_first():
 
 
 def test_state_refs_are_not_counted_as_bytes():
-    noted = journal.Journal()
+    noted = journal.Journal(StateMachine(SessionState.EMPTY))
     noted.open()
     noted.note((forward(StateRef("model0", "param", "weight")),), ())
-    assert noted.is_open
+    assert noted.state.current is SessionState.REPLAYABLE

@@ -13,9 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CUDA_DEVICES = frozenset(
-    device
-    for name in ("cuda", *(f"cuda:{index}" for index in range(128)))
-    for device in (name, torch.device(name))
+    device for name in ("cuda", *(f"cuda:{index}" for index in range(128))) for device in (name, torch.device(name))
 )
 """What a call of a torch function may name that means this worker's device."""
 

@@ -235,7 +235,6 @@ class GlobalReduction(OwnDevice):
         self.global_denominators.append(everywhere)
         return everywhere
 
-
     def _exchange(self, local: Tensor, place: int, mark: int) -> tuple[Tensor, Tensor]:
         """Returns the sums of a denominator and of the places for which workers gave it: numbers, 0 at the end."""
         known = torch.tensor([place, mark, place * place, mark * mark], dtype=torch.float64)

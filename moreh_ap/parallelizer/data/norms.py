@@ -30,8 +30,10 @@ def total_norm(parts: Sequence[Tensor], order: float, device: torch.device, num_
     if not order > 0:
         raise UnsupportedError(f"a norm of order {order} over all devices", "orders above 0, or inf", "norm_type=2.0")
     dtype = torch.promote_types(parts[0].dtype, torch.float32) if parts else torch.float32
-    norms = torch.stack([torch.linalg.vector_norm(part.detach(), order, dtype=dtype) for part in parts if part.numel()]
-                        or [torch.zeros((), dtype=dtype, device=device)])
+    norms = torch.stack(
+        [torch.linalg.vector_norm(part.detach(), order, dtype=dtype) for part in parts if part.numel()]
+        or [torch.zeros((), dtype=dtype, device=device)]
+    )
     whole = torch.linalg.vector_norm(norms, order).to(device)
     if num_workers == 1:
         return whole

@@ -81,9 +81,7 @@ def find_body(module: nn.Module) -> tuple[str, int]:
     )
 
 
-def trace(
-    meta_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
-) -> Trace:
+def trace(meta_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Trace:
     """Returns where `meta_module` uses its parameters when it is called so.
 
     Args:

@@ -24,7 +24,6 @@ TOLERANCE_BF16 = 3e-2
 _CLASS_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
-
 def check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> None:
     for site, whole in enumerate(common):
         parts = sum(float(single[site]) for single in singles)

@@ -68,7 +68,6 @@ class TensorData:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.data), dtype=self.dtype).as_strided(self.shape, self.strides)
 
-
     def on(self, device: torch.device) -> Tensor:
         """Decode onto a worker's device, or into host memory where the script passed the tensor from there."""
         tensor = self.tensor()

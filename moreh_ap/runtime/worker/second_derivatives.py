@@ -52,6 +52,4 @@ def differentiate(
     gradient = GradientPass(run, own, tuple(result_kinds), watched, parameters)
     inputs = [bool(kinds) and kinds[index] == "rows" for index in given] + [carried[index] for index in wanted]
     wants_again = (*(wants[index] for index in given), *(True for _ in wanted))
-    return gradient, Roles(
-        roles.axis, roles.rows, inputs, wants_again, roles.is_split, num_own_rows=roles.num_own_rows
-    )
+    return gradient, Roles(roles.axis, roles.rows, inputs, wants_again, roles.is_split, num_own_rows=roles.num_own_rows)

@@ -305,9 +305,7 @@ class WorkerCall:
         local = self._own_gradients(gradients)
         with self._as_then():
             answered = iter(self._run.backward(local, retain_graph=retain_graph))
-        self._input_gradients = {
-            index: next(answered) for index, wanted in enumerate(self._roles.wants_grad) if wanted
-        }
+        self._input_gradients = {index: next(answered) for index, wanted in enumerate(self._roles.wants_grad) if wanted}
 
     def differentiate(self, command: Differentiate, gradients: list[Tensor | Part | None]) -> WorkerCall:
         """The gradients of this call as a call of their own. See [Note: a call like others] in `gradient_pass.py`."""

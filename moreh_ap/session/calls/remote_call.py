@@ -395,5 +395,3 @@ def _form_of(tensor: Tensor) -> Hashable:
 def _which(gradients: Sequence[Tensor | None]) -> tuple[bool, ...]:
     """Which outputs have a gradient."""
     return tuple(gradient is not None for gradient in gradients)
-
-

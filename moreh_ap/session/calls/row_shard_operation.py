@@ -26,7 +26,6 @@ Follows = Callable[[Tensor], bool]
 aten = torch.ops.aten
 
 
-
 @dataclass(frozen=True)
 class Operation:
     """One call of an ATen operation, with what is known of its operands.

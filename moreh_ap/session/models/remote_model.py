@@ -43,6 +43,7 @@ from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import ModelState, OnWorkers
 from moreh_ap.session.value_files import ValueFiles
+from moreh_ap.states import ModelPhase, SessionState, StateMachine
 
 
 class RemoteModel:
@@ -64,7 +65,7 @@ class RemoteModel:
     ) -> None:
         self.session, self.root = session, root
         self.owner = f"model{session.outbox.new_id()}"
-        self.stale = False
+        self.phase = StateMachine(ModelPhase.CURRENT)
         self.settings = Settings()  # attributes and what is frozen: what is known of calls depends on it
         self._set_plan(plan)
         self.modules = list(root.modules())
@@ -96,7 +97,7 @@ class RemoteModel:
         self._first_call: tuple[nn.Module, Any, Any] | None = call
         self._build()
         self._take_gradients()
-        session.outbox.journal.when_closed(self._forget_first_call)
+        session.outbox.state.when_left(SessionState.REPLAYABLE, self._forget_first_call)
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -153,7 +154,7 @@ class RemoteModel:
                     tensor._cell.value = value
             else:
                 before.clear()
-            outbox.journal.when_closed(files.remove)
+            outbox.state.when_left(SessionState.REPLAYABLE, files.remove)
 
         command = BuildModel(self.owner, skeleton, str(self.plan), sources, self.example())
         self._built = outbox.submit(command)
@@ -301,7 +302,7 @@ class RemoteModel:
 
     def note_structure(self) -> None:
         """A submodule or parameter was added or replaced: the next call lays the model out anew."""
-        self.stale = True
+        self.phase.enter(ModelPhase.OUTDATED)
 
     def is_current(self) -> bool:
         """True if workers have the module tree, and its parameters are theirs still."""
@@ -310,7 +311,12 @@ class RemoteModel:
 
     def is_out_of_date(self) -> bool:
         """True if the module tree, or the hooks on it, are no longer those that workers have."""
-        return self.stale or _hook_keys(self.modules) != self._hook_keys or self._has_other_parts()
+        if self.phase.current is not ModelPhase.CURRENT:
+            return True
+        if _hook_keys(self.modules) == self._hook_keys and not self._has_other_parts():
+            return False
+        self.phase.enter(ModelPhase.OUTDATED)
+        return True
 
     def _has_other_parts(self) -> bool:
         parts = _parts_of(self.modules)
@@ -327,6 +333,7 @@ class RemoteModel:
 
     def release(self) -> None:
         """Tell the workers to forget the model."""
+        self.phase.enter(ModelPhase.RELEASED)
         self.session.outbox.release(ReleaseModel(self.owner))
 
 

@@ -26,6 +26,7 @@ from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
 from moreh_ap.session.models.parameter_gradients import expected_will_do
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import ModelState, OnWorkers, StateHolder
+from moreh_ap.states import SessionState
 
 
 def worker_refs(optimizer: Optimizer) -> tuple[tuple[StateRef, ...], ...] | None:
@@ -92,8 +93,10 @@ class RemoteOptimizer:
         outbox = self.session.outbox
         stepped = outbox.post_soon(StepOptimizer(self.owner, changes))
         self.session.traffic.step += 1
-        if outbox.journal.is_open:
-            stepped.add_done_callback(lambda done: None if done.failed() else outbox.journal.close())
+        if outbox.state.current is SessionState.REPLAYABLE:
+            stepped.add_done_callback(
+                lambda done: None if done.failed() else outbox.state.enter(SessionState.UNREPLAYABLE)
+            )
         if self.session.watch is not None:
             self.session.watch.stepped()
         optimizer.state.forget()  # type: ignore[attr-defined]

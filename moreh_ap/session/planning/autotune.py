@@ -92,7 +92,7 @@ def plans_to_try(candidates: Sequence[Candidate], count: int) -> list[Candidate]
 def _try(session: Session, root: nn.Module, call: reduced_model.Call, trial: Planned) -> tuple[float, float]:
     """Returns the seconds of a training step under a plan, and the bytes that the fullest device held."""
     module, args, kwargs = call
-    with _untouched(session, root), first_call.on_trial(trial.plan):
+    with _untouched(session, root), session.trying(trial.plan):
         session.memory(reset_peak=True)
         remote = RemoteModel(session, root, call, trial.plan, on_trial=True)
         try:

@@ -32,18 +32,7 @@ from moreh_ap.session.verification.equivalence import Equivalence
 
 Watcher = Callable[[nn.Module, "reduced_model.Call"], None]
 
-_on_trial: ContextVar[Plan | None] = ContextVar("on_trial", default=None)
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-
-
-@contextlib.contextmanager
-def on_trial(plan: Plan) -> Iterator[None]:
-    """Models that are called for the first time inside use `plan`, unproven and without a word in the log."""
-    token = _on_trial.set(plan)
-    try:
-        yield
-    finally:
-        _on_trial.reset(token)
 
 
 @contextlib.contextmanager
@@ -54,11 +43,6 @@ def watching(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         _watcher.reset(token)
-
-
-def plan_on_trial() -> Plan | None:
-    """The plan that models which are called for the first time now have to use, if there is one."""
-    return _on_trial.get()
 
 
 def plan_first_call(session: Session, root: nn.Module, call: reduced_model.Call) -> Planned:
@@ -134,7 +118,7 @@ def _verify(session: Session, root: nn.Module, call: reduced_model.Call, trial: 
     """
     before, session.generator = session.generator, AcceleratorGenerator()
     try:
-        with on_trial(trial):
+        with session.trying(trial):
             rows, depth = reduced_model.rows_for(trial), reduced_model.depth_for(trial)
             subject, expected = reduced_model.reduce_call(root, call, rows, depth)
             found = equivalence.measure(subject, expected, trial)

@@ -35,10 +35,11 @@ from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.journal import Journal
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.outbox import Restart
-from moreh_ap.session.planning import first_call, oom_records
+from moreh_ap.session.planning import oom_records
 from moreh_ap.session.planning.plan_selection import Planned, say, write_selected
 from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
+from moreh_ap.states import SessionState
 
 Values = list[tuple[VirtualTensor, Value]]
 
@@ -72,16 +73,17 @@ class Recovery:
         The journal has to have been opened before if the model is to be recovered; otherwise nothing is noted.
         """
         self._largest = max(filter(None, (self._largest, planned)), key=_needed_bytes)
-        if self._session.outbox.journal.is_open:
+        state = self._session.outbox.state
+        if state.current is SessionState.REPLAYABLE:
             if not self._models:
-                self._session.outbox.journal.when_closed(self._models.clear)
+                state.when_left(SessionState.REPLAYABLE, self._models.clear)
             self._models.append(_Model(remote, planned, values))
 
     def _on_error(self, error: Exception) -> Restart | None:
         journal = self._session.outbox.journal
-        if not oom_records.is_out_of_memory(error) or first_call.plan_on_trial() is not None or self._largest is None:
+        if not oom_records.is_out_of_memory(error) or self._session.trial_plan is not None or self._largest is None:
             return None
-        if not (self._models and journal.is_open):
+        if not (self._models and journal.state.current is SessionState.REPLAYABLE):
             oom_records.remember(self._largest.expected, error)
             raise type(error)(f"{oom_records.first_line(error)}\n{_too_late(self._largest)}") from error
         # Which of several models took too much is not known: the largest gives way.
@@ -111,7 +113,7 @@ class Recovery:
         """
         journal = self._session.outbox.journal
         model = next((one for one in self._models if one.remote is remote), None)
-        if model is None or not journal.is_open or model.planned.is_given:
+        if model is None or journal.state.current is not SessionState.REPLAYABLE or model.planned.is_given:
             return False
         before, task = model.planned.plan, model.planned.task
         if journal.is_bound_to_layout and before.tensor * before.pipeline > 1:
@@ -151,7 +153,7 @@ class Recovery:
         for one in self._models:
             for tensor, value in one.values:
                 tensor._cell.value = value
-        self._session.outbox.journal.close()
+        self._session.outbox.state.enter(SessionState.UNREPLAYABLE)
         self._session.outbox.restart(Restart(self._session.restart_workers(), lambda command: command))
 
 

@@ -62,9 +62,7 @@ class Planned:
         return replace(self, expected=replace(self.expected, chosen=chosen))
 
 
-def choose_plan_for(
-    session: Session, root: nn.Module, family: str, call: tuple[Any, Any], rows: int | None
-) -> Planned:
+def choose_plan_for(session: Session, root: nn.Module, family: str, call: tuple[Any, Any], rows: int | None) -> Planned:
     """Returns the plan for a model with what is predicted of it; logged, and written to the `.dump` files.
 
     Args:

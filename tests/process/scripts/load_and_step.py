@@ -1,6 +1,6 @@
 """Loads one checkpoint after the other, trains a step, and prints the most memory that this process ever used so far.
 
-    python load_and_step.py FOLDER...
+python load_and_step.py FOLDER...
 """
 
 import re
