@@ -19,6 +19,7 @@ from moreh_ap.protocol.messages.state import ReadState, WriteState
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.worker_group import WorkerGroup
+from moreh_ap.session.calls.call_extensions import CallExtensions
 from moreh_ap.session.outbox import Outbox
 from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.traffic import Traffic
@@ -53,9 +54,7 @@ class Session:
         self.watch: StepObserver | None = None
         self.trial_plan: Plan | None = None  # see `trying`
         self._devices: list[DeviceInfo] | None = None
-        # What a script may use beside plain calls; `backend` attaches them.
-        self.run_on_row_shards: Callable[[Any, Any, Any], Any] | None = None
-        self.differentiate: Callable[[Any, Any, Any], Any] | None = None
+        self.extensions: CallExtensions  # set by `session_backend`
         self.lay_out_again: Callable[[Any, Plan, str], bool] | None = None  # see `recovery`
         self.script_only_hooks: set[int] = set()  # see `script_hooks.RunsInScriptOnly`
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from moreh_ap.protocol.messages.devices import DeviceInfo
 from moreh_ap.protocol.messages.stream import Synchronize
-from moreh_ap.session.calls import autograd_api, clipping, double_backward, row_shard_rules
-from moreh_ap.session.calls.extended_call import call_remotely
+from moreh_ap.session.calls import autograd_api, clipping
+from moreh_ap.session.calls.extended_call import ExtendedCalls, call_remotely
 from moreh_ap.session.model_registry import ModelRegistry, Route
 from moreh_ap.session.models.parameter_gradients import expected_will_do
 from moreh_ap.session.models.remote_optimizer import clearing_on_workers, elementwise_optimizers, stepping_on_workers
@@ -35,8 +35,7 @@ class SessionBackend:
 
     def __init__(self, session: Session, registry: ModelRegistry) -> None:
         self._session, self._registry = session, registry
-        session.run_on_row_shards = row_shard_rules.run_on_parts
-        session.differentiate = double_backward.differentiate
+        session.extensions = ExtendedCalls()
 
     @property
     def generator(self) -> AcceleratorGenerator:

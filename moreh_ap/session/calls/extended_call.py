@@ -1,4 +1,4 @@
-"""Calls of models whose scripts use more than plain calls, and the first calls of all others.
+"""Calls of models whose scripts use more than plain calls, and the first calls of all others (`CallExtensions`).
 
 Hooks of the script run once more on the result, attributes that forwards set are set here too, a forward that reads
 attributes of earlier ones is given them, and a cache that was passed is the one that comes back. A call is made again
@@ -8,14 +8,50 @@ pass by this file: `remote_call.call_on_route`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from moreh_ap.integrations.transformers_worker import hand_caches_back
 from moreh_ap.protocol.rng_state import Streams
+from moreh_ap.session.calls import double_backward, output_watchers, row_shard_rules
 from moreh_ap.session.calls.answer_check import ReadsPassedState
-from moreh_ap.session.calls.call_results import finish_call
-from moreh_ap.session.calls.remote_call import send_call
+from moreh_ap.session.calls.remote_call import Call, send_call
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import RunsInScriptOnly, refuse_global_hooks
+
+
+class ExtendedCalls:
+    """Implements `CallExtensions`: what calls may use beyond plain ones."""
+
+    def finish(
+        self, call: Call, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], hooks_done: int = 0
+    ) -> Any:
+        model, structure = call.model, call.structure
+        assert structure is not None
+        result = tree_unflatten(leaves, structure.treespec)
+        if structure.is_report:
+            result = model.script_hooks.run(call, structure.treespec, result, len(leaves), hooks_done)
+        if structure.has_cache and call.takes_cache:
+            hand_caches_back((*args, *kwargs.values()), result)
+        if model.left_out:
+            model.warn_of_attributes()
+        return result
+
+    def watch_output(
+        self, call: Call, output: int, watcher: Callable[[Tensor], object], adds_up: bool = False
+    ) -> output_watchers.RemovableWatcher | None:
+        return output_watchers.watch_output(call, output, watcher, adds_up)
+
+    def differentiate(
+        self, call: Call, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        return double_backward.differentiate(call, gradients, inputs)
+
+    def run_on_row_shards(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return row_shard_rules.run_on_parts(func, args, kwargs)
 
 
 def call_remotely(
@@ -39,13 +75,13 @@ def call_remotely(
     random_state = (generator.state(), generator.streams()) if model.may_be_called_again() else None
     passed_state = model.passed_state(path) if model.passes_state else {}
     try:
-        call, structure, leaves = send_call(model, path, args, {**kwargs, **passed_state})
+        call, _, leaves = send_call(model, path, args, {**kwargs, **passed_state})
     except ReadsPassedState as forward:
         _draw_again(model, random_state)
         model.pass_on(path, forward.names)
         return call_remotely(model, path, args, kwargs, hooks_done)
     try:
-        return finish_call(model, call, structure, leaves, args, kwargs, hooks_done)
+        return model.session.extensions.finish(call, leaves, args, kwargs, hooks_done)
     except RunsInScriptOnly as hook:
         model.session.script_only_hooks.add(hook.key)
         _draw_again(model, random_state)

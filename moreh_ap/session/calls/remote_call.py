@@ -24,15 +24,8 @@ from moreh_ap.protocol.messages.calls import Backward, Forward, ReadOutputs, Rel
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, OutputRef, PartRef, StateRef, TensorData
 from moreh_ap.protocol.process_flags import GETTERS, process_flags
 from moreh_ap.session.calls.answer_check import ReadsPassedState, answered, check_structure, learn_structure
-from moreh_ap.session.calls.call_results import finish_call
 from moreh_ap.session.calls.input_gradients import InputGradient
-from moreh_ap.session.calls.output_watchers import (
-    OutputWatchers,
-    RemovableWatcher,
-    Watcher,
-    read_gradients,
-    watch_output,
-)
+from moreh_ap.session.calls.output_watchers import OutputWatchers, RemovableWatcher, Watcher, read_gradients
 from moreh_ap.session.calls.row_shard_values import Located, PartValue, PartView, part_ref_of
 from moreh_ap.session.models.parameter_gradients import separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
@@ -231,7 +224,7 @@ def call_on_route(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: 
         model.pass_on(path, forward.names)
         return NotImplemented
     if structure.is_report or (structure.has_cache and call.takes_cache) or model.left_out:
-        return finish_call(model, call, structure, leaves, args, kwargs)
+        return model.session.extensions.finish(call, leaves, args, kwargs)
     return tree_unflatten(leaves, structure.treespec)
 
 
@@ -297,7 +290,7 @@ class OutputValue(Value):
         return reply.failed() or answered(reply.result())[0].leaves[self.index].data is not None
 
     def runner(self) -> Any:
-        return self.session.run_on_row_shards if self.located() is not None else None
+        return self.session.extensions.run_on_row_shards if self.located() is not None else None
 
     def located(self) -> Located | None:
         """Where workers have it, if it is large and stayed with them."""
@@ -325,7 +318,8 @@ class _RemoteCall(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         structure = call.send(list(tensors), grad=True)
-        ctx.watch_output = functools.partial(watch_output, call)  # tensors reach it through their `grad_fn`
+        # Tensors of the result reach it through their `grad_fn`.
+        ctx.watch_output = functools.partial(call.session.extensions.watch_output, call)
         ctx.save_for_backward(*(tensor for tensor in tensors if tensor.requires_grad))
         ctx.call = call
         ctx.inputs = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
@@ -337,8 +331,7 @@ class _RemoteCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():  # create_graph=True
-            differentiate = ctx.call.model.session.differentiate
-            found = iter(differentiate(ctx.call, gradients, ctx.saved_tensors))
+            found = iter(ctx.call.session.extensions.differentiate(ctx.call, gradients, ctx.saved_tensors))
             return (None, None, *(next(found) if requires_grad else None for *_, requires_grad in ctx.inputs))
         reply = ctx.call.backward(gradients)
         num_inputs = sum(requires_grad for *_, requires_grad in ctx.inputs)

@@ -85,7 +85,7 @@ class PartValue(Value):
         return self._reply is None
 
     def runner(self) -> Callable[[Any, Any, Any], Any] | None:
-        return self.session.run_on_row_shards
+        return self.session.extensions.run_on_row_shards
 
     def ready(self) -> bool:
         return self._reply is not None and self._reply.done()
