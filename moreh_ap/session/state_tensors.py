@@ -1,7 +1,7 @@
 """State tensors: parameters, buffers, gradients and optimizer state that workers keep, and operations on them.
 
-An operation whose tensors are all kept by workers runs there, each worker on its own part, where that is known to be
-right (`_RUNS_ON_WORKERS`); anything else is read, computed by the controller and written back (`device.tensor`).
+An operation whose tensors are all kept by workers runs there, each worker on its own shard, if it has a rule for that
+(`protocol.shard_rules`); anything else is read, computed by the controller and written back (`device.tensor`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,8 @@ from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Here, Value
 from moreh_ap.protocol.messages.state import ReleaseState, RunOperation
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
+from moreh_ap.protocol.shard_rules import StateRule, shard_rules
 from moreh_ap.session.session import Session
-
-aten = torch.ops.aten
-
-# Beside everything that PyTorch tags as pointwise: operations that sharded tensors (DTensor) carry out exactly.
-_RUNS_ON_WORKERS = {
-    aten.clone,
-    aten.copy_,
-    aten.zero_,
-    aten.fill_,
-    aten.zeros_like,
-    aten.ones_like,
-    aten.empty_like,
-    aten.linalg_vector_norm,
-    aten.sum,
-    aten.mean,
-    aten.stack,
-    aten._to_copy,
-}
-_KEEPS_SHAPE = _RUNS_ON_WORKERS - {aten.linalg_vector_norm, aten.sum, aten.mean, aten.stack}
-_FOREACH_PREFIX = "_foreach_"
-_REDUCTIONS = {"norm", "max", "powsum"}
 
 
 @dataclass(eq=False)
@@ -121,14 +101,15 @@ class StateHolder:
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an ATen operation where its tensors are; NotImplemented if that is not known to be right."""
-        if not _runs_on_workers(func):
+        rule = shard_rules(func).state
+        if rule is None or torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.inplace_view in func.tags:
             return NotImplemented
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(_is_worker_argument(tensor) for tensor in tensors):
             return NotImplemented
         values = [tensor._cell.value for tensor in tensors if isinstance(tensor, VirtualTensor)]
         placements = {value.placement() for value in values if isinstance(value, OnWorkers)} - {None}
-        if placements and (len(placements) > 1 or not _keeps_shape(func)):
+        if placements and (len(placements) > 1 or rule is StateRule.COMBINED):
             return NotImplemented
         placement = next(iter(placements), None)
         if kwargs.get("device") is not None:
@@ -206,25 +187,6 @@ class ModelState(StateHolder):
 
     def add_gradient(self, value: Any, gradient: Tensor) -> None:
         self.gradients.add(value.ref.name, gradient)
-
-
-def _runs_on_workers(func: Any) -> bool:
-    if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.inplace_view in func.tags:
-        return False
-    return (
-        torch.Tag.pointwise in func.tags
-        or func.overloadpacket in _RUNS_ON_WORKERS
-        or func._opname.startswith(_FOREACH_PREFIX)
-    )
-
-
-def _keeps_shape(func: Any) -> bool:
-    """True if the result's parts lie where the operand's do: neither a reduction nor a new arrangement."""
-    return (
-        torch.Tag.pointwise in func.tags
-        or func.overloadpacket in _KEEPS_SHAPE
-        or (func._opname.startswith(_FOREACH_PREFIX) and func._opname.removeprefix(_FOREACH_PREFIX) not in _REDUCTIONS)
-    )
 
 
 def _is_worker_argument(tensor: Tensor) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.parallelizer.tensor.crossing import Crossing
+from moreh_ap.protocol.shard_rules import ActivationRule, shard_rules
 
 _aten = torch.ops.aten
 _KEPT_NAMES = {
@@ -116,10 +117,8 @@ class SplitTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        split_form = _SPLIT_FORMS.get(func)
-        if split_form is None and torch.Tag.pointwise in func.tags:
-            split_form = _pointwise
-        result = split_form(func, args, kwargs) if split_form is not None else NotImplemented
+        rule = shard_rules(func).activation
+        result = NotImplemented if rule is None else _CARRY_OUT[rule](func, args, kwargs)
         if result is NotImplemented:
             args, kwargs = tree_map_only(SplitTensor, _gathered, (args, kwargs))
             result = func(*args, **kwargs)
@@ -296,18 +295,14 @@ def _select_or_slice_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str
     return SplitTensor(func(grad.part, local_sizes, dim, *rest), sizes[split_dim], split_dim, grad.crossing)
 
 
-_SPLIT_FORMS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    _aten.detach.default: _same_structure,
-    _aten.alias.default: _same_structure,
-    _aten.clone.default: _same_structure,
-    _aten._to_copy.default: _same_structure,
-    _aten.view.default: _view,
-    _aten._unsafe_view.default: _view,
-    _aten.slice.Tensor: _slice,
-    _aten.select.int: _select,
-    _aten.cat.default: _cat,
-    _aten.unsqueeze.default: _unsqueeze,
-    _aten.transpose.int: _transpose,
-    _aten.slice_backward.default: _select_or_slice_backward,
-    _aten.select_backward.default: _select_or_slice_backward,
+_CARRY_OUT: dict[ActivationRule, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    ActivationRule.POINTWISE: _pointwise,
+    ActivationRule.SAME_DIM: _same_structure,
+    ActivationRule.VIEW: _view,
+    ActivationRule.SLICE: _slice,
+    ActivationRule.SELECT: _select,
+    ActivationRule.CAT: _cat,
+    ActivationRule.UNSQUEEZE: _unsqueeze,
+    ActivationRule.TRANSPOSE: _transpose,
+    ActivationRule.CUT_BACKWARD: _select_or_slice_backward,
 }

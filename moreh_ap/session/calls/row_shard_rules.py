@@ -1,13 +1,14 @@
-"""Which operations run on parts of large tensors, and how the arguments of each worker differ from the script's.
+"""Operations on large tensors of which each worker has its rows of the batch, or a copy.
 
-Decides that an operation on rows is the same whether the rows are together or not, or, for sums over all of them, how
-it becomes one; whatever is not known to be so is declined, and then read and computed by the controller. This is below
-autograd: backward's operations come here like any other. Must not know what a worker does with its part.
+Decides how the arguments of each worker differ from the script's for each rule of the table (`protocol.shard_rules`);
+an operation without a rule, or with operands that do not fit it, is declined: then the controller reads whole tensors
+and computes it. This is below autograd: backward's operations come here like any other. Must not know what a worker
+does with its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from moreh_ap.device import operations
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.protocol.messages.tensors import NumRows
+from moreh_ap.protocol.shard_rules import BatchRule, shard_rules
 from moreh_ap.session.calls.row_shard_operation import Operation, like
 from moreh_ap.session.calls.row_shard_values import PartValue, PartView
 
@@ -33,8 +35,8 @@ def run_on_parts(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if func._schema.is_mutable:
         return _in_place(operation)
-    rule = _RULES.get(func.overloadpacket, _elementwise if torch.Tag.pointwise in func.tags else None)
-    return NotImplemented if rule is None else rule(operation)
+    rule = shard_rules(func).batch
+    return NotImplemented if rule is None else _CARRY_OUT[rule](operation)
 
 
 def _divided(tensor: Tensor, by: Any) -> Tensor:
@@ -184,47 +186,15 @@ def _copied(operation: Operation) -> Any:
     return operation.run(lambda tensor: True)
 
 
-def _table(*entries: tuple[Callable[[Operation], Any], Iterable[Any]]) -> dict[Any, Callable[[Operation], Any]]:
-    return {packet: rule for rule, packets in entries for packet in packets}
-
-
-_RULES = _table(
-    (
-        _along_other_dims,
-        [
-            *(aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data),
-            *(aten.logsumexp, aten.amax, aten.amin, aten.max, aten.min, aten.argmax, aten.argmin, aten.topk, aten.sort),
-            *(aten.var, aten.std, aten.any, aten.all, aten.prod, aten.linalg_vector_norm, aten.cumsum, aten.cumprod),
-            *(aten.logcumsumexp, aten.gather, aten.scatter, aten.scatter_add, aten.flip, aten.roll),
-            *(aten.cat, aten.stack),
-            *(aten.slice, aten.select, aten.unsqueeze, aten.squeeze, aten.transpose, aten.unbind),
-            *(aten.split, aten.split_with_sizes),
-        ],
-    ),
-    (_total, [aten.sum, aten.mean]),
-    (
-        _loss,
-        [
-            *(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss),
-            *(aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits),
-        ],
-    ),
-    (
-        _loss_backward,
-        [
-            *(aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward),
-            *(aten.soft_margin_loss_backward, aten.binary_cross_entropy_backward),
-        ],
-    ),
-    (_class_loss, [aten.nll_loss_forward, aten.nll_loss2d_forward]),
-    (_class_loss_backward, [aten.nll_loss_backward, aten.nll_loss2d_backward]),
-    (
-        _new_sizes,
-        [
-            *(aten.view, aten._unsafe_view, aten.expand, aten.slice_backward, aten.select_backward),
-            *(aten.new_zeros, aten.new_ones, aten.new_empty, aten.new_full),
-        ],
-    ),
-    (_permuted, [aten.permute]),
-    (_copied, [aten._to_copy, aten.clone, aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like]),
-)
+_CARRY_OUT: dict[BatchRule, Callable[[Operation], Any]] = {
+    BatchRule.POINTWISE: _elementwise,
+    BatchRule.OTHER_DIMS: _along_other_dims,
+    BatchRule.TOTAL: _total,
+    BatchRule.LOSS: _loss,
+    BatchRule.LOSS_BACKWARD: _loss_backward,
+    BatchRule.CLASS_LOSS: _class_loss,
+    BatchRule.CLASS_LOSS_BACKWARD: _class_loss_backward,
+    BatchRule.NEW_SIZES: _new_sizes,
+    BatchRule.PERMUTED: _permuted,
+    BatchRule.COPIED: _copied,
+}
