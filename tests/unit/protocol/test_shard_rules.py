@@ -1,4 +1,4 @@
-"""The table of operations on shards: each row is one that this PyTorch has, and each rule is carried out by its side."""
+"""The table of operations on shards: each row is an operation of this PyTorch, each rule is carried out somewhere."""
 
 from __future__ import annotations
 
