@@ -1,10 +1,15 @@
-"""Marks tests by the folder they are in, skips those that need a GPU where there is none, and deals files to lanes."""
+"""Marks tests by the folder they are in, skips those that need a GPU where there is none, and deals files to lanes.
+
+Of the tests marked `rotating`, which repeat a case for one more model, script or plan, CI runs one part of three, the
+next one every day. ``MOREH_CI_PART=2`` runs the second part; without the variable all of them run.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +18,9 @@ import pytest
 TESTS = Path(__file__).parent
 ONE_LANE = ("tests/site/",)
 """How the paths of files begin that share a fixture which is expensive to make: one process of pytest runs them all."""
+
+NUM_PARTS = 3
+"""Of the tests marked `rotating`."""
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and so would be the scripts of tests that send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,8 +34,13 @@ def machine_cache() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Gives every test in `tests/process` and `tests/gpu` the mark of its folder; runs quick folders first."""
+    part = os.environ.get("MOREH_CI_PART", "")
+    if part:
+        others = [item for item in items if item.get_closest_marker("rotating") and _part_of(item) != int(part)]
+        items[:] = [item for item in items if item not in set(others)]
+        config.hook.pytest_deselected(items=others)
     order = {"unit": 0, "process": 1, "gpu": 2, "site": 3}  # a browser's driver keeps an event loop running
     folders = {item: item.path.relative_to(TESTS).parts[0] for item in items if item.path.is_relative_to(TESTS)}
     for item, folder in folders.items():
@@ -39,6 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if folder == "gpu":
                 item.add_marker(skip)
     items.sort(key=lambda item: order.get(folders.get(item, ""), len(order)))
+
+
+def _part_of(item: pytest.Item) -> int:
+    """The part from 1 to `NUM_PARTS` in which a rotating test runs, the same on every machine."""
+    return 1 + zlib.crc32(item.nodeid.encode()) % NUM_PARTS
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, where it is installed
