@@ -15,6 +15,7 @@ CHECKED_IN = {"torch": "2.13.0", "transformers": "5.23.0"}
 GUARDED = frozenset(
     {
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
+        "torch._dynamo.eval_frame.OptimizedModule._torchdynamo_orig_callable",
         "torch.jit.ScriptFunction._torchdynamo_inline",
     }
 )
@@ -126,7 +127,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "What an operation writes, and its name.",
-        ("torch._ops.OpOverload._opname", "device parallelizer/rng session session/calls"),
+        ("torch._ops.OpOverload._opname", "device parallelizer/rng protocol session session/calls"),
         ("torch._ops.OpOverload._overloadname", "device session session/calls"),
         ("torch._ops.OpOverload._schema", "*"),
     ),
@@ -214,6 +215,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.jit.ScriptFunction._torchdynamo_inline", "protocol"),
     ),
     *_names(
+        "The function that `torch.compile` was given.",
+        ("torch._dynamo.eval_frame.OptimizedModule._torchdynamo_orig_callable", "protocol"),
+    ),
+    *_names(
         "Moves, casts and materializes all tensors of a module, as `Module.to` does.",
         ("torch.nn.Module._apply", "device/patches parallelizer/state"),
     ),
@@ -272,17 +277,17 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Operations below autograd that tables of ours name.",
         ("torch.ops.aten._index_put_impl_", "device"),
-        ("torch.ops.aten._log_softmax", "session/calls"),
-        ("torch.ops.aten._log_softmax_backward_data", "session/calls"),
+        ("torch.ops.aten._log_softmax", "protocol"),
+        ("torch.ops.aten._log_softmax_backward_data", "protocol"),
         ("torch.ops.aten._scaled_dot_product_cudnn_attention", "parallelizer/data"),
         ("torch.ops.aten._scaled_dot_product_efficient_attention", "parallelizer/data"),
         ("torch.ops.aten._scaled_dot_product_flash_attention", "parallelizer/data"),
         ("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "parallelizer/data"),
         ("torch.ops.aten._scaled_dot_product_fused_attention_overrideable", "parallelizer/data"),
-        ("torch.ops.aten._softmax", "session/calls"),
-        ("torch.ops.aten._softmax_backward_data", "session/calls"),
-        ("torch.ops.aten._to_copy", "device parallelizer/tensor session session/calls"),
-        ("torch.ops.aten._unsafe_view", "parallelizer/tensor session/calls"),
+        ("torch.ops.aten._softmax", "protocol"),
+        ("torch.ops.aten._softmax_backward_data", "protocol"),
+        ("torch.ops.aten._to_copy", "device protocol"),
+        ("torch.ops.aten._unsafe_view", "protocol session/calls"),
     ),
     *_names(
         "The stack of function modes of a thread.",

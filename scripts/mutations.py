@@ -46,8 +46,8 @@ MUTATIONS = [
     Mutation(
         "mean_of_means",
         "moreh_ap/parallelizer/data/loss_reduction.py",
-        "dist.all_reduce(numbers, group=self._axis.group)",
-        "numbers *= self._axis.size",
+        "dist.all_reduce(numbers, group=self.axis.group)",
+        "numbers *= self.axis.size",
         "replicate-llama3",
     ),
     Mutation(

@@ -49,11 +49,17 @@ REFUSALS: dict[str, dict[str, str]] = {
     "mixtral_balanced": {"pipeline": "pipeline"},
     "t5": {"pipeline": "pipeline", "sequence": "sequence_parallel"},
     "convnet": {"sequence": "sequence", "tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
-    "convnet_batchnorm": {"sequence": "sequence", "tensor": "tensor", "pipeline": "pipeline", "recompute": "recompute"},
+    "convnet_batchnorm": {
+        "sequence": "sequence",
+        "tensor": "tensor",
+        "pipeline": "pipeline",
+        "recompute": "recompute",
+        "micro_batches": "batch normalisation",
+    },
 }
 """Family -> kind of plan that it has to refuse with a PlanError -> a word that the error must have in its text."""
 
-WHOLE = ("mixtral_balanced", "convnet_batchnorm")
+WHOLE = ("mixtral_balanced",)
 """Families whose rows look at each other: exact because every device computes the whole batch. No other may do so."""
 
 DEFAULT = {

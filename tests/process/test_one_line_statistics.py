@@ -8,6 +8,10 @@ import torch.nn.functional as F
 from test_one_line_training import assert_same, on_both
 from torch import nn
 
+from moreh_ap.errors import PlanError
+
+WHOLE = "Every device computes the whole batch"
+
 
 @pytest.fixture(params=["replicate=2", "shard=2"], autouse=True)
 def session(request, accelerator):
@@ -25,7 +29,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_statistics_are_those_of_the_whole_batch(name):
+def test_statistics_are_those_of_the_whole_batch_and_each_worker_computes_its_rows(name, capsys):
     def script(device):
         torch.manual_seed(0)
         norm = nn.BatchNorm2d(4) if name == "synchronised" and device == "cpu" else NORMS[name]()
@@ -46,9 +50,10 @@ def test_statistics_are_those_of_the_whole_batch(name):
         return trace
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
 
 
-def test_batch_norm_of_features_and_a_part_that_is_frozen():
+def test_batch_norm_of_features_and_a_part_that_is_frozen(capsys):
     def script(device):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(
@@ -63,6 +68,71 @@ def test_batch_norm_of_features_and_a_part_that_is_frozen():
         return losses, [parameter.grad for parameter in model.parameters()], list(model.buffers())
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
+def test_a_worker_may_have_one_value_a_channel_and_rows_may_be_dropped_out(capsys):
+    """Of three rows on two workers one is alone; the last layer sees one value a channel of each row."""
+
+    def script(device):
+        torch.manual_seed(0)
+        # No bias in front of the normalisation: its gradient is zero but for rounding, of which Adam makes a step.
+        first = nn.Linear(4, 16, bias=False)
+        model = nn.Sequential(first, nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 2)).to(device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        losses = []
+        for rows in (5, 3, 2):
+            x, y = torch.randn(rows, 4).to(device), torch.randint(0, 2, (rows,)).to(device)
+            for _ in range(2):  # two batches of gradients a step
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, list(model.buffers())
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
+def test_one_value_a_channel_in_the_whole_batch_is_the_error_of_one_device():
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).cuda()
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        model(torch.randn(1, 4).cuda())
+
+
+class CustomLoss(nn.Module):
+    """Classifies with batch normalisation and takes the mean loss itself, with statistics in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(2, 6, 3), nn.BatchNorm1d(6, track_running_stats=False), nn.Flatten())
+        self.head = nn.LazyLinear(3)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(self.body(x).tanh()), y)
+
+
+def test_means_inside_of_the_model_and_statistics_in_evaluation(capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model = CustomLoss().to(device)
+        x, y = torch.randn(7, 2, 8).to(device), torch.randint(0, 3, (7,)).to(device)
+        loss = model(x, y)
+        loss.backward()
+        with torch.no_grad():
+            without = model.eval()(x[:5], y[:5])
+        return loss.detach(), without, [parameter.grad for parameter in model.parameters()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
+def test_micro_batches_are_refused(accelerator):
+    accelerator("replicate=2,micro_batches=2")
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).cuda()
+    with pytest.raises(PlanError, match="batch normalisation takes the statistics of all its rows"):
+        model(torch.randn(8, 4).cuda())
 
 
 class Noisy(nn.Module):

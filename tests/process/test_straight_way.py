@@ -80,6 +80,7 @@ def test_the_controller(step_and_session: tuple[Callable[[], float], Session]) -
 def test_a_worker(step_and_session: tuple[Callable[[], float], Session]) -> None:
     step, session = step_and_session
     with no_finalizers():
+        session.synchronize()  # the workers forget what finalizers have released
         session.outbox.submit(ImportModules(("step_trace_begin",))).result()
         step()
         session.outbox.submit(ImportModules(("step_trace_end",))).result()

@@ -45,6 +45,7 @@ class Call:
         extensions: What the call uses beyond an ordinary one, the innermost first.
         kinds: The kind of every leaf of the result, where it is known. See [Note: kinds].
         counts: Whether numbers of true elements are denominators. See [Note: counts] in `loss_reduction.py`.
+        joined: Whether batch normalisation takes the statistics of all workers' rows (`batch_statistics.py`).
         means: Whether the forward takes means over the batch, where it is known. See [Note: workers meet] there.
         meets_failed: Whether a worker whose forward raises still meets the others, who do not wait for it elsewhere.
     """
@@ -60,6 +61,7 @@ class Call:
     extensions: tuple[CallExtension, ...] = ()
     kinds: tuple[str, ...] | None = None
     counts: bool = False
+    joined: bool = False
     means: bool = True
     meets_failed: bool = False
 

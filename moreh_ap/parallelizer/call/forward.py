@@ -20,6 +20,7 @@ from moreh_ap.parallelizer.call.call import GRADIENT_SYNCS, Call
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.extension import Forward, extended
 from moreh_ap.parallelizer.call.placement import OwnDevice
+from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.protocol.pytree import flatten
@@ -174,13 +175,14 @@ def reducing(call: Call) -> AbstractContextManager[Any]:
     """Returns what makes mean losses of a forward shares of the global mean, and CUDA devices this worker's."""
     if call.mode == "split" and call.axis.size > 1:
         fingerprint = call.random.fingerprint() if call.random.draws else None
-        return GlobalReduction(
+        kind = JoinedReduction if call.joined else GlobalReduction
+        return kind(
             call.device,
             axis=call.axis,
             counts=call.counts,
             meets=call.means or fingerprint is not None,
             mark=fingerprint,
-            meets_failed=call.meets_failed,
+            meets_failed=call.meets_failed and not call.joined,
         )
     return OwnDevice(call.device) if call.device.type == "cpu" else nullcontext()
 

@@ -95,6 +95,7 @@ class GlobalReduction(OwnDevice):
 
     Attributes:
         saw_counts: Whether there were such numbers.
+        saw_statistics: Whether a normalisation took statistics of the rows.
         local_denominators: What this worker contributed, one float64 number a site.
         global_denominators: What was divided by, one float64 number a site.
 
@@ -116,19 +117,19 @@ class GlobalReduction(OwnDevice):
         meets_failed: bool = False,
     ) -> None:
         super().__init__(device)
-        self.saw_counts = False
+        self.saw_counts = self.saw_statistics = False
         self.local_denominators: list[Tensor] = []
         self.global_denominators: list[Tensor] = []
-        self._axis = world_axis() if axis is None else axis
+        self.axis = world_axis() if axis is None else axis
         self._known = denominators
         self._record = record
-        self._counts = counts
+        self.counts = counts
         self._meets, self._mark, self._meets_failed = meets, mark, meets_failed
         self._apart: list[Tensor] = []
 
     def replay(self, sites: slice) -> GlobalReduction:
         """Returns what has to be active while the part of the forward that has these sites is computed again."""
-        return GlobalReduction(self.device, denominators=self.global_denominators[sites], counts=self._counts)
+        return GlobalReduction(self.device, denominators=self.global_denominators[sites], counts=self.counts)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -138,9 +139,11 @@ class GlobalReduction(OwnDevice):
             return self._loss(func, args, kwargs)
         if func in _MEANS:
             return self._mean(func, args, kwargs)
+        if func in (F.batch_norm, F.instance_norm):
+            self.saw_statistics = self.saw_statistics or _takes_statistics(func, args, kwargs)
         if func in _COUNTS and _is_count(args, kwargs):
             self.saw_counts = True
-            if self._counts:
+            if self.counts:
                 local = func(*args, **kwargs)
                 return self._add_up(local).to(local.device, local.dtype)
         if (
@@ -239,9 +242,9 @@ class GlobalReduction(OwnDevice):
         """Returns the sums of a denominator and of the places for which workers gave it: numbers, 0 at the end."""
         known = torch.tensor([place, mark, place * place, mark * mark], dtype=torch.float64)
         numbers = torch.cat([local.reshape(1).to(self.device), known.to(self.device)])
-        dist.all_reduce(numbers, group=self._axis.group)
+        dist.all_reduce(numbers, group=self.axis.group)
         sums, squares = numbers[1:3], numbers[3:]
-        self._apart.append(squares * self._axis.size - sums.square())  # zeros if all gave the same
+        self._apart.append(squares * self.axis.size - sums.square())  # zeros if all gave the same
         return numbers[0], sums[0]
 
     def _meet(self, mark: int) -> None:
@@ -327,6 +330,14 @@ def _is_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not isinstance(value, Tensor) or value.dtype is not torch.bool or value.ndim == 0:
         return False
     return len(args) == 1 and not {"dim", "axis", "keepdim", "out"} & kwargs.keys()
+
+
+def _takes_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Says whether a normalisation takes statistics of its input into its result or into running ones."""
+    if func is F.batch_norm:
+        return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+    running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
+    return running is not None and bool(kwargs.get("use_input_stats", args[5] if len(args) > 5 else True))
 
 
 def _names_meta(device: Any) -> bool:

@@ -112,12 +112,15 @@ class RandomPolicy:
         is_shared = self.stream is not None and self.share is not None
         return Drawing(SharedDraws(self.draws, self.share) if is_shared else None)  # type: ignore[arg-type]
 
-    def find_draws(self, device: torch.device, forward: Callable[[RandomPolicy, int], object]) -> tuple[Draw, ...]:
+    def find_draws(
+        self, device: torch.device, forward: Callable[[RandomPolicy, int], object], fewest: int = 1
+    ) -> tuple[Draw, ...]:
         """Returns what a forward draws from the common stream, and how the rows lie in it; () without such a stream.
 
         Args:
             device: This worker's device.
             forward: Runs so many rows of the batch with such a policy, and leaves nothing behind.
+            fewest: How many rows it can do with; it is run with twice as many too.
 
         Raises:
             UnsharedDraw: It cannot be told which numbers belong to which row.
@@ -125,16 +128,16 @@ class RandomPolicy:
         if self.stream is None:
             return ()
         drawing = self.begin(device)
-        found = self._compare_draws(forward)
+        found = self._compare_draws(forward, fewest)
         if drawing.moved_host():  # which numbers are drawn may depend on a number of Python's or NumPy's stream
             for seed in range(NUM_HOST_RNG_PROBES):
-                other = replace(self, host=seeded_state_of_host(seed))._compare_draws(forward)
+                other = replace(self, host=seeded_state_of_host(seed))._compare_draws(forward, fewest)
                 found += tuple(dict.fromkeys(draw for draw in other if draw not in found))
         return found
 
-    def _compare_draws(self, forward: Callable[[RandomPolicy, int], object]) -> tuple[Draw, ...]:
+    def _compare_draws(self, forward: Callable[[RandomPolicy, int], object], fewest: int) -> tuple[Draw, ...]:
         recorders = []
-        for rows in (1, 2):
+        for rows in (fewest, 2 * fewest):
             recorders.append(DrawRecorder())
             with recorders[-1]:
                 forward(self, rows)

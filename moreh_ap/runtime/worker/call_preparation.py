@@ -164,7 +164,7 @@ class CallPreparation:
             share = Share(*row_range(axis.rank, axis.size, rows), rows)
             extensions = tuple(extension.knowing(verdict.attributes) for extension in call.extensions)
             call = replace(call, mode="split", kinds=verdict.kinds, means=verdict.means, counts=verdict.counts)
-            call = replace(call, extensions=extensions)
+            call = replace(call, joined=verdict.joined, extensions=extensions)
         notes = (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
         num_own_rows = None if share is None else share.stop - share.start
@@ -237,7 +237,7 @@ class CallPreparation:
             reason = f"{_COMPUTED_WHOLE}: the batch has fewer rows than there are devices" if workers > 1 else ""
             return SplitVerdict(False, (), reason)
         if kind not in self._verdicts:
-            verdict = check_split(call, args, kwargs, rows)
+            verdict = check_split(call, args, kwargs, rows, may_join=pieces == 1)
             if verdict.written:
                 self._require_whole_parameters(verdict.written)
             if not verdict.split:

@@ -133,3 +133,10 @@ def _part(modules: list[nn.Module], owned_elsewhere: set[int], share: int) -> La
 
 def _elements(modules: Sequence[nn.Module]) -> int:
     return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
+
+
+def joins_rows(root: nn.Module) -> bool:
+    """Whether training calls normalise by statistics of the batch, to which every row contributes."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    # A model in evaluation mode will be trained later; in one that trains, layers in evaluation mode are frozen.
+    return any(isinstance(part, kinds) and (part.training or not root.training) for part in root.modules())

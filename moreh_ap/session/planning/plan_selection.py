@@ -23,7 +23,7 @@ from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.session.models.script_hooks import has_hooks_of_script
 from moreh_ap.session.planning import oom_records
 from moreh_ap.session.planning.machine_profile import Machine, machine_of
-from moreh_ap.session.planning.model_profiling import profile_model, shape_of, trains_weights
+from moreh_ap.session.planning.model_profiling import joins_rows, profile_model, shape_of, trains_weights
 from moreh_ap.session.planning.step_watch import Expected, corrections_of
 from moreh_ap.session.session import Session
 from moreh_ap.settings import Options
@@ -82,11 +82,14 @@ def choose_plan_for(session: Session, root: nn.Module, family: str, call: tuple[
     draws_apart = machine.cluster.device.name == "CPU" and draws_random_numbers(root)()
     shares_batch_only = draws_apart or has_hooks_of_script(root)
     system = replace(machine.system, trains_weights=trains_weights(root))
+    constraints = constraints_of(options, "" if shares_batch_only else family, profile, shape, machine)
+    if joins_rows(root):
+        constraints = without_pieces(constraints, options.plan)
     task = Task(
         profile,
         machine.cluster,
         rows or 1,
-        constraints_of(options, "" if shares_batch_only else family, profile, shape, machine),
+        constraints,
         system,
         machine.coefficients,
         corrections_of(machine.key),
@@ -143,3 +146,20 @@ def constraints_of(
         activation_recomputation=False if recompute == "auto" and not has_blocks else recompute,
         offload=machine.cluster.device.name != "CPU",  # what a CPU worker moves to host memory stays where it is
     )
+
+
+def without_pieces(constraints: Constraints, given: Plan | None) -> Constraints:
+    """Returns what is left for a model whose rows meet in batch normalisation: every call computes all rows at a time.
+
+    Raises:
+        PlanError: The script asks for micro-batches or a pipeline.
+    """
+    asked = constraints.num_micro_batches if given is None else given.micro_batches
+    if asked not in ("auto", 1) or (given is not None and given.pipeline > 1):
+        what = f"num_micro_batches={asked}" if given is None else f"plan={str(given)!r}"
+        raise PlanError(
+            f"{what} cuts the batch into micro-batches, and batch normalisation takes the statistics of all its rows",
+            "plans with micro_batches=1 and pipeline=1; gradients of several batches may be accumulated by the script",
+            "torch.moreh.option.enable_advanced_parallelization()",
+        )
+    return replace(constraints, num_micro_batches=1, pipeline_parallel=False)

@@ -1,0 +1,176 @@
+"""Batch normalisation over the rows of all workers, forward and backward, and running statistics of instances.
+
+Decides how statistics of slices become those of the batch. Must not know models, plans or how a batch was cut. Whether
+a forward is right with them is for `trial.joined_probe` to show.
+
+[Note: statistics of slices]
+Each worker counts its elements of a channel, their mean, and the sum of their squared distances from that mean. These
+three numbers are gathered and combined in float64 as Chan, Golub and LeVeque combine parts of a sample ("Updating
+Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), which loses no digits where a mean is large
+beside its deviation. Slices may differ in length, and one may have a single value a channel.
+
+The gradient of an input has two more sums over the batch: of the gradients of the outputs, and of these times the
+normalised inputs. Each worker adds those of its rows, and all of them get the total. Gradients of weight and bias are
+sums over this worker's rows: they are summed over workers with those of all other parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.mesh import Axis
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since PyTorch 2.13
+_BATCH_NORM, _INSTANCE_NORM = inspect.signature(F.batch_norm), inspect.signature(F.instance_norm)
+
+
+class JoinedReduction(GlobalReduction):
+    """A `GlobalReduction` under which batch normalisation takes the statistics of the rows of all workers."""
+
+    def replay(self, sites: slice) -> JoinedReduction:
+        known = self.global_denominators[sites]
+        return JoinedReduction(self.device, axis=self.axis, denominators=known, counts=self.counts)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            call = _BATCH_NORM.bind(*args, **(kwargs or {}))
+            call.apply_defaults()
+            if call.arguments["training"]:
+                return batch_norm(self.axis, call.arguments)
+        if func is F.instance_norm:
+            result = func(*args, **(kwargs or {}))
+            call = _INSTANCE_NORM.bind(*args, **(kwargs or {}))
+            call.apply_defaults()
+            if call.arguments["use_input_stats"]:
+                _average(call.arguments, self.axis)
+            return result
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def batch_norm(axis: Axis, given: dict[str, Any]) -> Tensor:
+    """Returns what `torch.nn.functional.batch_norm` gives for this worker's rows of the batch, of shape (B, C, ...).
+
+    Running statistics become those of one device, on every worker. Not differentiable twice.
+
+    Args:
+        axis: The workers that share the batch. A collective of all of them, also in the backward.
+        given: The arguments of the function, by name.
+
+    Raises:
+        ValueError: The batch has one value a channel, as PyTorch raises it.
+    """
+    x, running_mean, running_var = given["input"], given["running_mean"], given["running_var"]
+    count, mean_C, var_C = _statistics(x.detach(), axis)
+    if x.numel() <= x.shape[1] and int(count) == 1:  # reading the number would make a GPU wait for nothing
+        size = (axis.size, *x.shape[1:])
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {torch.Size(size)}")
+    with torch.no_grad():
+        momentum = given["momentum"]
+        if running_mean is not None:
+            running_mean.lerp_(mean_C.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_((var_C * count / (count - 1)).to(running_var.dtype), momentum)
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean_C, var_C = mean_C.to(kind), var_C.to(kind)
+    return _Normalise.apply(x, given["weight"], given["bias"], mean_C, var_C, count, given["eps"], axis)
+
+
+def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the number of elements a channel, their mean and their variance, over all workers, in float64."""
+    channels, count = x.shape[1], x.numel() // max(1, x.shape[1])
+    kept = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    if count:
+        var_C, mean_C = torch.var_mean(kept, dims, correction=0)
+    else:  # a worker whose rows left nothing
+        var_C = mean_C = kept.new_zeros(channels)
+    own = torch.cat([mean_C.double(), var_C.double() * count, mean_C.new_full((1,), count, dtype=torch.float64)])
+    all_W = own.new_empty(axis.size * len(own))
+    _all_gather(all_W, own, group=axis.group)
+    mean_WC, distance_WC, count_W1 = all_W.view(axis.size, -1).split((channels, channels, 1), dim=1)
+    total = count_W1.sum()
+    mean_C = (mean_WC * count_W1).sum(0) / total
+    distance_C = distance_WC.sum(0) + ((mean_WC - mean_C).square() * count_W1).sum(0)
+    return total, mean_C, distance_C / total
+
+
+def _average(given: dict[str, Any], axis: Axis) -> None:
+    """Makes the running statistics of instance normalisation, averages over this worker's rows, those of all rows."""
+    running = [one for one in (given["running_mean"], given["running_var"]) if one is not None]
+    if running:
+        rows = float(given["input"].shape[0])
+        sums = torch.cat([*(one.detach().double() * rows for one in running), running[0].new_tensor([rows]).double()])
+        dist.all_reduce(sums, group=axis.group)
+        for one, value in zip(running, (sums[:-1] / sums[-1]).chunk(len(running)), strict=True):
+            one.detach().copy_(value)
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalises with statistics of the batch; their dependence on every row is part of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean_C: Tensor,
+        var_C: Tensor,
+        count: Tensor,
+        eps: float,
+        axis: Axis,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean_C, var_C, count)
+        ctx.has_bias, ctx.eps, ctx.axis = bias is not None, eps, axis
+        return torch.batch_norm(x, weight, bias, mean_C, var_C, False, 0.0, eps, torch.backends.cudnn.enabled)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean_C, var_C, count = ctx.saved_tensors
+        scale_C = torch.rsqrt(var_C + ctx.eps)
+        # With statistics that were constants: the gradient of the input, and this worker's sums over its rows.
+        given = torch.ones_like(scale_C) if weight is None else weight
+        through, dot_C, sum_C = torch.ops.aten.native_batch_norm_backward(
+            grad.contiguous(memory_format=_format_of(x)),
+            x,
+            given.to(mean_C.dtype),
+            mean_C,
+            var_C,
+            None,
+            None,
+            False,
+            ctx.eps,
+            [True, True, True],
+        )
+        total_2C = torch.cat([dot_C, sum_C]).to(mean_C.dtype)
+        dist.all_reduce(total_2C, group=ctx.axis.group)
+        mean_dot_C, mean_sum_C = (total_2C / count.to(mean_C.dtype)).chunk(2)
+        slope_C = -given.to(mean_C.dtype) * scale_C * scale_C * mean_dot_C
+        shift_C = -given.to(mean_C.dtype) * scale_C * mean_sum_C
+        mean, slope, shift = (
+            one_C.to(x.dtype).view(1, -1, *(1 for _ in x.shape[2:])) for one_C in (mean_C, slope_C, shift_C)
+        )
+        grad_x = through.add_(shift).addcmul_(x - mean, slope)
+        grad_weight = None if weight is None else dot_C.to(weight.dtype)
+        grad_bias = sum_C.to(given.dtype) if ctx.has_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _format_of(x: Tensor) -> torch.memory_format:
+    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+        return torch.channels_last_3d
+    return torch.contiguous_format

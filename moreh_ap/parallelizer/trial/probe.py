@@ -1,0 +1,289 @@
+"""A few rows of a batch run together and one by one, and what became of each run.
+
+Decides how the runs are compared. Must not know what follows from it (`split_check.py`, [Note: method] there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.execution import Execution
+from moreh_ap.parallelizer.call.forward import EagerForward
+from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
+from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
+from moreh_ap.parallelizer.data.fsdp import BlockTrace, compute_dtype, record_block_order, settle
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.pipeline.stages import stages_of
+from moreh_ap.parallelizer.rng.policy import RandomPolicy
+from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
+from moreh_ap.parallelizer.state.loading import local_part
+from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, state_restored
+from moreh_ap.parallelizer.trial.row_comparison import (
+    TOLERANCE_BF16,
+    TOLERANCE_FP32,
+    check_denominators,
+    choose_rows,
+    close,
+    is_unknown,
+    kind_of,
+    random_weight,
+)
+from moreh_ap.protocol.batch import select_rows
+
+_MAX_COMPARED_PARAMETERS = 24
+
+
+Result = tuple[Any, Sequence[Any]]
+"""How a result nests, and its leaves."""
+
+
+class Probe:
+    """The common run and the single runs of a few rows.
+
+    Args:
+        call: What is run, in mode "whole".
+        args: Positional arguments with the whole batch.
+        kwargs: Keyword arguments, likewise.
+        rows: Rows of the batch.
+
+    Attributes:
+        kinds: The kind of every leaf of the result, once outputs were compared. See `split_check.py`.
+        draws: What is drawn from a common stream, once draws were compared.
+        saw_counts, saw_statistics: See `GlobalReduction`.
+        takes_means: Whether the forward takes means over the batch.
+        written: A parameter that the forward changes.
+    """
+
+    is_joined = False
+    _fewest_rows = 1
+    _noise = 1e-2
+    """Gradients may differ by this part of the tolerance times the largest gradient (2e-7 in float32).
+
+    The bias of an attention key has a gradient of zero but for rounding: relative to itself it is never equal.
+    """
+
+    def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
+        self.kinds: tuple[str, ...] = ()
+        self.attributes: Mapping[str, int] = {}
+        self.draws: tuple[Draw, ...] = ()
+        self.has_unknown = False
+        self.saw_counts = self.saw_statistics = self.takes_means = False
+        self.call = call
+        self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
+        self._rows = rows
+        self._chosen = self._choose_rows()
+        self._tolerance = _tolerance(call)
+        self.written = ""
+        self._writes_nothing = False
+        self._buffers: dict[str, Tensor] = {}
+        self._ways: list[BlockTrace] = []
+        self._singles: list[EagerForward | PipelinedPass] = []
+        self._weights: list[Tensor | None] = []
+        self._wanted: dict[str, Tensor | None] = {}
+
+    def _choose_rows(self) -> list[int]:
+        return choose_rows(self._leaves, self._rows)
+
+    def compare_draws(self) -> None:
+        """Runs one row, and two if that drew anything, and finds which dims of what they draw have the rows.
+
+        Raises:
+            UnsharedDraw: They do not tell.
+        """
+        call = replace(self.call, grad=False)
+
+        def forward(random: RandomPolicy, num_rows: int) -> None:
+            args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, self._chosen[:num_rows]), self._spec)
+            recorder = GlobalReduction(call.device, record=True)
+            try:
+                with self._from_the_same_state():
+                    EagerForward(replace(call, random=random), args, kwargs, reduction=recorder)
+            finally:  # one row may have one value a channel, which batch normalisation refuses
+                self.saw_statistics = self.saw_statistics or recorder.saw_statistics
+
+        self.draws = self.call.random.find_draws(self.call.device, forward, self._fewest_rows)
+
+    def compare_outputs(self) -> None:
+        """Runs the rows together and one by one, and finds the kinds.
+
+        Raises:
+            Refused: The results do not add up.
+        """
+        recorder = GlobalReduction(self.call.device, record=True, counts=self.call.counts)
+        try:
+            common = self._run(self._chosen, recorder)
+        finally:
+            self.saw_counts = recorder.saw_counts
+            self.saw_statistics = self.saw_statistics or recorder.saw_statistics
+        denominators = recorder.local_denominators
+        self.takes_means = bool(denominators)
+        if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones
+            self._weights = [random_weight(leaf) for leaf in common.outputs]
+            self._go_back(common, self._weights)
+            self._wanted = self._take_gradients()
+        singles, counted = self._run_apart(denominators)
+        self._check_ways()
+        check_denominators(denominators, counted)
+        self.attributes = common.attributes
+        if common.gathered:
+            raise Refused(f"attribute {common.gathered[0]} gathers what it sees of the rows")
+        self.has_unknown = common.runs_in_stages and any(map(is_unknown, common.outputs))
+        if any(treespec != common.treespec for treespec, _ in singles):
+            raise Refused("the result of one row nests differently from that of several")
+        self.kinds = tuple(
+            kind_of(name, leaf, [outputs[index] for _, outputs in singles], self._tolerance)
+            for index, (name, leaf) in enumerate(zip(_names_of(common), common.outputs, strict=True))
+        )
+        numbers = [leaf for leaf in common.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if numbers and all(leaf.ndim == 0 and not local_part(leaf) for leaf in numbers):
+            raise Refused("the loss of a few rows is zero, which shows nothing about more of them")
+
+    def _run_apart(self, denominators: Sequence[Tensor]) -> tuple[list[Result], list[Sequence[Tensor]]]:
+        """Runs the rows one by one; returns the result of each run, and what it counted for each mean."""
+        counted: list[Sequence[Tensor]] = []
+        for row in self._chosen:
+            reduction = GlobalReduction(self.call.device, denominators=denominators, counts=self.call.counts)
+            self._singles.append(self._run([row], reduction))
+            counted.append(reduction.local_denominators)
+        return [(single.treespec, single.outputs) for single in self._singles], counted
+
+    def _go_back(self, run: EagerForward | PipelinedPass, gradients: Sequence[Tensor | None]) -> None:
+        """Runs a backward that leaves the gradients of parameters on each worker."""
+        run.accumulate(gradients)
+
+    def _backward_apart(self) -> None:
+        """Runs the backward of the single runs."""
+        number = len(self._singles)
+        for position, single in enumerate(self._singles):
+            self._go_back(single, self._share_of(position, number))
+
+    def _share_of(self, position: int, number: int) -> list[Tensor | None]:
+        """Returns the gradients of the outputs of one run of several; each has as many rows."""
+        parts: list[Tensor | None] = []
+        for kind, weight in zip(self.kinds, self._weights, strict=True):
+            if weight is None or kind == "share":
+                parts.append(weight)
+            elif kind == "rows":
+                entries = weight.shape[0] // number
+                parts.append(weight.narrow(0, position * entries, entries))
+            else:
+                parts.append(weight / number)
+        return parts
+
+    def compare_gradients(self) -> None:
+        """Runs backward of the single runs, and compares what some parameters got with the common run.
+
+        Raises:
+            Refused: The gradients do not add up.
+        """
+        self._backward_apart()
+        got_by_name = self._take_gradients()
+        wanted = [grad.abs().max() for grad in self._wanted.values() if grad is not None and grad.numel()]
+        noise = self._noise * self._tolerance * float(max(wanted, default=0.0))
+        for name, want in self._wanted.items():
+            got = got_by_name[name]
+            if (got is None) != (want is None):
+                raise Refused(f"whether {name} gets a gradient depends on the rows")
+            if got is not None and want is not None and not close(got, want, 10 * self._tolerance, noise):
+                raise Refused(f"the gradient of {name} is not the sum of what its rows give one by one")
+
+    def _take_gradients(self) -> dict[str, Tensor | None]:
+        """Returns this worker's part of the gradients of some parameters, and clears all."""
+        module = self.call.module
+        settle(module)
+        gradients = {name: _local_gradient(param) for name, param in _some_parameters(module).items()}
+        for param in module.parameters():
+            param.grad = None
+        return gradients
+
+    @contextmanager
+    def _from_the_same_state(self) -> Iterator[None]:
+        """Puts buffers, attributes and parameters back after the block.
+
+        Raises:
+            Refused: Parameters were changed: workers would change them by what they see of the rows.
+        """
+        module = self.call.module
+        writes = None if self._writes_nothing else WrittenParameters(module)
+        with state_restored(module), writes or nullcontext():
+            yield
+        self._writes_nothing = writes is None or not writes.names
+        if writes is not None and writes.names:
+            self.written = writes.names[0]
+            raise Refused(f"the forward changes parameter {self.written}")
+
+    def _run(
+        self, chosen: Sequence[int], reduction: GlobalReduction | None, **changes: Any
+    ) -> EagerForward | PipelinedPass:
+        """Runs the chosen rows, from the same buffers every time, as a call with some `changes`.
+
+        Raises:
+            Refused: A buffer becomes something else than in the first run: it gathers what it saw of the rows.
+        """
+        args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
+        first = self._chosen.index(chosen[0])
+        share = Share(first, first + len(chosen), len(self._chosen))
+        call = replace(self.call, random=self.call.random.shared(0, share, self.draws), **changes)
+        with self._from_the_same_state():
+            with nullcontext() if self.draws else NoDropout(), record_block_order(call.module) as way:
+                runs_in_stages = call.grad and stages_of(call.module) is not None
+                run = PipelinedPass if runs_in_stages else EagerForward
+                done = run(call, args, kwargs, reduction=reduction)
+            after = {name: buffer.detach().clone() for name, buffer in call.module.named_buffers()}
+            own = len(done.outputs) - sum(done.attributes.values())
+            # An attribute that was changed in place is put back with the rest of the state: what it became is kept.
+            set_by_forward = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in done.outputs[own:]]
+            done.outputs = [*done.outputs[:own], *set_by_forward]
+        self._ways.append(way)
+        self._buffers = self._buffers or after
+        for name, value in after.items():
+            if not close(value, self._buffers[name], self._tolerance):
+                raise Refused(f"buffer {name} gathers what it sees of the rows")
+        return done
+
+    def _check_ways(self) -> None:
+        """Compares how the runs went, the common one first.
+
+        Raises:
+            Refused: It depends on the rows, in which order and with how much of them they come to what FSDP2 gathers.
+        """
+        common, first, *others = self._ways
+        if [name for name, _ in common] != [name for name, _ in first] or any(way != first for way in others):
+            raise Refused(
+                "which blocks a row goes through depends on the row, and a plan that shards gathers a block on all "
+                "devices at once"
+            )
+
+
+def _names_of(run: Execution) -> list[str]:
+    """Returns what the leaves of a result are called in a refusal."""
+    of_attributes = [f"attribute {name}" for name, number in run.attributes.items() for _ in range(number)]
+    return [f"output {index}" for index in range(len(run.outputs) - len(of_attributes))] + of_attributes
+
+
+def _some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    parameters = module.named_parameters()
+    # What a forward has computed and put among the parameters is no leaf, and keeps no gradient.
+    trainable = {name: p for name, p in parameters if p.requires_grad and p.is_leaf and not p.is_meta}
+    names = list(trainable)
+    step = max(1, -(-len(names) // _MAX_COMPARED_PARAMETERS))
+    return {name: trainable[name] for name in [*names[::step], *names[-1:]]}
+
+
+def _local_gradient(param: nn.Parameter) -> Tensor | None:
+    if param.grad is None:
+        return None
+    return local_part(param.grad).detach().clone()
+
+
+def _tolerance(call: Call) -> float:
+    dtypes = {p.dtype for p in call.module.parameters()} | {compute_dtype(call.module), call.autocast}
+    return TOLERANCE_BF16 if dtypes & {torch.bfloat16, torch.float16} else TOLERANCE_FP32
