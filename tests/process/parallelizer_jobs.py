@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Runner:
-    """Calls a model under a plan as a worker would: proof first, then each batch in this worker's rows."""
+    """Calls a model under a plan as a worker would: split check first, then each batch in this worker's rows."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
@@ -105,8 +105,8 @@ def train(rank: int, world: int, name: str, plan: str, steps: int, rows: int = R
     return runner.mode, runner.verdict.reason, losses, runner.weights() if rank == 0 else runner.weights() and None
 
 
-def prove(rank: int, world: int, model_class: type[nn.Module], plan: str, training: bool = True) -> Any:
-    """Returns the proof, and what it left behind: printed text, gradients, buffers and random state that changed."""
+def run_split_check(rank: int, world: int, model_class: type[nn.Module], plan: str, training: bool = True) -> Any:
+    """Returns the split verdict, and what the check left: printed text, changed buffers, gradients, random state."""
     torch.manual_seed(0)
     model = model_class().train(training)
     apply_plan(model, Plan.parse(plan), build_mesh(Plan.parse(plan), "cpu"))

@@ -601,7 +601,7 @@ class Centred(nn.Module):
         return hidden - hidden.max(0).values if center or self.always else hidden
 
 
-def test_each_way_of_calling_is_proven_by_itself():
+def test_each_kind_of_call_has_its_own_split_check():
     def script(device):
         torch.manual_seed(0)
         model, x = Centred().to(device), torch.randn(6, 4).to(device)

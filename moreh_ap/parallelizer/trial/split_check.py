@@ -106,19 +106,19 @@ def check_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
         return SplitVerdict(False, (), "the batch has one row")
     call = replace(call, mode="whole", random=call.random.for_probe(), kinds=None, counts=False)
     with untouched(call.module):
-        probe = _Probe(call, args, kwargs, rows)
-        found = _prove(probe)
+        probe = _SplitTrial(call, args, kwargs, rows)
+        found = _run_checks(probe)
         divides_itself = not found.split and not _everywhere(not probe.saw_counts, call)
         del probe  # and the activations in it
         if divides_itself:
             for param in call.module.parameters():
                 param.grad = None
-            with_counts = _prove(_Probe(replace(call, counts=True), args, kwargs, rows))
+            with_counts = _run_checks(_SplitTrial(replace(call, counts=True), args, kwargs, rows))
             found = with_counts  # its reason, too, says more
     return found
 
 
-def _prove(probe: _Probe) -> SplitVerdict:
+def _run_checks(probe: _SplitTrial) -> SplitVerdict:
     call = probe.call
     steps = [probe.compare_draws, probe.compare_outputs]
     steps += [probe.compare_gradients] if call.grad else []
@@ -160,7 +160,7 @@ def _of_last_stage(kinds: tuple[str, ...], call: Call) -> tuple[str, ...]:
     return found[0]
 
 
-class _Probe:
+class _SplitTrial:
     """The common run and the single runs of a few rows. See [Note: method]."""
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:

@@ -57,7 +57,7 @@ def tune(session: Session, root: nn.Module, call: reduced_model.Call, planned: P
     for candidate in to_try:
         trial = planned.instead(candidate)
         try:
-            first_call.require_proof(session, root, call, trial)
+            first_call.require_verification(session, root, call, trial)
             seconds, peak_bytes = _try(session, root, call, trial)
         except PlanError as error:
             say([log.info(f'plan="{candidate.plan}" is not tried: {error.fact}')])

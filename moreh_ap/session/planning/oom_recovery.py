@@ -174,9 +174,9 @@ def _next_best(planned: Planned, journal: Journal) -> Planned:
     ranking = search(task)
     for candidate in ranking.candidates[: ranking.num_fitting]:
         plan = candidate.plan
-        is_proven = not verified_kinds.kinds_to_verify(plan) or verified_kinds.is_verified(planned.family, plan)
+        is_verified = not verified_kinds.kinds_to_verify(plan) or verified_kinds.is_verified(planned.family, plan)
         shares_rows_only = plan.tensor * plan.pipeline == 1
-        if not is_proven or (journal.is_bound_to_layout and not shares_rows_only):
+        if not is_verified or (journal.is_bound_to_layout and not shares_rows_only):
             continue
         if not journal.differentiates_gradients or plan == plan.whole_model():
             return planned.instead(candidate)

@@ -37,7 +37,7 @@ class Planned:
         expected: The plan with what is predicted of it.
         task: What was searched for.
         candidates: The plans that fit, best first; the given one alone where the script gave it.
-        family: The model's name in the list of proven ones.
+        family: The model's name in the list of verified families.
         is_given: Whether the script gave the plan.
     """
 
@@ -68,7 +68,7 @@ def choose_plan_for(session: Session, root: nn.Module, family: str, call: tuple[
     Args:
         session: Where the workers are.
         root: The model.
-        family: Its name in the list of proven ones.
+        family: Its name in the list of verified families.
         call: Positional and keyword arguments of its first call.
         rows: Rows of the global batch, None where no argument has any.
 

@@ -4,7 +4,7 @@ Decides what is trained, what is compared and what counts as equal. Must not kno
 asks: the command line, the first use of a model, or a test.
 
 [Note: what a comparison rests on]
-AdamW does not notice a gradient that is scaled as a whole, so weights alone would prove little: the gradients of the
+AdamW does not notice a gradient that is scaled as a whole, so weights alone would show little: the gradients of the
 first step, and the norm of every step, are compared too. The bias of an attention key has a gradient that is zero but
 for rounding. Relative to itself it is all noise, and AdamW walks along that noise where its eps is small: hence
 `SMALLEST_GRADIENT` and `EPSILON`. With a learning rate of 1e-3 rounding alone moved a weight by half the limit (Llama,
@@ -84,9 +84,9 @@ class Equivalence:
 
     Attributes:
         plan: The plan as it is written.
-        verdict: `proven`, `wrong` (some number is too far off), `refused` (no such plan for this model) or `failed`
+        verdict: `verified`, `wrong` (some number is too far off), `refused` (no such plan for this model) or `failed`
             (an exception).
-        reason: Why it is not proven; empty if it is.
+        reason: Why it is not verified; empty if it is.
         loss: Over the steps.
         norm: Of the gradient norm, over the steps.
         gradient: Of step 1, relative to a tensor's largest element, see `SMALLEST_GRADIENT`.
@@ -106,9 +106,9 @@ class Equivalence:
     weight_name: str = ""
 
     @property
-    def proven(self) -> bool:
+    def is_verified(self) -> bool:
         """Whether the plan may be trusted with this model."""
-        return self.verdict == "proven"
+        return self.verdict == "verified"
 
     def row(self) -> tuple[str, ...]:
         """Returns plan, verdict, loss, gradient norm, gradient and where, weight and where, as a table shows them."""
@@ -284,7 +284,7 @@ def compare(got: Training, expected: Training, plan: Plan) -> Equivalence:
         wrong.append(f"the weight {weight_name} differs by {weight:.1e}")
     return Equivalence(
         plan=str(plan),
-        verdict="wrong" if wrong else "proven",
+        verdict="wrong" if wrong else "verified",
         reason="; ".join(wrong),
         loss=loss,
         norm=norm,

@@ -90,7 +90,7 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _own_code() -> str:
-    """A digest of what carries out plans: after a change of it nothing is proven any more."""
+    """A digest of what carries out plans: after a change of it no earlier result is valid."""
     folder = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for room in ("parallelizer", "runtime", "session"):
