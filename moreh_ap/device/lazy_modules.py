@@ -43,9 +43,9 @@ def give_shapes(module: nn.Module, args: Any, kwargs: Any, call: Callable[..., A
     before = {name: buffer.clone() for name, buffer in module.named_buffers() if not is_lazy(buffer)}
     with torch.no_grad():
         call(module, *args, **kwargs)
-        for part in module.modules():
-            if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                part.reset_running_stats()
+        for submodule in module.modules():
+            if isinstance(submodule, nn.modules.batchnorm._BatchNorm):
+                submodule.reset_running_stats()
         for name, buffer in module.named_buffers():
             if name in before:
                 buffer.copy_(before[name])

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.protocol.messages.calls import Differentiate, Forward, TakeGradients
-from moreh_ap.protocol.messages.row_shards import RunOnParts
+from moreh_ap.protocol.messages.row_shards import RunOnRowShards
 from moreh_ap.protocol.messages.state import RunOperation
 from moreh_ap.protocol.messages.tensors import OutputRef, TensorData
 from moreh_ap.states import SessionState, StateMachine
@@ -85,4 +85,4 @@ def _num_bytes(command: Any) -> int:
 def _counts_on_layout(command: Any) -> bool:
     if isinstance(command, Forward):
         return any(isinstance(tensor, OutputRef) for tensor in command.tensors)
-    return isinstance(command, (RunOperation, RunOnParts, TakeGradients))
+    return isinstance(command, (RunOperation, RunOnRowShards, TakeGradients))

@@ -97,7 +97,7 @@ class ModelRegistry:
     def _moved_root(self, module: nn.Module) -> nn.Module:
         reference = self._root_of.get(module)
         root = reference() if reference is not None else None
-        return root if root is not None and any(part is module for part in root.modules()) else module
+        return root if root is not None and any(submodule is module for submodule in root.modules()) else module
 
     def _build(self, root: nn.Module, module: nn.Module, args: Any, kwargs: Any) -> tuple[RemoteModel, str] | None:
         if any(parameter.grad_fn is not None for parameter in root.parameters()):
@@ -122,7 +122,7 @@ class ModelRegistry:
         while sharing := [other for other in others if other not in group and not own.isdisjoint(_ids(other))]:
             group += sharing
             own.update(*map(_ids, sharing))
-        inside = {id(part) for module in group for part in module.modules() if part is not module}
+        inside = {id(submodule) for module in group for submodule in module.modules() if submodule is not module}
         outermost = [module for module in group if id(module) not in inside]
         return outermost[0] if len(outermost) == 1 else nn.ModuleList(outermost)
 

@@ -86,7 +86,7 @@ class Posted:
 class Restart(NamedTuple):
     """How commands are done once more: by which workers, and what each is changed into."""
 
-    mesh: WorkerGroup
+    workers: WorkerGroup
     change: Callable[[Any], Any]
 
 
@@ -94,7 +94,7 @@ class Outbox:
     """Gathers commands and sends them in order. See [Note: when commands leave].
 
     Args:
-        mesh: The workers.
+        workers: The worker group that runs the commands.
 
     Attributes:
         state: Whether the journal has all that the workers were told since the first model.
@@ -106,12 +106,12 @@ class Outbox:
         times_forgotten: How often that happened; a definition is known to workers while this number stays.
     """
 
-    def __init__(self, mesh: WorkerGroup) -> None:
+    def __init__(self, workers: WorkerGroup) -> None:
         self.state = StateMachine(SessionState.EMPTY)
         self.journal = Journal(self.state)
         self.on_error: Callable[[Exception], Restart | None] | None = None
         self.times_restarted = 0
-        self._mesh = mesh
+        self._workers = workers
         self._lock = threading.RLock()
         self._gathered: list[tuple[Any, Posted]] = []
         # Filled by finalizers, which may run in any thread at any time: deque.append is atomic.
@@ -214,7 +214,7 @@ class Outbox:
             Exception: What these workers raised meanwhile.
         """
         with self._lock:
-            self._mesh = restart.mesh
+            self._workers = restart.workers
             self.times_restarted += 1
             self._messages_sent = self._messages_answered = 0
             self.has_stale_definitions = True  # these workers know those of the journal alone
@@ -223,7 +223,7 @@ class Outbox:
                 self._listen(self._send(commands, list(message.posted)), self.times_restarted)
 
     def _send(self, commands: list[Any], posted: list[Posted]) -> Reply:
-        reply = self._mesh.submit(Batch(tuple(commands)))
+        reply = self._workers.submit(Batch(tuple(commands)))
         self._messages_sent += 1
         for index, promise in enumerate(posted):
             promise.sent(reply, index)

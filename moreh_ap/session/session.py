@@ -37,19 +37,19 @@ class Session:
 
     Args:
         options: What the script asked for.
-        start_mesh: Starts worker processes and returns at once.
+        start_workers: Starts the worker processes and returns at once.
         job: How other programs see this process and its workers.
         generator: Where remote forwards get random numbers from.
     """
 
     def __init__(
-        self, options: Options, start_mesh: Callable[[], WorkerGroup], job: Job, generator: AcceleratorGenerator
+        self, options: Options, start_workers: Callable[[], WorkerGroup], job: Job, generator: AcceleratorGenerator
     ) -> None:
-        self.options, self._start_mesh, self.job = options, start_mesh, job
-        self.mesh = start_mesh()
-        self.num_devices = self.mesh.num_workers
+        self.options, self._start_workers, self.job = options, start_workers, job
+        self.workers = start_workers()
+        self.num_devices = self.workers.num_workers
         self.generator = generator
-        self.outbox = Outbox(self.mesh)
+        self.outbox = Outbox(self.workers)
         self.traffic = Traffic()
         self.watch: StepObserver | None = None
         self.trial_plan: Plan | None = None  # see `trying`
@@ -79,17 +79,17 @@ class Session:
             WorkerLostError: If a worker process died.
         """
         self.outbox.submit(Synchronize()).result()
-        self.mesh.drain()
+        self.workers.drain()
 
     def restart_workers(self) -> WorkerGroup:
         """End the workers and start others, which know nothing yet; the outbox has to be told of them."""
-        self.mesh.close()
-        self.mesh = self._start_mesh()
-        return self.mesh
+        self.workers.close()
+        self.workers = self._start_workers()
+        return self.workers
 
     def close(self) -> None:
         """End the workers."""
-        self.mesh.close()
+        self.workers.close()
         self.job.close()
 
     # -- tensors that workers keep -----------------------------------------------------------------------------------

@@ -38,7 +38,9 @@ def _redirect(group: PatchGroup, holder: ModuleType, name: str) -> None:
         args, kwargs = tree_map_only(VirtualTensor, VirtualTensor.to_host, (args, kwargs))
         copied = _copy_on_host(model)
         exported = original(copied, *args, **kwargs)
-        if any(part.training for part in model.modules()):  # what is traced runs, and changes running averages
+        if any(
+            submodule.training for submodule in model.modules()
+        ):  # what is traced runs, and changes running averages
             _take_buffers(model, copied)
         return exported
 
@@ -53,8 +55,8 @@ def _is_on_accelerator(model: Any) -> bool:
 
 def _copy_on_host(model: nn.Module) -> nn.Module:
     copied: dict[int, Any] = {}
-    for part in model.modules():
-        for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+    for submodule in model.modules():
+        for value in (*submodule._parameters.values(), *submodule._buffers.values(), *vars(submodule).values()):
             if isinstance(value, VirtualTensor):
                 host = value.to_host()
                 is_parameter = isinstance(value, nn.Parameter)

@@ -98,10 +98,10 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
 
 def _let_go_of_graphs(module: nn.Module) -> None:
     """What a module has computed from its parameters (`nn.utils.weight_norm` does) would keep them from moving."""
-    for part in module.modules():
-        for name, value in vars(part).items():
+    for submodule in module.modules():
+        for name, value in vars(submodule).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
-                part.__dict__[name] = value.detach()
+                submodule.__dict__[name] = value.detach()
 
 
 def _read_into_controller(tensor: Tensor) -> Tensor:

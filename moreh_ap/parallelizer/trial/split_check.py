@@ -1,6 +1,6 @@
 """Shows, on a few rows, whether a forward gives the same on slices of a batch as on the whole.
 
-Decides between "split" and "whole", and what each leaf of the result is. Must not know how the batch will be cut.
+Decides between "split" and "unsplit", and what each leaf of the result is. Must not know how the batch will be cut.
 
 [Note: method]
 Two or three rows of the real batch run together and then one by one, as if each row were on a worker of its own, with
@@ -41,7 +41,7 @@ from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
-from moreh_ap.parallelizer.state.loading import local_part
+from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt, state_restored, untouched
 from moreh_ap.parallelizer.trial.row_comparison import (
     TOLERANCE_BF16,
@@ -56,7 +56,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
 from moreh_ap.protocol.batch import select_rows
 
 _NOISE = 1e-2
-"""A gradient may differ by this part of the tolerance times the largest of all compared gradients (2e-7 in float32).
+"""A gradient may differ by so much of the tolerance times the largest of all compared gradients (2e-7 in float32).
 
 The bias of an attention key has a gradient of zero but for rounding: relative to itself it is never equal.
 """
@@ -104,7 +104,7 @@ def check_split(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], ro
     """
     if rows < 2:
         return SplitVerdict(False, (), "the batch has one row")
-    call = replace(call, mode="whole", random=call.random.for_probe(), kinds=None, counts=False)
+    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, counts=False)
     with untouched(call.module):
         probe = _SplitTrial(call, args, kwargs, rows)
         found = _run_checks(probe)
@@ -125,7 +125,7 @@ def _run_checks(probe: _SplitTrial) -> SplitVerdict:
     for step in steps:
         reason = attempt(step, call.module)
         if not _everywhere(reason == "", call):
-            reason = reason or "another worker found that rows look at each other"
+            reason = reason or "another worker found that rows depend on each other"
             return SplitVerdict(False, (), reason, written=probe.written)
     if not _everywhere(not probe.has_unknown, call):
         raise UnsupportedError(
@@ -231,7 +231,7 @@ class _SplitTrial:
             for index, (name, leaf) in enumerate(zip(_names_of(common), common.outputs, strict=True))
         )
         numbers = [leaf for leaf in common.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if numbers and all(leaf.ndim == 0 and not local_part(leaf) for leaf in numbers):
+        if numbers and all(leaf.ndim == 0 and not local_shard(leaf) for leaf in numbers):
             raise Refused("the loss of a few rows is zero, which shows nothing about more of them")
 
     def compare_gradients(self) -> None:
@@ -242,16 +242,16 @@ class _SplitTrial:
         """
         number = len(self._singles)
         for position, single in enumerate(self._singles):
-            parts: list[Tensor | None] = []
+            row_gradients: list[Tensor | None] = []
             for kind, weight in zip(self.kinds, self._weights, strict=True):
                 if weight is None or kind == "share":
-                    parts.append(weight)
+                    row_gradients.append(weight)
                 elif kind == "rows":
                     entries = weight.shape[0] // number
-                    parts.append(weight.narrow(0, position * entries, entries))
+                    row_gradients.append(weight.narrow(0, position * entries, entries))
                 else:
-                    parts.append(weight / number)
-            single.accumulate(parts)
+                    row_gradients.append(weight / number)
+            single.accumulate(row_gradients)
         got_by_name = self._take_gradients()
         wanted = [grad.abs().max() for grad in self._wanted.values() if grad is not None and grad.numel()]
         noise = _NOISE * self._tolerance * float(max(wanted, default=0.0))
@@ -263,7 +263,7 @@ class _SplitTrial:
                 raise Refused(f"the gradient of {name} is not the sum of what its rows give one by one")
 
     def _take_gradients(self) -> dict[str, Tensor | None]:
-        """Returns this worker's part of the gradients of some parameters, and clears all."""
+        """Returns this worker's shard of the gradients of some parameters, and clears all."""
         module = self.call.module
         settle(module)
         gradients = {name: _local_gradient(param) for name, param in _some_parameters(module).items()}
@@ -346,7 +346,7 @@ def _some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def _local_gradient(param: nn.Parameter) -> Tensor | None:
     if param.grad is None:
         return None
-    return local_part(param.grad).detach().clone()
+    return local_shard(param.grad).detach().clone()
 
 
 def _tolerance(call: Call) -> float:

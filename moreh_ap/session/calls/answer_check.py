@@ -38,7 +38,7 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
         return
     reads = next((answer for answer in reply.result() if isinstance(answer, ReadsAttributes)), None)
     if reads is not None:
-        model.session.mesh.fail(
+        model.session.workers.fail(
             ExactnessError(
                 f"A forward reads {', '.join(reads.names)}, which others set in some calls only.",
                 allowed="Attributes that every forward of the same arguments sets.",
@@ -54,7 +54,7 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
     model.note_left_out((*found.attributes, *answered(reply.result())[0].left_out))
     if found.draws and not expected.draws:
         model.signatures.never_predict(key)
-        model.session.mesh.fail(
+        model.session.workers.fail(
             ExactnessError(
                 "A forward drew random numbers, and the same call had drawn none before: they are not those of one "
                 "device.",
@@ -65,7 +65,7 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
     if not found.promises_the_same(expected):
         model.signatures.never_predict(key)
         shapes = [leaf.shape for leaf in expected.leaves], [leaf.shape for leaf in found.leaves]
-        model.session.mesh.fail(
+        model.session.workers.fail(
             ExactnessError(
                 f"The shapes of a forward's outputs depend on the values of its inputs: {shapes[0]}, then {shapes[1]}.",
                 allowed="Outputs whose shapes follow from the inputs' shapes.",

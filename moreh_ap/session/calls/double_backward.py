@@ -36,9 +36,9 @@ def differentiate(call: Call, gradients: Sequence[Tensor | None], inputs: Sequen
     model, apart = call.model, separate_gradients.get()
     if apart is None and model.has_trainable_parameters():
         raise autograd_api.graph_of_kept_gradients()
-    _have_whole_model_everywhere(model)
+    _require_full_model_on_each_device(model)
     if isinstance(call, GradientCall):
-        call.refuse_parts()
+        call.refuse_partial_gradients()
     watched = call.watched()
     parameters = () if apart is None else tuple(apart.asked(model))
     if not (inputs or watched or parameters):
@@ -84,7 +84,7 @@ class GradientCall(Call):
         return self.await_structure(self.model.signatures.structures.get(self.kind), grad=grad)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> Posted:
-        self.refuse_parts()
+        self.refuse_partial_gradients()
         return super().backward(gradients)
 
     def watched(self) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ class GradientCall(Call):
         assert self.structure is not None
         return len(self.structure.leaves)
 
-    def refuse_parts(self) -> None:
+    def refuse_partial_gradients(self) -> None:
         """What is watched of the other call gets a part of its gradient here, and another there.
 
         Raises:
@@ -119,7 +119,7 @@ class GradientCall(Call):
                 )
 
 
-def _have_whole_model_everywhere(model: RemoteModel) -> None:
+def _require_full_model_on_each_device(model: RemoteModel) -> None:
     """Has each device keep the whole model and what a call computed of it, which gradients of gradients need.
 
     Raises:

@@ -51,7 +51,7 @@ class ExtendedCalls:
         return double_backward.differentiate(call, gradients, inputs)
 
     def run_on_row_shards(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return row_shard_rules.run_on_parts(func, args, kwargs)
+        return row_shard_rules.run_on_row_shards(func, args, kwargs)
 
 
 def call_remotely(

@@ -21,12 +21,12 @@ from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, on_host
 from moreh_ap.device.values import Cell, Value
 from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import Backward, Forward, ReadOutputs, ReleaseCalls
-from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, OutputRef, PartRef, StateRef, TensorData
+from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, OutputRef, RowShardRef, StateRef, TensorData
 from moreh_ap.protocol.process_flags import GETTERS, process_flags
 from moreh_ap.session.calls.answer_check import ReadsPassedState, answered, check_structure, learn_structure
 from moreh_ap.session.calls.input_gradients import InputGradient
 from moreh_ap.session.calls.output_watchers import OutputWatchers, RemovableWatcher, Watcher, read_gradients
-from moreh_ap.session.calls.row_shard_values import Located, PartValue, PartView, part_ref_of
+from moreh_ap.session.calls.row_shard_values import Located, RowShardedValue, RowShardedView, row_shard_ref_of
 from moreh_ap.session.models.parameter_gradients import separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure
@@ -190,17 +190,17 @@ class Call:
         if self.watchers is not None:
             self.watchers.tell(gradients)
 
-    def encode_gradients(self, gradients: Sequence[Tensor | None]) -> tuple[TensorData | PartRef | None, ...]:
+    def encode_gradients(self, gradients: Sequence[Tensor | None]) -> tuple[TensorData | RowShardRef | None, ...]:
         """How gradients of the outputs travel."""
         return tuple(None if one is None else self._encode_gradient(one, index) for index, one in enumerate(gradients))
 
-    def _encode_gradient(self, gradient: Tensor, index: int) -> TensorData | PartRef:
+    def _encode_gradient(self, gradient: Tensor, index: int) -> TensorData | RowShardRef:
         """How the gradient of an output travels: by name if each worker has its rows of it, else as bytes."""
         assert self.structure is not None
         value = gradient._cell.value if isinstance(gradient, VirtualTensor) else None
-        if isinstance(value, (PartValue, PartView)) and self.plan == self.model.plan:
+        if isinstance(value, (RowShardedValue, RowShardedView)) and self.plan == self.model.plan:
             output = [leaf for leaf in self.structure.leaves if leaf.kind != "const"][index]
-            ref = part_ref_of(value, self.structure.batch if output.kind == "rows" else None)
+            ref = row_shard_ref_of(value, self.structure.batch if output.kind == "rows" else None)
             if ref is not None:
                 return ref
         data = TensorData.of(on_host(gradient))
@@ -298,7 +298,7 @@ class OutputValue(Value):
         if structure is None or call.plan != call.model.plan:
             return None  # what another plan told of it does not hold where the model has been laid out again
         leaf = structure.leaves[self.index]
-        if not leaf.has_parts or leaf.num_bytes() <= MAX_INLINE_BYTES * self.session.num_devices:
+        if not leaf.is_operand or leaf.num_bytes() <= MAX_INLINE_BYTES * self.session.num_devices:
             return None
         return Located(OutputRef(call.id, self.index), structure.batch if leaf.kind == "rows" else None)
 

@@ -60,8 +60,11 @@ def save(
     encoder = Encoder()
     names = _parameter_names(models)
     content: dict[str, Any] = {
-        "models": {name: _tensor_names(part, name, encoder) for name, part in models.items()},
-        "optimizers": {name: describe_optimizer(part, name, names, encoder) for name, part in optimizers.items()},
+        "models": {name: _tensor_names(each_model, name, encoder) for name, each_model in models.items()},
+        "optimizers": {
+            name: describe_optimizer(each_optimizer, name, names, encoder)
+            for name, each_optimizer in optimizers.items()
+        },
         "extra": encoder.encode(dict(extra or {}), "extra"),
         "generator": None,
     }
@@ -100,15 +103,15 @@ def load(
     models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
     names = _parameter_names(models)
     values: dict[str, Tensor] = {}
-    for name, part in models.items():
-        values |= _matching(checkpoint, part, name)
-    for name, part in optimizers.items():
-        check_groups(checkpoint, part, name, names)
+    for name, each_model in models.items():
+        values |= _matching(checkpoint, each_model, name)
+    for name, each_optimizer in optimizers.items():
+        check_groups(checkpoint, each_optimizer, name, names)
     extra: dict[str, Any] = decode(checkpoint.content["extra"], checkpoint.read)
 
     _set_values(checkpoint, values)
-    for name, part in optimizers.items():
-        load_optimizer(checkpoint, part, name, names)
+    for name, each_optimizer in optimizers.items():
+        load_optimizer(checkpoint, each_optimizer, name, names)
     accelerator = device.current()
     if accelerator is not None:
         if optimizers and checkpoint.content["generator"]:
@@ -124,7 +127,7 @@ def load(
 def _by_name(given: Any, name: str) -> dict[str, Any]:
     if given is None:
         return {}
-    return {f"{name}.{key}": part for key, part in given.items()} if isinstance(given, Mapping) else {name: given}
+    return {f"{name}.{key}": value for key, value in given.items()} if isinstance(given, Mapping) else {name: given}
 
 
 def _state_of(model: nn.Module, name: str) -> dict[str, Tensor]:
@@ -139,7 +142,9 @@ def _state_of(model: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 def _parameter_names(models: dict[str, nn.Module]) -> dict[int, str]:
-    return {id(tensor): key for name, model in models.items() for key, tensor in _state_of(model, name).items()}
+    return {
+        id(tensor): key for name, each_model in models.items() for key, tensor in _state_of(each_model, name).items()
+    }
 
 
 # -- saving --------------------------------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ def _write_files(new: NewCheckpoint, tensors: dict[str, Tensor]) -> list[Written
         if isinstance(value, OnWorkers):
             on_workers[value.owner.session][name] = value.ref
         else:
-            boxes.append(Box.whole(name, tensor, _reader(tensor)))
+            boxes.append(Box.of(name, tensor, _reader(tensor)))
     writing = [session.outbox.submit(WriteCheckpoint(new.path("worker"), refs)) for session, refs in on_workers.items()]
     files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
     for posted in writing:
@@ -182,8 +187,8 @@ def _problems(checkpoint: Checkpoint, verify: bool) -> dict[str, str]:
     if not verify or accelerator is None:
         return problems_of(files)
     found: dict[str, str] = {}
-    for part in accelerator.session.outbox.submit(CheckFiles(files)).result():
-        found |= part
+    for reply in accelerator.session.outbox.submit(CheckFiles(files)).result():
+        found |= reply
     return found
 
 

@@ -86,7 +86,7 @@ class RemoteModel:
         self._config = self._config_snapshot()
         self._changes: list[tuple[str, str, Any]] = []
         self._containers = Containers(dict(root.named_modules()))
-        self._parts = _parts_of(self.modules)
+        self._members = _registered_members(self.modules)
         self._warned_of: set[str] = set()
         self.left_out: dict[str, None] = {}  # attributes that forwards set in workers alone, in their order
         self.passes_state = False
@@ -253,9 +253,9 @@ class RemoteModel:
         for name, value in attributes.items():
             path, _, last = name.rpartition(".")
             if name not in self.script_hooks.attributes:
-                part = self.root.get_submodule(path)
-                vars(part)[last] = value
-                self._containers.note(path, part, last, value)
+                submodule = self.root.get_submodule(path)
+                vars(submodule)[last] = value
+                self._containers.note(path, submodule, last, value)
 
     def may_be_called_again(self) -> bool:
         """Whether a call may have to be made once more: with a hook run here, or given what others have set."""
@@ -313,14 +313,14 @@ class RemoteModel:
         """True if the module tree, or the hooks on it, are no longer those that workers have."""
         if self.phase.current is not ModelPhase.CURRENT:
             return True
-        if _hook_keys(self.modules) == self._hook_keys and not self._has_other_parts():
+        if _hook_keys(self.modules) == self._hook_keys and not self._has_other_members():
             return False
         self.phase.enter(ModelPhase.OUTDATED)
         return True
 
-    def _has_other_parts(self) -> bool:
-        parts = _parts_of(self.modules)
-        return len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts))
+    def _has_other_members(self) -> bool:
+        members = _registered_members(self.modules)
+        return len(members) != len(self._members) or any(map(operator.is_not, members, self._members))
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
@@ -340,16 +340,25 @@ class RemoteModel:
 def _hook_keys(modules: list[nn.Module]) -> list[tuple[int, ...]]:
     """Tells whether hooks of modules, the script's or a library's, are those that they were."""
     return [
-        (number, *part._forward_pre_hooks, *part._forward_hooks, *part._backward_pre_hooks, *part._backward_hooks)
-        for number, part in enumerate(modules)
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        (
+            number,
+            *submodule._forward_pre_hooks,
+            *submodule._forward_hooks,
+            *submodule._backward_pre_hooks,
+            *submodule._backward_hooks,
+        )
+        for number, submodule in enumerate(modules)
+        if submodule._forward_hooks
+        or submodule._forward_pre_hooks
+        or submodule._backward_hooks
+        or submodule._backward_pre_hooks
     ]
 
 
-def _parts_of(modules: list[nn.Module]) -> list[nn.Module | Tensor | None]:
+def _registered_members(modules: list[nn.Module]) -> list[nn.Module | Tensor | None]:
     """What the modules consist of, by whatever way it came there: ``layers.insert(0, layer)`` sets no attribute."""
     own = (registry for module in modules for registry in (module._modules, module._parameters, module._buffers))
-    return [part for registry in own for part in registry.values()]
+    return [member for registry in own for member in registry.values()]
 
 
 def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:

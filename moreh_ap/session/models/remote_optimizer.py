@@ -148,8 +148,8 @@ class RemoteState(defaultdict[Tensor, Any]):
         self._known = True
         session = self._remote.session
         described: dict[int, dict[str, Any]] = {}
-        for part in session.outbox.submit(DescribeOptimizer(self._remote.owner)).result():
-            described.update(part)
+        for reply in session.outbox.submit(DescribeOptimizer(self._remote.owner)).result():
+            described.update(reply)
         for index, entries in sorted(described.items()):
             holder = StateHolder(session, self._parameters[index]._cell.value.placement())  # type: ignore[attr-defined]
             state: dict[str, Any] = {}

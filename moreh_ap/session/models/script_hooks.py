@@ -97,10 +97,10 @@ class ScriptHooks:
     ) -> None:
         self._root, self.is_silent = root, silent
         self._hooks = [
-            _Hook(part, where, key, hook)
-            for part in root.modules()
+            _Hook(submodule, where, key, hook)
+            for submodule in root.modules()
             for where in (*_FORWARD, *_BACKWARD)
-            for key, hook in getattr(part, where).items()
+            for key, hook in getattr(submodule, where).items()
             if not _is_of_library(hook)
         ]
         self._sent = {hook.key for hook in self._hooks if hook.key not in kept_here and _can_be_sent(hook.run)}
@@ -194,11 +194,11 @@ class ScriptHooks:
 
     def _refuse_to_call_again(self, hook: _Hook, raised: str) -> None:
         """A forward that ended half-way has changed buffers up to there."""
-        for part in self._root.modules():
-            if part.training and set(part._buffers) - part._non_persistent_buffers_set:
+        for submodule in self._root.modules():
+            if submodule.training and set(submodule._buffers) - submodule._non_persistent_buffers_set:
                 raise UnsupportedError(
                     f"{_name(hook.run)}, a hook, raised {raised} in a worker and not in the script, in a forward that "
-                    f"changes buffers of a {type(part).__name__}.",
+                    f"changes buffers of a {type(submodule).__name__}.",
                     allowed="A first call in evaluation mode, in which the hook is found to run in the script alone.",
                     fix="model.eval(); model(batch); model.train()  # once, after the hook is registered",
                 )
@@ -270,7 +270,7 @@ def _top_level(given: Any, indices: Any) -> list[int | None]:
 def has_hooks_of_script(root: nn.Module) -> bool:
     """Whether the script has put a hook on the module or a part of it."""
     kinds = (*_FORWARD, *_BACKWARD)
-    hooks = (hook for part in root.modules() for kind in kinds for hook in getattr(part, kind).values())
+    hooks = (hook for submodule in root.modules() for kind in kinds for hook in getattr(submodule, kind).values())
     return not all(map(_is_of_library, hooks))
 
 

@@ -41,7 +41,7 @@ class LeafTemplate:
     dtype: torch.dtype | None
     differentiable: bool
     constant: Any = None
-    has_parts: bool = False
+    is_operand: bool = False
     order: Order = ()
 
     def promised(self) -> tuple[Any, ...]:
@@ -83,26 +83,26 @@ class Structure:
         """Join the answers of all workers that have a result, in rank order."""
         answered = [reply for reply in replies if reply is not None]
         leaves = []
-        for parts in zip(*(reply.leaves for reply in answered)):
-            first: LeafReply = parts[0]
+        for own_leaves in zip(*(reply.leaves for reply in answered)):
+            first: LeafReply = own_leaves[0]
             if first.kind == "const":
                 leaves.append(LeafTemplate("const", (), None, False, pickle.loads(first.data or b"")))
                 continue
             shape = first.shape
             if first.kind == "rows":
-                shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+                shape = (sum(leaf.shape[0] for leaf in own_leaves), *first.shape[1:])
             leaves.append(
                 LeafTemplate(
                     first.kind,
                     shape,
                     first.dtype,
                     first.differentiable,
-                    has_parts=first.has_parts,
+                    is_operand=first.is_operand,
                     order=first.order,
                 )
             )
         first_answer = answered[0]
-        own_rows = tuple(None if reply is None else reply.rows for reply in replies)
+        local_rows = tuple(None if reply is None else reply.rows for reply in replies)
         treespec = unpickle_treespec(first_answer.pickled_treespec)
         return Structure(
             treespec,
@@ -110,7 +110,7 @@ class Structure:
             first_answer.mode,
             first_answer.note,
             draws=any(reply.streams is not None for reply in answered),
-            batch=None if first_answer.rows is None else BatchRows(own_rows),
+            batch=None if first_answer.rows is None else BatchRows(local_rows),
             attributes=tuple(treespec.children()[-1].context) if treespec.context is Report else (),
             is_report=treespec.context is Report,
             has_cache=contains_cache(treespec),
@@ -130,7 +130,7 @@ class Structure:
         result, seen, ended_by, _ = self.treespec.children()
         no_hook_ran = seen.num_leaves == 0 and self.leaves[result.num_leaves].constant is None
         nesting = [result] if no_hook_ran else [result, seen, ended_by]
-        return nesting, self.leaves[: sum(part.num_leaves for part in nesting)]
+        return nesting, self.leaves[: sum(spec.num_leaves for spec in nesting)]
 
     def predictable(self) -> bool:
         """True if another call of the same signature must give the same structure.

@@ -96,7 +96,7 @@ def plan_for_trial(plan: Plan) -> Plan:
 
 def _verify_once(session: Session, root: nn.Module, call: reduced_model.Call, plan: Plan) -> None:
     trial, name = plan_for_trial(plan), type(root).__name__
-    path = next(path for path, part in root.named_modules() if part is call[0])
+    path = next(path for path, submodule in root.named_modules() if submodule is call[0])
     key = verified_models.key_of(root, path, _describe(call), trial)
     found = verified_models.look_up(key)
     if found is None:

@@ -89,11 +89,15 @@ def _counted(root: nn.Module, positions: int) -> ModelProfile:
     tables = [module for module in rest if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     others = [module for module in rest if module not in tables]
     owned = {id(p) for module in [*tables, *blocks] for p in module.parameters()}
-    whole = _part([m for block in blocks for m in block.modules()], set(), len(blocks)) if blocks else LayerProfile()
+    body = (
+        _segment_profile([m for block in blocks for m in block.modules()], set(), len(blocks))
+        if blocks
+        else LayerProfile()
+    )
     first = LayerProfile(parameters_replicated=float(_elements(tables)), num_kernels=_KERNELS)
-    last = _part(others, owned, 1)
+    last = _segment_profile(others, owned, 1)
     if not blocks:  # one part that nothing can cut
-        whole, last = last, LayerProfile()
+        body, last = last, LayerProfile()
     heads = [module.out_features for module in others if isinstance(module, nn.Linear)]
     return ModelProfile(
         name=type(root).__name__,
@@ -101,14 +105,14 @@ def _counted(root: nn.Module, positions: int) -> ModelProfile:
         hidden=max((module.embedding_dim for module in tables), default=0) or max(heads, default=1),
         num_blocks=max(1, len(blocks)),
         first=first,
-        block=whole,
+        block=body,
         last=last,
         logits_per_token=max(heads, default=0) if tables else 0,
     )
 
 
-def _part(modules: list[nn.Module], owned_elsewhere: set[int], share: int) -> LayerProfile:
-    """Returns the cost of modules together, divided by `share`; equal products of equal blocks are counted once."""
+def _segment_profile(modules: list[nn.Module], owned_elsewhere: set[int], num_equal: int) -> LayerProfile:
+    """Returns the cost of modules together, divided by `num_equal`; equal products of equal blocks are counted once."""
     parameters: dict[int, int] = {}
     counts: dict[tuple[int, int, int], int] = {}
     for module in modules:
@@ -118,16 +122,16 @@ def _part(modules: list[nn.Module], owned_elsewhere: set[int], share: int) -> La
         for matrix in matrices:
             size = (math.prod(matrix.shape[1:]), matrix.shape[0], matrix.shape[1])  # a kernel's pixels are one input
             counts[size] = counts.get(size, 0) + 1
-    products = tuple(Product(inner, outer, share=count / share) for (inner, outer, _), count in counts.items())
-    results = sum(2.0 * outer * count / share for (_, outer, _), count in counts.items())
-    inputs = sum(2.0 * channels * count / share for (_, _, channels), count in counts.items())
+    products = tuple(Product(inner, outer, share=count / num_equal) for (inner, outer, _), count in counts.items())
+    results = sum(2.0 * outer * count / num_equal for (_, outer, _), count in counts.items())
+    inputs = sum(2.0 * channels * count / num_equal for (_, _, channels), count in counts.items())
     return LayerProfile(
-        parameters_replicated=sum(parameters.values()) / share,
+        parameters_replicated=sum(parameters.values()) / num_equal,
         products=products,
         kept_replicated_bytes_per_token=inputs + results,
         selective_replicated_bytes_per_token=results,
         moved_replicated_bytes_per_token=2.0 * (inputs + results),
-        num_kernels=max(1, round(_KERNELS * sum(counts.values()) / share)),
+        num_kernels=max(1, round(_KERNELS * sum(counts.values()) / num_equal)),
     )
 
 

@@ -124,17 +124,17 @@ class Recovery:
         model.planned = planned = model.planned.instead(candidate)
         say([log.info(reason), log.plan_line(plan, log.prediction(candidate))])
         self._session.outbox.flush()
-        self._session.outbox.restart(self._restart(self._session.mesh, planned))
+        self._session.outbox.restart(self._restart(self._session.workers, planned))
         return True
 
-    def _restart(self, mesh: WorkerGroup, planned: Planned) -> Restart:
-        """Has models stand for what the workers of `mesh` are about to be told; `planned` is what is new."""
+    def _restart(self, workers: WorkerGroup, planned: Planned) -> Restart:
+        """Has models stand for what the workers of `workers` are about to be told; `planned` is what is new."""
         write_selected(planned.plan, planned.task)
         for one in self._models:
             one.remote.laid_out_again(one.planned.plan)
             self._session.job.has_model(type(one.remote.root).__name__, str(one.planned.plan))
         self._session.watch = Watch(self._session.outbox, planned.expected, self._session.stop_watching)
-        return Restart(mesh, self._changed())
+        return Restart(workers, self._changed())
 
     def _changed(self) -> Callable[[Any], Any]:
         """Returns what each command of the journal becomes: models are built under their present plans."""

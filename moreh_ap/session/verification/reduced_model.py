@@ -75,7 +75,7 @@ def reduce_call(root: nn.Module, call: Call, rows: int, depth: int) -> tuple[Sub
 
 def _reduce(root: nn.Module, call: Call, rows: int, depth: int, narrow: bool) -> Subject:
     module, args, kwargs = call
-    path = next(path for path, part in root.named_modules() if part is module)
+    path = next(path for path, submodule in root.named_modules() if submodule is module)
     args, kwargs = tree_map_only(Tensor, _on_host, (args, kwargs))
     if narrow:
         copied = _from_configuration(root, depth, _length(args, kwargs))
@@ -114,7 +114,7 @@ def is_from_configuration(root: nn.Module) -> bool:
 def is_of_libraries(root: nn.Module, but_for_adapters: bool = False) -> bool:
     """Whether every part of a model is a class of transformers or PyTorch, or, if they may be there, of peft."""
     known = (*_LIBRARIES, "peft.") if but_for_adapters else _LIBRARIES
-    return all(type(part).__module__.startswith(known) for part in root.modules())
+    return all(type(submodule).__module__.startswith(known) for submodule in root.modules())
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -140,7 +140,9 @@ def _cut(root: nn.Module, depth: int) -> nn.Module:
         for tensor in parameters.values()
     }
     # No pickle: unpickling a class of `__main__` in its own process replaces the methods of the script's class.
-    attributes = [leaf for part in root.modules() for leaf in tree_leaves(vars(part)) if isinstance(leaf, Tensor)]
+    attributes = [
+        leaf for submodule in root.modules() for leaf in tree_leaves(vars(submodule)) if isinstance(leaf, Tensor)
+    ]
     for tensor in [*buffers.values(), *attributes]:
         if id(tensor) not in memo:
             memo[id(tensor)] = _on_host(tensor).detach().clone()
@@ -188,13 +190,13 @@ def _cut_list(root: nn.Module, path: str, before: int, depth: int) -> None:
 def _materialise(module: nn.Module) -> None:
     """Gives every parameter that is still on meta memory; tied ones stay one."""
     made: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
                     empty = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
                     made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-                part._parameters[name] = made[id(parameter)]
+                submodule._parameters[name] = made[id(parameter)]
 
 
 def fill(module: nn.Module) -> None:
@@ -213,11 +215,11 @@ def fill(module: nn.Module) -> None:
 
 def _calm(module: nn.Module) -> None:
     """Takes dropout out, and caches, which nobody needs here."""
-    for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            part.p = 0.0
-        without_dropout(part)
-        config = getattr(part, "config", None)
+    for submodule in module.modules():
+        if isinstance(submodule, nn.modules.dropout._DropoutNd):
+            submodule.p = 0.0
+        without_dropout(submodule)
+        config = getattr(submodule, "config", None)
         if config is not None and hasattr(config, "model_type"):
             without_dropout(config)
             config.use_cache = False
@@ -225,9 +227,9 @@ def _calm(module: nn.Module) -> None:
 
 def _drop_hooks(module: nn.Module) -> None:
     """Takes the script's own hooks off: they would run for a model that the script does not know."""
-    for part in module.modules():
+    for submodule in module.modules():
         for kind in _HOOKS:
-            hooks = getattr(part, kind)
+            hooks = getattr(submodule, kind)
             for key, hook in list(hooks.items()):
                 if not str(getattr(hook, "__module__", type(hook).__module__)).startswith(_LIBRARIES):
                     del hooks[key]

@@ -57,14 +57,16 @@ def key_of(root: nn.Module, path: str, arguments: str, plan: Plan) -> str:
         path: The submodule that is called.
         arguments: What the call is given, in words: names, numbers of dims, dtypes.
     """
-    parts = [path, arguments, str(plan), json.dumps(_versions()), _own_code()]
-    for cls in sorted({type(part) for part in root.modules()}, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"):
-        parts += [cls.__module__, cls.__qualname__, _source(cls)]
+    key_fields = [path, arguments, str(plan), json.dumps(_versions()), _own_code()]
+    for cls in sorted(
+        {type(submodule) for submodule in root.modules()}, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"
+    ):
+        key_fields += [cls.__module__, cls.__qualname__, _source(cls)]
     for function in own_forwards(root):
-        parts.append(_code(function) if inspect.isfunction(function) else type(function).__qualname__)
+        key_fields.append(_code(function) if inspect.isfunction(function) else type(function).__qualname__)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-        parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+        key_fields.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
+    return hashlib.sha256("\n".join(key_fields).encode()).hexdigest()[:32]
 
 
 def _source(cls: type) -> str:
