@@ -128,10 +128,10 @@ class Operation:
         """Runs the operation on the workers, which keep the results; returns these.
 
         Args:
-            follows: Says of an operand whether its dim 0 has the rows.
-            sums: Whether results are to be summed over the workers.
-            sent: Arguments as workers get them, where they differ.
-            packet: What workers run instead of the operation.
+            follows: Returns for an operand whether its dim 0 has the rows.
+            sums: Whether the results are summed over the workers.
+            sent: The arguments for the workers, if they differ from the script's.
+            packet: The operation for the workers, if it differs.
         """
         metas = self.metas()
         outputs = [leaf for leaf in tree_leaves(metas) if isinstance(leaf, Tensor)]

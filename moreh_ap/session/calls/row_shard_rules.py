@@ -71,7 +71,7 @@ def _elementwise(operation: Operation) -> Any:
 
 
 def _in_place(operation: Operation) -> Any:
-    """``scores.masked_fill_(mask, 0)``: where the memory is the workers' own, and not a call's output."""
+    """In-place operations such as ``scores.masked_fill_(mask, 0)``, unless the memory is a call's output."""
     func, target = operation.func, operation.args[0]
     value = target._cell.value if isinstance(target, VirtualTensor) else None
     root = value.root() if isinstance(value, RowShardedView) else value
@@ -86,7 +86,7 @@ def _in_place(operation: Operation) -> Any:
 
 
 def _along_other_dims(operation: Operation) -> Any:
-    """Softmax, sorting, slices: every row by itself, as long as dim 0 is not the one that is worked along."""
+    """Softmax, sorting, slices: row by row, unless the operation runs along dim 0."""
     first = next(operation.tensors())
     dims = _dims_of(operation)
     if dims is None or (operation.batch is not None and 0 in dims) or not operation.aligned(first.shape):
@@ -95,7 +95,7 @@ def _along_other_dims(operation: Operation) -> Any:
 
 
 def _total(operation: Operation) -> Any:
-    """Sums and means: along other dims row by row, over the rows as a sum of the workers' sums."""
+    """Sums and means: along other dims row by row, over the rows as the sum of the workers' sums."""
     first, dims = operation.args[0], _dims_of(operation)
     if not operation.aligned(first.shape):
         return NotImplemented
@@ -110,7 +110,7 @@ def _total(operation: Operation) -> Any:
 
 
 def _loss(operation: Operation) -> Any:
-    """Losses that are a sum, or mean, of one number an element."""
+    """Losses that are the sum or mean of one number per element."""
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in operation.tensors()))
     if not operation.aligned(shape):
         return NotImplemented
@@ -130,7 +130,7 @@ def _loss_backward(operation: Operation) -> Any:
 
 
 def _class_loss(operation: Operation) -> Any:
-    """Negative log-likelihood: the sum of targets' scores, by the sum of their weights where the mean is wanted."""
+    """Negative log-likelihood: the sum of the targets' scores; for a mean, divided by the sum of their weights."""
     scores, target, reduction = operation.args[0], operation.argument("target"), operation.argument("reduction")
     if not _share_rows(operation, scores, target):
         return NotImplemented
@@ -157,7 +157,7 @@ def _share_rows(operation: Operation, scores: Tensor, target: Tensor) -> bool:
 
 
 def _new_sizes(operation: Operation) -> Any:
-    """Views and new tensors of a size: as long as dim 0 counts rows before and after."""
+    """Views and new tensors of a size, if dim 0 counts rows before and after."""
     source, result = operation.args[0], operation.metas()
     names = [argument.name for argument in operation.func._schema.arguments]
     name = "size" if "size" in names else "input_sizes"
