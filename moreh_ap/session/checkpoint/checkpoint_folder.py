@@ -166,7 +166,7 @@ class NewCheckpoint:
                 if file.failure:
                     raise OSError(f"{file.path}: {file.failure}")
             self._commit(self._describe(files, tensors) | content)
-        except BaseException:
+        except BaseException:  # a full disk, a lost worker, Ctrl-C: no files of this save may stay
             if not self._is_current():
                 self._remove(name for name in os.listdir(self._folder) if self._id in name)
             raise

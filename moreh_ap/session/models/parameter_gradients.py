@@ -81,7 +81,7 @@ class Gradients:
         reply.add_done_callback(lambda answered: self._learn(kind, had_none, answered))
 
     def _learn(self, kind: Kind, had_none: bool, answered: Posted) -> None:
-        """Records whether backwards of this kind reach all parameters; only replies without earlier gradients show it."""
+        """Records whether backwards of this kind reach all parameters; shown only if no gradient existed before."""
         if answered.failed():
             return
         found = self.decode(answered)

@@ -193,7 +193,7 @@ class ScriptHooks:
         return report.result
 
     def _refuse_to_call_again(self, hook: _Hook, raised: str) -> None:
-        """Raises if the forward, which a hook ended half-way, may have changed buffers that a second run changes again."""
+        """Raises if the forward, which a hook ended half-way, may have changed buffers already."""
         for submodule in self._root.modules():
             if submodule.training and set(submodule._buffers) - submodule._non_persistent_buffers_set:
                 raise UnsupportedError(

@@ -1,8 +1,8 @@
 """The plan of a model at its first call: chosen, and verified if it is not yet verified for the model's family.
 
-Decides when a small copy of the model is trained first, under the plan and in this process, and what happens if the
-numbers differ. Must not know how a plan is chosen or carried out. Nothing of the script's is touched: its random
-streams, its gradients and the log of its plan are as if nothing had been verified.
+Decides when a small copy of the model is trained first, under the plan and in this process, and the error if the
+numbers differ. Must not know how a plan is chosen or carried out. The script's random streams,
+gradients and log of the plan are as if nothing had been verified.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextlib.contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """`watcher(root, call)` is told of every first call of a model inside, before a plan is chosen for it."""
+    """Inside, `watcher(root, call)` is called at every first call of a model, before a plan is chosen for it."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -46,10 +46,10 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 
 def plan_first_call(session: Session, root: nn.Module, call: reduced_model.Call) -> Planned:
-    """Returns the plan for a model whose first call is `call`, with what is predicted of it.
+    """Returns the plan for a model whose first call is `call`, with its predictions.
 
     Raises:
-        PlanError: There is no plan, or it does not give the numbers of one process.
+        PlanError: No plan fits, or the plan does not give the numbers of one process.
     """
     watcher = _watcher.get()
     if watcher is not None:
@@ -116,7 +116,7 @@ def _verify(session: Session, root: nn.Module, call: reduced_model.Call, trial: 
     """Trains the small copy on both sides.
 
     Raises:
-        PlanError: There is no small copy, or the plan is refused for it.
+        PlanError: The model has no small copy, or the plan is refused for the copy.
     """
     before, session.generator = session.generator, AcceleratorGenerator()
     try:
@@ -124,7 +124,7 @@ def _verify(session: Session, root: nn.Module, call: reduced_model.Call, trial: 
             rows, depth = reduced_model.rows_for(trial), reduced_model.depth_for(trial)
             subject, expected = reduced_model.reduce_call(root, call, rows, depth)
             found = equivalence.measure(subject, expected, trial)
-        session.memory(reset_peak=True)  # what the copy needed is not what the script's model needs
+        session.memory(reset_peak=True)  # the copy's memory is not that of the script's model
         return found
     except PlanError as error:
         raise PlanError(error.fact, error.allowed, error.fix or _instead(trial)) from error
@@ -153,7 +153,7 @@ def _instead(plan: Plan) -> str:
 
 
 def _describe(call: reduced_model.Call) -> str:
-    """What a call is given: how it nests, and dims and dtype of each tensor."""
+    """Returns the nesting of a call's arguments, with the number of dims and the dtype of each tensor."""
     leaves, treespec = flatten(call[1:])
     kinds: list[Any] = [
         f"{leaf.dim()} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves

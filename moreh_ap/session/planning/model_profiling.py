@@ -1,6 +1,6 @@
-"""What the planner must know of a script's model, from the module itself and its first call.
+"""The planner's profile of a script's model, from the module itself and its first call.
 
-Decides when a model's configuration can be believed, and how it is counted otherwise. Must not know plans or devices.
+Decides when a model's configuration is used, and how the model is counted otherwise. Must not know plans or devices.
 
 [Note: counted models]
 Where a model is not a decoder whose configuration gives its shape, every layer with a weight counts as one matrix
@@ -28,15 +28,15 @@ _NEAR = 0.02
 """Part of a model's parameters by which the count from its configuration may be off."""
 
 _KERNELS = 4
-"""Operations that a layer starts with what surrounds it: a product, a norm, an activation, a sum."""
+"""Kernels for each layer with its surroundings: a product, a norm, an activation, a sum."""
 
 _FROZEN = 0.9
-"""Part of a model's parameters from which on, if they get no gradient, the few others count for nothing in memory and
-time. LoRA leaves more than 95 per cent without; a model of which part is frozen counts as one that is trained whole."""
+"""Fraction of frozen parameters above which memory and time of the trained ones are neglected. LoRA freezes more than 95
+per cent; a model with fewer frozen parameters counts as fully trained."""
 
 
 def trains_weights(root: nn.Module) -> bool:
-    """Returns False for a model whose weights are frozen but for some adapters."""
+    """Returns False for a model whose weights are frozen except for adapters."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in root.parameters()]
     frozen = sum(size for size, trained in sizes if not trained)
     return not 0 < frozen >= _FROZEN * sum(size for size, _ in sizes)
@@ -56,12 +56,12 @@ def shape_of(root: nn.Module) -> TransformerShape | None:
 
 
 def profile_model(root: nn.Module, shape: TransformerShape | None, call: tuple[Any, Any]) -> ModelProfile:
-    """Returns what a model costs for rows like those of a call with these positional and keyword arguments.
+    """Returns the cost of a model for rows like those of a call with these positional and keyword arguments.
 
     Args:
         root: The model.
-        shape: What `shape_of` returned.
-        call: Arguments of the first call; only shapes of tensors are looked at.
+        shape: The result of `shape_of`.
+        call: Arguments of the first call; only the shapes of tensors are used.
     """
     tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     positions = _positions(tensors)
@@ -96,7 +96,7 @@ def _counted(root: nn.Module, positions: int) -> ModelProfile:
     )
     first = LayerProfile(parameters_replicated=float(_elements(tables)), num_kernels=_KERNELS)
     last = _segment_profile(others, owned, 1)
-    if not blocks:  # one part that nothing can cut
+    if not blocks:  # one segment without a cut
         body, last = last, LayerProfile()
     heads = [module.out_features for module in others if isinstance(module, nn.Linear)]
     return ModelProfile(
