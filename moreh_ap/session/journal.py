@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Message:
-    """The commands of one message, and the promises of the first of them."""
+    """The commands of one message, and the promises of the leading ones."""
 
     commands: tuple[Any, ...]
     posted: tuple[Any, ...]

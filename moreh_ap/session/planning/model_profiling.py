@@ -31,7 +31,7 @@ _KERNELS = 4
 """Kernels for each layer with its surroundings: a product, a norm, an activation, a sum."""
 
 _FROZEN = 0.9
-"""Fraction of frozen parameters above which memory and time of the trained ones are neglected. LoRA freezes more than 95
+"""Fraction of frozen parameters above which memory and time of the others are neglected. LoRA freezes more than 95
 per cent; a model with fewer frozen parameters counts as fully trained."""
 
 

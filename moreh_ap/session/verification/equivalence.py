@@ -35,7 +35,7 @@ LEARNING_RATE, EPSILON, MAX_NORM = 3e-4, 1e-6, 1.0
 LOSS_LIMIT, GRADIENT_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4, 1e-4
 BF16_LOSS_LIMIT = 0.02
 SMALLEST_GRADIENT = 1e-3
-"""A gradient is compared relative to its tensor's largest element, or to this fraction of the model's if that is more."""
+"""Gradients are compared relative to their tensor's largest element, or to this fraction of the model's if larger."""
 NORM_ROUNDING = 2e-10
 """How far a norm may be off for each element of the largest tensor.
 
