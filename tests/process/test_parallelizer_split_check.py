@@ -1,4 +1,4 @@
-"""A forward is cut into rows only where rows do not look at each other."""
+"""A forward is split into batch slices only if rows do not depend on each other."""
 
 from __future__ import annotations
 

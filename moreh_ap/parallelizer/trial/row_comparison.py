@@ -51,7 +51,7 @@ def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) ->
         if adds_up:
             return "share"
     raise Refused(
-        f"{name} of shape {tuple(common.shape)} is not what its rows give one by one: rows look at each other"
+        f"{name} of shape {tuple(common.shape)} is not what its rows give one by one: rows depend on each other"
     )
 
 
