@@ -50,7 +50,7 @@ class Accelerator:
 
         self.state = state = StateMachine(AcceleratorState.STARTING)
 
-        def start_mesh() -> WorkerGroup:
+        def start_workers() -> WorkerGroup:
             _log(log.requesting_line())
             state.enter(AcceleratorState.STARTING)
             made = threading.Event()
@@ -60,9 +60,9 @@ class Accelerator:
                 if stage != "ready" or not made.wait(_MADE_S):
                     return
                 if state.enter(AcceleratorState.READY, only_from=AcceleratorState.STARTING):
-                    job.has_workers(mesh.pids)
+                    job.has_workers(workers.pids)
 
-            mesh = WorkerGroup(
+            workers = WorkerGroup(
                 num_devices,
                 device_type=device_type,
                 threads_per_worker=threads,
@@ -71,10 +71,10 @@ class Accelerator:
                 visible_devices=visible_devices,
             )
             made.set()
-            return mesh
+            return workers
 
         generator = ProcessGenerator() if device_type == "cpu" else AcceleratorGenerator()
-        self.session = Session(options, start_mesh, job, generator)
+        self.session = Session(options, start_workers, job, generator)
         self.models = ModelRegistry(self.session)
         self._patches = install(SessionBackend(self.session, self.models))
         transformers.install(self._patches, checkpoint_tensors)

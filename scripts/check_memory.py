@@ -124,7 +124,7 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     from moreh_ap.parallelizer.data.fsdp import prepare, settle
     from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
     from moreh_ap.parallelizer.mesh import build_mesh
-    from moreh_ap.parallelizer.state.loading import _allocate, _names_by_tensor, local_part
+    from moreh_ap.parallelizer.state.loading import _allocate, _names_by_tensor, local_shard
     from moreh_ap.parallelizer.tensor import vocabulary
     from moreh_ap.plan import Plan
     from moreh_ap.planner.cost.memory_footprint import estimate_memory
@@ -137,10 +137,10 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     dist.init_process_group("fake", rank=rank, world_size=plan.num_devices, store=FakeStore())
     with torch.device("meta"):
         module, meta = (AutoModelForCausalLM.from_config(config).train() for _ in range(2))
-    own_rows = rows * plan.micro_batches
+    local_rows = rows * plan.micro_batches
     batch: dict[str, Any] = {
-        "input_ids": torch.zeros(own_rows, length, dtype=torch.long),
-        "labels": torch.zeros(own_rows, length, dtype=torch.long),
+        "input_ids": torch.zeros(local_rows, length, dtype=torch.long),
+        "labels": torch.zeros(local_rows, length, dtype=torch.long),
         "use_cache": False,
     }
     applied = apply_plan(module, plan, build_mesh(plan, "cpu"), cpu, Example(meta, (), batch))
@@ -158,12 +158,12 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
         settle(module)
         batch = {key: fake.from_tensor(one) if key != "use_cache" else one for key, one in batch.items()}
         held = [param for key, param in module.named_parameters() if key not in applied.absent]
-        parts = [torch.nn.Parameter(local_part(param.detach())) for param in held]
+        parts = [torch.nn.Parameter(local_shard(param.detach())) for param in held]
         optimizer = torch.optim.AdamW(parts, lr=1e-4, foreach=True)
         kinds = ("share", "rows")
-        mode = "split" if plan.data_parallel * plan.micro_batches > 1 else "whole"
+        mode = "split" if plan.data_parallel * plan.micro_batches > 1 else "unsplit"
         call = Call(module, mode, cpu, axis=position.data, kinds=kinds)
-        global_batch = plan.data_parallel * own_rows
+        global_batch = plan.data_parallel * local_rows
         with _tracker(held) as tracker:
             for _ in range(2):
                 run = way_to_execute(call, plan, global_batch, meta)(call, (), batch)
@@ -173,7 +173,7 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
                 del run
                 backward = tracker.take_peak()
                 for param, part in zip(held, parts, strict=True):
-                    part.grad = None if param.grad is None else local_part(param.grad)
+                    part.grad = None if param.grad is None else local_shard(param.grad)
                 optimizer.step()
                 for one in (*held, *parts):
                     one.grad = None

@@ -1,10 +1,10 @@
-"""Writes docs/reference/exactness.md, exactness.ko.md and planner/search/proven.json from the results of the matrix.
+"""Writes docs/reference/exactness{,.ko}.md and planner/search/verified_kinds.json from the results of the matrix.
 
     make test-matrix                     # runs the matrix, keeps its numbers in exactness.json, writes all three
     python scripts/exactness_page.py     # writes the three alone
 
 `--check` writes nothing and exits with 1 if one of them is not what the results give. Decides what stands on the page
-and what the results prove; `exactness_words.py` has its words. Must not know how a cell is computed.
+and what the results show; `exactness_words.py` has its words. Must not know how a cell is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moreh_ap.planner.search.verified_kinds import kinds_to_verify
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "docs" / "reference" / "exactness.json", ROOT / "docs" / "reference" / "exactness.md"
-PROVEN = ROOT / "moreh_ap" / "planner" / "search" / "proven.json"
+VERIFIED_KINDS = ROOT / "moreh_ap" / "planner" / "search" / "verified_kinds.json"
 
 Entry = dict[str, Any]
 
@@ -104,10 +104,10 @@ def _in_a_table(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def proven_of(entries: list[Entry]) -> str:
-    """What the planner may choose without a trial, as the text of `proven.json`.
+def verified_kinds_of(entries: list[Entry]) -> str:
+    """What the planner may choose without a trial, as the text of `verified_kinds.json`.
 
-    A kind is proven for a family of a library if the matrix has cells of that kind for it and all of them are exact.
+    A kind is verified for a family of a library if the matrix has cells of that kind for it and all of them are exact.
     """
     families: dict[str, list[str]] = {}
     for name, rows in sorted(_by(entries, "class").items()):
@@ -126,7 +126,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE, help="the English one; the others lie beside it")
-    parser.add_argument("--proven", type=Path, default=PROVEN)
+    parser.add_argument("--verified-kinds", type=Path, default=VERIFIED_KINDS)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
     options = parser.parse_args()
     if not options.results.exists():
@@ -138,7 +138,7 @@ def main() -> int:
         return 1
     texts = {options.page.with_suffix(f"{name}.md"): page_of(entries, words) for name, words in LANGUAGES.items()}
     out_of_date = 0
-    for file, text in {**texts, options.proven: proven_of(entries)}.items():
+    for file, text in {**texts, options.verified_kinds: verified_kinds_of(entries)}.items():
         if not options.check:
             file.write_text(text, encoding="utf-8")
             print(file)

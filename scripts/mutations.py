@@ -110,7 +110,7 @@ MUTATIONS = [
     Mutation(
         "tied_stages",
         "moreh_ap/parallelizer/pipeline/stages.py",
-        "dist.all_reduce(local_part(param.grad), group=self._groups[tuple(self._shared[name])])",
+        "dist.all_reduce(local_shard(param.grad), group=self._groups[tuple(self._shared[name])])",
         "pass",
         "pipeline-gpt2",
     ),

@@ -71,7 +71,7 @@ def _verify_plan(plan: Plan, prepare: Callable[[int], Prepared]) -> Equivalence:
             current = device.current()
             if current is not None:
                 current.session.synchronize()
-    if _WHOLE in said.getvalue() and found.proven and plan.data_parallel * plan.micro_batches > 1:
+    if _WHOLE in said.getvalue() and found.is_verified and plan.data_parallel * plan.micro_batches > 1:
         return replace(found, reason="every device computes the whole batch")
     return found
 

@@ -29,7 +29,7 @@ COLUMNS = ("plan", "verdict", "loss", "norm", "gradient", "weight")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments to its parser."""
     parser.description = __doc__.split("\n\n")[0]
-    parser.epilog = "Arguments of a script follow after --. The exit status is 0 if every plan is proven, else 1."
+    parser.epilog = "Arguments of a script follow after --. The exit status is 0 if every plan is verified, else 1."
     parser.add_argument("model", metavar="SCRIPT_OR_MODEL", help="a .py file with the one line; a folder with a "
                         "config.json, or that file; or the name of a family")  # fmt: skip
     parser.add_argument("--plans", nargs="+", metavar="PLAN", help='such as "shard=2" "tensor=2"')
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     print_table(arguments.model, found)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([_plain(one) for one in found], indent=1) + "\n", encoding="utf-8")
-    accepted = {"proven", "refused"} if arguments.allow_refused else {"proven"}
+    accepted = {"verified", "refused"} if arguments.allow_refused else {"verified"}
     return 0 if all(one.verdict in accepted for one in found) else 1
 
 
@@ -86,7 +86,7 @@ def default_plans(num_devices: int) -> list[str]:
 
 
 def print_table(model: str, found: list[Equivalence]) -> None:
-    """Prints a row for each plan; below the table where its numbers were worst, or why it is not proven."""
+    """Prints a row for each plan; below the table where its numbers were worst, or why it is not verified."""
     table = Table(title=f"{model}: largest relative difference from one process", title_justify="left", pad_edge=False)
     for column in COLUMNS:
         is_text = column in ("plan", "verdict")

@@ -1,6 +1,6 @@
-"""The virtual accelerator: while one is in force, "cuda" in this process means all devices together.
+"""The virtual accelerator: while it is enabled, "cuda" in this process means all devices together.
 
-Holds which accelerator is in force. Must not know how one is made: `moreh_ap.accelerator` makes it and puts it here.
+Holds the accelerator of this process. Must not know how it is made: `moreh_ap.accelerator` makes and registers it.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from typing import Any, Protocol
 
 
 class AcceleratorInForce(Protocol):
-    """What this package needs of an accelerator."""
+    """The interface of an accelerator that this package needs."""
 
     session: Any
 
     def close(self) -> None:
-        """Take all patches back and end the workers."""
+        """Undoes all patches and ends the workers."""
 
 
 _current: AcceleratorInForce | None = None
 
 
 def put_in_force(accelerator: AcceleratorInForce) -> None:
-    """From now on `accelerator` is the one of this process."""
+    """Makes `accelerator` the accelerator of this process."""
     global _current
     _current = accelerator
 
 
 def disable() -> None:
-    """End the workers and give "cuda" its ordinary meaning back. Tensors left on the accelerator are lost."""
+    """Ends the workers and gives "cuda" its ordinary meaning back. Tensors left on the accelerator are lost."""
     global _current
     if _current is not None:
         accelerator, _current = _current, None

@@ -1,10 +1,11 @@
-"""`torch.autocast("cuda")` for what the script computes outside a model: in the controller, which is no CUDA device.
+"""`torch.autocast("cuda")` for the script's computations outside of models, on the controller's CPU.
 
-Decides in which precision an operation on accelerator tensors runs there. Modules on workers have their own autocast.
+Decides the precision of an operation on accelerator tensors in the controller. Modules on workers have their own
+autocast.
 
 [Note: two lists]
-On CUDA autocast lowers the precision of matrix products and convolutions, and raises that of what loses accuracy. The
-list for CPUs has the same to lower but fewer to raise, so what CUDA raises is raised here before anything else.
+On CUDA autocast lowers the precision of matrix products and convolutions, and raises that of sensitive operations. The
+CPU list lowers the same operations but raises fewer, so operations that CUDA raises are raised here first.
 Source: https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32".
 """
 
@@ -77,7 +78,7 @@ _LOWER = (torch.float16, torch.bfloat16)
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call `func` as it would run on a CUDA device; the script's autocast for "cuda" is on."""
+    """Calls `func` as it would run on a CUDA device; the script's autocast for "cuda" is on."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor)]
     if not any(tensor.is_cuda for tensor in tensors):
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Tensors of checkpoint files as other libraries' loaders need them: promised, recognised, and read."""
+"""Tensors of checkpoint files for other libraries' loaders: lazily read, recognised, and read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def promise_from_file(source: TensorSource, shape: tuple[int, ...], dtype: torch
 
 
 def is_virtual(tensor: Tensor) -> bool:
-    """Returns whether the tensor is one of the virtual device's."""
+    """Returns whether the tensor is a virtual tensor."""
     return isinstance(tensor, VirtualTensor)
 
 

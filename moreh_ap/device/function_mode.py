@@ -1,7 +1,7 @@
-"""Sends what a script asks of "cuda" to the accelerator: moves between devices, factory functions, device contexts.
+"""Redirects "cuda" in a script to the accelerator: moves between devices, factory functions, device contexts.
 
-`redirect` is the one function behind both doors: the `TorchFunctionMode` that sees every call of a thread, and
-`VirtualTensor.__torch_function__`, which sees calls on virtual tensors wherever they happen.
+`redirect` is called from two places: the `TorchFunctionMode`, which sees every call of a thread, and
+`VirtualTensor.__torch_function__`, which sees calls on virtual tensors in any thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FACTORIES = torch_device_context._device_constructors()
 
 
 class RedirectMode(TorchFunctionMode):
-    """While it is active, "cuda" means the accelerator in every call of PyTorch by this thread."""
+    """While this mode is active, "cuda" means the accelerator in every PyTorch call of the thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Left on another thread's stack, the mode lets every call pass once the accelerator is disabled.
@@ -34,9 +34,9 @@ class RedirectMode(TorchFunctionMode):
 
 
 def in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function` in a mode of its own.
+    """Returns `function` wrapped in a mode of its own.
 
-    A mode is off while it handles a call: without this, functions of the script that run inside would be without it.
+    A mode is off while it handles a call: without this, the script's functions inside would run without the mode.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def remove_mode(mode: RedirectMode) -> None:
-    """Take `mode` off this thread's stack, wherever it stands there."""
+    """Removes `mode` from this thread's stack, at any position."""
     above = []
     while _len_torch_function_stack():
         top = _pop_mode()
@@ -59,13 +59,13 @@ def remove_mode(mode: RedirectMode) -> None:
 
 
 def redirect(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call `func`, giving "cuda" the meaning of the accelerator."""
+    """Calls `func` with "cuda" meaning the accelerator."""
     handler = _HANDLERS.get(func)
     return _make(func, args, kwargs) if handler is None else handler(func, args, kwargs)
 
 
 def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call `func` on the device that its arguments, or the defaults, say."""
+    """Calls `func` on the device that its arguments, or the defaults, name."""
     device = kwargs.get("device")
     if device is None and func in _FACTORIES:
         device = torch_device_context.CURRENT_DEVICE
@@ -105,7 +105,7 @@ def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``parameter.data = value`` moves a parameter from the CPU to the accelerator, where the value is."""
+    """``parameter.data = value`` with a value on the accelerator moves a parameter from the CPU to the accelerator."""
     tensor, value = args
     if isinstance(tensor, VirtualTensor) or not isinstance(value, VirtualTensor):
         return func(*args, **kwargs)
@@ -116,7 +116,7 @@ def _set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Computes in the controller what PyTorch composes with tensors of its own making, which would lie on the CPU."""
+    """Computes composite functions of PyTorch in the controller, since the tensors that these make are on the CPU."""
     moved = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor) and leaf.is_cuda]
     if not moved:
         return func(*args, **kwargs)
@@ -130,7 +130,7 @@ def _pack_or_pad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _from_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``torch.tensor([loss, other_loss])``, which PyTorch would read from memory that is not there."""
+    """``torch.tensor([loss, other_loss])``, which PyTorch would read from memory that virtual tensors do not have."""
     try:
         return _make(func, args, kwargs)
     except RuntimeError:

@@ -1,7 +1,7 @@
 """Lazy modules (`nn.LazyLinear`) that a script moves to the accelerator before their parameters have shapes.
 
-Decides when they get them: at the first call, which is run once in this process beforehand. Their values are drawn in
-that run, in the order of one device. Must not know how a model is laid out.
+Decides when they get shapes: in a run of the first call in this process, before the real one. Their values are drawn in
+that run, in the order of one device. Must not know how a model is built on the workers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moreh_ap.errors import UnsupportedError
 
 
 def has_no_shapes(module: nn.Module) -> bool:
-    """Whether a parameter or buffer of the module has no shape yet."""
+    """Returns whether a parameter or buffer of the module has no shape yet."""
     return any(is_lazy(tensor) for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
 def give_shapes(module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> None:
-    """Has lazy parameters take shapes and values, as a first call of `module` with these arguments gives them.
+    """Gives lazy parameters the shapes and values of a first call of `module` with these arguments.
 
     The call runs twice: whether it draws more than values shows in the second run. What else a forward changes, or
     draws from Python's `random` or NumPy, changes with each.
@@ -43,9 +43,9 @@ def give_shapes(module: nn.Module, args: Any, kwargs: Any, call: Callable[..., A
     before = {name: buffer.clone() for name, buffer in module.named_buffers() if not is_lazy(buffer)}
     with torch.no_grad():
         call(module, *args, **kwargs)
-        for part in module.modules():
-            if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                part.reset_running_stats()
+        for submodule in module.modules():
+            if isinstance(submodule, nn.modules.batchnorm._BatchNorm):
+                submodule.reset_running_stats()
         for name, buffer in module.named_buffers():
             if name in before:
                 buffer.copy_(before[name])

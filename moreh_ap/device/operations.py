@@ -1,8 +1,8 @@
-"""Operations on virtual tensors, below autograd: what is computed here, what is put off, what is left to workers.
+"""Operations on virtual tensors, below autograd: computed in the controller, deferred, or run on the workers.
 
-The *rule of completeness*: an operation that nobody made fast reads what it needs, computes on the controller's CPU and
-writes back what it changed. This module must not know how workers are reached: values that live there answer through
-`Value.runner`.
+The *rule of completeness*: an operation without a fast path reads its inputs, computes on the controller's CPU and
+writes back the tensors that it changed. This module must not know how workers are reached: values on the workers
+provide `Value.runner`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moreh_ap.device.values import MAX_DEFERRED_ELEMENTS, Cell, Here, InFile, La
 aten = torch.ops.aten
 
 _ALIASES = {aten.detach.default, aten.alias.default}
-# Their result depends on the shape and dtype of the first argument alone: `loss.backward()` calls ones_like(loss).
+# Their result depends only on shape and dtype of the first argument: `loss.backward()` calls ones_like(loss).
 _NEEDS_ONLY_METADATA = {
     aten.ones_like.default,
     aten.zeros_like.default,
@@ -44,12 +44,12 @@ _TAKES_BOTH_DEVICES = {
     aten.index_put_.default,
     aten._index_put_impl_.default,
 }
-# Arguments that an operation changes though its schema does not say so.
+# Arguments that an operation changes although its schema does not declare it.
 _WRITES_UNSAID = {aten.native_batch_norm.default: ("running_mean", "running_var")}
 
 
 class _Asked(threading.local):
-    """Arguments of the function of PyTorch that this thread has called, while it runs; None in a backward pass."""
+    """Arguments of the PyTorch function that this thread is calling; None in a backward pass."""
 
     arguments: Any = None
 
@@ -58,13 +58,13 @@ ASKED = _Asked()
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an ATen operation of which an argument is a virtual tensor.
+    """Returns the result of an ATen operation with a virtual tensor among its arguments.
 
     Raises:
         RuntimeError: CPU and accelerator tensors are mixed, as PyTorch raises it.
     """
     if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
-        with torch.inference_mode(False):  # a view of an ordinary tensor is one too, also there
+        with torch.inference_mode(False):  # in inference mode too, a view of an ordinary tensor is an ordinary tensor
             return run(func, args, kwargs)
     if func in _ALIASES or (func is aten.view.default and args[0].size() == torch.Size(args[1])):
         return VirtualTensor(args[0]._cell, args[0])
@@ -97,10 +97,10 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _common_device(func: Any, virtual: list[VirtualTensor], leaves: list[Any]) -> torch.device:
-    """The device of the operation's result; PyTorch's usual error where devices are mixed."""
+    """Returns the device of the operation's result; raises PyTorch's usual error for mixed devices."""
     device = ACCELERATOR if any(tensor.is_cuda for tensor in virtual) else CPU
     if device == ACCELERATOR and func not in _TAKES_BOTH_DEVICES and any(map(_is_on_cpu, leaves)):
-        # What PyTorch composes makes tensors of its own, on the CPU as far as it knows: those may be here.
+        # PyTorch's composite functions make tensors on the CPU: these may be mixed with accelerator tensors.
         if not any(map(_is_on_cpu, tree_leaves(ASKED.arguments))):
             return device
         raise RuntimeError(
@@ -121,7 +121,7 @@ def _wrap(result: Any, device: torch.device) -> Any:
 
 
 def _compute_here(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-    """Read every input, compute on the CPU, write back what the operation changed."""
+    """Reads all inputs, computes on the CPU, and writes back the tensors that the operation changed."""
     written = written_arguments(func, args, kwargs)
     written_ids = {id(tensor) for tensor in written}
     host_of: dict[int, Tensor] = {}
@@ -153,7 +153,7 @@ def _compute_here(func: Any, args: Any, kwargs: Any, device: torch.device) -> An
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[VirtualTensor]:
-    """The tensors that the operation changes."""
+    """Returns the tensors that the operation changes."""
     written: list[Any] = []
     unsaid = _WRITES_UNSAID.get(func, ())
     for index, argument in enumerate(func._schema.arguments):
@@ -164,7 +164,7 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[VirtualTensor]:
 
 
 def meta_of(tree: Any) -> Any:
-    """`tree` with every tensor replaced by a meta tensor of its shape, strides and dtype."""
+    """Returns `tree` with every tensor replaced by a meta tensor of its shape, strides and dtype."""
     return tree_map_only(
         Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), tree
     )
@@ -182,12 +182,12 @@ def _view_of_absent(func: Any, args: Any, kwargs: Any, device: torch.device) -> 
 
 
 def _may_defer(func: Any, values: list[Value], leaves: list[Any]) -> bool:
-    """True for a small, pure operation of which an input is still promised: a step that reads nothing never waits."""
+    """Returns whether a small, pure operation can be deferred since an input is still a promise; so no step waits."""
     return not func.is_view and not func._schema.is_mutable and _inputs_may_be_deferred(func, values, leaves)
 
 
 def _may_defer_in_place(func: Any, args: Any, values: list[Value], leaves: list[Any]) -> bool:
-    """True for ``total += loss`` while `loss` is promised, if nothing else looks at the memory of `total`."""
+    """Returns whether ``total += loss`` can be deferred: `loss` is a promise, `total` shares memory with none."""
     return (
         torch.Tag.pointwise in func.tags
         and func._schema.name.endswith("_")
@@ -224,7 +224,7 @@ def _defer(func: Any, args: Any, kwargs: Any, device: torch.device) -> VirtualTe
 
 
 def _replace_later(func: Any, args: Any, kwargs: Any, device: torch.device) -> VirtualTensor | None:
-    """Put off an in-place operation: the tensor's value becomes that of the operation's functional form."""
+    """Defers an in-place operation: the tensor's value becomes the result of the operation's functional form."""
     target: VirtualTensor = args[0]
     packet = getattr(aten, func._opname[:-1], None)
     functional = getattr(packet, func._overloadname, None)

@@ -1,7 +1,7 @@
-"""Where an accelerator tensor says that its memory lies: numbers to tell memories apart, not to read them.
+"""Addresses for the memory of accelerator tensors: they identify a memory, but cannot be read.
 
-Libraries that write files ask for them to find tensors that share memory. Tensors that share a memory give the same
-address, others do not while both exist; as with any device, nothing can be read there from the controller.
+Libraries that write files use addresses to find tensors that share memory. Tensors with shared memory have the same
+address, other tensors have different ones while both exist; the controller cannot read there, as with any device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from moreh_ap.device.values import Cell, Here, View
 
 
 class AddressOnly:
-    """Answers for a storage: how large it is, and where.
+    """Replaces a storage: its size and address.
 
     Args:
-        address: Of its first byte.
-        size_bytes: Of a view of absent values, as far as the view reaches.
-        device: Where it is.
-        tensor_address: The address of the tensor that was asked.
+        address: Address of its first byte.
+        size_bytes: Size; for a view of values on the workers, up to the end of the view.
+        device: Its device.
+        tensor_address: The address of the tensor that it was requested from.
     """
 
     def __init__(self, address: int, size_bytes: int, device: torch.device, tensor_address: int) -> None:
@@ -30,7 +30,7 @@ class AddressOnly:
 
     @classmethod
     def of(cls, cell: Cell, handle: Tensor) -> AddressOnly:
-        """What there is to say of the tensor `handle` on `cell`."""
+        """Returns the handle on the storage of the tensor `handle` on `cell`."""
         device, value = cell.device, cell.value
         if isinstance(value, Here):
             held = value.tensor.untyped_storage()
@@ -45,7 +45,7 @@ class AddressOnly:
         return cls(address, size_bytes, device, address + offset_bytes)
 
     def untyped_storage(self) -> AddressOnly:
-        """Itself: what is asked of a tensor may be asked here."""
+        """Returns itself: typed storages have this method too."""
         return self
 
     def data_ptr(self) -> int:

@@ -1,10 +1,10 @@
-"""The virtual tensor: what a script sees of the accelerator.
+"""The virtual tensor: a tensor of a script on the accelerator.
 
 A `VirtualTensor` has a shape, a dtype and a `Cell`; its Python-level device is ``cuda:0`` while its C++ device is
 ``cpu`` (a wrapper whose C++ device is cuda aborts the process on builds of PyTorch without CUDA). Autograd works on it
-as on any tensor; what happens below autograd is in `operations`.
+as on any tensor; operations below autograd are in `operations`.
 
-This module must not know about workers, models or messages: values that live on workers answer through `Value.owner`.
+This module must not know about workers, models or messages: values on the workers are reached through `Value.owner`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 class VirtualTensor(torch.Tensor):
-    """A tensor on the accelerator. Create one with `to_accelerator` or let a session promise one."""
+    """A tensor on the accelerator, made by `to_accelerator` or promised by a session."""
 
     _cell: Cell
     _user: CellUser
@@ -40,8 +40,8 @@ class VirtualTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, cell: Cell, like: Tensor, requires_grad: bool = False) -> VirtualTensor:
-        """A handle on `cell` with the shape, strides and dtype of `like` (a meta tensor will do)."""
-        is_compressed = like.layout in _COMPRESSED  # PyTorch has no wrapper of such a layout
+        """Makes a handle on `cell` with the shape, strides and dtype of `like`, which may be a meta tensor."""
+        is_compressed = like.layout in _COMPRESSED  # PyTorch has no wrapper for this layout
         handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
@@ -60,7 +60,7 @@ class VirtualTensor(torch.Tensor):
     def _use(self, cell: Cell) -> None:
         self._cell, self._user = cell, cell.new_user()
 
-    # -- what Python code asks a tensor --------------------------------------------------------------------------
+    # -- methods for Python code --------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -91,7 +91,8 @@ class VirtualTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        # Not `detach()`, which counts changes together with this tensor: autograd must not notice those of `data`.
+        # Not `detach()`, which shares its version counter with this tensor: autograd must not see changes through
+        # `data`.
         with torch._C.DisableTorchFunctionSubclass():
             return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
@@ -110,7 +111,7 @@ class VirtualTensor(torch.Tensor):
                 self.detach().copy_(new)
 
     def _leave_aliases(self) -> None:
-        """Other tensors on this one's memory keep the value it has now; this one's may then be replaced."""
+        """Separates other tensors from this tensor's memory: they keep the present value, and it may be replaced."""
         shared = self._cell
         if not shared.has_others(self._user):
             return
@@ -135,37 +136,37 @@ class VirtualTensor(torch.Tensor):
             torch.Tensor.grad.__set__(self, new)  # type: ignore[union-attr]
 
     def hand_gradient_on(self) -> Tensor | None:
-        """Takes away and returns the gradient that autograd has left here, in the controller, if any."""
+        """Removes and returns the gradient that the controller's autograd has accumulated, if any."""
         gradient: Tensor | None = torch.Tensor.grad.__get__(self)  # type: ignore[union-attr]
         if gradient is not None:
             torch.Tensor.grad.__set__(self, None)  # type: ignore[union-attr]
         return gradient
 
     def expect_gradients_here(self) -> None:
-        """From now on, what autograd in the controller computes for this parameter is given to whoever keeps it.
+        """From now on, gradients of this parameter from the controller's autograd go to the owner of its value.
 
-        That is what a script computes with a parameter outside a module: a penalty on weights, logits from an
-        embedding's matrix.
+        They come from the script's computations with a parameter outside of a module: a penalty on weights, logits
+        from an embedding's matrix.
         """
         if self.__dict__.get("_hands_gradients_on") or not (self.is_floating_point() or self.is_complex()):
             return
         self._hands_gradients_on = True
         with torch._C.DisableTorchFunctionSubclass():
             trainable = self.requires_grad
-            self.requires_grad_(True)  # without it PyTorch takes no hook
+            self.requires_grad_(True)  # PyTorch accepts a hook only then
             super().register_post_accumulate_grad_hook(_hand_gradient_on)  # type: ignore[no-untyped-call]
             self.requires_grad_(trainable)
 
     def host_value(self) -> Tensor:
-        """The value as a CPU tensor that the caller must not change; waits if it must.
+        """Returns the value as a CPU tensor that the caller must not change; may wait.
 
-        A promise is kept here once read; what workers own (and what lies in a file) stays where it is.
+        A promise is kept in the controller once read; state tensors (and tensors in files) stay where they are.
         """
         value = self._cell.value
         return value.read() if value.stays else self._cell.read_here().tensor
 
     def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """A tensor of this one's dtype on its device, of a size or with data: ``x.new(3, 4)``."""
+        """Returns a tensor of the same dtype on the same device, with a size or with data: ``x.new(3, 4)``."""
         plain = [arg.to_host() if isinstance(arg, VirtualTensor) else arg for arg in args]
         made: Tensor = torch.empty(0, dtype=self.dtype, device="cpu").new(*plain)  # type: ignore[no-untyped-call]
         return place(made) if self.is_cuda else made
@@ -175,14 +176,14 @@ class VirtualTensor(torch.Tensor):
         return self._watch_gradient(_observing(hook)) or super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def retain_grad(self) -> None:
-        """Have `grad` set by a backward though this tensor is no leaf."""
+        """Has backward set `grad` although this tensor is not a leaf."""
         reference = weakref.ref(self)
 
         def keep(gradient: Tensor) -> None:
             tensor = reference()
             if tensor is not None:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of a tensor that is no leaf and has none yet
+                    warnings.simplefilter("ignore")  # PyTorch warns if a non-leaf tensor has no gradient
                     before = torch.Tensor.grad.__get__(tensor)  # type: ignore[union-attr]
                 torch.Tensor.grad.__set__(tensor, gradient if before is None else before + gradient)  # type: ignore[union-attr]
 
@@ -190,7 +191,7 @@ class VirtualTensor(torch.Tensor):
             super().retain_grad()  # type: ignore[no-untyped-call]
 
     def _watch_gradient(self, watcher: Callable[[Tensor], None], adds_up: bool = False) -> Any:
-        """Have whoever computed this tensor elsewhere tell its gradient; None if autograd knows it here."""
+        """Has the remote call that gave this tensor report its gradient; None if the controller's autograd knows it."""
         watch = getattr(self.grad_fn, "watch_output", None)
         return None if watch is None else watch(self.output_nr, watcher, adds_up)
 
@@ -207,7 +208,7 @@ class VirtualTensor(torch.Tensor):
             )
 
     def to_host(self) -> Tensor:
-        """The value as an ordinary CPU tensor, detached and independent of this one; waits if it must."""
+        """Returns the value as an ordinary CPU tensor, detached and with memory of its own; may wait."""
         with torch._C.DisableTorchFunction():
             return self.host_value().detach().clone()
 
@@ -226,7 +227,7 @@ class VirtualTensor(torch.Tensor):
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def item(self) -> Any:
-        """The value of a tensor with one element, as a Python number; waits if it must."""
+        """Returns the value of a tensor with one element as a Python number; may wait."""
         with torch._C.DisableTorchFunction():
             return self.host_value().item()
 
@@ -246,14 +247,14 @@ class VirtualTensor(torch.Tensor):
         return array if dtype is None else array.astype(dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles (and so `torch.save`s) as the ordinary CPU tensor it stands for: the file loads without us."""
+        """Pickles (and so `torch.save`s) as an ordinary CPU tensor: the file loads without this package."""
         plain = self.as_plain()
         if self.is_cuda and plain.layout == torch.strided:
             mark(plain.untyped_storage())
         return plain.__reduce_ex__(protocol)
 
     def as_plain(self) -> Tensor:
-        """An ordinary CPU tensor (or `nn.Parameter`) with the value and `requires_grad` of this one."""
+        """Returns an ordinary CPU tensor (or `nn.Parameter`) with the value and `requires_grad` of this tensor."""
         host = self.to_host()
         if getattr(self, "_is_param", False):
             return torch.nn.Parameter(host, requires_grad=self.requires_grad)
@@ -271,24 +272,24 @@ class VirtualTensor(torch.Tensor):
     # `nn.Module._apply` swaps a parameter for a traceable wrapper in place, so that optimizers keep their parameters.
 
     def __tensor_flatten__(self) -> Any:
-        """What is inside: no tensor, only where memory lies; libraries that write files ask for it there."""
+        """Returns the inner tensors: none, only the storage handle, which libraries that write files use."""
         return ["memory"], None
 
     @property
     def memory(self) -> AddressOnly:
-        """Which memory it has and how much; tells tensors apart, and nothing can be read there."""
+        """Returns the handle on its memory: an identity and a size, without data."""
         return AddressOnly.of(self._cell, self)
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> Any:
         raise TypeError("a virtual tensor has no tensors inside: it cannot be traced by torch.compile")
 
-    # -- what PyTorch asks it --------------------------------------------------------------------------------------
+    # -- methods for PyTorch --------------------------------------------------------------------------------------
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(issubclass(kind, torch.Tensor) for kind in types):
-            return NotImplemented  # an argument stands for a tensor without being one: its class comes next
+            return NotImplemented  # an argument of another tensor-like class: that class's handler comes next
         with torch._C.DisableTorchFunctionSubclass():
             return cls.torch_function(func, args, kwargs or {})
 
@@ -318,22 +319,22 @@ def _observing(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The value of a tensor, virtual or not, as a CPU tensor that the caller must not change; waits if it must."""
+    """Returns the value of any tensor as a CPU tensor that the caller must not change; may wait."""
     return tensor.host_value() if isinstance(tensor, VirtualTensor) else tensor
 
 
 def to_accelerator(tensor: Tensor) -> VirtualTensor:
-    """A copy of a CPU tensor on the accelerator, differentiable like `Tensor.cuda`."""
+    """Returns a copy of a CPU tensor on the accelerator, differentiable like `Tensor.cuda`."""
     return _ToAccelerator.apply(tensor) if tensor.requires_grad else place(tensor.detach().clone())
 
 
 def place(tensor: Tensor) -> VirtualTensor:
-    """An accelerator tensor whose value is `tensor` itself: nothing is copied, so the caller must not keep it."""
+    """Returns an accelerator tensor that wraps `tensor` without a copy; the caller must not keep `tensor`."""
     return VirtualTensor(Cell(Here(tensor), ACCELERATOR), tensor)
 
 
 def to_host(tensor: VirtualTensor) -> Tensor:
-    """An ordinary CPU tensor with the value of `tensor`, differentiable like `Tensor.cpu`; waits if it must."""
+    """Returns an ordinary CPU tensor with the value of `tensor`, differentiable like `Tensor.cpu`; may wait."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return _ToHost.apply(tensor)
     return tensor.to_host()
@@ -360,5 +361,5 @@ class _ToHost(torch.autograd.Function):
 
 
 def has_accelerator_tensor(tree: Any) -> bool:
-    """True if a leaf of `tree` is a tensor on the accelerator."""
+    """Returns whether a leaf of `tree` is a tensor on the accelerator."""
     return any(isinstance(leaf, VirtualTensor) and leaf.is_cuda for leaf in tree_flatten(tree)[0])

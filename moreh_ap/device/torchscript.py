@@ -1,4 +1,4 @@
-"""Models of TorchScript, which have no Python code that workers could run."""
+"""TorchScript models, which have no Python code that workers could run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moreh_ap.errors import UnsupportedError
 
 
 def refuse_compiled(root: nn.Module) -> None:
-    """Lets pass what has no model of TorchScript in it.
+    """Raises for a model with TorchScript modules.
 
     Raises:
         UnsupportedError: `root` or a module in it was compiled by `torch.jit`.

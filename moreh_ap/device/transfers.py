@@ -1,4 +1,4 @@
-"""Moves between the CPU and the accelerator: which device is meant, and what `to`, `cuda`, `cpu` and their kind give.
+"""Moves between the CPU and the accelerator: the target device, and the results of `to`, `cuda`, `cpu` and the like.
 
 Decides nothing about values: a move copies nothing to a worker.
 """
@@ -16,7 +16,7 @@ from moreh_ap.device.values import InFile
 
 
 def is_accelerator(device: Any) -> bool:
-    """True if `device`, as scripts write it (string, index or `torch.device`), means the accelerator.
+    """Returns whether `device` (a string, index or `torch.device`) means the accelerator.
 
     Raises:
         RuntimeError: For a device index other than 0, as PyTorch does on a machine with one device.
@@ -27,7 +27,7 @@ def is_accelerator(device: Any) -> bool:
         try:
             parsed = torch.device(device)
         except (RuntimeError, TypeError):
-            return False  # not a device at all: PyTorch says so in its own words
+            return False  # not a device: PyTorch raises its own error
         kind, index = parsed.type, parsed.index
     if kind != "cuda":
         return False
@@ -41,17 +41,17 @@ def is_accelerator(device: Any) -> bool:
 
 
 def require_accelerator(device: Any) -> None:
-    """Let pass what means the accelerator, and None.
+    """Accepts None and devices that mean the accelerator.
 
     Raises:
-        ValueError: For another device, as functions of `torch.cuda` raise it.
+        ValueError: The device is another one; functions of `torch.cuda` raise the same.
     """
     if device is not None and not is_accelerator(device):
         raise ValueError(f"Expected a cuda device, but got: {torch.device(device)}")
 
 
 def _parse_to(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
-    """The target device (None: stay), the other arguments of `Tensor.to`, and whether a copy is demanded."""
+    """Returns the target device (None: unchanged), the other arguments of `Tensor.to`, and whether to force a copy."""
     rest = {name: value for name, value in kwargs.items() if name in ("dtype", "memory_format")}
     device = kwargs.get("device")
     if kwargs.get("other") is not None:
@@ -84,7 +84,7 @@ def to_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _cast_unread(tensor: VirtualTensor, dtype: torch.dtype) -> VirtualTensor:
-    """Change the dtype of a tensor that still lies in its file: whoever reads it will cast."""
+    """Changes the dtype of a tensor that is still in its file: the cast happens when it is read."""
     value = tensor._cell.value
     if dtype == tensor.dtype or not isinstance(value, InFile):
         return tensor
@@ -93,7 +93,7 @@ def _cast_unread(tensor: VirtualTensor, dtype: torch.dtype) -> VirtualTensor:
 
 
 def move(tensor: Tensor, device: Any) -> Tensor:
-    """`tensor` on `device`; the same object if it is there already."""
+    """Returns `tensor` on `device`; the same object if it is already there."""
     if is_accelerator(device):
         if not isinstance(tensor, VirtualTensor):
             return tensor if tensor.device.type == "meta" else to_accelerator(tensor)
@@ -121,7 +121,7 @@ def cpu_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def pin_memory(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args[0]  # batches travel to workers as bytes: page-locked memory would gain nothing
+    return args[0]  # batches are sent to workers as bytes: page-locked memory would not help
 
 
 def type_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -141,10 +141,10 @@ def type_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def swap(first: Tensor, second: Tensor) -> None:
-    """Exchange what two tensor objects are, as `torch.utils.swap_tensors`, whoever else refers to the first.
+    """Exchanges the content of two tensor objects, as `torch.utils.swap_tensors`; the first may have other references.
 
     A parameter may have been used before it moves: `torch.nn.utils.weight_norm` computes a weight at once, and a script
-    may try its model on the CPU. A graph of before keeps the memory of before; a backward through it is refused.
+    may try its model on the CPU. An earlier graph keeps the earlier memory; a backward through it is refused.
     """
     if first.is_leaf and first.requires_grad:
         torch.autograd.graph.get_gradient_edge(first).node.register_prehook(_refuse_backward)

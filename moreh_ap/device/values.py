@@ -1,7 +1,7 @@
-"""What a virtual tensor holds: a value that is here, in a file, promised by workers, or still to be computed.
+"""The value of a virtual tensor: in the controller, in a file, promised by workers, or still to be computed.
 
-This module decides how values are read and when a small computation may be put off. It must not know how workers are
-reached: values that live on workers are defined by `moreh_ap.session` as further subclasses of `Value`.
+This module decides how values are read and when a small computation may be deferred. It must not know how workers are
+reached: `moreh_ap.session` defines further subclasses of `Value` for values on the workers.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from torch.utils._pytree import tree_map_only
 if TYPE_CHECKING:
     from moreh_ap.protocol.tensor_source import TensorSource
 
-MAX_DEFERRED_ELEMENTS = 4096  # larger tensors are computed at once: putting them off would only keep memory alive
+MAX_DEFERRED_ELEMENTS = 4096  # larger tensors are computed at once: deferring them would only keep memory alive
 
 
 class Value:
-    """Where the numbers of a virtual tensor come from."""
+    """The source of a virtual tensor's numbers."""
 
     __slots__ = ("__weakref__",)
 
     #: The session whose workers hold the value as state (parameters, gradients, ...), or None.
     owner: Any = None
 
-    #: True if a handle leaves the value where it is when somebody reads it.
+    #: Whether the value stays where it is when it is read.
     stays: bool = False
 
     def runner(self) -> Callable[[Any, Any, Any], Any] | None:
-        """What runs operations where the value lies: called with (func, args, kwargs), it may answer NotImplemented."""
+        """Runs operations at the value's place: called with (func, args, kwargs), it may return NotImplemented."""
         return None
 
     def ready(self) -> bool:
-        """True if `read` would return without waiting for a worker."""
+        """Returns whether `read` would return without waiting for a worker."""
         raise NotImplementedError
 
     def read(self) -> Tensor:
-        """The whole value as a CPU tensor; waits if it must. The caller must not change it unless `write` is given."""
+        """Returns the full value as a CPU tensor; may wait. The caller must not change it without calling `write`."""
         raise NotImplementedError
 
     def write(self, tensor: Tensor) -> None:
-        """Store a changed value back where it came from. Values that turn into `Here` once read never need it."""
+        """Stores a changed value where it came from. Values that become `Here` once read do not need it."""
         raise TypeError(f"{type(self).__name__} values are replaced, not written")
 
 
@@ -64,13 +64,13 @@ class Here(Value):
 
 
 class InFile(Value):
-    """A tensor of safetensors files that nobody has read yet.
+    """A tensor in safetensors files that has not been read yet.
 
     Args:
-        sources: Where it lies: one file has all of it, or each of several a box of it.
+        sources: Its files: one file has all of it, or each of several files has a box of it.
         shape: Its shape.
-        dtype: What whoever reads it casts it to.
-        keeper: An object that must live as long as somebody may read the files.
+        dtype: The dtype to which it is cast when it is read.
+        keeper: An object that must live as long as the files may be read.
     """
 
     __slots__ = ("_keeper", "_shape", "dtype", "sources")
@@ -83,7 +83,7 @@ class InFile(Value):
         self.sources, self._shape, self.dtype, self._keeper = sources, shape, dtype, keeper
 
     def cast(self, dtype: torch.dtype) -> InFile:
-        """The same tensor in another dtype, not read either."""
+        """Returns the same tensor in another dtype, without reading it."""
         return InFile(self.sources, self._shape, dtype, self._keeper)
 
     def ready(self) -> bool:
@@ -98,11 +98,11 @@ class InFile(Value):
 
 
 class Later(Value):
-    """A small operation on values of which some are still promised; computed when somebody reads it.
+    """A small operation on values, some of which are still promises; computed when its result is read.
 
-    A script that never reads (``total += loss``, step after step) chains them: links are computed as soon as they can
-    be, so that a chain is no longer than workers lag behind, and none is reached by recursion, for which Python's
-    stack would be too short.
+    A script that never reads (``total += loss``, step after step) chains them: links are computed as soon as
+    possible, so that a chain is no longer than workers lag behind, and without recursion, for which Python's stack
+    would be too short.
     """
 
     __slots__ = ("_inputs", "_operation", "_result")
@@ -122,10 +122,10 @@ class Later(Value):
         return self._result
 
     def _compute_chain(self, wait: bool) -> bool:
-        """Computes this and what it needs, oldest first; without `wait` only as far as that can be done at once.
+        """Computes this value and its inputs, oldest first; without `wait` only those whose inputs are ready.
 
         Returns:
-            Whether this one is computed.
+            Whether this value is computed.
         """
         chain: list[Later] = [self]
         while chain:
@@ -148,7 +148,7 @@ class Later(Value):
 
 
 class View(Value):
-    """A view of a value that is not here: reading applies the view, writing writes the base."""
+    """A view of a value outside of the controller: reading applies the view, writing writes the base."""
 
     __slots__ = ("_base", "_user", "_view")
 
@@ -160,7 +160,7 @@ class View(Value):
 
     @property
     def base(self) -> Cell:
-        """What it is a view of."""
+        """The cell that it is a view of."""
         return self._base
 
     def ready(self) -> bool:
@@ -178,46 +178,46 @@ class View(Value):
 
 
 class CellUser:
-    """A tensor or view on a cell; lives as long as it is one."""
+    """A reference of a tensor or view to its cell, with the same lifetime."""
 
     __slots__ = ("__weakref__",)
 
 
 class Cell:
-    """The place that aliases of one virtual tensor share: in-place operations put a new value into it.
+    """The slot that aliases of one virtual tensor share: in-place operations put a new value into it.
 
-    Whoever keeps a cell to read its value later also keeps a user of it (`new_user`).
+    An object that keeps a cell to read its value later also keeps a user of it (`new_user`).
     """
 
     __slots__ = ("_users", "device", "has_views", "value")
 
     def __init__(self, value: Value, device: torch.device) -> None:
         self.value, self.device = value, device
-        self.has_views = False  # True once another cell looks at the same memory: the value may not be replaced then
+        self.has_views = False  # True once another cell shares the memory: then the value must not be replaced
         self._users: tuple[weakref.ref[CellUser], ...] = ()
 
     def new_user(self) -> CellUser:
-        """A user of this cell, which the caller keeps as long as it keeps the cell."""
+        """Returns a user of this cell; the caller keeps it as long as it keeps the cell."""
         user = CellUser()
         self._users = (*(known for known in self._users if known() is not None), weakref.ref(user))
         return user
 
     def has_others(self, user: CellUser) -> bool:
-        """Whether the cell has a user beside `user`: an alias or a view."""
+        """Returns whether the cell has another user than `user`: an alias or a view."""
         return any(known() not in (None, user) for known in self._users)
 
     def settle(self) -> Value:
-        """The value, turned into `Here` if it can be had without waiting and nobody else keeps it."""
+        """Returns the value, as `Here` if it is ready without waiting and no other object keeps it."""
         value = self.value
         if isinstance(value, Here) or value.stays or not value.ready():
             return value
         return self.read_here()
 
     def read_here(self) -> Here:
-        """Read the value (waiting if it must) and keep it here from now on."""
+        """Reads the value, waiting for it, and keeps it in the controller from now on."""
         if not isinstance(self.value, Here):
             with torch.inference_mode(False):  # whoever reads it first, others may compute gradients with it
                 tensor = self.value.read()
-                # Another tensor may have put off an operation on this very value: a private copy keeps it as it was.
+                # Another tensor may have deferred an operation on this value: a private copy keeps the old numbers.
                 self.value = Here(tensor.clone() if tensor.numel() <= MAX_DEFERRED_ELEMENTS else tensor)
         return self.value

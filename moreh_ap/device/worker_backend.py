@@ -1,7 +1,7 @@
-"""What the virtual device needs of the workers behind it, as an interface.
+"""The interface to the workers that the virtual device needs.
 
 `moreh_ap.session.session_backend` implements it and `moreh_ap.accelerator` joins the two: nothing in this package
-imports the session. A backend is in force while `IN_FORCE` names it.
+imports the session. `IN_FORCE` holds the present backend.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moreh_ap.protocol.messages.devices import DeviceInfo
 
 
 class DeviceGenerator(Protocol):
-    """The random number generator of the device: a seed, and a state that can be kept and put back."""
+    """The random number generator of the device: a seed, and a state that can be saved and restored."""
 
     def manual_seed(self, seed: int) -> None: ...
 
@@ -29,7 +29,7 @@ class DeviceGenerator(Protocol):
 
 
 class PlaceInOrder(Protocol):
-    """A place in the ordered stream of commands, known to be reached or not."""
+    """A position in the ordered stream of commands; it tells whether the workers have reached it."""
 
     def done(self) -> bool: ...
 
@@ -41,8 +41,8 @@ class PlaceInOrder(Protocol):
 class WorkerBackend(Protocol):
     """Runs modules, optimizers and gradient operations on the workers.
 
-    Methods that stand in for a function of PyTorch answer NotImplemented where the function has to run in the
-    controller as it is.
+    Methods that replace a function of PyTorch return NotImplemented if the original function has to run in the
+    controller.
     """
 
     @property
@@ -52,59 +52,59 @@ class WorkerBackend(Protocol):
     def num_devices(self) -> int: ...
 
     def devices(self) -> list[DeviceInfo]:
-        """The physical devices, in rank order. Waits the first time."""
+        """Returns the physical devices, in rank order. Waits the first time."""
 
     def memory(self, *, reset_peak: bool = False, empty_cache: bool = False) -> dict[str, int]:
-        """Bytes over all devices: ``allocated``, ``peak``, ``free``, ``total``. Waits."""
+        """Returns bytes summed over all devices: ``allocated``, ``peak``, ``free``, ``total``. Waits."""
 
     def synchronize(self) -> None:
-        """Wait until the workers have executed every command; raise the first error not raised yet."""
+        """Waits until the workers have run every command; raises the first error not raised yet."""
 
     def mark_place(self) -> PlaceInOrder:
-        """The present place in the stream of commands. Does not wait."""
+        """Returns the present position in the stream of commands. Does not wait."""
 
     @property
     def routes(self) -> Mapping[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], Any]]:
-        """How to call modules that the workers are known to have; as `call_module`, but quicker."""
+        """Returns the routes to modules that the workers are known to have: faster than `call_module`."""
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a module's call on the workers; NotImplemented if the call belongs in the controller."""
+        """Returns the result of a module's call on the workers; NotImplemented if the controller has to run it."""
 
     def note_moved(self, root: nn.Module) -> None:
-        """The script has moved `root` to or from the accelerator."""
+        """Called when the script has moved `root` to or from the accelerator."""
 
     def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """The script has set an attribute of a module."""
+        """Called when the script has set an attribute of a module."""
 
     def optimizer_classes(self) -> Sequence[type[Optimizer]]:
-        """Classes of optimizers whose `step` the workers can take."""
+        """Returns the classes of optimizers whose `step` can run on the workers."""
 
     def step_on_workers(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands in for `original`, the `step` of one of these classes."""
+        """Returns the replacement of `original`, the `step` of one of these classes."""
 
     def zero_grad_on_workers(self, original: Callable[..., None]) -> Callable[..., None]:
-        """What stands in for `original`, which is `torch.optim.Optimizer.zero_grad`."""
+        """Returns the replacement of `original`, `torch.optim.Optimizer.zero_grad`."""
 
     def clip_on_workers(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """What stands in for `original`, which is `torch.nn.utils.clip_grad_norm_`."""
+        """Returns the replacement of `original`, `torch.nn.utils.clip_grad_norm_`."""
 
     def clearing_gradients(self) -> AbstractContextManager[None]:
-        """Inside, gradients are read only to be cleared: reading them need not wait for the workers."""
+        """Inside, gradients are read only to be cleared, so reading them does not wait for the workers."""
 
     def total_norm(self, tensors: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Stands in for `torch.nn.utils.get_total_norm`."""
+        """Replaces `torch.nn.utils.get_total_norm`."""
 
     def clip_gradients(self, parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> Any:
-        """Stands in for `torch.nn.utils.clip_grads_with_norm_`."""
+        """Replaces `torch.nn.utils.clip_grads_with_norm_`."""
 
     def gradients(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Stands in for `torch.autograd.grad`."""
+        """Replaces `torch.autograd.grad`."""
 
     def backward(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Stands in for `torch.autograd.backward`."""
+        """Replaces `torch.autograd.backward`."""
 
     def backward_of_tensor(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Stands in for `torch.Tensor.backward`."""
+        """Replaces `torch.Tensor.backward`."""
 
 
 class _InForce:

@@ -1,7 +1,7 @@
 """Tables of training runs: what a row says about model, plan, devices and program.
 
 Decides how columns become a profile, a plan, a cluster and a system, and what is assumed where a column is blank.
-Must not look at what was measured: `MEASURED_COLUMNS` are never read here, and a test takes them away to prove it.
+Must not look at what was measured: `MEASURED_COLUMNS` are never read here, and a test takes them away to show it.
 
 [Note: blank columns]
 A blank column is filled with what its source's program does: see `_system_of`. A blank micro-batch is 1, sharding

@@ -72,15 +72,15 @@ def _register_batch(cls: Any) -> None:
 
 def complete_unpickled(module: nn.Module) -> None:
     """Do for a model that was unpickled what its constructor does beside setting attributes."""
-    for part in module.modules():
-        if any(cls.__module__ == "transformers.modeling_utils" for cls in type(part).__mro__):
+    for submodule in module.modules():
+        if any(cls.__module__ == "transformers.modeling_utils" for cls in type(submodule).__mro__):
             from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
             # Without it output_hidden_states=True gives None. Keyed by the class's name in every version since 5.17.
-            name = str(type(part))
+            name = str(type(submodule))
             if name not in dict.keys(_CAN_RECORD_REGISTRY):
                 _RECORDED.add(name)
-            dict.__setitem__(_CAN_RECORD_REGISTRY, name, part._can_record_outputs)
+            dict.__setitem__(_CAN_RECORD_REGISTRY, name, submodule._can_record_outputs)
 
 
 def hand_caches_back(arguments: tuple[Any, ...], result: Any) -> None:
@@ -112,8 +112,8 @@ def cache_leaves(treespec: pytree.TreeSpec) -> frozenset[int]:
     cache_class = sys.modules["transformers.cache_utils"].Cache
     leaves = [torch.empty(0) for _ in range(treespec.num_leaves)]  # tensors: others are no children of a cache
     numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
-    parts = pytree.tree_leaves(
+    entries = pytree.tree_leaves(
         pytree.tree_unflatten(leaves, treespec), is_leaf=lambda node: isinstance(node, cache_class)
     )
-    inside = (leaf for part in parts if isinstance(part, cache_class) for leaf in pytree.tree_leaves(part))
+    inside = (leaf for entry in entries if isinstance(entry, cache_class) for leaf in pytree.tree_leaves(entry))
     return frozenset(numbers[id(leaf)] for leaf in inside)

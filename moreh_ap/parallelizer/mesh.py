@@ -117,8 +117,8 @@ class Position:
 
 
 def _flat(mesh: DeviceMesh, *names: str) -> Axis:
-    part = mesh[names]
-    return _axis(part._flatten("_".join(names)) if len(names) > 1 else part)
+    submesh = mesh[names]
+    return _axis(submesh._flatten("_".join(names)) if len(names) > 1 else submesh)
 
 
 def _axis(mesh: DeviceMesh) -> Axis:

@@ -35,8 +35,8 @@ def row_range(rank: int, world: int, rows: int) -> tuple[int, int]:
     return start, start + each + (rank < extra)
 
 
-def own_entries(tensor: torch.Tensor, rank: int, world: int, rows: int) -> torch.Tensor:
-    """Returns a worker's part of a tensor with one or several entries a row in dim 0, one after the other."""
+def local_entries(tensor: torch.Tensor, rank: int, world: int, rows: int) -> torch.Tensor:
+    """Returns a worker's slice of a tensor whose dim 0 has one or several consecutive entries for each row."""
     entries = tensor.shape[0] // rows
     start, stop = row_range(rank, world, rows)
     return tensor[start * entries : stop * entries]

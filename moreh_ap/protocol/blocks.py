@@ -76,16 +76,18 @@ def modules_aside(module: nn.Module) -> list[nn.Module]:
             return
         seen.add(id(value))
         if isinstance(value, nn.Module):
-            for part in value.modules():
-                if id(part) not in known and any(id(parameter) in own for parameter in part._parameters.values()):
-                    found[id(part)] = part
+            for submodule in value.modules():
+                if id(submodule) not in known and any(
+                    id(parameter) in own for parameter in submodule._parameters.values()
+                ):
+                    found[id(submodule)] = submodule
             return
         for item in value.values() if isinstance(value, dict) else value:
             if isinstance(item, (nn.Module, dict, list, tuple)):
                 look(item)
 
-    for part in module.modules():
-        for name, value in vars(part).items():
+    for submodule in module.modules():
+        for name, value in vars(submodule).items():
             if name not in OF_EVERY_MODULE and isinstance(value, (dict, list, tuple)):
                 look(value)
     return list(found.values())

@@ -15,15 +15,15 @@ def draws_random_numbers(module: nn.Module) -> Callable[[], bool]:
 
     A dropout is a module of that name with its `p`, or a number in an attribute whose name has "drop" in it.
     """
-    parts = list(module.modules())
+    submodules = list(module.modules())
 
     def drops() -> bool:
-        return module.training and any(_drops(part) for part in parts)
+        return module.training and any(_drops(submodule) for submodule in submodules)
 
     return drops
 
 
-def _drops(part: nn.Module) -> bool:
-    if "Dropout" in type(part).__name__:
-        return getattr(part, "p", 0) > 0
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(part).items())
+def _drops(submodule: nn.Module) -> bool:
+    if "Dropout" in type(submodule).__name__:
+        return getattr(submodule, "p", 0) > 0
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(submodule).items())

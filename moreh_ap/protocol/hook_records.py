@@ -11,7 +11,7 @@ worker is dropped, and what it returns there.
 [Note: attributes]
 What a forward sets on parts of the model (``self.last_loss = loss``) is answered in the same way, if it is made of
 tensors and plain values: the script finds it on its own module, and may go backward from it. In a worker it stays as it
-is. What was set to something else, or what the proof of splitting did not see, is left out, and the script is told.
+is. What was set to something else, or what the split check did not see, is left out, and the script is told.
 """
 
 from __future__ import annotations

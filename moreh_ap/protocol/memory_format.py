@@ -84,10 +84,10 @@ class KernelFormats:
             path, _, leaf = name.rpartition(".")
             if name in self._hooks:
                 self._hooks.pop(name).remove()
-            part = modules.get(path)
-            is_kernel = leaf == "weight" and isinstance(part, nn.modules.conv._ConvNd)
-            if part is not None and is_kernel and memory_format is not torch.contiguous_format:
-                self._hooks[name] = part.register_forward_pre_hook(_bringing_into(memory_format))
+            submodule = modules.get(path)
+            is_kernel = leaf == "weight" and isinstance(submodule, nn.modules.conv._ConvNd)
+            if submodule is not None and is_kernel and memory_format is not torch.contiguous_format:
+                self._hooks[name] = submodule.register_forward_pre_hook(_bringing_into(memory_format))
 
 
 def _bringing_into(memory_format: torch.memory_format) -> Any:

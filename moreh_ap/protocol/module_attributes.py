@@ -37,18 +37,20 @@ class Attributes:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._parts = [(path, part) for path, part in root.named_modules() if _is_of_user(type(part))]
+        self._submodules = [
+            (path, submodule) for path, submodule in root.named_modules() if _is_of_user(type(submodule))
+        ]
         self._lists = [
-            (path, part, name)
-            for path, part in root.named_modules()
-            if not _is_of_user(type(part))
-            for name, value in _kept(part, "_")
+            (path, submodule, name)
+            for path, submodule in root.named_modules()
+            if not _is_of_user(type(submodule))
+            for name, value in _kept(submodule, "_")
             if type(value) is list
         ]
 
     def __bool__(self) -> bool:
         """Whether there is any part, or list, to look at."""
-        return bool(self._parts or self._lists)
+        return bool(self._submodules or self._lists)
 
     def marks(self) -> Marks:
         """Returns how the attributes are now."""
@@ -62,12 +64,12 @@ class Attributes:
         return {name: found[name] for name in sorted(found)}
 
     def _values(self) -> Iterator[tuple[str, Any]]:
-        for path, part in self._parts:
-            for name, value in _kept(part, _OF_THIS_PACKAGE):
+        for path, submodule in self._submodules:
+            for name, value in _kept(submodule, _OF_THIS_PACKAGE):
                 yield full_name(path, name), value
-        for path, part, name in self._lists:
-            if name in vars(part):
-                yield full_name(path, name), vars(part)[name]
+        for path, submodule, name in self._lists:
+            if name in vars(submodule):
+                yield full_name(path, name), vars(submodule)[name]
 
 
 def full_name(path: str, name: str) -> str:

@@ -2,8 +2,9 @@
 
 [Note: kept values]
 In a split call each worker sets an attribute to its rows, or to its share of a sum, of what one device would have.
-That does no harm while no forward reads it (weights of attention, a loss). To a forward that does, it is passed as one
-more argument: it is cut as arguments are, proven with them, and gradients go back through it to the call that set it.
+That does no harm while no forward reads it (weights of attention, a loss). A forward that reads it gets it as one more
+argument: it is sliced as arguments are, is part of the split check, and gradients flow back through it to the call that
+set it.
 """
 
 from __future__ import annotations

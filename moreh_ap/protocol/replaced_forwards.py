@@ -21,8 +21,8 @@ def has_another_forward(root: nn.Module) -> bool:
 
 def own_forwards(root: nn.Module) -> Iterator[Any]:
     """Yields the functions that modules of the tree have for a forward in place of their class's, wrapped ones too."""
-    for part in root.modules():
-        forward = vars(part).get("forward")
+    for submodule in root.modules():
+        forward = vars(submodule).get("forward")
         while forward is not None:
             function = getattr(forward, "func", getattr(forward, "__func__", forward))  # of a partial, of a method
             yield function

@@ -6,7 +6,7 @@ Decides what a state is and how it is put back. Must not know who draws, or what
 A forward may flip a coin with `random` or `numpy.random` (LayerDrop, masks of speech models, self-conditioning). One
 process has one stream of each, whatever its device. So a call of such a forward carries their states, every worker goes
 on from them and flips the same coin, and the script goes on from where the forward left them. A forward that draws for
-each row fails the proof that rows are independent, and runs whole.
+each row fails the split check, and runs unsplit.
 """
 
 from __future__ import annotations

@@ -40,17 +40,17 @@ class StateRule(enum.Enum):
 
 
 class ActivationRule(enum.Enum):
-    """On activations of which each rank of a tensor-parallel group has a part along one dim."""
+    """On activations of which each rank of a tensor-parallel group has a shard along one dim."""
 
-    POINTWISE = "on the parts, with the matching part of every other operand"
-    SAME_DIM = "on the parts, split along the same dim"
-    VIEW = "on the parts, if one dim of the result is the split one"
-    SLICE = "on the parts, unless it cuts the split dim"
-    SELECT = "on the parts, unless it selects from the split dim"
-    CAT = "on the parts, unless it joins along the split dim"
-    UNSQUEEZE = "on the parts, the split dim counted anew"
-    TRANSPOSE = "on the parts, the split dim where it went"
-    CUT_BACKWARD = "on the parts, unless the cut went through the split dim"
+    POINTWISE = "on the shards, with the matching slice of every other operand"
+    SAME_DIM = "on the shards, split along the same dim"
+    VIEW = "on the shards, if one dim of the result is the split one"
+    SLICE = "on the shards, unless it cuts the split dim"
+    SELECT = "on the shards, unless it selects from the split dim"
+    CAT = "on the shards, unless it joins along the split dim"
+    UNSQUEEZE = "on the shards, the split dim counted anew"
+    TRANSPOSE = "on the shards, the split dim where it went"
+    CUT_BACKWARD = "on the shards, unless the cut went through the split dim"
 
 
 @dataclass(frozen=True)

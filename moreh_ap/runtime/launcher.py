@@ -1,4 +1,4 @@
-"""The worker processes of one mesh, from their start to their end.
+"""The processes of one worker group, from their start to their end.
 
 Decides in which order a start goes, how a dead process is recognised, and that none is left over. Must not know
 commands; it only lets the workers join each other.
@@ -49,7 +49,7 @@ def start_error(error: EngineError) -> MeshStartError:
 
 
 class Stopping(Exception):
-    """Ends the background thread's work because the mesh is being closed."""
+    """Ends the background thread's work because the worker group is being closed."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Launcher:
 
         Raises:
             MeshStartError: a process could not be started or did not answer in time.
-            Stopping: the mesh is being closed.
+            Stopping: the worker group is being closed.
         """
         num_workers = self._request.num_workers
         on_progress("spawn", 0, num_workers)

@@ -30,12 +30,12 @@ class Outcome(NamedTuple):
 
 
 class OutcomeResolver:
-    """Judges the answers to commands, in the order in which these were sent."""
+    """Resolves the answers to commands, in the order in which these were sent."""
 
     def __init__(self) -> None:
         self._cause: tuple[int, BaseException] | None = None  # an epoch, and the error because of which it is skipped
 
-    def judge(self, epoch: int, recoverable: bool, answers: list[Answer]) -> Outcome:
+    def resolve(self, epoch: int, recoverable: bool, answers: list[Answer]) -> Outcome:
         """Returns how a command ended, given what all workers answered."""
         statuses = {answer.status for answer in answers}
         if statuses != {DONE}:
@@ -46,7 +46,7 @@ class OutcomeResolver:
         except Exception as error:  # what a worker answered cannot be built in this process: the reader is told
             return Outcome([], error, is_new=True)
 
-    def judge_hang(self, epoch: int, failed: Answer) -> Outcome:
+    def resolve_hang(self, epoch: int, failed: Answer) -> Outcome:
         """Returns how a command ended of which one worker is known to have failed and others do not answer."""
         error, is_new = self._error(epoch, [failed])
         return Outcome([], error, is_new, must_stop=True)
@@ -82,7 +82,9 @@ class PeersHang(Exception):
 def stopped_error(cause: BaseException | None) -> WorkerLostError:
     """Returns what callers are told of workers that have been stopped, for the reason `cause`."""
     first_line = str(cause).partition("\n")[0]
-    error = WorkerLostError(f"The mesh is stopped: {type(cause).__name__}: {first_line}", fix="run the script again")
+    error = WorkerLostError(
+        f"The workers are stopped: {type(cause).__name__}: {first_line}", fix="run the script again"
+    )
     error.__cause__ = cause
     return error
 

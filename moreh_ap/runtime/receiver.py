@@ -25,10 +25,10 @@ GRACE_S = 3.0  # how long the others may still answer once a worker is known to 
 
 
 class Receiver:
-    """Receives answers of the workers of a crew."""
+    """Receives the answers of the workers that a launcher started."""
 
-    def __init__(self, crew: Launcher, engine: Engine, is_stopping: Callable[[], bool]) -> None:
-        self._crew, self._engine, self._is_stopping = crew, engine, is_stopping
+    def __init__(self, launcher: Launcher, engine: Engine, is_stopping: Callable[[], bool]) -> None:
+        self._launcher, self._engine, self._is_stopping = launcher, engine, is_stopping
         self._looks: dict[int, Pending[Trouble | None]] = {}
 
     def receive(self, number: int, epoch: int, pending: Pending[Answer]) -> list[Answer]:
@@ -37,7 +37,7 @@ class Receiver:
         Raises:
             WorkerLostError: a process died.
             PeersHang: a worker failed, and the others have not answered within `GRACE_S`.
-            Stopping: the mesh is being closed.
+            Stopping: the worker group is being closed.
         """
         started_s = time.monotonic()
         failed: tuple[float, Answer] | None = None
@@ -60,7 +60,7 @@ class Receiver:
         """Raises `Stopping` or `WorkerLostError` if there is nothing left to wait for."""
         if self._is_stopping():
             raise Stopping
-        lost = self._crew.find_dead()
+        lost = self._launcher.find_dead()
         if lost is not None:
             raise lost
 
@@ -71,7 +71,7 @@ class Receiver:
         answers late.
         """
         found = None
-        for rank in range(len(self._crew.pids)):
+        for rank in range(len(self._launcher.pids)):
             look = self._looks.get(rank)
             if look is None:
                 self._looks[rank] = self._engine.trouble(rank)
@@ -88,4 +88,4 @@ class Receiver:
         return found
 
     def _lost(self, error: EngineError) -> WorkerLostError:
-        return self._crew.find_dead() or WorkerLostError(f"The workers cannot be reached any more: {error}")
+        return self._launcher.find_dead() or WorkerLostError(f"The workers cannot be reached any more: {error}")

@@ -1,4 +1,4 @@
-"""What a worker process finds in its environment, and where the workers of one mesh meet.
+"""What a worker process finds in its environment, and where the workers of one group meet.
 
 Decides threads, visible devices, import path and network interfaces of each worker. Everything here belongs to one
 machine and stays on its loopback interface. Must not know the engine that starts the processes.
@@ -44,7 +44,7 @@ def worker_environment(
         rank: Which worker.
         num_workers: How many there are.
         device_type: "cuda" or "cpu".
-        visible_devices: CUDA_VISIBLE_DEVICES as it was when the mesh was asked for; empty: all.
+        visible_devices: CUDA_VISIBLE_DEVICES as it was when the workers were asked for; empty: all.
         threads_per_worker: Threads of each worker's mathematics.
         store_port: Where `open_store` listens.
 

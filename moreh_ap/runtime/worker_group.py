@@ -116,7 +116,7 @@ class WorkerGroup:
         self._last_number = 0  # 0 is the workers' joining; commands count from 1
         self._epoch = 0
         self._errors: deque[tuple[int, BaseException]] = deque()  # not raised yet, each with its command's number
-        self._judge = OutcomeResolver()
+        self._resolver = OutcomeResolver()
         self._stopped: BaseException | None = None  # why no further command is accepted
         self._ready = threading.Event()
         self._owner_pid = os.getpid()
@@ -130,8 +130,8 @@ class WorkerGroup:
             collective_timeout_s,
             os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible_devices is None else visible_devices,
         )
-        self._crew = Launcher(request, self._is_stopped)
-        self._thread = threading.Thread(target=self._run, name="moreh-mesh", daemon=True)
+        self._launcher = Launcher(request, self._is_stopped)
+        self._thread = threading.Thread(target=self._run, name="moreh-workers", daemon=True)
         atexit.register(self.close)
         self._thread.start()
 
@@ -139,8 +139,8 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids in rank order; complete once the mesh is ready."""
-        return list(self._crew.pids)
+        """Process ids in rank order; complete once all workers are ready."""
+        return list(self._launcher.pids)
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Waits until every worker has joined the process group.
@@ -283,7 +283,7 @@ class WorkerGroup:
     # -- the background thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Starts the workers, receives until the mesh stops, and ends the workers, whatever happened."""
+        """Starts the workers, receives until they are stopped, and always ends them."""
         try:
             receiver = self._start()
             while not self._is_stopped():
@@ -295,16 +295,16 @@ class WorkerGroup:
         except Exception as error:
             self._stop(unexpected_error(error, self.num_workers, was_ready=self._ready.is_set()))
         finally:
-            self._crew.end()
+            self._launcher.end()
 
     def _start(self) -> Receiver:
-        engine, joining = self._crew.start(self._on_progress, self._come_first_at_exit)
+        engine, joining = self._launcher.start(self._on_progress, self._come_first_at_exit)
         with self._lock:
             self._engine = engine
             for command in self._unsent:
                 self._send(command)
             self._unsent.clear()
-        receiver = Receiver(self._crew, engine, self._is_stopped)
+        receiver = Receiver(self._launcher, engine, self._is_stopped)
         try:
             answers: list[Answer] = receiver.receive(0, 0, joining)
         except PeersHang as hang:
@@ -339,9 +339,9 @@ class WorkerGroup:
         command, pending = head
         try:
             answers = receiver.receive(command.number, command.epoch, pending)
-            outcome = self._judge.judge(command.epoch, command.recoverable, answers)
+            outcome = self._resolver.resolve(command.epoch, command.recoverable, answers)
         except PeersHang as hang:
-            outcome = self._judge.judge_hang(command.epoch, hang.answer)
+            outcome = self._resolver.resolve_hang(command.epoch, hang.answer)
         if outcome.must_stop and outcome.error is not None:
             self._stop(outcome.error, tell=outcome.is_new)
             return
@@ -382,7 +382,7 @@ class WorkerGroup:
             self._sent.clear()
             self._unsent.clear()
             self._changed.notify_all()
-        self._crew.kill()
+        self._launcher.kill()
         for command in abandoned:
             self._complete(command, [], error)
         self._ready.set()

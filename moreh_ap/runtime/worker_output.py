@@ -85,7 +85,7 @@ class _Stream:
 
 
 class WorkerOutput:
-    """Receives and shows the output of all workers of a mesh, in a thread of its own."""
+    """Receives and shows the output of all workers of a group, in a thread of its own."""
 
     def __init__(self, num_workers: int) -> None:
         self._streams = [_Stream(rank, name) for rank in range(num_workers) for name in ("stdout", "stderr")]

@@ -1,1 +1,1 @@
-"""The controller's side of the accelerator: models as skeletons, calls as promises, optimizers as remote controls."""
+"""The controller's side: models as skeletons, calls as promises, optimizers that step on the workers."""

@@ -1,6 +1,6 @@
-"""What workers were told since a model's values were last outside them, so that the same can be told again.
+"""The commands since a model's values were last outside the workers, so that they can be replayed.
 
-Decides what is noted, and until when. Must not know why anything is told again, nor to whom.
+Decides which commands are recorded, and until when. Must not know why they are replayed, nor on which workers.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.protocol.messages.calls import Differentiate, Forward, TakeGradients
-from moreh_ap.protocol.messages.row_shards import RunOnParts
+from moreh_ap.protocol.messages.row_shards import RunOnRowShards
 from moreh_ap.protocol.messages.state import RunOperation
 from moreh_ap.protocol.messages.tensors import OutputRef, TensorData
 from moreh_ap.states import SessionState, StateMachine
 
 _MOST_COMMANDS = 1024
 _MOST_BYTES = 1 << 28
-"""Of tensors in noted commands: whoever evaluates for long, or sends much, before the first step trains on without."""
+"""Limit for tensors in recorded commands; a script that sends more before its first step has no journal."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """Commands that left together, and the promises of the results of the first of them."""
+    """The commands of one message, and the promises of the leading ones."""
 
     commands: tuple[Any, ...]
     posted: tuple[Any, ...]
@@ -45,20 +45,20 @@ class Journal:
 
     @property
     def is_bound_to_layout(self) -> bool:
-        """Whether a command counts on how workers share tensors, which differs between plans."""
+        """Whether a command depends on how tensors are sharded, which differs between plans."""
         return any(_counts_on_layout(command) for message in self._messages for command in message.commands)
 
     @property
     def differentiates_gradients(self) -> bool:
-        """Whether a command needs, on each worker, the whole model and what a call computed."""
+        """Whether a command needs the full model and a call's activations on every worker."""
         return any(isinstance(command, Differentiate) for message in self._messages for command in message.commands)
 
     def messages(self) -> tuple[Message, ...]:
-        """Everything noted, oldest first."""
+        """Returns the recorded messages, oldest first."""
         return tuple(self._messages)
 
     def open(self) -> None:
-        """Note from now on, and forget what was noted before: the workers know no model of the script yet."""
+        """Starts recording, after dropping earlier records: the workers have no model of the script yet."""
         if self.state.current is SessionState.REPLAYABLE:
             self.state.enter(SessionState.UNREPLAYABLE)
         self.state.enter(SessionState.REPLAYABLE)
@@ -68,7 +68,7 @@ class Journal:
         self._messages, self._num_commands, self._num_bytes = [], 0, 0
 
     def note(self, commands: tuple[Any, ...], posted: tuple[Any, ...]) -> None:
-        """A message is about to leave; only while the session is replayable."""
+        """Records a message that is about to be sent; only while the session is replayable."""
         self._num_commands += len(commands)
         self._num_bytes += sum(map(_num_bytes, commands))
         if self._num_commands > _MOST_COMMANDS or self._num_bytes > _MOST_BYTES:
@@ -85,4 +85,4 @@ def _num_bytes(command: Any) -> int:
 def _counts_on_layout(command: Any) -> bool:
     if isinstance(command, Forward):
         return any(isinstance(tensor, OutputRef) for tensor in command.tensors)
-    return isinstance(command, (RunOperation, RunOnParts, TakeGradients))
+    return isinstance(command, (RunOperation, RunOnRowShards, TakeGradients))

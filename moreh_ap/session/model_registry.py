@@ -1,4 +1,4 @@
-"""Which call of a module runs on the workers: the outermost one that holds accelerator parameters."""
+"""Decides which calls run on the workers: those of the outermost module with parameters on the accelerator."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class ModelRegistry:
-    """Finds, and makes at the first call, the remote model that a module belongs to."""
+    """Finds the remote model that a module belongs to, and makes it at the first call."""
 
     def __init__(self, session: Session) -> None:
-        #: How to call modules of models that workers have: what `find` found, until the script moves or adds modules.
+        #: Routes to modules on the workers: results of `find`, until the script moves or adds modules.
         self.routes: weakref.WeakKeyDictionary[nn.Module, Route] = weakref.WeakKeyDictionary()
         self._session = session
         self._recovery = Recovery(session)
         self._models: list[RemoteModel] = []
         self._announced: set[str] = set()
-        # A module that was moved as a whole (``model.cuda()``) stays one unit even if a part of it is called first.
+        # A module that was moved at once (``model.cuda()``) is one model even if a submodule is called first.
         self._root_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
     def note_moved(self, root: nn.Module) -> None:
-        """`root` was moved by the script: it is one unit, or, if it left the accelerator, none."""
+        """Records that the script moved `root`: it is one model, or none if it left the accelerator."""
         if _is_on_accelerator(root):
             for module in root.modules():
                 self._root_of[module] = weakref.ref(root)
@@ -55,7 +55,7 @@ class ModelRegistry:
             model.release()
 
     def _announce(self, root: nn.Module) -> None:
-        """Have the workers import what the model needs while the script prepares its data."""
+        """Has the workers import the model's modules while the script prepares its data."""
         names = {type(module).__module__ for module in root.modules()} - {"__main__"}
         news = tuple(sorted(name for name in names - self._announced if not name.startswith("torch.")))
         if news:
@@ -63,11 +63,11 @@ class ModelRegistry:
             self._session.outbox.submit(ImportModules(news))
 
     def any(self) -> bool:
-        """True if a model lives on the workers."""
+        """Returns whether a model is on the workers."""
         return bool(self._models)
 
     def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """An attribute of `module` was set: tell the model it belongs to, if any."""
+        """Tells the model of `module`, if any, that an attribute was set."""
         for model in self._models:
             if not model.contains(module):
                 continue
@@ -79,7 +79,7 @@ class ModelRegistry:
                 model.note_attribute(module, name, value)
 
     def find(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[RemoteModel, str] | None:
-        """The remote model and the path in it for a call of `module`; None if the call belongs in the controller."""
+        """Returns the remote model for a call of `module` and the path in it; None if the controller runs the call."""
         parameter = next(module.parameters(), None)
         if not isinstance(parameter, VirtualTensor) or not parameter.is_cuda:
             return None
@@ -88,7 +88,7 @@ class ModelRegistry:
             model = value.owner.live_model()
             if not model.is_out_of_date() and model.contains(module):
                 path = model.path_of(module)
-                if not model.script_hooks.any:  # a call with hooks may have to be made again, see `call_module`
+                if not model.script_hooks.any:  # a call with hooks may have to be repeated, see `call_module`
                     self.routes[module] = functools.partial(call_on_route, model, path)
                 return model, path
             return self._build(module if not model.contains(module) else model.root, module, args, kwargs)
@@ -97,15 +97,15 @@ class ModelRegistry:
     def _moved_root(self, module: nn.Module) -> nn.Module:
         reference = self._root_of.get(module)
         root = reference() if reference is not None else None
-        return root if root is not None and any(part is module for part in root.modules()) else module
+        return root if root is not None and any(submodule is module for submodule in root.modules()) else module
 
     def _build(self, root: nn.Module, module: nn.Module, args: Any, kwargs: Any) -> tuple[RemoteModel, str] | None:
         if any(parameter.grad_fn is not None for parameter in root.parameters()):
-            return None  # the script computed it (`functional_call`): the result is a function of that, here
+            return None  # the script computed the parameter (`functional_call`): it is in the controller's graph
         if not _is_on_accelerator(root):
             root = module
         if not _is_on_accelerator(root):
-            return None  # parameters on both sides: run it here, its parts that are on the accelerator run there
+            return None  # parameters on both sides: it runs here, its submodules on the accelerator do not
         root = self._with_all_that_share(root)
         refuse_compiled(root)
         self._bring_back(root)
@@ -115,14 +115,14 @@ class ModelRegistry:
         return model, model.path_of(module)
 
     def _with_all_that_share(self, root: nn.Module) -> nn.Module:
-        """The module, or one around it and others that have parameters of it: there gradients of all calls add up."""
+        """Returns the module, or the module around all that share its parameters, so that gradients add up."""
         roots = [reference() for reference in self._root_of.values()] + [model.root for model in self._models]
         others = list({id(other): other for other in roots if other is not None and _is_on_accelerator(other)}.values())
         group, own = [root], set(map(id, root.parameters()))
         while sharing := [other for other in others if other not in group and not own.isdisjoint(_ids(other))]:
             group += sharing
             own.update(*map(_ids, sharing))
-        inside = {id(part) for module in group for part in module.modules() if part is not module}
+        inside = {id(submodule) for module in group for submodule in module.modules() if submodule is not module}
         outermost = [module for module in group if id(module) not in inside]
         return outermost[0] if len(outermost) == 1 else nn.ModuleList(outermost)
 
@@ -142,7 +142,7 @@ class ModelRegistry:
         return model
 
     def _bring_back(self, root: nn.Module) -> None:
-        """Read what workers already keep of `root`, so that it can be laid out anew (its structure changed)."""
+        """Reads the values of `root` back from the workers, since its structure changed and it has to be rebuilt."""
         for tensor in _state_tensors(root):
             if isinstance(tensor._cell.value, OnWorkers):
                 gradient = None if tensor.grad is None else tensor.grad.cpu()

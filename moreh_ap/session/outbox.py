@@ -1,10 +1,10 @@
-"""The ordered stream of commands on its way to the workers: what travels together, and when.
+"""The ordered stream of commands to the workers: which commands share a message, and when it is sent.
 
 [Note: when commands leave]
 A message costs the same whether it holds one command or ten, so commands gather in the outbox. `submit` sends it: for
-what workers should begin at once (a forward) and for what somebody waits for. `post_soon` gathers only while workers
-are busy with something else, so that they never stand idle for it; the answer that makes them idle sends the outbox.
-`post` is for what may wait for the next message: cleared gradients, operations on state tensors.
+commands that workers should start at once (a forward) and commands that a caller waits for. `post_soon` gathers only
+while workers are busy, so that they are never idle because of it; the reply that makes them idle sends the outbox.
+`post` is for commands that may wait for the next message: cleared gradients, operations on state tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def has_failed(reply: Future[Any] | None) -> bool:
 
 
 class Posted:
-    """The promise of one command's result, wherever the command is: in the outbox, on its way, or done."""
+    """The promise of one command's result; the command may be in the outbox, in flight, or done."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -42,7 +42,7 @@ class Posted:
         self._callbacks: list[Callable[[Posted], object]] = []
 
     def sent(self, reply: Reply, index: int) -> None:
-        """The command left, perhaps once more, as number `index` of a message."""
+        """Records that the command was sent, perhaps again, as number `index` of a message."""
         self._reply, self._index = reply, index
         for callback in self._callbacks:
             reply.add_done_callback(lambda _, callback=callback: callback(self))  # type: ignore[misc]
@@ -56,20 +56,20 @@ class Posted:
         return has_failed(self._reply)
 
     def result(self) -> list[Any]:
-        """The command's results, one a worker, in rank order; waits for them.
+        """Returns the command's results, one for each worker in rank order; waits for them.
 
         Raises:
-            Exception: What a worker raised, with its own type.
+            Exception: A worker raised it; its type is kept.
             WorkerLostError: A worker process died.
         """
         while True:
-            if not self.done():  # what is gathered is worked on while this thread waits
+            if not self.done():  # the gathered commands run while this thread waits
                 self._outbox.flush()
             assert self._reply is not None
             times_restarted = self._outbox.times_restarted
             try:
                 return [answers[self._index] for answers in self._reply.group.answers(self._reply)]
-            except Exception as error:
+            except Exception as error:  # of any class: workers raise the errors of the model's code
                 if not self._outbox.recovered(error, times_restarted):
                     raise
 
@@ -84,9 +84,9 @@ class Posted:
 
 
 class Restart(NamedTuple):
-    """How commands are done once more: by which workers, and what each is changed into."""
+    """How the journal is replayed: the new workers, and the change to each command."""
 
-    mesh: WorkerGroup
+    workers: WorkerGroup
     change: Callable[[Any], Any]
 
 
@@ -94,24 +94,24 @@ class Outbox:
     """Gathers commands and sends them in order. See [Note: when commands leave].
 
     Args:
-        mesh: The workers.
+        workers: The worker group that runs the commands.
 
     Attributes:
         state: Whether the journal has all that the workers were told since the first model.
         journal: What was sent since a model was built, until it has been trained for a step.
-        on_error: Asked about an error before the script learns of it: returns how what is in the journal is done once
-            more, or None if the script has to know; it may raise a better error.
-        times_restarted: How often that happened.
-        has_stale_definitions: Whether workers may have missed a definition: the next one makes all be told anew.
-        times_forgotten: How often that happened; a definition is known to workers while this number stays.
+        on_error: Called with an error before the script gets it: returns how to replay the journal, or None if the
+            script has to get the error; it may raise a better one.
+        times_restarted: The number of replays.
+        has_stale_definitions: Whether workers may have missed a definition; then the next use sends all again.
+        times_forgotten: How often that happened; workers have a definition while this number stays.
     """
 
-    def __init__(self, mesh: WorkerGroup) -> None:
+    def __init__(self, workers: WorkerGroup) -> None:
         self.state = StateMachine(SessionState.EMPTY)
         self.journal = Journal(self.state)
         self.on_error: Callable[[Exception], Restart | None] | None = None
         self.times_restarted = 0
-        self._mesh = mesh
+        self._workers = workers
         self._lock = threading.RLock()
         self._gathered: list[tuple[Any, Posted]] = []
         # Filled by finalizers, which may run in any thread at any time: deque.append is atomic.
@@ -124,11 +124,11 @@ class Outbox:
         self._ids = count()
 
     def new_id(self) -> int:
-        """A number that was not given before."""
+        """Returns a number that was not used before."""
         return next(self._ids)
 
     def post(self, command: Any) -> Posted:
-        """Gather a command: executed in order, before whatever is submitted next."""
+        """Gathers a command: it runs in order, before the next one that is submitted."""
         with self._lock:
             posted = Posted(self)
             self._gathered.append((command, posted))
@@ -137,24 +137,24 @@ class Outbox:
             return posted
 
     def post_soon(self, command: Any) -> Posted:
-        """Send a command at once if the workers are idle, otherwise at the latest when they are."""
+        """Sends a command at once if the workers are idle, otherwise when they become idle, or earlier."""
         with self._lock:
             posted = self.post(command)
             self._hurry = True
-        # An answer may come in between, whose receiver did not get the lock: look again without it.
+        # A reply may arrive in between, and its thread did not get the lock: check again without it.
         if self._idle():
             self.flush()
         return posted
 
     def submit(self, command: Any) -> Posted:
-        """Send everything gathered and then `command`."""
+        """Sends all gathered commands and then `command`."""
         with self._lock:
             posted = self.post(command)
             self.flush()
             return posted
 
     def flush(self) -> None:
-        """Send what is gathered, if anything."""
+        """Sends the gathered commands, if any."""
         with self._lock:
             leaving, self._gathered = self._gathered, []
             self._hurry = False
@@ -177,21 +177,21 @@ class Outbox:
             times_restarted = self.times_restarted
             try:
                 reply = self._send(commands, posted)
-            except Exception as error:
+            except Exception as error:  # a lost worker, or an earlier command's error, of any class
                 if self.recovered(error, times_restarted):
-                    return  # this message is in the journal: it has been sent with the others
+                    return  # this message is in the journal, so it was replayed with the others
                 raise
         self._listen(reply, times_restarted)
 
     def recovered(self, error: Exception, times_restarted: int) -> bool:
-        """Have what is in the journal done once more by workers that can, if `on_error` knows any.
+        """Replays the journal on other workers, if `on_error` provides them; returns whether it did.
 
         Args:
-            error: What went wrong.
-            times_restarted: The attribute of this name when it did; somebody else may have noticed in the meantime.
+            error: The error of a command.
+            times_restarted: The attribute of this name at that time; another thread may have recovered since.
 
         Raises:
-            Exception: The error that the script is to see instead.
+            Exception: The error that the script gets instead.
         """
         with self._lock:
             if times_restarted != self.times_restarted:
@@ -203,42 +203,42 @@ class Outbox:
                 try:
                     self.restart(restart)
                     return True
-                except Exception as another:
+                except Exception as another:  # of any class, as above: the new workers ran the same code
                     error = another
             return False
 
     def restart(self, restart: Restart) -> None:
-        """Send everything to other workers from now on, and what is in the journal, changed, before that.
+        """Sends all commands to other workers from now on, beginning with the changed commands of the journal.
 
         Raises:
-            Exception: What these workers raised meanwhile.
+            Exception: One of these workers raised it meanwhile.
         """
         with self._lock:
-            self._mesh = restart.mesh
+            self._workers = restart.workers
             self.times_restarted += 1
             self._messages_sent = self._messages_answered = 0
-            self.has_stale_definitions = True  # these workers know those of the journal alone
+            self.has_stale_definitions = True  # the new workers have only the definitions in the journal
             for message in self.journal.messages():
                 commands = [restart.change(command) for command in message.commands]
                 self._listen(self._send(commands, list(message.posted)), self.times_restarted)
 
     def _send(self, commands: list[Any], posted: list[Posted]) -> Reply:
-        reply = self._mesh.submit(Batch(tuple(commands)))
+        reply = self._workers.submit(Batch(tuple(commands)))
         self._messages_sent += 1
         for index, promise in enumerate(posted):
             promise.sent(reply, index)
         return reply
 
     def _listen(self, reply: Reply, times_restarted: int) -> None:
-        """Count the answer when it comes, unless it is of workers that have been given up meanwhile."""
+        """Counts the reply when it arrives, unless its workers were replaced meanwhile."""
         reply.add_done_callback(lambda done: self._answered(done) if times_restarted == self.times_restarted else None)
 
     def release(self, command: Any) -> None:
-        """Tell the workers, with the next message, that something is no longer needed."""
+        """Sends a command that frees something, with the next message."""
         self._released.append(command)
 
     def post_clear(self, gradients: Sequence[StateRef]) -> None:
-        """Gather "these gradients are None now"; neighbours are joined into one command."""
+        """Gathers a command that clears gradients; consecutive ones are joined into one."""
         if not gradients:
             return
         with self._lock:
@@ -249,10 +249,10 @@ class Outbox:
             last.gradients += gradients
 
     def define(self, key: Hashable, make: Callable[[int], Any]) -> int:
-        """A number that stands for `key` in commands; ``make(number)``, which tells the workers, is posted once."""
+        """Returns the number of `key` in commands; ``make(number)``, the definition for the workers, is posted once."""
         with self._lock:
             if self.has_stale_definitions or len(self._definitions) >= _MAX_DEFINITIONS:
-                # After a failure workers skip what was on its way already: they may not have heard of a definition.
+                # After a failure workers skip the commands in flight, which may include definitions.
                 self._definitions.clear()
                 self.times_forgotten += 1
                 self.has_stale_definitions = False
@@ -262,14 +262,14 @@ class Outbox:
             return self._definitions[key]
 
     def list_id(self, refs: tuple[StateRef, ...]) -> int:
-        """A number for a list of state tensors."""
+        """Returns the number of a list of state tensors."""
         return self.define(refs, lambda number: DefineList(number, refs))
 
     def _idle(self) -> bool:
         return self._messages_answered == self._messages_sent
 
     def _answered(self, reply: Future[Any]) -> None:
-        """Runs in the thread that receives answers, one at a time; it must not wait for the script's threads."""
+        """Runs in the thread that receives replies, one at a time; it must not wait for the script's threads."""
         self._messages_answered += 1
         self.has_stale_definitions = self.has_stale_definitions or has_failed(reply)
         if not has_failed(reply) and self._idle() and self._hurry and self._lock.acquire(blocking=False):

@@ -1,6 +1,6 @@
-"""Where the random numbers of remote forwards come from.
+"""The source of random numbers of remote forwards.
 
-Decides what a seed and a state are, and whether workers go on from one common stream. Must not know how they draw.
+Decides what a seed and a state are, and whether workers continue one common stream. Must not know how they draw.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AcceleratorGenerator:
     controller draws for itself (shuffling, sampling).
 
     Attributes:
-        workers_tell_draws: Whether workers tell of every forward whether it drew random numbers.
+        workers_tell_draws: Whether the reply to every forward says whether it drew random numbers.
     """
 
     workers_tell_draws = False
@@ -31,22 +31,22 @@ class AcceleratorGenerator:
         self._seed, self._offset = torch.initial_seed() & _64_BITS, 0
 
     def manual_seed(self, seed: int) -> None:
-        """Restart the stream; a negative seed counts as PyTorch counts it, from 2**64 downwards."""
+        """Restarts the stream; a negative seed counts down from 2**64, as in PyTorch."""
         self._seed, self._offset = seed & _64_BITS, 0
 
     def initial_seed(self) -> int:
         return self._seed
 
     def state(self) -> bytes:
-        """Where the stream is, for `set_state`; always as many bytes."""
+        """Returns the state of the stream for `set_state`; its size is constant."""
         return _SEED_AND_OFFSET.pack(self._seed, self._offset)
 
     def set_state(self, state: bytes) -> None:
-        """Go on where the stream was."""
+        """Continues the stream from a state."""
         self._seed, self._offset = _SEED_AND_OFFSET.unpack(state[: _SEED_AND_OFFSET.size])
 
     def next_seed(self) -> int:
-        """The seed of the next remote forward."""
+        """Returns the seed of the next remote forward."""
         self._offset += 1
         # splitmix64: neighbouring (seed, offset) pairs give unrelated streams. Source: Steele et al., OOPSLA 2014.
         mixed = (self._seed + self._offset * 0x9E3779B97F4A7C15) & _64_BITS
@@ -59,12 +59,12 @@ class AcceleratorGenerator:
         return Streams(None, state_of_host())
 
     def go_on_from(self, streams: Streams) -> None:
-        """A remote forward left the streams there."""
+        """Records the random states after a remote forward."""
         set_state_of_host(streams.host)
 
 
 class ProcessGenerator(AcceleratorGenerator):
-    """The generator of an accelerator of CPU workers: the one that the process has for its CPU.
+    """The generator of an accelerator of CPU workers: the process's own CPU generator.
 
     Without the one line the script's model would draw from it too, between the script's own draws.
     """
@@ -77,7 +77,7 @@ class ProcessGenerator(AcceleratorGenerator):
     def set_state(self, state: bytes) -> None:
         super().set_state(state)
         of_process = state[_SEED_AND_OFFSET.size :]
-        if of_process:  # a checkpoint of an accelerator of GPUs has none
+        if of_process:  # a checkpoint of a GPU accelerator has no such state
             _set_state_of_stream(of_process)
 
     def streams(self) -> Streams:

@@ -1,4 +1,4 @@
-"""Warnings that name the line of the script that they are about."""
+"""Warnings that name the script's line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOT_THE_SCRIPT = frozenset({*LIBRARIES, "trl"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns of the innermost line that is in no library; of the outermost where there is none such."""
+    """Warns at the innermost line outside of libraries, or at the outermost line if all are in libraries."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _package(frame.f_globals.get("__name__", "")) in _NOT_THE_SCRIPT:
         frame = frame.f_back

@@ -27,29 +27,29 @@ from moreh_ap.settings import Options
 
 
 class StepObserver(Protocol):
-    """Told of every optimizer step that is sent."""
+    """Called for every optimizer step that is sent."""
 
     def stepped(self) -> None: ...
 
 
 class Session:
-    """Owns the workers and the order of everything they are told.
+    """Owns the workers and the order of their commands.
 
     Args:
-        options: What the script asked for.
-        start_mesh: Starts worker processes and returns at once.
-        job: How other programs see this process and its workers.
-        generator: Where remote forwards get random numbers from.
+        options: The script's options.
+        start_workers: Starts the worker processes and returns at once.
+        job: The entry by which other programs see this process and its workers.
+        generator: The source of random numbers of remote forwards.
     """
 
     def __init__(
-        self, options: Options, start_mesh: Callable[[], WorkerGroup], job: Job, generator: AcceleratorGenerator
+        self, options: Options, start_workers: Callable[[], WorkerGroup], job: Job, generator: AcceleratorGenerator
     ) -> None:
-        self.options, self._start_mesh, self.job = options, start_mesh, job
-        self.mesh = start_mesh()
-        self.num_devices = self.mesh.num_workers
+        self.options, self._start_workers, self.job = options, start_workers, job
+        self.workers = start_workers()
+        self.num_devices = self.workers.num_workers
         self.generator = generator
-        self.outbox = Outbox(self.mesh)
+        self.outbox = Outbox(self.workers)
         self.traffic = Traffic()
         self.watch: StepObserver | None = None
         self.trial_plan: Plan | None = None  # see `trying`
@@ -60,7 +60,7 @@ class Session:
 
     @contextlib.contextmanager
     def trying(self, plan: Plan) -> Iterator[None]:
-        """Models that are called for the first time inside use `plan`, unverified and without a line in the log."""
+        """Inside, models at their first call use `plan`, unverified and without a line in the log."""
         before, self.trial_plan = self.trial_plan, plan
         try:
             yield
@@ -68,50 +68,51 @@ class Session:
             self.trial_plan = before
 
     def stop_watching(self) -> None:
-        """Nothing more is compared with what was predicted of steps."""
+        """Ends the comparison of steps with their predictions."""
         self.watch = None
 
     def synchronize(self) -> None:
-        """Wait until the workers have done everything they were told; raise what went wrong.
+        """Waits until the workers have run all commands; raises the error of any.
 
         Raises:
-            Exception: Whatever a worker raised, with its own type.
-            WorkerLostError: If a worker process died.
+            Exception: A worker raised it; its type is kept.
+            WorkerLostError: A worker process died.
         """
         self.outbox.submit(Synchronize()).result()
-        self.mesh.drain()
+        self.workers.drain()
 
     def restart_workers(self) -> WorkerGroup:
-        """End the workers and start others, which know nothing yet; the outbox has to be told of them."""
-        self.mesh.close()
-        self.mesh = self._start_mesh()
-        return self.mesh
+        """Ends the workers and starts others without any state; the caller passes them to the outbox."""
+        self.workers.close()
+        self.workers = self._start_workers()
+        return self.workers
 
     def close(self) -> None:
-        """End the workers."""
-        self.mesh.close()
+        """Ends the workers."""
+        self.workers.close()
         self.job.close()
 
-    # -- tensors that workers keep -----------------------------------------------------------------------------------
+    # -- state tensors on the workers
+    # -----------------------------------------------------------------------------------
 
     def read_state(self, refs: tuple[StateRef, ...]) -> list[Tensor]:
-        """Whole values of state tensors, on the CPU. Waits."""
+        """Returns the full values of state tensors, on the CPU. Waits."""
         answers = zip(*self.outbox.submit(ReadState(refs)).result())  # one worker sends each tensor
         return [next(data for data in answer if data is not None).tensor() for answer in answers]
 
     def write_state(self, values: dict[StateRef, Tensor]) -> None:
-        """Set whole values of state tensors; does not wait."""
+        """Sets state tensors from full values; does not wait."""
         self.outbox.submit(WriteState({ref: TensorData.of(tensor) for ref, tensor in values.items()}))
 
-    # -- the accelerator as a whole --------------------------------------------------------------------------------
+    # -- the accelerator --------------------------------------------------------------------------------
 
     def devices(self) -> list[DeviceInfo]:
-        """What stands behind the accelerator, a device each in rank order. Waits for the workers the first time."""
+        """Returns the devices of the accelerator, in rank order. Waits for the workers the first time."""
         if self._devices is None:
             self._devices = self.outbox.submit(DescribeDevice()).result()
         return self._devices
 
     def memory(self, *, reset_peak: bool = False, empty_cache: bool = False) -> dict[str, int]:
-        """Bytes over all devices: ``allocated``, ``peak``, ``free``, ``total``. Waits."""
+        """Returns bytes summed over all devices: ``allocated``, ``peak``, ``free``, ``total``. Waits."""
         reports = self.outbox.submit(ReportMemory(reset_peak=reset_peak, empty_cache=empty_cache)).result()
         return {name: sum(report[name] for report in reports) for name in ("allocated", "peak", "free", "total")}

@@ -1,6 +1,6 @@
-"""The session as the virtual device sees it: `moreh_ap.device.worker_backend.WorkerBackend`, implemented.
+"""The session's implementation of the interface that the virtual device needs (`device.worker_backend.WorkerBackend`).
 
-Decides nothing: each method hands over to the module that does.
+Decides nothing: each method calls the module that does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from moreh_ap.session.session import Session
 
 
 class SessionBackend:
-    """Hands what the device is asked to the parts of a session.
+    """Passes requests of the device to the modules of a session.
 
     Args:
         session: The workers and the order of their commands.
-        registry: The models that the workers have.
+        registry: The models on the workers.
     """
 
     def __init__(self, session: Session, registry: ModelRegistry) -> None:

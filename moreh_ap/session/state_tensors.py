@@ -1,7 +1,7 @@
 """State tensors: parameters, buffers, gradients and optimizer state that workers keep, and operations on them.
 
-An operation whose tensors are all kept by workers runs there, each worker on its own shard, if it has a rule for that
-(`protocol.shard_rules`); anything else is read, computed by the controller and written back (`device.tensor`).
+An operation all of whose tensors are on the workers runs there, each worker on its own shard, if it has a rule for that
+(`protocol.shard_rules`); for any other, the controller reads the tensors, computes, and writes back (`device.tensor`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from moreh_ap.session.session import Session
 
 @dataclass(eq=False)
 class OnWorkers(Value):
-    """A tensor that workers keep under a name.
+    """A tensor that the workers keep under a name.
 
     Attributes:
-        owner: Who answers for gradients: the model of a parameter, otherwise a plain `StateHolder`.
+        owner: The holder that knows the gradient: the model of a parameter, otherwise a plain `StateHolder`.
         ref: The tensor's name.
     """
 
-    owner: StateHolder = field()  # without a default, which `Value` has
+    owner: StateHolder = field()  # no default, unlike `Value`
     ref: StateRef
 
     stays = True
@@ -45,7 +45,7 @@ class OnWorkers(Value):
         return self.owner.run_operation
 
     def placement(self) -> str | None:
-        """Tells tensors apart whose parts lie on workers differently; None if every worker has its part alike."""
+        """Identifies how the tensor is sharded; None if the plan shards all tensors alike."""
         return self.owner.placement_of(self.ref)
 
     def read(self) -> Tensor:
@@ -56,11 +56,11 @@ class OnWorkers(Value):
 
 
 class StateHolder:
-    """What a virtual tensor on workers asks: run an operation, give or take a gradient.
+    """Serves the virtual tensors on the workers: runs operations, gets and sets gradients.
 
     Args:
-        session: Where the workers are.
-        placement: See `OnWorkers.placement`; that of all tensors of this holder.
+        session: The session of the workers.
+        placement: `OnWorkers.placement` of all tensors of this holder.
     """
 
     def __init__(self, session: Session, placement: str | None = None) -> None:
@@ -68,11 +68,11 @@ class StateHolder:
         self._placement = placement
 
     def placement_of(self, ref: StateRef) -> str | None:
-        """How the parts of a tensor lie on workers."""
+        """Returns how a tensor is sharded."""
         return self._placement
 
     def keeps_gradient(self, value: Value) -> bool:
-        """True if the gradient of the tensor lives on the workers."""
+        """Returns whether the gradient of the tensor is on the workers."""
         return False
 
     def gradient_of(self, value: Any) -> Tensor | None:
@@ -85,14 +85,14 @@ class StateHolder:
         raise TypeError("only parameters keep gradients on the workers")
 
     def no_longer_keeps(self, value: Any) -> None:
-        """The script gives the tensor another shape or dtype."""
+        """Called when the script gives the tensor another shape or dtype."""
 
     def handle(self, ref: StateRef, like: Tensor) -> VirtualTensor:
-        """A virtual tensor on the state tensor `ref`, shaped like `like`."""
+        """Returns a virtual tensor on the state tensor `ref`, with shape and dtype of `like`."""
         return VirtualTensor(Cell(OnWorkers(self, ref), ACCELERATOR), like)
 
     def promise(self, meta: Tensor, placement: str | None = None) -> VirtualTensor:
-        """A virtual tensor on a new temporary of the workers, forgotten there once it is forgotten here."""
+        """Returns a virtual tensor on a new temporary of the workers, freed there when the controller frees it."""
         outbox = self.session.outbox
         ref = StateRef("session", "temporary", str(outbox.new_id()))
         value = OnWorkers(StateHolder(self.session, placement), ref)
@@ -100,7 +100,7 @@ class StateHolder:
         return VirtualTensor(Cell(value, ACCELERATOR), meta)
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an ATen operation where its tensors are; NotImplemented if that is not known to be right."""
+        """Runs an ATen operation on the workers; NotImplemented if it has no rule for that."""
         rule = shard_rules(func).state
         if rule is None or torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.inplace_view in func.tags:
             return NotImplemented
@@ -129,7 +129,7 @@ class StateHolder:
 
 
 class GradientsByName(Protocol):
-    """The gradients that workers keep of a model's parameters."""
+    """The gradients of a model's parameters on the workers."""
 
     def get(self, name: str) -> Tensor | None: ...
 
@@ -143,7 +143,7 @@ class GradientsByName(Protocol):
 
 
 class ModelOnWorkers(Protocol):
-    """What the tensors of a model ask of it."""
+    """The interface of a model that its tensors need."""
 
     def placement_of(self, name: str) -> str | None: ...
 
@@ -151,7 +151,7 @@ class ModelOnWorkers(Protocol):
 
 
 class ModelState(StateHolder):
-    """Holds the parameters and buffers of one model; its gradients are the model's to tell.
+    """Holds the parameters and buffers of one model, whose `gradients` know which exist.
 
     Attributes:
         gradients: The gradients of its parameters.
@@ -164,7 +164,7 @@ class ModelState(StateHolder):
         self._model = weakref.ref(model)
 
     def live_model(self) -> Any:
-        """The model that these parameters belong to."""
+        """The model of these parameters."""
         model = self._model()
         if model is None:
             raise RuntimeError("this parameter belongs to a model that has left the accelerator")

@@ -1,6 +1,6 @@
-"""How many bytes of large tensors travel between the workers and the script in a step, and a word if they are many.
+"""Counts the bytes of large tensors between workers and script in a step, and warns if they are many.
 
-Decides when that is worth a warning. Must not know what the tensors are.
+Decides when a warning is due. Must not know what the tensors are.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ _MANY_BYTES = 64 << 20
 
 
 class SlowPathWarning(UserWarning):
-    """A script moves so many bytes through its own process that this, and not the devices, decides its speed."""
+    """The script moves so many bytes through its own process that this limits its speed, not the devices."""
 
 
 class Traffic:
     """Counts the bytes of one step.
 
     Attributes:
-        step: Number of the present step; sending an optimizer's step, or a forward of an evaluation, counts it up.
+        step: Number of the present step; an optimizer's step, or a forward in evaluation, increments it.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Traffic:
         self._has_warned = False
 
     def moved(self, num_bytes: int) -> None:
-        """Bytes of a tensor went to the script, or came from it to the workers."""
+        """Counts bytes of a tensor that went from the workers to the script, or back."""
         if self._counted_step != self.step:
             self._counted_step, self._bytes = self.step, 0
         self._bytes += num_bytes

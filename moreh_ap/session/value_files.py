@@ -1,7 +1,7 @@
-"""Values of the controller on their way to the workers: files that each worker reads its part of.
+"""Values of the controller for the workers, in files of which each worker reads its shards.
 
-Values that are in the controller are written once to a temporary safetensors file, so that a worker knows one kind of
-source. What lies in a checkpoint file already stays there.
+Values in the controller are written once to a temporary safetensors file, so that workers have one kind of source.
+Values in a checkpoint file are read from that file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _MAX_FILE_BYTES = 1 << 30
 
 
 class ValueFiles:
-    """Writes values of the controller into temporary files for workers to read; removes them when told."""
+    """Writes values of the controller to temporary files for the workers, and removes these files."""
 
     def __init__(self) -> None:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def sources_of(self, tensors: dict[str, VirtualTensor]) -> dict[str, tuple[TensorSource, ...]]:
-        """The files that each tensor lies in, by its name; what is not in a file yet is written to one."""
+        """Returns the files of each tensor by its name; tensors that are not in a file yet are written to one."""
         sources: dict[str, tuple[TensorSource, ...]] = {}
         pending: dict[str, Tensor] = {}
         pending_bytes = 0
@@ -50,7 +50,7 @@ class ValueFiles:
         if self._directory is None:
             self._directory = tempfile.TemporaryDirectory(prefix="moreh_ap_")
         file = os.path.join(self._directory.name, f"{len(os.listdir(self._directory.name))}.safetensors")
-        # Two names may share one storage (a buffer that is a view): safetensors wants each tensor whole.
+        # Two names may share one storage (a buffer that is a view): safetensors needs a storage for each tensor.
         seen: set[int] = set()
         whole: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -61,7 +61,7 @@ class ValueFiles:
         return {name: (TensorSource(file, name),) for name in tensors}
 
     def remove(self) -> None:
-        """Delete the files; workers that have read them keep what they read."""
+        """Deletes the files; workers that have read them keep the values."""
         if self._directory is not None:
             self._directory.cleanup()
             self._directory = None

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Runner:
-    """Calls a model under a plan as a worker would: proof first, then each batch in this worker's rows."""
+    """Calls a model under a plan as a worker would: split check first, then each batch in this worker's rows."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
@@ -45,7 +45,7 @@ class Runner:
         """Returns the forward of a global batch of named tensors."""
         leaves, spec = tree_flatten(batch)
         rows = leaves[0].shape[0]
-        call = Call(self.model, "whole", CPU, grad=grad, random=RandomPolicy(seed=3), **extra)
+        call = Call(self.model, "unsplit", CPU, grad=grad, random=RandomPolicy(seed=3), **extra)
         if self.verdict is None:
             self.verdict = check_split(call, (), batch, rows)
         if self.verdict.split and rows >= self.world:
@@ -105,8 +105,8 @@ def train(rank: int, world: int, name: str, plan: str, steps: int, rows: int = R
     return runner.mode, runner.verdict.reason, losses, runner.weights() if rank == 0 else runner.weights() and None
 
 
-def prove(rank: int, world: int, model_class: type[nn.Module], plan: str, training: bool = True) -> Any:
-    """Returns the proof, and what it left behind: printed text, gradients, buffers and random state that changed."""
+def run_split_check(rank: int, world: int, model_class: type[nn.Module], plan: str, training: bool = True) -> Any:
+    """Returns the split verdict, and what the check left: printed text, changed buffers, gradients, random state."""
     torch.manual_seed(0)
     model = model_class().train(training)
     apply_plan(model, Plan.parse(plan), build_mesh(Plan.parse(plan), "cpu"))
@@ -173,12 +173,12 @@ def parts_of_a_model(rank: int, world: int, plan: str) -> Any:
     runner = Runner(make_model("classifier"), Plan.parse(plan))
     batch = make_batch("classifier", 0)
     try:
-        EagerForward(Call(runner.model, "whole", CPU), (batch["x"], batch["labels"][:3]), {})
+        EagerForward(Call(runner.model, "unsplit", CPU), (batch["x"], batch["labels"][:3]), {})
     except ValueError as error:
         raised = str(error)
-    features = EagerForward(Call(runner.model, "whole", CPU, target=runner.model.features), (batch["x"],), {})
+    features = EagerForward(Call(runner.model, "unsplit", CPU, target=runner.model.features), (batch["x"],), {})
     settle(runner.model)
-    head = EagerForward(Call(runner.model, "whole", CPU, target=runner.model.inlet), (batch["x"],), {})
+    head = EagerForward(Call(runner.model, "unsplit", CPU, target=runner.model.inlet), (batch["x"],), {})
     head.backward([torch.ones_like(head.outputs[0])])
     return raised, features.outputs[0], head.outputs[0], runner.gradients()
 
@@ -233,7 +233,7 @@ def load(rank: int, world: int, plan: str, file: str, name: str, missing: str | 
     fill(empty, sources, CPU)
     whole = {key: full_tensor(value) for key, value in [*empty.named_parameters(), *empty.named_buffers()]}
     tied = name == "gpt2" and empty.lm_head.weight is empty.transformer.wte.weight
-    forward = EagerForward(Call(empty, "whole", CPU, grad=False), (), make_batch(name, 0))
+    forward = EagerForward(Call(empty, "unsplit", CPU, grad=False), (), make_batch(name, 0))
     return whole, tied, forward.outputs[0].item()
 
 

@@ -31,7 +31,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
             pipe.send((False, traceback.format_exc()))
 
 
-class _Crew:
+class _Processes:
     """The processes of one size."""
 
     def __init__(self, world: int, store: str) -> None:
@@ -70,7 +70,7 @@ class Team:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._num_started = 0
-        self._crews: dict[int, _Crew] = {}
+        self._processes: dict[int, _Processes] = {}
 
     def run(self, world: int, job: Callable[..., Any], timeout_s: float = 120, **arguments: Any) -> list[Any]:
         """Returns what `job` returned on each of `world` processes.
@@ -79,13 +79,13 @@ class Team:
             RuntimeError: The job raised on a process; the text is its traceback.
             TimeoutError: A process did not answer. The next job of this size gets new processes.
         """
-        if world not in self._crews:
+        if world not in self._processes:
             self._num_started += 1
-            self._crews[world] = _Crew(world, os.path.join(self._folder.name, str(self._num_started)))
+            self._processes[world] = _Processes(world, os.path.join(self._folder.name, str(self._num_started)))
         try:
-            answers = self._crews[world].run(job, timeout_s, arguments)
+            answers = self._processes[world].run(job, timeout_s, arguments)
         except BaseException:  # also Ctrl-C and pytest's own time limit: an answer would come to another job
-            self._crews.pop(world).close()
+            self._processes.pop(world).close()
             raise
         for rank, (ok, result) in enumerate(answers):
             if not ok:
@@ -94,6 +94,6 @@ class Team:
 
     def close(self) -> None:
         """Ends the processes."""
-        for crew in self._crews.values():
-            crew.close()
+        for processes in self._processes.values():
+            processes.close()
         self._folder.cleanup()

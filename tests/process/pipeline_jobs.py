@@ -15,7 +15,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.way_to_execute import way_to_execute
 from moreh_ap.parallelizer.data.fsdp import settle
 from moreh_ap.parallelizer.mesh import build_mesh
-from moreh_ap.parallelizer.state.loading import local_part
+from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.plan import Plan
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def train_tied(rank: int, world: int, plan: str, steps: int) -> dict[str, str]:
     held = [p for name, p in model.named_parameters() if name not in applied.absent]
     start = _fingerprint(model)
     optimizer = torch.optim.AdamW(held, lr=1e-2)
-    call = Call(model, "whole", CPU, axis=applied.position.data)
+    call = Call(model, "unsplit", CPU, axis=applied.position.data)
     for step in range(steps):
         batch = batches[step % len(batches)]
         run = way_to_execute(call, wanted, 4, meta)(call, (), batch)
@@ -47,5 +47,5 @@ def train_tied(rank: int, world: int, plan: str, steps: int) -> dict[str, str]:
 
 
 def _fingerprint(model: nn.Module) -> str:
-    weight: Tensor = local_part(model.get_parameter("transformer.wte.weight")).detach()
+    weight: Tensor = local_shard(model.get_parameter("transformer.wte.weight")).detach()
     return hashlib.sha256(weight.numpy().tobytes()).hexdigest()

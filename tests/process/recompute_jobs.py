@@ -100,7 +100,7 @@ def gradients(rank: int, world: int, name: str, plan: str) -> Any:
     """Returns mode, losses and gradients of two forwards before their backwards, and how often each talked."""
     runner = Runner(make_model(name).train(), Plan.parse(plan))
     batches = [make_batch("llama", step, ROWS) for step in range(2)]
-    runner.call(batches[0], grad=False)  # proof, so that what follows talks for itself
+    runner.call(batches[0], grad=False)  # runs the split check, so that only the calls below are counted
     runner.verdict = None
     reduced = dist.all_reduce
     talks = []

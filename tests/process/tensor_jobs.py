@@ -23,7 +23,7 @@ from moreh_ap.errors import MorehError
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
-from moreh_ap.parallelizer.tensor.split_tensor import whole
+from moreh_ap.parallelizer.tensor.split_tensor import gather_split_tensors
 from moreh_ap.parallelizer.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
 
 _NOISE = ("key.bias", "k_proj.bias", "c_attn.bias", "query_key_value.bias")
@@ -38,10 +38,10 @@ def tensor_mesh(world: int) -> DeviceMesh:
 def _own_part(complete: Tensor, layout: TensorLayout | None) -> Tensor:
     if layout is None:
         return complete
-    part = complete.new_zeros(layout.local_shape)
+    shard = complete.new_zeros(layout.local_shape)
     for there, here in layout.pieces():
-        part[here] = complete[there]
-    return part
+        shard[here] = complete[there]
+    return shard
 
 
 def difference(got: Tensor, wanted: Tensor, largest: Tensor) -> float:
@@ -138,7 +138,7 @@ def uses(rank: int, world: int, sequence_parallel: bool) -> dict[str, float]:
         plain, split = family.build(), family.build()
         for model in (plain, split):
             for key, param in model.named_parameters():
-                param.requires_grad_(not any(part in key for part in frozen))
+                param.requires_grad_(not any(name in key for name in frozen))
         return plain, split, apply_tensor_parallel(split, tensor_mesh(world), sequence_parallel=sequence_parallel)
 
     plain, split, applied = pair(frozen=("layers.1.", "embed_tokens", "q_norm"))
@@ -167,7 +167,9 @@ def uses(rank: int, world: int, sequence_parallel: bool) -> dict[str, float]:
     plain, split, applied = pair()
     batch = family.batch(0)
     for model in (plain, split):
-        logits = whole(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
+        logits = gather_split_tensors(
+            model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        )
         F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
     found["a loss of the script's own"] = compare_gradients(split, plain, applied)
 
@@ -178,7 +180,7 @@ def uses(rank: int, world: int, sequence_parallel: bool) -> dict[str, float]:
     wanted, got = (m(input_ids=ids, output_hidden_states=True, output_attentions=True) for m in (plain, split))
     for name in ("hidden_states", "attentions"):
         pairs = zip(getattr(got, name), getattr(wanted, name), strict=True)
-        found[name] = max(difference(whole(g).detach(), w.detach(), w.detach()) for g, w in pairs)
+        found[name] = max(difference(gather_split_tensors(g).detach(), w.detach(), w.detach()) for g, w in pairs)
 
     plain.eval()
     split.eval()
@@ -190,7 +192,7 @@ def uses(rank: int, world: int, sequence_parallel: bool) -> dict[str, float]:
                 one = ids[:1, position : position + 1]
                 result = model(input_ids=one, past_key_values=caches[index], use_cache=True)
                 caches[index] = result.past_key_values
-                results.append(whole(result.logits))
+                results.append(gather_split_tensors(result.logits))
             found["one token after the other"] = difference(results[1], results[0], results[0])
     ((start, stop),) = applied.cache_ranges  # type: ignore[misc]
     keys = [cache.layers[0].keys for cache in caches]
@@ -301,8 +303,8 @@ class OddModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            for part in block:
-                x = x + part(x)
+            for layer in block:
+                x = x + layer(x)
         return x
 
 

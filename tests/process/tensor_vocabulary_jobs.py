@@ -76,7 +76,7 @@ def cross_entropies(rank: int, world: int) -> dict[str, float]:
         plain = given.clone().requires_grad_()
         whole = given.clone().requires_grad_()
         dim = 1 if given.ndim > 1 else 0
-        start, stop = crossing.part_of(given.shape[dim])
+        start, stop = crossing.shard_range(given.shape[dim])
         split = SplitTensor.from_local(whole.narrow(dim, start, stop - start), given.shape[dim], dim, crossing)
         wanted = F.cross_entropy(plain, wanted_target, **options)
         got = F.cross_entropy(split, wanted_target, **options)
@@ -136,7 +136,7 @@ def operations(rank: int, world: int) -> dict[str, float]:
     """What scripts and models do to logits: value and gradient."""
     crossing = Crossing(tensor_mesh(world))
     values = torch.randn(2, 3, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 20
-    start, stop = crossing.part_of(VOCABULARY)
+    start, stop = crossing.shard_range(VOCABULARY)
     found = {}
     for name, operation in OPERATIONS.items():
         plain = values.clone().requires_grad_()

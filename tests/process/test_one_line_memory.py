@@ -77,11 +77,11 @@ def growth_bytes(accelerator) -> Iterator[Callable[..., list[int]]]:
 
     def measure(plan: str, run: Callable[[], None]) -> list[int]:
         session = accelerator(plan)
-        session.mesh.wait_ready()
+        session.workers.wait_ready()
         gc.collect()  # what earlier runs left; the workers drop it before they answer
         ids = torch.zeros(4, 2, dtype=torch.long).cuda()
         tiny_llama(layers=4).cuda()(ids, labels=ids).loss.item()  # and have what any model needs
-        pids = session.mesh.pids
+        pids = session.workers.pids
         before = [_memory_bytes(pid, "VmRSS") for pid in pids]
         for pid in pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc(5): the peak is now what is resident

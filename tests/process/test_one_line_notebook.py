@@ -63,7 +63,7 @@ class Notebook:
         return "".join(printed), reply.get("ename", "")
 
     def workers(self) -> list[int]:
-        out, error = self.run("from moreh_ap import device; print('pids', *device.current().session.mesh.pids)")
+        out, error = self.run("from moreh_ap import device; print('pids', *device.current().session.workers.pids)")
         assert not error
         return [int(pid) for pid in out.split("pids")[1].split()]
 

@@ -400,9 +400,9 @@ def test_a_step_that_reads_nothing_waits_for_nothing(session):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         total += loss.detach()
-        waits.append(session.mesh.num_waits)
+        waits.append(session.workers.num_waits)
     assert waits[-1] == waits[0], "a later step waited"
-    assert total.item() > 0 and session.mesh.num_waits > waits[-1]
+    assert total.item() > 0 and session.workers.num_waits > waits[-1]
 
 
 def test_results_nest_in_the_user_s_own_dataclass():
@@ -601,7 +601,7 @@ class Centred(nn.Module):
         return hidden - hidden.max(0).values if center or self.always else hidden
 
 
-def test_each_way_of_calling_is_proven_by_itself():
+def test_each_kind_of_call_has_its_own_split_check():
     def script(device):
         torch.manual_seed(0)
         model, x = Centred().to(device), torch.randn(6, 4).to(device)

@@ -60,5 +60,5 @@ def test_losses_and_weights_are_those_of_one_process(team: Team, name: str, plan
 def test_fewer_rows_than_workers_run_whole(team: Team, plan: str) -> None:
     wanted_losses, _ = one_process("gpt2", 5, 2)
     mode, _, losses, _ = team.run(3, jobs.train, name="gpt2", plan=plan, steps=5, rows=2)[0]
-    assert mode == "whole"
+    assert mode == "unsplit"
     assert losses == pytest.approx(wanted_losses, rel=1e-5)

@@ -360,7 +360,7 @@ def test_killed_worker_is_an_error_within_ten_seconds_and_stops_the_mesh():
     with pytest.raises(WorkerLostError, match=r"Worker 1 of 2 \(process \d+\) died: killed by signal 9"):
         reply.result()
     assert time.monotonic() - started_s < 10
-    with pytest.raises(WorkerLostError, match="mesh is stopped: WorkerLostError: Worker 1 of 2"):
+    with pytest.raises(WorkerLostError, match="workers are stopped: WorkerLostError: Worker 1 of 2"):
         with_child.submit(("rank",))
     with_child.close()
     assert wait_until(lambda: not any(map(alive, [*pids, *children])))
@@ -399,7 +399,7 @@ def test_failure_of_one_worker_while_the_other_waits_for_it(command):
         behind.result()
     assert time.monotonic() - started_s < NOT_HUNG_S
     assert reply.exception() is not None
-    with pytest.raises(WorkerLostError, match="mesh is stopped"):
+    with pytest.raises(WorkerLostError, match="workers are stopped"):
         mesh.submit(("rank",))
     mesh.close()
     assert wait_until(lambda: not any(map(alive, pids)))
@@ -410,7 +410,7 @@ def test_unrecoverable_failure_of_some_workers_stops_the_mesh():
     mesh.submit(("rank",)).result(60)
     with pytest.raises(MemoryError):
         mesh.submit(("raise", MemoryError("rank 1 only"), [1])).result()
-    with pytest.raises(WorkerLostError, match="mesh is stopped: MemoryError: rank 1 only"):
+    with pytest.raises(WorkerLostError, match="workers are stopped: MemoryError: rank 1 only"):
         mesh.submit(("rank",))
     mesh.close()
 

@@ -84,7 +84,7 @@ def test_a_worker(step_and_session: tuple[Callable[[], float], Session]) -> None
         session.outbox.submit(ImportModules(("step_trace_begin",))).result()
         step()
         session.outbox.submit(ImportModules(("step_trace_end",))).result()
-    for pid in session.mesh.pids:
+    for pid in session.workers.pids:
         file = result_file(pid)
         files = file.read_text().split("\n")
         file.unlink()

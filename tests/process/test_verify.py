@@ -1,4 +1,4 @@
-"""`moreh-ap verify`, and the verification at a model's first use: what is proven, what is found, what is left alone."""
+"""`moreh-ap verify`, and the verification at a model's first use: what is verified, found, and left alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moreh_ap.errors import PlanError
 from moreh_ap.local import cache_files
 from moreh_ap.session.session import Session
 
-IS_TRIED = "is not proven for"
+IS_TRIED = "is not verified for"
 
 
 class Block(nn.Module):
@@ -104,7 +104,7 @@ def test_an_unknown_model_is_verified_once_and_nothing_of_it_is_touched(
         model.cpu()
     (entry,) = json.loads((cache / "verified.json").read_text()).values()
     assert entry["model"] == "Stack"
-    assert entry["verdict"] == "proven"
+    assert entry["verdict"] == "verified"
     assert entry["loss"] <= 1e-5
 
 
@@ -116,7 +116,7 @@ def test_a_wrong_scaling_is_found_and_the_plan_refused(
     (cache / "verified.json").write_text("{ broken")
     model = Stack(error=1e-3).cuda()
     for is_first in (True, False):
-        with pytest.raises(PlanError, match=r"is not proven for Stack: a loss differs by 1.0e-03") as caught:
+        with pytest.raises(PlanError, match=r"failed for Stack: a loss differs by 1.0e-03") as caught:
             first_step(model)
         assert 'plan="shard=2"' in str(caught.value)
         assert (IS_TRIED in capsys.readouterr().out) is is_first, "what was found wrong is remembered too"
@@ -126,7 +126,7 @@ def test_a_wrong_scaling_is_found_and_the_plan_refused(
         assert torch.isfinite(model.cpu()(torch.ones(2, 8))), "the model is where it was"
 
 
-def test_plans_that_need_no_proof_are_not_verified(
+def test_plans_that_need_no_verification_get_none(
     accelerator: Callable[..., Session], capsys: pytest.CaptureFixture[str]
 ) -> None:
     accelerator("shard=2")
@@ -153,7 +153,7 @@ def test_the_command_shows_a_table_and_says_no_with_its_status(
     assert main(["verify", "t5", "--plans", "shard=2", "pipeline=2,micro_batches=2", "--json", str(file)]) == 1
     said = capsys.readouterr().out
     shard, pipeline = json.loads(file.read_text())
-    assert (shard["plan"], shard["verdict"], shard["reason"]) == ("shard=2", "proven", "")
+    assert (shard["plan"], shard["verdict"], shard["reason"]) == ("shard=2", "verified", "")
     assert shard["gradient"] < 1e-4 and shard["gradient_name"] in said
     assert (pipeline["plan"], pipeline["verdict"]) == ("pipeline=2,micro_batches=2", "refused")
     assert pipeline["gradient"] is None and pipeline["reason"] in said
@@ -165,5 +165,5 @@ def test_the_command_takes_model_and_batch_from_a_script(tmp_path: Path) -> None
     call = ("verify", SCRIPTS / "train_own_blocks.py", "--plans", "replicate=2", "--", "shard=2")
     with UserScript("-m", "moreh_ap.cli.main", *call, cwd=tmp_path) as command:
         said = command.succeed()
-    assert "replicate=2 │ proven" in said
+    assert "replicate=2 │ verified" in said
     assert "undisturbed" not in said, "the script was left at its first call"

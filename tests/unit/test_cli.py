@@ -99,7 +99,7 @@ def test_what_counts_as_equal():
     model = Stack()
     _, expected = reduced_model.reduce_call(model, (model, (torch.randn(3, 4),), {}), rows=2, depth=2)
     plan = Plan(tensor=2)
-    assert equivalence.compare(expected, expected, plan).proven
+    assert equivalence.compare(expected, expected, plan).is_verified
     name = next(iter(expected.gradients))
     scaled = {key: 1.001 * value for key, value in expected.gradients.items()}
     for changed, word in (
@@ -127,7 +127,7 @@ def test_a_model_without_numbers_to_compare_is_refused():
 
 def test_what_is_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv(cache_files.FOLDER_VARIABLE, str(tmp_path / "deep" / "cache"))
-    model, found = Stack(), Equivalence("tensor=2", "proven", loss=1e-7, norm=0.0, gradient=0.0, weight=0.0)
+    model, found = Stack(), Equivalence("tensor=2", "verified", loss=1e-7, norm=0.0, gradient=0.0, weight=0.0)
     key = verified_models.key_of(model, "", "x", Plan(tensor=2))
     assert verified_models.look_up(key) is None
     verified_models.keep(key, "Stack", found)

@@ -119,7 +119,7 @@ def test_what_is_not_exact_stands_out(tools, language):
 
 def test_check_asks_for_the_page_in_every_language(tools, tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
-    arguments = ["exactness_page.py", "--page", str(page), "--proven", str(tmp_path / "proven.json")]
+    arguments = ["exactness_page.py", "--page", str(page), "--verified-kinds", str(tmp_path / "verified_kinds.json")]
     monkeypatch.setattr("sys.argv", arguments)
     assert tools.page.main() == 0
     monkeypatch.setattr("sys.argv", [*arguments, "--check"])

@@ -1,4 +1,4 @@
-"""How a process ended that somebody else collects, and what is said of a worker's end."""
+"""The exit status of a process that another part of the program collects, and the error for a worker that ended."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def ended(how: str) -> Child:
 
 def lost(child: Child, report: str | None) -> str:
     request = LaunchRequest(2, "cpu", 1, "", (), 1.0, 1.0)
-    crew = Launcher(request, is_stopping=lambda: True)
-    crew.engine = SimpleNamespace(cause_of_death=lambda rank: report)
-    crew._children[1] = child
-    return str(crew.find_dead())
+    launcher = Launcher(request, is_stopping=lambda: True)
+    launcher.engine = SimpleNamespace(cause_of_death=lambda rank: report)
+    launcher._children[1] = child
+    return str(launcher.find_dead())
 
 
 @tells

@@ -34,7 +34,7 @@ def left(profile=PROFILE, shape=SHAPE, family=LLAMA, cpu=True, **options):
     return constraints_of(Options(**options), family, profile, shape, machine(cpu))
 
 
-def test_kinds_are_those_that_are_proven_for_the_family():
+def test_kinds_are_those_that_are_verified_for_the_family():
     assert left().kinds == verified_kinds()[LLAMA] != frozenset()
     assert left(family="nobody's").kinds == frozenset()
 

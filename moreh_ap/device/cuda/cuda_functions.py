@@ -1,7 +1,7 @@
 """`torch.cuda` as a script sees it: one device named 'MoAI Accelerator' that is all devices together.
 
-Every method of `Facade` stands in for the function of `torch.cuda` with the same name, and some for functions of
-`torch.accelerator`, by which PyTorch itself asks for the device (a DataLoader that pins memory does). None of them
+Every method of `Facade` replaces the function of `torch.cuda` with the same name, and some replace functions of
+`torch.accelerator`, with which PyTorch itself asks for the device (a DataLoader that pins memory does). None of them
 creates a CUDA context in the controller.
 """
 
@@ -19,7 +19,7 @@ from moreh_ap.patching import Patches
 
 DEVICE_NAME = "MoAI Accelerator"
 
-# Names in `torch.accelerator`, and the function of the facade that answers there.
+# Names in `torch.accelerator`, and the function of the facade that replaces each.
 _IN_TORCH_ACCELERATOR = {
     "current_device_index": "current_device",
     "current_device_idx": "current_device",
@@ -40,7 +40,7 @@ _IN_TORCH_ACCELERATOR = {
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What `torch.cuda.get_device_properties` tells; `total_memory` is in bytes, over all devices."""
+    """The result of `torch.cuda.get_device_properties`; `total_memory` is in bytes, over all devices."""
 
     name: str
     major: int

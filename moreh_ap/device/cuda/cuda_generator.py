@@ -1,7 +1,7 @@
 """`torch.Generator(device="cuda")`: numbers for tensors on the accelerator, drawn where such tensors are made.
 
 PyTorch cannot make a generator for a device that its build lacks, and must not make one for a GPU of the controller's
-host. Decides what stands in for `torch.Generator`; must not know which operations draw.
+host. Decides what replaces `torch.Generator`; must not know which operations draw.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def install(patches: Patches) -> None:
 
 
 class _AnyGenerator(type(_Generator)):  # type: ignore[misc]
-    """Makes ``isinstance(generator, torch.Generator)`` true for those of PyTorch too."""
+    """Makes ``isinstance(generator, torch.Generator)`` true for PyTorch's own generators too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _Generator)
@@ -34,7 +34,7 @@ class _AnyGenerator(type(_Generator)):  # type: ignore[misc]
 
 
 class Generator(_Generator, metaclass=_AnyGenerator):
-    """A generator of the accelerator; asked for another device, the class gives PyTorch's own."""
+    """A generator of the accelerator; for another device, the class returns PyTorch's own."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         if not is_accelerator(device):

@@ -1,9 +1,9 @@
-"""The accelerator's random stream as a script sees it: seeds, and a state that can be kept and put back.
+"""The accelerator's random stream for a script: seeds, and a state that can be saved and restored.
 
-Every function here stands in for the function of `torch.cuda.random` with the same name; `torch.cuda` has them too, and
-`torch.random.fork_rng` and checkpoints of other libraries ask there. A state has the form of a CUDA generator's: 16
-bytes, the seed and the offset; for CPU workers that of the process's generator follows. Decides how a script keeps a
-state; must not know what is in it, nor what is drawn from the stream.
+Every function here replaces the function of `torch.cuda.random` with the same name; `torch.cuda` has them too, and
+`torch.random.fork_rng` and checkpoints of other libraries use them there. A state has the form of a CUDA generator's:
+16 bytes, the seed and the offset; for CPU workers that of the process's generator follows. Decides the form of a state;
+must not know its content, nor the operations that draw.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Streams and events of the accelerator: everything runs in the one order in which the script asks for it.
+"""Streams and events of the accelerator: all commands run in the order of the script.
 
-A stream of the script's own is therefore the same stream, and an event is a place in the order, with the time at which
-the workers got there. The classes stand in for `torch.cuda.Stream` and `torch.cuda.Event`.
+A stream that the script makes is therefore the same stream, and an event is a position in the order of commands, with
+the time at which the workers reached it. The classes replace `torch.cuda.Stream` and `torch.cuda.Event`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moreh_ap.patching import Patches
 
 
 class CommandStream:
-    """The one stream of the accelerator, under whatever name."""
+    """The one stream of the accelerator."""
 
     _backend: WorkerBackend  # of the class that `install` makes for one accelerator
 
@@ -99,7 +99,7 @@ class CommandEvent:
         """Milliseconds from here to `end_event`. Waits for both, where a CUDA event would refuse.
 
         Raises:
-            RuntimeError: One of them was made without timing, or was not recorded; as PyTorch raises it.
+            RuntimeError: An event was made without timing, or was not recorded; as PyTorch raises it.
         """
         if not (self._enable_timing and end_event._enable_timing):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
@@ -137,7 +137,7 @@ def _use(stream: CommandStream | None) -> Iterator[None]:
 
 
 def _select(stream: CommandStream) -> None:
-    """Selects the one stream there is."""
+    """Selects the only stream."""
 
 
 def _record_stream(tensor: Tensor, stream: CommandStream) -> None:
@@ -145,7 +145,7 @@ def _record_stream(tensor: Tensor, stream: CommandStream) -> None:
 
 
 class RefusedGraph:
-    """Stands where PyTorch has CUDA graphs, and says why there are none."""
+    """Replaces CUDA graphs; raises an error that says why they are not supported."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(

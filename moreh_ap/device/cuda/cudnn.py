@@ -1,4 +1,4 @@
-"""Questions for cuDNN, which the workers' devices may have and the controller does not use."""
+"""Queries of cuDNN, which the workers' devices may have and the controller does not use."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Every change that the one line makes to other people's modules: each file one subject, all of them undoable."""
+"""The patches of other libraries' modules: one file for each subject, all of them undoable."""

@@ -1,4 +1,4 @@
-"""Batches on their way to the accelerator: nothing is pinned."""
+"""Batches for the accelerator: their memory is not pinned."""
 
 from __future__ import annotations
 

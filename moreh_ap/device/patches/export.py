@@ -1,7 +1,7 @@
 """Tracing, compiling and exporting a model that is on the accelerator: PyTorch gets a copy of it on the CPU.
 
-What follows the operations of a model (`torch.jit.trace`, `torch.export`) or compiles its code for tensors with memory
-(`torch.jit.script`) has to find them in this process. The result is for saving and looking at, as it is of a copy.
+Tools that trace a model's operations (`torch.jit.trace`, `torch.export`) or compile its code (`torch.jit.script`) need
+tensors in this process. The result can be saved and inspected; it belongs to the copy, not to the model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def _redirect(group: PatchGroup, holder: ModuleType, name: str) -> None:
         args, kwargs = tree_map_only(VirtualTensor, VirtualTensor.to_host, (args, kwargs))
         copied = _copy_on_host(model)
         exported = original(copied, *args, **kwargs)
-        if any(part.training for part in model.modules()):  # what is traced runs, and changes running averages
+        if any(
+            submodule.training for submodule in model.modules()
+        ):  # tracing runs the model, which changes running averages
             _take_buffers(model, copied)
         return exported
 
@@ -53,8 +55,8 @@ def _is_on_accelerator(model: Any) -> bool:
 
 def _copy_on_host(model: nn.Module) -> nn.Module:
     copied: dict[int, Any] = {}
-    for part in model.modules():
-        for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+    for submodule in model.modules():
+        for value in (*submodule._parameters.values(), *submodule._buffers.values(), *vars(submodule).values()):
             if isinstance(value, VirtualTensor):
                 host = value.to_host()
                 is_parameter = isinstance(value, nn.Parameter)
@@ -88,7 +90,7 @@ def _redirect_compiler(group: PatchGroup) -> None:
         return original_compile(*args, **kwargs)
 
     told: list[bool] = []
-    if "torch._dynamo" in sys.modules:  # importing it takes a second, so that it is left to those who compile
+    if "torch._dynamo" in sys.modules:  # the import takes a second, so only scripts that compile do it
         told.append(True)
         run_as_written()
     effect = "Compiles as ever; what is compiled runs as it is written."

@@ -24,7 +24,7 @@ from moreh_ap.protocol import pytree
 
 
 def install(backend: WorkerBackend) -> Patches:
-    """Make "cuda" mean the accelerator behind `backend` in this process."""
+    """Makes "cuda" mean the accelerator of `backend` in this process."""
     patches = Patches()
     IN_FORCE.backend = backend
     patches.on_undo(_leave_force)

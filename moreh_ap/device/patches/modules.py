@@ -24,7 +24,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Calls a module on the workers if it is on the accelerator."""
-        # A transform of `torch.func` needs every operation: under one, a model is computed in the controller.
+        # A transform of `torch.func` needs every operation: under a transform, the controller computes the model.
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
         is_traced = torch._C._get_tracing_state() is not None
         route = None if is_transformed or is_traced else routes.get(module)
@@ -49,7 +49,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
         if result is not NotImplemented:
             return result
         if isinstance(parameter, VirtualTensor) and not parameter.is_cuda:
-            module._apply(_read_into_controller)  # a model that is to stay on the CPU after all
+            module._apply(_read_into_controller)  # the model stays on the CPU
         return original_call(module, *args, **kwargs)
 
     routes = backend.routes
@@ -68,7 +68,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
         depth.inside = True
         _let_go_of_graphs(module)
         swap = torch.__future__.get_swap_module_params_on_conversion()
-        # A virtual parameter is never turned into another by `.data =`: its object stays, what it is changes.
+        # A virtual parameter is never replaced by `.data =`: its object stays, its cell and dtype change.
         on_accelerator = isinstance(next(module.parameters(), None), VirtualTensor)
         torch.__future__.set_swap_module_params_on_conversion(swap or on_accelerator)
         try:
@@ -98,10 +98,10 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
 
 def _let_go_of_graphs(module: nn.Module) -> None:
     """What a module has computed from its parameters (`nn.utils.weight_norm` does) would keep them from moving."""
-    for part in module.modules():
-        for name, value in vars(part).items():
+    for submodule in module.modules():
+        for name, value in vars(submodule).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
-                part.__dict__[name] = value.detach()
+                submodule.__dict__[name] = value.detach()
 
 
 def _read_into_controller(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Wrappers and process groups of scripts for several devices: as on one device, or refused where the script makes them.
 
-Decides which are refused, and what the script's author reads. What runs in one process stays as it is.
+Decides which are refused, and the text of the errors. Anything that runs in one process is unchanged.
 """
 
 from __future__ import annotations

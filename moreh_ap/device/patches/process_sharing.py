@@ -1,4 +1,4 @@
-"""Tensors that a script gives to processes of its own: values may go, parameters on the accelerator may not."""
+"""Tensors that a script sends to its own processes: values are sent, parameters on the accelerator are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Profilers of CUDA in a script: they see the script's own process, in which nothing runs on a GPU.
 
-Decides what they find there: operations and times of the process, as a run without the one line on the CPU does.
+Decides what they record: operations and times of the process, as in a CPU run without the one line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _record_this_process(group: PatchGroup) -> None:
     @functools.wraps(profiler.profile.__init__)
     def init(self: Any, enabled: bool = True, *, use_cuda: bool = False, use_device: Any = None, **rest: Any) -> None:
         if enabled and rest.get("with_stack"):
-            # Its tracer follows every thread that has run Python, and crashes over those that the engine has ended.
+            # Its tracer follows every thread that has run Python, and crashes on threads that the engine has ended.
             warnings.warn("with_stack=True is left out beside the accelerator's own threads.", stacklevel=3)
             rest["with_stack"] = False
         original(self, enabled, use_device=None if use_device == "cuda" else use_device, **rest)

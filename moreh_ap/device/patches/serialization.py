@@ -1,7 +1,8 @@
-"""Where the tensors of a file of `torch.save` come back to: those that were on an accelerator, or on a GPU, to "cuda".
+"""Devices of tensors in files of `torch.save`: tensors from an accelerator, or a GPU, are loaded to "cuda".
 
-A file that the script saves says "cpu" of every tensor, so that it loads without us. Which of them were on the
-accelerator stands in a record beside them, which PyTorch does not read. Must not know where values are.
+A file that the script saves has "cpu" as the device of every tensor, so that it loads without this package. A further
+record in the file, which PyTorch does not read, lists the tensors that were on the accelerator. Must not know where
+values are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moreh_ap.device.tensor import place
 from moreh_ap.device.transfers import is_accelerator
 from moreh_ap.patching import Patches
 
-_RECORD = "moreh_accelerator"  # the numbers of memories, in the order in which the file names them first
+_RECORD = "moreh_accelerator"  # numbers of storages, in the order of their first occurrence in the file
 
 
 class _InHand(threading.local):

@@ -1,4 +1,4 @@
-"""`torch.optim.SparseAdam`, which needs to know which rows of an embedding a batch used."""
+"""`torch.optim.SparseAdam`, which needs the rows of an embedding that a batch used."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 Decides which facts about a call every kind of execution has to know. Must not know how they are carried out, the
 controller, messages, or where the batch came from.
 
-[Note: split and whole]
+[Note: split and unsplit]
 "split": this worker has its slice of the batch; mean losses are shares of the global mean (`loss_reduction.py`); its
-random numbers are its part of the batch's (`rng/policy.py`), or, without a common stream, its own. "whole": every
+random numbers are its part of the batch's (`rng/policy.py`), or, without a common stream, its own. "unsplit": every
 worker has the whole batch and the same random numbers and computes the same; since gradients are summed over workers
 afterwards, each counts for one part in the number of workers.
 
@@ -35,7 +35,7 @@ class Call:
 
     Attributes:
         module: The module a plan was applied to.
-        mode: "split" or "whole". See [Note: split and whole].
+        mode: "split" or "unsplit". See [Note: split and unsplit].
         device: This worker's device.
         grad: Whether a backward may follow.
         axis: The workers that share the batch; by default all of them.

@@ -146,7 +146,7 @@ class EagerForward(Execution):
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Keeps, during a backward, the gradients of the leaves that are watched."""
-        scale = self.call.axis.size if self.call.mode == "whole" else 1  # see [Note: split and whole]
+        scale = self.call.axis.size if self.call.mode == "unsplit" else 1  # see [Note: split and unsplit]
 
         def keep(index: int) -> Callable[[Tensor], None]:
             return lambda grad: self._output_gradients.update({index: grad.detach() * scale})
@@ -161,7 +161,7 @@ class EagerForward(Execution):
 
     def _take_gradient(self, leaf: Tensor) -> Tensor | None:
         grad, leaf.grad = leaf.grad, None
-        if grad is not None and self.call.mode == "whole":
+        if grad is not None and self.call.mode == "unsplit":
             grad = grad * self.call.axis.size
         return grad
 
@@ -198,7 +198,7 @@ def summing_gradients(call: Call) -> Iterator[None]:
 
 def scaled_gradient(call: Call, kind: str, result: Tensor, grad: Tensor) -> Tensor:
     """Returns the gradient of a leaf of the result as backward wants it. See [Note: kinds] in `call.py`."""
-    counts_once = call.mode == "whole" or (call.kinds is not None and kind == "same")
+    counts_once = call.mode == "unsplit" or (call.kinds is not None and kind == "same")
     return grad.to(result.dtype) * (1.0 / call.axis.size if counts_once else 1.0)
 
 

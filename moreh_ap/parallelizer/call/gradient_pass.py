@@ -96,8 +96,8 @@ def _differentiate(
     call, roots, grads = source.call, [], []
     for index, result, grad in reached:
         roots.append(result)
-        is_whole = call.mode == "whole"
-        grads.append(grad.to(result.dtype) if is_whole else scaled_gradient(call, source.kinds[index], result, grad))
+        is_unsplit = call.mode == "unsplit"
+        grads.append(grad.to(result.dtype) if is_unsplit else scaled_gradient(call, source.kinds[index], result, grad))
     leaves = [leaf for leaf in wanted if leaf is not None and leaf.requires_grad]
     if not roots or not leaves:
         return [None] * len(wanted)

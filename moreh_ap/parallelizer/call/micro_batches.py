@@ -223,14 +223,14 @@ def _gradients_stay_here(module: nn.Module) -> Iterator[None]:
     """Inside the block backward leaves gradients on this worker; the next one outside it sums them all."""
     sync = gradient_sync_of(module)
     outermost = fsdp_roots(module)
-    for part in outermost:
-        part.set_requires_gradient_sync(False)
+    for submodule in outermost:
+        submodule.set_requires_gradient_sync(False)
     try:
         with nullcontext() if sync is None else sync.local():
             yield
     finally:
-        for part in outermost:
-            part.set_requires_gradient_sync(True)
+        for submodule in outermost:
+            submodule.set_requires_gradient_sync(True)
 
 
 def _join_gradients(pieces: list[Tensor | None], leaf: Tensor, rows: int) -> Tensor | None:

@@ -73,8 +73,8 @@ class WrittenParameters(TorchDispatchMode):
                 name = self._memory.get(_address(tensor))
                 if name is not None and name not in self._values:
                     self.names.append(name)
-                    whole = self._before[name][1] if name in self._before else tensor
-                    self._values[name] = whole.detach().clone()
+                    full = self._before[name][1] if name in self._before else tensor
+                    self._values[name] = full.detach().clone()
         return func(*args, **kwargs)
 
     def _plain(self) -> dict[str, nn.Parameter]:
@@ -109,7 +109,7 @@ def keep_parameters(module: nn.Module) -> RemovableHandle:
     def keep(owner: nn.Module, name: str, new: nn.Parameter | None) -> nn.Parameter | None:
         old = owner._parameters.get(name)
         root = model() if old is not None and new is not None and new is not old else None
-        if root is None or not any(part is owner for part in root.modules()):
+        if root is None or not any(submodule is owner for submodule in root.modules()):
             return None
         assert old is not None and new is not None
         if isinstance(old, DTensor) or isinstance(new, DTensor):

@@ -5,7 +5,7 @@ Must not know how a model was cut (`stages.py`), nor what a loss is.
 
 [Note: two ways to run]
 `PipelinedPass` runs forward at once and keeps its graph for a backward: what comes before each stage is waited for, so
-one stage computes at a time. It serves where the result is needed before a backward is known: the proof of splitting,
+one stage computes at a time. It serves where the result is needed before a backward is known: the split check,
 and a loss that the script reads early. `PipelinedForward` waits for `backward` and then runs the plan's schedule.
 
 [Note: who has the result]

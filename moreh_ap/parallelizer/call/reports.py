@@ -36,8 +36,8 @@ class Reports(CallExtension):
         self._module, self._attributes, self._known = module, attributes, known
         self.has_hooks = any(
             isinstance(hook, ReportedHook)
-            for part in module.modules()
-            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+            for submodule in module.modules()
+            for hook in (*submodule._forward_hooks.values(), *submodule._forward_pre_hooks.values())
         )
         self.is_needed = self.has_hooks or attributes is not None
 

@@ -123,7 +123,7 @@ def find_passed_state(
     if rows is not None and rows > 1:
         leaves = select_rows(leaves, rows, choose_rows(leaves, rows))
     args, kwargs = tree_unflatten(leaves, spec)
-    call = replace(call, mode="whole", random=call.random.for_probe(), kinds=None, counts=False, grad=False)
+    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, counts=False, grad=False)
     reads = Reads(call.module, names)
 
     def run() -> None:

@@ -64,7 +64,7 @@ def shard(
     }
     if compute is not None:
         whole_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
-        for norm in [part for root in roots for part in root.modules() if isinstance(part, _BatchNorm)]:
+        for norm in [submodule for root in roots for submodule in root.modules() if isinstance(submodule, _BatchNorm)]:
             if next(norm.parameters(), None) is not None:  # its running statistics are in float32
                 fully_shard(norm, mp_policy=whole_precision, **options)
     for block in blocks:
@@ -73,9 +73,9 @@ def shard(
     for root in roots:
         fully_shard(root, mp_policy=outer if getattr(root, "is_last", True) else inner, **options)
     object.__setattr__(module, _ATTRIBUTE, list(roots))
-    for part in fsdp_modules(module):
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
+    for submodule in fsdp_modules(module):
+        submodule.set_gradient_divide_factor(1.0)
+        submodule.set_force_sum_reduction_for_comms(True)
 
 
 def _own_outputs(block: nn.Module, args: object, output: Any) -> Any:
@@ -139,13 +139,13 @@ def record_block_order(module: nn.Module) -> Iterator[BlockTrace]:
     """Notes in which order forwards inside come to the blocks that FSDP2 gathers one by one."""
     way: BlockTrace = []
     roots = fsdp_roots(module)
-    names = {id(part): name for name, part in module.named_modules()}
+    names = {id(submodule): name for name, submodule in module.named_modules()}
 
     def note(block: nn.Module, args: Any, kwargs: Any) -> None:
         shapes = (leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         way.append((names.get(id(block), ""), next(shapes, None)))
 
-    blocks = [part for part in fsdp_modules(module) if part not in roots]
+    blocks = [submodule for submodule in fsdp_modules(module) if submodule not in roots]
     hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]  # type: ignore[attr-defined]
     try:
         yield way
@@ -156,8 +156,8 @@ def record_block_order(module: nn.Module) -> Iterator[BlockTrace]:
 
 def compute_dtype(module: nn.Module) -> torch.dtype | None:
     """Returns the dtype that FSDP2 computes in, None where it computes in that of the parameters."""
-    parts = fsdp_modules(module)
-    return parts[0]._get_fsdp_state()._mp_policy.param_dtype if parts else None
+    submodules = fsdp_modules(module)
+    return submodules[0]._get_fsdp_state()._mp_policy.param_dtype if submodules else None
 
 
 def settle(module: nn.Module) -> None:
@@ -165,8 +165,8 @@ def settle(module: nn.Module) -> None:
 
     Call it before parameters are read, written or listed outside forward and backward. It talks to no other worker.
     """
-    for part in fsdp_modules(module):
-        part.reshard()
+    for submodule in fsdp_modules(module):
+        submodule.reshard()
 
 
 def set_requires_grad(module: nn.Module, flags: Mapping[str, bool]) -> None:
@@ -189,18 +189,18 @@ def set_requires_grad(module: nn.Module, flags: Mapping[str, bool]) -> None:
 
 def recover(module: nn.Module) -> None:
     """Brings FSDP2 back to rest after a forward or backward that raised, so that the next call can run."""
-    for part in fsdp_modules(module):
-        state = part._get_fsdp_state()
+    for submodule in fsdp_modules(module):
+        state = submodule._get_fsdp_state()
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
-        for group in param_groups(part):
+        for group in param_groups(submodule):
             group._training_state = TrainingState.IDLE
     settle(module)
 
 
-def param_groups(part: FSDPModule) -> list[Any]:
+def param_groups(submodule: FSDPModule) -> list[Any]:
     """Returns the groups of parameters that FSDP2 gathers and reduces together for something that it manages."""
-    state = part._get_fsdp_state()
+    state = submodule._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one group, or None, before
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []

@@ -13,7 +13,7 @@ taken is a site, numbered in the order of execution.
 [Note: counts]
 A forward may divide by itself: ``losses.sum() / mask.sum()``. The number of true elements of a mask is the denominator
 then, and a site; what is divided stays as it is. A forward may also use such a number for something else, so this is
-done only where the proof has failed without it and holds with it. Sums of other whole numbers are left alone:
+done only where the split check fails without it and passes with it. Sums of other whole numbers are left alone:
 transformers takes one to find packed sequences, in batches of one row only.
 
 [Note: workers meet]

@@ -1,4 +1,4 @@
-"""The norm over tensors of which workers hold parts.
+"""The norm over tensors of which workers hold shards.
 
 Decides that every element counts once, wherever copies of it are. Must not know what the tensors are.
 """
@@ -15,11 +15,11 @@ from torch import Tensor
 from moreh_ap.errors import UnsupportedError
 
 
-def total_norm(parts: Sequence[Tensor], order: float, device: torch.device, num_workers: int) -> Tensor:
+def total_norm(shards: Sequence[Tensor], order: float, device: torch.device, num_workers: int) -> Tensor:
     """Returns the norm of all elements that workers hold together, as a tensor without dims. A collective.
 
     Args:
-        parts: This worker's parts, without those whose elements another worker counts.
+        shards: This worker's shards, without those whose elements another worker counts.
         order: The order of the norm, above 0, or infinity.
         device: Where the result is wanted.
         num_workers: How many workers there are.
@@ -29,17 +29,17 @@ def total_norm(parts: Sequence[Tensor], order: float, device: torch.device, num_
     """
     if not order > 0:
         raise UnsupportedError(f"a norm of order {order} over all devices", "orders above 0, or inf", "norm_type=2.0")
-    dtype = torch.promote_types(parts[0].dtype, torch.float32) if parts else torch.float32
+    dtype = torch.promote_types(shards[0].dtype, torch.float32) if shards else torch.float32
     norms = torch.stack(
-        [torch.linalg.vector_norm(part.detach(), order, dtype=dtype) for part in parts if part.numel()]
+        [torch.linalg.vector_norm(shard.detach(), order, dtype=dtype) for shard in shards if shard.numel()]
         or [torch.zeros((), dtype=dtype, device=device)]
     )
-    whole = torch.linalg.vector_norm(norms, order).to(device)
+    norm = torch.linalg.vector_norm(norms, order).to(device)
     if num_workers == 1:
-        return whole
+        return norm
     if math.isinf(order):
-        dist.all_reduce(whole, op=dist.ReduceOp.MAX)
-        return whole
-    powered = whole.to(torch.float64) ** order
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+        return norm
+    powered = norm.to(torch.float64) ** order
     dist.all_reduce(powered)
     return (powered ** (1.0 / order)).to(dtype)

@@ -54,7 +54,7 @@ class UnevenGradients:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._missing: list[Any] = []
-        groups = [group for part in fsdp_modules(module) for group in param_groups(part)]
+        groups = [group for submodule in fsdp_modules(module) for group in param_groups(submodule)]
         self._params = [param for group in groups for param in group.fsdp_params]
         self._number = {param: number for number, param in enumerate(self._params)}
         for param_group in groups:
@@ -73,9 +73,9 @@ class UnevenGradients:
 
     def _fill(self, params: list[Any]) -> None:
         for param in params:
-            whole = param.unsharded_param
-            if whole.requires_grad and whole.grad is None and param.unsharded_accumulated_grad is None:
-                whole.grad = torch.zeros_like(whole)
+            full = param.unsharded_param
+            if full.requires_grad and full.grad is None and param.unsharded_accumulated_grad is None:
+                full.grad = torch.zeros_like(full)
                 self._missing.append(param)
 
     @contextmanager

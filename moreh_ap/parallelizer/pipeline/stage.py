@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.sequence import splits
-from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, whole
+from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, gather_split_tensors
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Travelling:
     """Stands for a tensor that travels between stages.
 
     Attributes:
-        length: How long it is along the sequence (dim 1), where each rank of the tensor axis has and sends a part of
-            that; None where it travels whole.
+        length: How long it is along the sequence (dim 1), where each rank of the tensor axis has and sends a shard of
+            that; None where it travels in full.
     """
 
     length: int | None
@@ -151,7 +151,7 @@ class Stage(nn.Module):
             travelling = [*_tensors(leaves), *end.carried]
             lengths = [self.split_length(leaf) for leaf in travelling]
             self.nesting = nesting_of(leaves, spec, lengths)
-            return tuple(map(self._part, travelling, lengths))
+            return tuple(map(self._shard, travelling, lengths))
         finally:
             self._received = ((), None)
 
@@ -159,12 +159,12 @@ class Stage(nn.Module):
         """Returns what the last block of the stage before returned, and what it was given that is used again."""
         tensors, nesting = self._received
         assert nesting is not None
-        joined = list(map(self._joined, tensors, nesting.marks))
+        joined = list(map(self._gathered, tensors, nesting.marks))
         result = nesting.nest(iter(joined))
         return result, joined[nesting.num_returned :]
 
     def split_length(self, tensor: Tensor) -> int | None:
-        """Returns how long a tensor is along its sequence if ranks have parts of it between blocks, else None."""
+        """Returns how long a tensor is along its sequence if ranks have shards of it between blocks, else None."""
         is_hidden = tensor.ndim == 3 and tensor.is_floating_point()
         if self.crossing is None or not is_hidden or not splits(tensor.shape[1], self.crossing):
             return None
@@ -174,22 +174,22 @@ class Stage(nn.Module):
         """Returns the shape of what travels of a tensor between blocks."""
         if self.crossing is None or self.split_length(tensor) is None:
             return tuple(tensor.shape)
-        start, stop = self.crossing.part_of(tensor.shape[1])
+        start, stop = self.crossing.shard_range(tensor.shape[1])
         return (tensor.shape[0], stop - start, *tensor.shape[2:])
 
-    def _part(self, tensor: Tensor, length: int | None) -> Tensor:
+    def _shard(self, tensor: Tensor, length: int | None) -> Tensor:
         """Returns what travels of a tensor: what every worker of the tensor axis can expect from its shape alone."""
         if length is None or self.crossing is None:
-            return whole(tensor)
+            return gather_split_tensors(tensor)
         if isinstance(tensor, SplitTensor) and tensor.split_dim == 1:
             return tensor.to_local()
-        return self.crossing.take(whole(tensor), 1)
+        return self.crossing.take(gather_split_tensors(tensor), 1)
 
-    def _joined(self, part: Tensor, mark: Travelling) -> Tensor:
+    def _gathered(self, shard: Tensor, mark: Travelling) -> Tensor:
         if mark.length is None:
-            return part
+            return shard
         assert self.crossing is not None
-        return SplitTensor.from_local(part, mark.length, 1, self.crossing)
+        return SplitTensor.from_local(shard, mark.length, 1, self.crossing)
 
     def pass_on(self, hidden: Tensor) -> Any:
         """Returns `hidden` in the nesting that blocks use."""
@@ -247,7 +247,7 @@ class _Receiver(_PassOn):
         result, carried = stage.unpack()
         leaves = tree_flatten((args, kwargs))[0]
         for number, value in zip(stage.carried, carried, strict=True):
-            leaves[number].copy_(whole(value))  # the code after the block has this very tensor
+            leaves[number].copy_(gather_split_tensors(value))  # the code after the block has this very tensor
         return result
 
 

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import get_rank, get_world_size
 from moreh_ap.parallelizer.mesh import Axis, subgroup
 from moreh_ap.parallelizer.pipeline.stage import Stage
 from moreh_ap.parallelizer.pipeline.trace import Trace
-from moreh_ap.parallelizer.state.loading import local_part
+from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.plan import Plan
 
@@ -115,7 +115,7 @@ class Stages:
                     continue
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
-                dist.all_reduce(local_part(param.grad), group=self._groups[tuple(self._shared[name])])
+                dist.all_reduce(local_shard(param.grad), group=self._groups[tuple(self._shared[name])])
                 if before is not None:
                     param.grad = before.add_(param.grad)
 
@@ -147,10 +147,10 @@ class Stages:
         found = self._found
         elsewhere = _with_tied_names(self._module, {name for name, held in holders.items() if number not in held})
         others, replaced = [], []
-        for path, part in self._module.named_modules():
-            names = [name for name, _ in part.named_parameters(path, recurse=False)]
+        for path, submodule in self._module.named_modules():
+            names = [name for name, _ in submodule.named_parameters(path, recurse=False)]
             outside = not path.startswith(f"{found.body}.")
-            if not outside or not names or next(part.children(), None) is not None:
+            if not outside or not names or next(submodule.children(), None) is not None:
                 continue
             if all(name in elsewhere for name in names):
                 if path in found.before:

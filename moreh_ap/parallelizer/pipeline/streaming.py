@@ -40,9 +40,9 @@ class Streaming(CallExtension):
         self._dtype = compute_dtype(module)
         self._managers: dict[int, FSDPModule] = {}  # of modules that are not FSDP2's own roots: who gathers them
         for stage in stages.local.values():
-            for part in stage.others:
+            for submodule in stage.others:
                 if isinstance(stage, FSDPModule):
-                    self._managers[id(part)] = stage
+                    self._managers[id(submodule)] = stage
         for path, unit in self._units():
             names = [name for name, _ in unit.named_parameters(prefix=path)]
             if names:
@@ -53,11 +53,11 @@ class Streaming(CallExtension):
 
     def _units(self) -> Iterator[tuple[str, nn.Module]]:
         body = self._stages.body
-        for path, part in self._module.named_modules():
+        for path, submodule in self._module.named_modules():
             parent = path.rpartition(".")[0]
             outside = path != body and not path.startswith(f"{body}.")
-            if parent == body or (outside and next(part.children(), None) is None):
-                yield path, part
+            if parent == body or (outside and next(submodule.children(), None) is None):
+                yield path, submodule
 
     def around_forward(self, findings: Findings, module: nn.Module, forward: Forward) -> Forward:
         """Returns a forward through all stages' modules; every worker of the pipeline has to run the same."""
@@ -77,7 +77,7 @@ class Streaming(CallExtension):
         return run
 
     def _fetcher(self, unit: nn.Module, owner: int | None) -> Any:
-        def fetch(part: nn.Module, args: Any, kwargs: Any) -> Any:
+        def fetch(submodule: nn.Module, args: Any, kwargs: Any) -> Any:
             if not self._active:
                 return None
             mine = owner is None or self._stages.axis.rank == owner
@@ -105,7 +105,7 @@ class Streaming(CallExtension):
             holder._parameters[name] = received
 
     def _dropper(self, unit: nn.Module, owner: int | None) -> Any:
-        def drop(part: nn.Module, args: Any, result: Any) -> None:
+        def drop(submodule: nn.Module, args: Any, result: Any) -> None:
             if not self._active:
                 return
             if owner is None or self._stages.axis.rank == owner:

@@ -169,24 +169,24 @@ class _Recorder(TorchFunctionMode):
     def hooks(self) -> ExitStack:
         """Returns a context in which calls of modules move the recorder from place to place."""
         stack = ExitStack()
-        paths = {id(part): path for path, part in self._module.named_modules()}
-        for part in self._module.modules():
-            stack.callback(part.register_forward_pre_hook(self._enter(paths[id(part)])).remove)
-            stack.callback(part.register_forward_hook(self._leave, always_call=True).remove)
+        paths = {id(submodule): path for path, submodule in self._module.named_modules()}
+        for submodule in self._module.modules():
+            stack.callback(submodule.register_forward_pre_hook(self._enter(paths[id(submodule)])).remove)
+            stack.callback(submodule.register_forward_hook(self._leave, always_call=True).remove)
         for index, block in enumerate(self._blocks):
             stack.callback(block.register_forward_pre_hook(self._begin_block(index), with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(self._end_block(index)).remove)
         return stack
 
     def _enter(self, path: str) -> Callable[..., None]:
-        def enter(part: nn.Module, args: Any) -> None:
-            self._stack.append(part)
-            if not self._inside and self._place < len(self._blocks) and next(part.children(), None) is None:
+        def enter(submodule: nn.Module, args: Any) -> None:
+            self._stack.append(submodule)
+            if not self._inside and self._place < len(self._blocks) and next(submodule.children(), None) is None:
                 self.before.add(path)
 
         return enter
 
-    def _leave(self, part: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, submodule: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
 
     def _begin_block(self, index: int) -> Callable[..., None]:

@@ -85,7 +85,7 @@ class RandomPolicy:
 
     def of_rows(self, start: int, stop: int) -> RandomPolicy:
         """Returns the policy of a micro-batch: rows `start:stop` of this worker's."""
-        return self if self.share is None else replace(self, share=self.share.part(start, stop))
+        return self if self.share is None else replace(self, share=self.share.narrow(start, stop))
 
     def for_probe(self) -> RandomPolicy:
         """Returns the policy of forwards that only find something out about a call: they all start alike."""

@@ -71,7 +71,7 @@ class Share:
     stop: int
     total: int
 
-    def part(self, start: int, stop: int) -> Share:
+    def narrow(self, start: int, stop: int) -> Share:
         """Rows `start:stop` of these rows."""
         return Share(self.start + start, self.start + stop, self.total)
 

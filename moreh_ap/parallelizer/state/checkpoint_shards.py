@@ -67,7 +67,7 @@ class Box:
     value: Callable[[], Tensor]
 
     @classmethod
-    def whole(cls, name: str, like: Tensor, value: Callable[[], Tensor]) -> Box:
+    def of(cls, name: str, like: Tensor, value: Callable[[], Tensor]) -> Box:
         """Returns all of a tensor as one box."""
         return cls(name, (0,) * like.dim(), tuple(like.shape), like.dtype, value)
 
@@ -118,8 +118,11 @@ def boxes_of(tensors: Mapping[str, StateShard | None]) -> list[Box]:
         if held is None or not held.is_canonical:
             continue
         local = held.local.detach()
-        for whole, own in pieces(held.tensor, held.layout):
-            start, size = tuple(part.start for part in whole), tuple(part.stop - part.start for part in whole)
+        for box, own in pieces(held.tensor, held.layout):
+            start, size = (
+                tuple(dim_slice.start for dim_slice in box),
+                tuple(dim_slice.stop - dim_slice.start for dim_slice in box),
+            )
             boxes.append(Box(name, start, size, local.dtype, lambda local=local, own=own: local[own]))  # type: ignore[misc]
     return boxes
 

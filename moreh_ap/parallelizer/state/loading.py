@@ -1,11 +1,11 @@
 """Values into and out of a module whose tensors may be sharded: from files, from whole tensors, to whole tensors.
 
-Decides which part of a tensor this worker reads or writes. Must not know where checkpoints come from, what their
+Decides which shard of a tensor this worker reads or writes. Must not know where checkpoints come from, what their
 tensors are called in the library that wrote them, or what the module computes.
 
 No worker ever holds more than its own shards and one tensor on its way.
 
-[Note: two kinds of parts]
+[Note: two kinds of shards]
 Tensor parallelism leaves a worker an ordinary tensor, smaller than the whole; its `TensorLayout` says which ranges of
 the whole it is made of. FSDP2 then shards dim 0 of that tensor as a DTensor. Either may be absent. `pieces` puts both
 together: which slices of the whole are which slices of what this worker holds.
@@ -32,16 +32,16 @@ from moreh_ap.protocol.blocks import modules_aside
 from moreh_ap.protocol.tensor_source import TensorSource as TensorSource
 
 Piece = tuple[tuple[slice, ...], tuple[slice, ...]]
-"""Slices of a whole tensor, and the slices of this worker's part that hold them."""
+"""Slices of a whole tensor, and the slices of this worker's shard that hold them."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A part of a tensor that is to be read from a file.
+    """A shard of a tensor that is to be read from a file.
 
     Attributes:
         name: What errors call the tensor.
-        tensor: This worker's part.
+        tensor: This worker's shard.
         source: Where the value, or a box of it, lies. Elements of the box that are not here are not read.
         layout: What tensor parallelism left here of the whole.
     """
@@ -59,7 +59,7 @@ def fill(
     layouts: Mapping[str, TensorLayout] | None = None,
     absent: Collection[str] = (),
 ) -> None:
-    """Gives every parameter and buffer of `module` memory on `device` and this worker's part of its value.
+    """Gives every parameter and buffer of `module` memory on `device` and this worker's shard of its value.
 
     Tensors are read one by one, each worker only its own rows of them, and cast to the dtype the module has. What
     shares one tensor (tied weights) is read once and still shares it afterwards.
@@ -97,7 +97,7 @@ def fill(
 
 
 def read(wanted: Iterable[Wanted]) -> None:
-    """Reads parts of tensors, only the elements that are here, and casts them to the dtype that they have here.
+    """Reads shards of tensors, only the elements that are here, and casts them to the dtype that they have here.
 
     Raises:
         LoadError: A file cannot be read, has no such tensor, or the shapes differ.
@@ -151,19 +151,19 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
         for name in others:
             path, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(path), leaf, tensor)
-    for part in fsdp_modules(module):
-        part._apply(lambda t: t, recurse=False)  # FSDP2 looks its parameters up again
+    for submodule in fsdp_modules(module):
+        submodule._apply(lambda t: t, recurse=False)  # FSDP2 looks its parameters up again
 
 
 def _overlaps(item: Wanted) -> list[Piece]:
-    """Returns which slices of what is stored are which slices of this worker's part."""
+    """Returns which slices of what is stored are which slices of this worker's shard."""
     found = pieces(item.tensor, item.layout)
     if not item.source.start:
         return found
     overlaps = []
-    for whole, own in found:
+    for full, own in found:
         stored, local = [], []
-        for there, here, start, size in zip(whole, own, item.source.start, item.source.size, strict=True):
+        for there, here, start, size in zip(full, own, item.source.start, item.source.size, strict=True):
             first, last = max(there.start, start), min(there.stop, start + size)
             stored.append(slice(first - start, last - start))
             local.append(slice(here.start + first - there.start, here.start + last - there.start))
@@ -178,14 +178,14 @@ def _read_into(opened: safe_open, keys: set[str], item: Wanted) -> None:
             f"{item.name}: {item.source.file} holds no tensor {item.source.key!r}", "a key that is in the file"
         )
     stored = opened.get_slice(item.source.key)
-    shape, wanted_shape = tuple(stored.get_shape()), item.source.size or whole_shape(item.tensor, item.layout)
+    shape, wanted_shape = tuple(stored.get_shape()), item.source.size or full_shape(item.tensor, item.layout)
     if shape != wanted_shape:
         raise LoadError(
             f"{item.name}: has shape {wanted_shape}, {item.source.key!r} in {item.source.file} has {shape}",
             "equal shapes",
         )
     with torch.no_grad():
-        local = local_part(item.tensor)
+        local = local_shard(item.tensor)
         for there, own in _overlaps(item):
             if own:
                 local[own].copy_(stored[there])
@@ -193,20 +193,20 @@ def _read_into(opened: safe_open, keys: set[str], item: Wanted) -> None:
                 local.copy_(opened.get_tensor(item.source.key))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this worker's part of a tensor; an ordinary tensor is its own part."""
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this worker's shard of a tensor; an ordinary tensor is its own shard."""
     return tensor.to_local() if isinstance(tensor, (DTensor, SplitTensor)) else tensor
 
 
-def whole_shape(tensor: torch.Tensor, layout: TensorLayout | None = None) -> tuple[int, ...]:
-    """Returns the shape of the whole tensor of which workers hold parts."""
+def full_shape(tensor: torch.Tensor, layout: TensorLayout | None = None) -> tuple[int, ...]:
+    """Returns the shape of the full tensor of which workers hold shards."""
     return tuple(tensor.shape) if layout is None else layout.shape
 
 
 def pieces(tensor: torch.Tensor, layout: TensorLayout | None = None) -> list[Piece]:
-    """Returns which slices of the whole this worker holds, and where. See [Note: two kinds of parts].
+    """Returns which slices of the whole this worker holds, and where. See [Note: two kinds of shards].
 
-    One piece with empty slices stands for a tensor without dims. Nothing is returned for an empty part.
+    A tensor without dims has one piece with empty slices. Nothing is returned for an empty shard.
     """
     if tensor.ndim == 0:
         return [((), ())]
@@ -217,8 +217,8 @@ def pieces(tensor: torch.Tensor, layout: TensorLayout | None = None) -> list[Pie
         return []
     if layout is not None:
         return layout.pieces(range(starts[0], starts[0] + sizes[0]))
-    whole = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-    return [(whole, tuple(slice(0, size) for size in sizes))]
+    full = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return [(full, tuple(slice(0, size) for size in sizes))]
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -232,39 +232,39 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 def full_tensor(
     tensor: torch.Tensor, layout: TensorLayout | None = None, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Returns the whole tensor on the CPU, as a copy. A collective: every worker that holds a part has to call it.
+    """Returns the whole tensor on the CPU, as a copy. A collective: every worker that holds a shard has to call it.
 
     Args:
         tensor: A parameter, buffer, gradient, optimizer state or output.
         layout: What tensor parallelism left here of the whole.
-        group: The workers that hold the other parts; needed with `layout`.
+        group: The workers that hold the other shards; needed with `layout`.
     """
-    whole = gathered(tensor)
+    full = gathered(tensor)
     if layout is not None:
-        own, whole = whole, torch.zeros(layout.shape, dtype=whole.dtype, device=whole.device)
+        own, full = full, torch.zeros(layout.shape, dtype=full.dtype, device=full.device)
         if layout.writes:
             for there, here in layout.pieces():
-                whole[there] = own[here]
-        dist.all_reduce(whole, group=group)
-    return whole.cpu().clone() if whole.device.type == "cpu" else whole.cpu()
+                full[there] = own[here]
+        dist.all_reduce(full, group=group)
+    return full.cpu().clone() if full.device.type == "cpu" else full.cpu()
 
 
-def write_tensor(tensor: torch.Tensor, whole: torch.Tensor, layout: TensorLayout | None = None) -> None:
-    """Writes this worker's part of `whole` into `tensor`. No collective.
+def write_tensor(tensor: torch.Tensor, full: torch.Tensor, layout: TensorLayout | None = None) -> None:
+    """Writes this worker's shard of `full` into `tensor`. No collective.
 
     Args:
         tensor: A parameter, buffer, gradient or optimizer state, sharded or not.
-        whole: The whole value, of the whole's shape, on any device and of any dtype.
+        full: The full value, of the full shape, on any device and of any dtype.
         layout: What tensor parallelism left here of the whole.
 
     Raises:
         LoadError: The shapes differ.
     """
-    if whole_shape(tensor, layout) != tuple(whole.shape):
+    if full_shape(tensor, layout) != tuple(full.shape):
         raise LoadError(
-            f"a value of shape {tuple(whole.shape)} for a tensor of shape {whole_shape(tensor, layout)}", "equal shapes"
+            f"a value of shape {tuple(full.shape)} for a tensor of shape {full_shape(tensor, layout)}", "equal shapes"
         )
     with torch.no_grad():
-        local = local_part(tensor)
+        local = local_shard(tensor)
         for there, here in pieces(tensor, layout):
-            local[here].copy_(whole[there])
+            local[here].copy_(full[there])

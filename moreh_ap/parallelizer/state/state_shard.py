@@ -1,6 +1,6 @@
-"""A tensor of which this worker holds a part, with what is needed to make it whole.
+"""A tensor of which this worker holds a shard, with what is needed to make it full again.
 
-Decides which worker's copy counts and who sends a whole tensor. Must not know names of tensors or messages.
+Decides which worker's copy counts and who sends a full tensor. Must not know names of tensors or messages.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moreh_ap.parallelizer.mesh import Position
-from moreh_ap.parallelizer.state.loading import full_tensor, local_part, whole_shape, write_tensor
+from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, local_shard, write_tensor
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 
 
 @dataclass(frozen=True)
 class StateShard:
-    """This worker's part of a tensor.
+    """This worker's shard of a tensor.
 
     Attributes:
-        tensor: The part: an ordinary tensor, or FSDP2's shard of one.
+        tensor: The shard: an ordinary tensor, or FSDP2's shard of one.
         position: Where this worker stands in the plan that the tensor belongs to.
-        layout: What tensor parallelism left here of the whole; None if that is all of it.
+        layout: What tensor parallelism left here of the full; None if that is all of it.
         is_first: Whether this worker's stage is the first that holds the tensor.
     """
 
@@ -33,17 +33,17 @@ class StateShard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
-        return whole_shape(self.tensor, self.layout)
+        """Shape of the full tensor."""
+        return full_shape(self.tensor, self.layout)
 
     @property
     def local(self) -> Tensor:
-        """The part as an ordinary tensor."""
-        return local_part(self.tensor)
+        """The shard as an ordinary tensor."""
+        return local_shard(self.tensor)
 
     @property
     def is_canonical(self) -> bool:
-        """Whether the elements of the part count here; copies of them may be on other workers."""
+        """Whether the elements of the shard count here; copies of them may be on other workers."""
         position = self.position
         in_data = position.holds_first_replica if isinstance(self.tensor, DTensor) else position.data.rank == 0
         in_tensor = position.tensor.rank == 0 if self.layout is None else self.layout.writes
@@ -51,22 +51,22 @@ class StateShard:
 
     @property
     def is_sender(self) -> bool:
-        """Whether this worker is the one that sends the whole tensor to whoever asked for it."""
+        """Whether this worker sends the full tensor to the controller."""
         return self.is_first and self.position.data.rank == 0 and self.position.tensor.rank == 0
 
-    def whole(self) -> Tensor:
-        """Returns the whole tensor on the CPU. A collective of all workers that hold parts of this copy."""
+    def full_tensor(self) -> Tensor:
+        """Returns the full tensor on the CPU. A collective of all workers that hold shards of this copy."""
         return full_tensor(self.tensor, self.layout, self.position.tensor.group)
 
-    def write(self, whole: Tensor) -> None:
-        """Writes this worker's part of `whole`.
+    def write(self, full: Tensor) -> None:
+        """Writes this worker's shard of `full`.
 
         Raises:
             LoadError: The shapes differ.
         """
-        write_tensor(self.tensor, whole, self.layout)
+        write_tensor(self.tensor, full, self.layout)
 
     def like(self, tensor: Tensor) -> StateShard:
-        """Returns `tensor`, computed element by element from this one, as a part of another whole."""
+        """Returns `tensor`, computed element by element from this one, as a shard of another tensor."""
         same = tuple(tensor.shape) == tuple(self.tensor.shape)
         return StateShard(tensor, self.position, self.layout if same else None, self.is_first)

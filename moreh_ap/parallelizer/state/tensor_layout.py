@@ -1,4 +1,4 @@
-"""What part of a whole parameter a worker holds after tensor parallelism.
+"""Which shard of a parameter a worker holds after tensor parallelism.
 
 Decides how local elements map to elements of the whole. Must not know torch, models, or who splits what.
 """
@@ -20,8 +20,8 @@ class TensorLayout:
         shape: Shape of the whole tensor.
         dim: The dim that is split.
         ranges: What is here of that dim: [start, stop) in the whole, in local order, without overlap.
-        writes: Whether this worker contributes its part when the whole is put together: exactly one of those that hold
-            the same part does.
+        writes: Whether this worker contributes its shard when the full tensor is put together: exactly one of the
+            workers that hold the same shard does.
 
     Example:
         >>> TensorLayout((6, 4), dim=0, ranges=((0, 1), (3, 4))).pieces(range(1, 2))
@@ -67,10 +67,10 @@ class TensorLayout:
         return found
 
 
-def part_of(size: int, degree: int, rank: int) -> Range:
+def shard_range(size: int, degree: int, rank: int) -> Range:
     """Returns the range of `size` elements that `rank` has: all but the last ranks have the same number.
 
-    The rule of `torch.chunk` and of DTensor, so that uneven parts can cross through a DTensor.
+    The rule of `torch.chunk` and of DTensor, so that uneven shards can cross through a DTensor.
     """
     length = -(-size // degree)
     return min(rank * length, size), min((rank + 1) * length, size)

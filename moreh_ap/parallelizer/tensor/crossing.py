@@ -1,10 +1,10 @@
-"""How activations cross the tensor axis: between tensors that are whole on every rank and tensors that are parts.
+"""How activations cross the tensor axis: between tensors that every rank has in full and tensors that are sharded.
 
 Decides which collective a crossing takes, forward and backward. Must not know models, layers or parameters.
 
 [Note: gradients at a crossing]
-Three states, as in DTensor: *replicated* (every rank has the whole), *split* (every rank has a part along a dim) and
-*partial* (the whole is the sum over ranks). Outside of split regions values and gradients are replicated. Inside, a
+Three states, as in DTensor: *replicated* (every rank has the full tensor), *split* (every rank has a shard along a dim)
+and *partial* (the whole is the sum over ranks). Outside of split regions values and gradients are replicated. Inside, a
 replicated value has partial gradients, since every rank sees only what its part of the layer makes of it; summing them
 is the business of the crossing that led in. Every crossing is a redistribution of a DTensor, forward and backward.
 """
@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from moreh_ap.parallelizer.state.tensor_layout import part_of
+from moreh_ap.parallelizer.state.tensor_layout import shard_range
 
 
 @dataclass(frozen=True)
@@ -49,39 +49,39 @@ class Crossing:
         """The workers on the axis."""
         return self.mesh.get_group()
 
-    def enter(self, whole: Tensor) -> Tensor:
+    def enter(self, full: Tensor) -> Tensor:
         """Replicated -> replicated with partial gradients. Backward: all-reduce. For weights too."""
-        if not (torch.is_grad_enabled() and whole.requires_grad):
-            return whole
-        return _Cross.apply(whole, self, None, (Partial(), Replicate()))
+        if not (torch.is_grad_enabled() and full.requires_grad):
+            return full
+        return _Cross.apply(full, self, None, (Partial(), Replicate()))
 
     def leave(self, partial: Tensor) -> Tensor:
         """Partial -> replicated: all-reduce. Backward: nothing."""
         return _Cross.apply(partial, self, (Partial(), Replicate()), None)
 
-    def gather(self, part: Tensor, dim: int, length: int) -> Tensor:
-        """Split along `dim`, `length` altogether -> replicated: all-gather. Backward: takes this rank's part."""
-        split = Shard(dim % part.ndim)
-        return _Cross.apply(part, self, (split, Replicate()), (Replicate(), split), length)
+    def gather(self, shard: Tensor, dim: int, length: int) -> Tensor:
+        """Split along `dim`, `length` altogether -> replicated: all-gather. Backward: takes this rank's shard."""
+        split = Shard(dim % shard.ndim)
+        return _Cross.apply(shard, self, (split, Replicate()), (Replicate(), split), length)
 
-    def take(self, whole: Tensor, dim: int) -> Tensor:
+    def take(self, full: Tensor, dim: int) -> Tensor:
         """Replicated -> split along `dim`: nothing. Backward: all-gather."""
-        split = Shard(dim % whole.ndim)
-        return _Cross.apply(whole, self, (Replicate(), split), (split, Replicate()), whole.shape[dim])
+        split = Shard(dim % full.ndim)
+        return _Cross.apply(full, self, (Replicate(), split), (split, Replicate()), full.shape[dim])
 
-    def gather_into(self, part: Tensor, dim: int, length: int) -> Tensor:
+    def gather_into(self, shard: Tensor, dim: int, length: int) -> Tensor:
         """Split along `dim` -> replicated with partial gradients: all-gather. Backward: reduce-scatter."""
-        split = Shard(dim % part.ndim)
-        return _Cross.apply(part, self, (split, Replicate()), (Partial(), split), length)
+        split = Shard(dim % shard.ndim)
+        return _Cross.apply(shard, self, (split, Replicate()), (Partial(), split), length)
 
     def leave_split(self, partial: Tensor, dim: int) -> Tensor:
         """Partial -> split along `dim`: reduce-scatter. Backward: all-gather."""
         split = Shard(dim % partial.ndim)
         return _Cross.apply(partial, self, (Partial(), split), (split, Replicate()), partial.shape[dim])
 
-    def part_of(self, length: int) -> tuple[int, int]:
+    def shard_range(self, length: int) -> tuple[int, int]:
         """Returns the range that this rank has of `length` elements."""
-        return part_of(length, self.size, self.rank)
+        return shard_range(length, self.size, self.rank)
 
     def redistribute(self, local: Tensor, change: tuple[Placement, Placement] | None, length: int | None) -> Tensor:
         """Returns what a local tensor becomes when the DTensor that it is of changes its placement. Not for autograd.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moreh_ap.parallelizer.state.tensor_layout import Range, TensorLayout, part_of, shifted
+from moreh_ap.parallelizer.state.tensor_layout import Range, TensorLayout, shard_range, shifted
 from moreh_ap.parallelizer.tensor import styles
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.region import Region, SequenceState
@@ -29,7 +29,7 @@ from moreh_ap.parallelizer.tensor.structure import (
 from moreh_ap.protocol.dropout import draws_random_numbers
 
 
-class Parts:
+class ParameterSlicer:
     """Splits parameters of one module tree, tied ones together.
 
     Args:
@@ -66,13 +66,13 @@ class Parts:
         ranges = tuple(ranges)
         with torch.no_grad():
             kept = torch.cat([param.narrow(dim, start, stop - start) for start, stop in ranges], dim)
-            part = nn.Parameter(kept.clone() if kept.is_meta else kept.contiguous(), param.requires_grad)
-        part.__dict__.update(param.__dict__)
+            shard = nn.Parameter(kept.clone() if kept.is_meta else kept.contiguous(), param.requires_grad)
+        shard.__dict__.update(param.__dict__)
         users = self._users.pop(id(param))
         for user, own_name in users:
-            user._parameters[own_name] = part
-        self._users[id(part)] = users
-        self._layouts[id(part)] = TensorLayout(tuple(param.shape), dim, ranges, writes)
+            user._parameters[own_name] = shard
+        self._users[id(shard)] = users
+        self._layouts[id(shard)] = TensorLayout(tuple(param.shape), dim, ranges, writes)
 
     def keep_outputs(self, layer: nn.Module, ranges: Iterable[Range], writes: bool = True) -> None:
         """Leaves of a linear layer only some of its output features."""
@@ -92,12 +92,12 @@ class Parts:
         return Region(self.crossing, self.sequence, draws_random_numbers(module))
 
 
-def split_attention(container: nn.Module, found: Attention, parts: Parts) -> None:
+def split_attention(container: nn.Module, found: Attention, slicer: ParameterSlicer) -> None:
     """Leaves the rank its heads."""
-    rank, degree, width = parts.crossing.rank, parts.crossing.size, found.width
+    rank, degree, width = slicer.crossing.rank, slicer.crossing.size, found.width
     holder = container.get_submodule(found.holder)
-    region = parts.region(holder)
-    queries = part_of(found.heads, degree, rank)
+    region = slicer.region(holder)
+    queries = shard_range(found.heads, degree, rank)
     keys, sharers = key_value_heads_of(found, degree, rank)
     query_range, key_range = _times(queries, width), _times(keys, width)
     row = container.get_submodule(found.row)
@@ -105,25 +105,25 @@ def split_attention(container: nn.Module, found: Attention, parts: Parts) -> Non
         layer = holder.get_submodule(found.columns[0])
         after_query, after_key = found.heads * width, (found.heads + found.key_value_heads) * width
         apart = (query_range, *shifted([key_range], after_query), *shifted([key_range], after_key))
-        parts.keep_outputs(layer, [_times(queries, 3 * width)] if found.interleaved else apart)
+        slicer.keep_outputs(layer, [_times(queries, 3 * width)] if found.interleaved else apart)
         styles.make_column(layer, region)
     else:
         query, *key_and_value = (holder.get_submodule(name) for name in found.columns)
-        parts.keep_outputs(query, [query_range])
+        slicer.keep_outputs(query, [query_range])
         styles.make_column(query, region)
         for layer in key_and_value:
             length, dims = out_features(layer), {"weight": out_dim(layer), "bias": 0}
-            parts.keep_outputs(layer, [key_range], writes=rank % sharers == 0)
+            slicer.keep_outputs(layer, [key_range], writes=rank % sharers == 0)
             if sharers == 1:
                 styles.make_column(layer, region)
             else:
                 styles.make_shared_column(layer, region, length, dims, key_range)
-    parts.keep_inputs(row, query_range)
+    slicer.keep_inputs(row, query_range)
     styles.make_row(row, region)
     for path in found.per_head:
-        styles.make_per_head(holder.get_submodule(path), parts.crossing)
+        styles.make_per_head(holder.get_submodule(path), slicer.crossing)
     if found.bias:
-        parts.keep(holder.get_submodule(found.bias), "weight", 1, [queries])
+        slicer.keep(holder.get_submodule(found.bias), "weight", 1, [queries])
         holder.get_submodule(found.bias).embedding_dim = queries[1] - queries[0]  # type: ignore[assignment]
     _adjust_numbers(holder, found, queries[1] - queries[0], keys[1] - keys[0])
     narrowed = query_range[1] - query_range[0] if found.narrowed else None
@@ -133,7 +133,7 @@ def split_attention(container: nn.Module, found: Attention, parts: Parts) -> Non
 def key_value_heads_of(found: Attention, degree: int, rank: int) -> tuple[Range, int]:
     """Returns the key-value heads of a rank, and how many ranks have the same ones."""
     if found.key_value_heads % degree == 0:
-        return part_of(found.key_value_heads, degree, rank), 1
+        return shard_range(found.key_value_heads, degree, rank), 1
     sharers = degree // found.key_value_heads
     return (rank // sharers, rank // sharers + 1), sharers
 
@@ -170,48 +170,48 @@ class LocalConfig:
         return getattr(self.__dict__["_moreh_config"], name)
 
 
-def split_feed_forward(container: nn.Module, found: FeedForward, parts: Parts) -> None:
+def split_feed_forward(container: nn.Module, found: FeedForward, slicer: ParameterSlicer) -> None:
     """Leaves the rank some inner features."""
     row = container.get_submodule(found.row)
     inner = in_features(row)
-    own = parts.crossing.part_of(inner)
-    region = parts.region(container)
+    own = slicer.crossing.shard_range(inner)
+    region = slicer.region(container)
     for path in found.columns:
         layer = container.get_submodule(path)
-        parts.keep_outputs(layer, [own, *shifted([own], inner)] if found.packed else [own])
+        slicer.keep_outputs(layer, [own, *shifted([own], inner)] if found.packed else [own])
         styles.make_column(layer, region)
-    parts.keep_inputs(row, own)
+    slicer.keep_inputs(row, own)
     styles.make_row(row, region)
     styles.make_closing(container, region)
 
 
-def split_experts(experts: nn.Module, parts: Parts) -> None:
+def split_experts(experts: nn.Module, slicer: ParameterSlicer) -> None:
     """Leaves the rank some inner features of every expert."""
     inner = experts._parameters["down_proj"].shape[2]  # type: ignore[union-attr]
-    own = parts.crossing.part_of(inner)
-    parts.keep(experts, "gate_up_proj", 1, [own, *shifted([own], inner)])
-    parts.keep(experts, "down_proj", 2, [own])
+    own = slicer.crossing.shard_range(inner)
+    slicer.keep(experts, "gate_up_proj", 1, [own, *shifted([own], inner)])
+    slicer.keep(experts, "down_proj", 2, [own])
     for name in ("intermediate_dim", "intermediate_size", "ffn_dim"):
         if experts.__dict__.get(name) == inner:
             experts.__dict__[name] = own[1] - own[0]
-    styles.make_experts(experts, parts.crossing)
+    styles.make_experts(experts, slicer.crossing)
 
 
-def split_gathered(layer: nn.Module, parts: Parts) -> None:
+def split_gathered(layer: nn.Module, slicer: ParameterSlicer) -> None:
     """Leaves the rank some output features of one layer, whose output is gathered."""
     length = out_features(layer)
-    parts.keep_outputs(layer, [parts.crossing.part_of(length)])
-    styles.make_gathered(layer, parts.crossing, length)
+    slicer.keep_outputs(layer, [slicer.crossing.shard_range(length)])
+    styles.make_gathered(layer, slicer.crossing, length)
 
 
-def split_vocabulary(embeddings: Iterable[nn.Embedding], heads: Iterable[nn.Linear], parts: Parts) -> None:
+def split_vocabulary(embeddings: Iterable[nn.Embedding], heads: Iterable[nn.Linear], slicer: ParameterSlicer) -> None:
     """Leaves the rank some rows of the vocabulary."""
     for embedding in embeddings:
-        rows = parts.crossing.part_of(embedding.num_embeddings)
-        parts.keep(embedding, "weight", 0, [rows])
-        styles.make_vocabulary_embedding(embedding, rows, parts.crossing)
+        rows = slicer.crossing.shard_range(embedding.num_embeddings)
+        slicer.keep(embedding, "weight", 0, [rows])
+        styles.make_vocabulary_embedding(embedding, rows, slicer.crossing)
     for head in heads:
         vocabulary = head.out_features
-        parts.keep(head, "weight", 0, [parts.crossing.part_of(vocabulary)])
-        parts.keep(head, "bias", 0, [parts.crossing.part_of(vocabulary)])
-        styles.make_vocabulary_head(head, vocabulary, parts.crossing)
+        slicer.keep(head, "weight", 0, [slicer.crossing.shard_range(vocabulary)])
+        slicer.keep(head, "bias", 0, [slicer.crossing.shard_range(vocabulary)])
+        styles.make_vocabulary_head(head, vocabulary, slicer.crossing)

@@ -87,7 +87,7 @@ class Region:
             stream.swap()
 
     def _gather(self, hidden: Tensor, length: int) -> Tensor:
-        start, stop = self.crossing.part_of(length)
+        start, stop = self.crossing.shard_range(length)
         tokens = hidden.reshape(-1, stop - start, hidden.shape[-1])
         gathered = self.crossing.gather_into(tokens, 1, length)
         return gathered if hidden.ndim == 3 else gathered.flatten(0, 1)

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_map_only
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.rng.policy import OwnStream
 from moreh_ap.parallelizer.tensor.crossing import Crossing
-from moreh_ap.parallelizer.tensor.layer_splits import Parts
-from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, whole
+from moreh_ap.parallelizer.tensor.layer_splits import ParameterSlicer
+from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, gather_split_tensors
 from moreh_ap.parallelizer.tensor.styles import make_per_head, set_forward
 from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.protocol.dropout import draws_random_numbers
@@ -38,7 +38,7 @@ _WIDTH = 8
 _FIX = 'plan="tensor={}"  # without sequence_parallel'
 
 
-def split_sequences(module: nn.Module, parts: Parts, natural: set[int], trusted: bool) -> None:
+def split_sequences(module: nn.Module, slicer: ParameterSlicer, natural: set[int], trusted: bool) -> None:
     """Makes the blocks of a module, whose layers are split already, pass on split hidden states.
 
     Args:
@@ -50,7 +50,7 @@ def split_sequences(module: nn.Module, parts: Parts, natural: set[int], trusted:
     Raises:
         PlanError: It cannot be told what the blocks do between their layers.
     """
-    fix = _FIX.format(parts.crossing.size)
+    fix = _FIX.format(slicer.crossing.size)
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         raise PlanError("sequence_parallel: the blocks of an encoder-decoder read two sequences", "decoders", fix)
     lists = [blocks for blocks in block_lists(module).values() if any(_has_split_layers(b, natural) for b in blocks)]
@@ -69,23 +69,23 @@ def split_sequences(module: nn.Module, parts: Parts, natural: set[int], trusted:
                 fix,
             )
         for block in blocks:
-            _split_block(block, parts, natural, gathers=block is blocks[-1])
+            _split_block(block, slicer, natural, gathers=block is blocks[-1])
 
 
 def _has_split_layers(block: nn.Module, natural: set[int]) -> bool:
     return any(id(sub) in natural for sub in block.modules())
 
 
-def _split_block(block: nn.Module, parts: Parts, natural: set[int], gathers: bool) -> None:
+def _split_block(block: nn.Module, slicer: ParameterSlicer, natural: set[int], gathers: bool) -> None:
     for child in block.children():
         for sub in _what_sees_tokens(child, natural):
             if id(sub) in natural:
                 continue
             if sub is not child or _is_norm(sub):
-                make_per_head(sub, parts.crossing)
+                make_per_head(sub, slicer.crossing)
             else:
-                _make_whole(sub, parts)
-    _make_block(block, parts, gathers)
+                _make_whole(sub, slicer)
+    _make_block(block, slicer, gathers)
 
 
 def _what_sees_tokens(child: nn.Module, natural: set[int]) -> list[nn.Module]:
@@ -101,16 +101,16 @@ def _is_norm(module: nn.Module) -> bool:
     return bool(params) and "norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in params)
 
 
-def _make_whole(child: nn.Module, parts: Parts) -> None:
+def _make_whole(child: nn.Module, slicer: ParameterSlicer) -> None:
     """A child of a block that gets all tokens, and whose output is cut into tokens again."""
-    state, crossing = parts.sequence, parts.crossing
+    state, crossing = slicer.sequence, slicer.crossing
     inner = child.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         length = state.length
         if length is None:
             return inner(*args, **kwargs)
-        start, stop = crossing.part_of(length)
+        start, stop = crossing.shard_range(length)
         here = stop - start
 
         def gathered(value: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ def _make_whole(child: nn.Module, parts: Parts) -> None:
     set_forward(child, forward)
 
 
-def _make_block(block: nn.Module, parts: Parts, gathers: bool) -> None:
-    state, crossing = parts.sequence, parts.crossing
+def _make_block(block: nn.Module, slicer: ParameterSlicer, gathers: bool) -> None:
+    state, crossing = slicer.sequence, slicer.crossing
     draws = draws_random_numbers(block)
     inner = block.forward
 
@@ -146,12 +146,12 @@ def _make_block(block: nn.Module, parts: Parts, gathers: bool) -> None:
         hidden, replace = _first_tensor(args, kwargs)
         length = hidden.shape[1] if hidden.ndim == 3 else 0
         if not splits(length, crossing):
-            args, kwargs = whole((args, kwargs))
+            args, kwargs = gather_split_tensors((args, kwargs))
             return inner(*args, **kwargs)
         is_split = isinstance(hidden, SplitTensor) and hidden.split_dim == 1
-        own = hidden.to_local() if is_split else crossing.take(whole(hidden), 1)  # type: ignore[attr-defined]
+        own = hidden.to_local() if is_split else crossing.take(gather_split_tensors(hidden), 1)  # type: ignore[attr-defined]
         args, kwargs = replace(own)
-        args, kwargs = whole((args, kwargs))
+        args, kwargs = gather_split_tensors((args, kwargs))
         stream = OwnStream(crossing.rank, own.device) if draws() else None
         state.length, state.stream = length, stream
         try:
@@ -164,7 +164,7 @@ def _make_block(block: nn.Module, parts: Parts, gathers: bool) -> None:
         if not isinstance(first, Tensor) or first.shape != own.shape:
             return result
         joined: Tensor = SplitTensor.from_local(first, length, 1, crossing)
-        joined = whole(joined) if gathers else joined
+        joined = gather_split_tensors(joined) if gathers else joined
         return (joined, *result[1:]) if isinstance(result, tuple) else joined
 
     set_forward(block, forward)

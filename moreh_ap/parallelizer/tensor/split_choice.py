@@ -26,7 +26,7 @@ from moreh_ap.parallelizer.state.tensor_layout import Range
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.declared_styles import styles_of, used_directly, uses_of_parameters
 from moreh_ap.parallelizer.tensor.layer_splits import (
-    Parts,
+    ParameterSlicer,
     key_value_heads_of,
     split_attention,
     split_experts,
@@ -71,7 +71,7 @@ class Splitter:
     decisions: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.parts = Parts(self.module, self.crossing)
+        self.slicer = ParameterSlicer(self.module, self.crossing)
         self.trusted = hasattr(self.module, "config") and hasattr(self.module, "base_model_prefix")
         self._styles = styles_of(self.module)
         self._uses = uses_of_parameters(self.module)
@@ -90,7 +90,7 @@ class Splitter:
         if self._has_another_forward:
             self._note(self.module, "vocabulary whole on every rank: a forward was replaced")
             vocabulary = ([], [])
-        self._done.update(id(part) for found in vocabulary for part in found)
+        self._done.update(id(layer) for found in vocabulary for layer in found)
         self._walk(self.module, "")
         self._split_vocabulary(*vocabulary)
 
@@ -137,7 +137,7 @@ class Splitter:
             outcome = self._outcome(module, found, partial(_split_attention_of, found), layers[0])
             believed = outcome is None and self.trusted and found is first
             if outcome or believed:
-                split_attention(module, found, self.parts)
+                split_attention(module, found, self.slicer)
                 holder = module.get_submodule(found.holder)
                 by_heads = [*found.per_head, found.bias] if found.bias else found.per_head
                 self._settle([*layers, *(holder.get_submodule(name) for name in by_heads)])
@@ -155,7 +155,7 @@ class Splitter:
             return
         layers = [module.get_submodule(name) for name in (*found.columns, found.row)]
         inner = in_features(layers[-1])
-        if not self._free(layers) or self.crossing.part_of(inner)[0] >= inner or inner < self.crossing.size:
+        if not self._free(layers) or self.crossing.shard_range(inner)[0] >= inner or inner < self.crossing.size:
             return
         outcome: bool | None = True
         how = "in sequence"
@@ -163,42 +163,42 @@ class Splitter:
             outcome = self._outcome(module, found, partial(_split_feed_forward_of, found), layers[0])
             how = "tried on one device" if outcome else "believed: cannot be tried alone"
         if outcome or (outcome is None and self.trusted and _has_known_names(found, own)):
-            split_feed_forward(module, found, self.parts)
+            split_feed_forward(module, found, self.slicer)
             self._settle(layers)
             self._note(module, f"{inner} inner features split; {how}")
 
     def _try_experts(self, module: nn.Module) -> bool:
         if not is_experts(module) or not self.trusted:
             return False
-        split_experts(module, self.parts)
+        split_experts(module, self.slicer)
         self._note(module, "inner features of every expert split")
         return True
 
     def _split_alone(self, layer: nn.Module, path: str) -> None:
         wide = out_features(layer) * _SMALLEST_GATHERED >= in_features(layer)
-        fits = self.crossing.part_of(out_features(layer))[0] < out_features(layer) and wide
+        fits = self.crossing.shard_range(out_features(layer))[0] < out_features(layer) and wide
         if id(layer) in self._done or id(layer) not in self._in_blocks or not self._free([layer]) or not fits:
             return
         if (self.crossing.size - 1) * -(-out_features(layer) // self.crossing.size) >= out_features(layer):
             return
-        split_gathered(layer, self.parts)
+        split_gathered(layer, self.slicer)
         self._done.add(id(layer))
         self._note(layer, f"{_starred(path)}: output features split and gathered")
 
     def _split_vocabulary(self, embeddings: list[nn.Embedding], heads: list[nn.Linear]) -> None:
-        for parts_of_one in {id(part.weight): part for part in (*embeddings, *heads)}.values():
-            weight: Any = parts_of_one.weight
-            users = self.parts.users(weight)
+        for layer_with_weight in {id(layer.weight): layer for layer in (*embeddings, *heads)}.values():
+            weight: Any = layer_with_weight.weight
+            users = self.slicer.users(weight)
             own_embeddings = [e for e in embeddings if any(e is user for user in users)]
             own_heads = [h for h in heads if any(h is user for user in users)]
             size, degree = weight.shape[0], self.crossing.size
             if len(own_embeddings) + len(own_heads) < len({id(user) for user in users}):
-                self._note(parts_of_one, "whole on every rank: something else uses its weight too")
+                self._note(layer_with_weight, "whole on every rank: something else uses its weight too")
             elif (degree - 1) * -(-size // degree) >= size:
-                self._note(parts_of_one, f"whole on every rank: {size} rows are too few for {degree} ranks")
+                self._note(layer_with_weight, f"whole on every rank: {size} rows are too few for {degree} ranks")
             else:
-                split_vocabulary(own_embeddings, own_heads, self.parts)
-                tied = "tied embedding and head" if own_embeddings and own_heads else type(parts_of_one).__name__
+                split_vocabulary(own_embeddings, own_heads, self.slicer)
+                tied = "tied embedding and head" if own_embeddings and own_heads else type(layer_with_weight).__name__
                 self.decisions[f"{tied}: {size} rows of the vocabulary split"] = 1
 
     def _outcome(
@@ -230,15 +230,15 @@ class Splitter:
 
 
 def _split_attention_of(found: Attention, copy: nn.Module, crossing: Crossing) -> None:
-    split_attention(copy, found, Parts(copy, crossing))
+    split_attention(copy, found, ParameterSlicer(copy, crossing))
 
 
 def _split_feed_forward_of(found: FeedForward, copy: nn.Module, crossing: Crossing) -> None:
-    split_feed_forward(copy, found, Parts(copy, crossing))
+    split_feed_forward(copy, found, ParameterSlicer(copy, crossing))
 
 
 def _starred(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+    return ".".join("*" if name.isdigit() else name for name in path.split("."))
 
 
 def _has_known_names(found: FeedForward, declared: dict[str, str]) -> bool:

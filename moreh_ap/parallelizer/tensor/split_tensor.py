@@ -1,4 +1,4 @@
-"""A tensor of which every rank of the tensor axis holds a part, and that behaves as the whole to whoever uses it.
+"""A tensor of which every rank of the tensor axis holds a shard, and that behaves as the full tensor to its users.
 
 Decides which operations keep such a tensor split; all others gather it and go on with the whole. Must not know models,
 vocabularies or sequences, except that the cross-entropy of split classes is in `vocabulary.py`.
@@ -8,7 +8,7 @@ Logits are split along the vocabulary, and with sequence parallelism hidden stat
 layers that know this stands code that does not: a model's loss, a softcap, recorded hidden states. DTensor refuses to
 mix with plain tensors, which such code does all the time. `SplitTensor` takes every plain tensor as what it is here,
 the same on all ranks, and gathers itself where an operation has no split form. It is part of autograd, forward and
-backward: the gradient of the whole arrives whole or split, and each rank keeps its part.
+backward: the gradient of the whole arrives full or split, and each rank keeps its shard.
 """
 
 from __future__ import annotations
@@ -57,38 +57,38 @@ def computes(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 
 
 class SplitTensor(Tensor):
-    """Wraps one rank's part of a tensor. See [Note: never fail].
+    """Wraps one rank's shard of a tensor. See [Note: never fail].
 
     Attributes:
-        part: This rank's part, without history; use `to_local()` where gradients matter.
+        local_shard: This rank's shard, without history; use `to_local()` where gradients matter.
         split_dim: The dim that is split; never negative.
-        crossing: The ranks that hold the other parts.
+        crossing: The ranks that hold the other shards.
     """
 
-    part: Tensor
+    local_shard: Tensor
     split_dim: int
     crossing: Crossing
 
     @staticmethod
-    def __new__(cls, part: Tensor, length: int, split_dim: int, crossing: Crossing) -> SplitTensor:
-        shape = (*part.shape[:split_dim], length, *part.shape[split_dim + 1 :])
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)  # type: ignore[attr-defined]
-        self.part, self.split_dim, self.crossing = part, split_dim, crossing
+    def __new__(cls, local_shard: Tensor, length: int, split_dim: int, crossing: Crossing) -> SplitTensor:
+        shape = (*local_shard.shape[:split_dim], length, *local_shard.shape[split_dim + 1 :])
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=local_shard.dtype, device=local_shard.device)  # type: ignore[attr-defined]
+        self.local_shard, self.split_dim, self.crossing = local_shard, split_dim, crossing
         return self
 
     @classmethod
-    def from_local(cls, part: Tensor, length: int, dim: int, crossing: Crossing) -> SplitTensor:
-        """Returns the tensor that is `length` long in `dim` and of which `part` is here. Known to autograd."""
-        return _FromLocal.apply(part, length, dim % part.ndim, crossing)
+    def from_local(cls, local_shard: Tensor, length: int, dim: int, crossing: Crossing) -> SplitTensor:
+        """Returns the tensor that is `length` long in `dim` and of which this rank has `local_shard`; in autograd."""
+        return _FromLocal.apply(local_shard, length, dim % local_shard.ndim, crossing)
 
     @classmethod
     def cut(cls, complete: Tensor, dim: int, crossing: Crossing) -> SplitTensor:
-        """Returns a tensor that every rank has as a split one: each keeps a view of its part. Unknown to autograd."""
+        """Returns a tensor that every rank has as a split one: each keeps a view of its shard. Unknown to autograd."""
         dim %= complete.ndim
-        return cls(_part_along(complete, dim, crossing), complete.shape[dim], dim, crossing)
+        return cls(_shard_along(complete, dim, crossing), complete.shape[dim], dim, crossing)
 
     def to_local(self) -> Tensor:
-        """Returns this rank's part. Known to autograd."""
+        """Returns this rank's shard. Known to autograd."""
         return _ToLocal.apply(self)
 
     def full_tensor(self) -> Tensor:
@@ -96,7 +96,7 @@ class SplitTensor(Tensor):
         return _ToWhole.apply(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SplitTensor({tuple(self.shape)}, split_dim={self.split_dim}, here={tuple(self.part.shape)})"
+        return f"SplitTensor({tuple(self.shape)}, split_dim={self.split_dim}, here={tuple(self.local_shard.shape)})"
 
     @classmethod
     def __torch_function__(
@@ -108,7 +108,7 @@ class SplitTensor(Tensor):
             return _FUNCTIONS[func](*args, **kwargs)
         is_below_autograd = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
         if not is_below_autograd and name not in _KEPT_NAMES | _FACTS | _PROPERTIES:
-            args, kwargs = whole((args, kwargs))
+            args, kwargs = gather_split_tensors((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -125,7 +125,7 @@ class SplitTensor(Tensor):
         return result
 
 
-def whole(value: Any) -> Any:
+def gather_split_tensors(value: Any) -> Any:
     """Returns tuples, lists and dicts with every split tensor in them gathered. Known to autograd.
 
     Other containers stay the objects that they are: a key-value cache is there to be filled.
@@ -140,20 +140,20 @@ def is_no_plain_container(value: Any) -> bool:
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, length: int, dim: int, crossing: Crossing) -> SplitTensor:
+    def forward(ctx: Any, local_shard: Tensor, length: int, dim: int, crossing: Crossing) -> SplitTensor:
         ctx.dim, ctx.crossing = dim, crossing
-        return SplitTensor(part.detach(), length, dim, crossing)
+        return SplitTensor(local_shard.detach(), length, dim, crossing)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _part_along(grad, ctx.dim, ctx.crossing), None, None, None
+        return _shard_along(grad, ctx.dim, ctx.crossing), None, None, None
 
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: SplitTensor) -> Tensor:
         ctx.length, ctx.dim, ctx.crossing = split.shape[split.split_dim], split.split_dim, split.crossing
-        return split.part.detach()
+        return split.local_shard.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
@@ -173,21 +173,21 @@ class _ToWhole(torch.autograd.Function):
 
 def _gathered(split: SplitTensor) -> Tensor:
     with torch.no_grad():
-        return split.crossing.gather(split.part.detach(), split.split_dim, split.shape[split.split_dim])
+        return split.crossing.gather(split.local_shard.detach(), split.split_dim, split.shape[split.split_dim])
 
 
-def _part_along(value: Tensor, dim: int, crossing: Crossing) -> Tensor:
-    """Returns this rank's part along `dim` of a tensor that may be split already."""
+def _shard_along(value: Tensor, dim: int, crossing: Crossing) -> Tensor:
+    """Returns this rank's shard along `dim` of a tensor that may be split already."""
     if isinstance(value, SplitTensor):
         if value.split_dim == dim:
-            return value.part
+            return value.local_shard
         value = _gathered(value)
-    start, stop = crossing.part_of(value.shape[dim])
+    start, stop = crossing.shard_range(value.shape[dim])
     return value.narrow(dim, start, stop - start)
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Element by element: on the parts, with the matching part of every plain tensor."""
+    """Element by element: on the shards, with the matching slice of every plain tensor."""
     tensors: list[Tensor] = []
     tree_map_only(Tensor, tensors.append, (args, kwargs))
     first = next(t for t in tensors if isinstance(t, SplitTensor))
@@ -203,10 +203,10 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def local(t: Tensor) -> Tensor:
         if isinstance(t, SplitTensor):
-            return t.part
+            return t.local_shard
         if t.ndim < -from_end or t.shape[from_end] == 1:
             return t
-        return _part_along(t, t.ndim + from_end, first.crossing)
+        return _shard_along(t, t.ndim + from_end, first.crossing)
 
     in_place = isinstance(args[0], Tensor) and func._schema.arguments[0].alias_info is not None
     if in_place and not isinstance(args[0], SplitTensor):
@@ -220,7 +220,9 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _same_structure(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (split, *rest) = args
-    return SplitTensor(func(split.part, *rest, **kwargs), split.shape[split.split_dim], split.split_dim, split.crossing)
+    return SplitTensor(
+        func(split.local_shard, *rest, **kwargs), split.shape[split.split_dim], split.split_dim, split.crossing
+    )
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,8 +235,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sizes[sizes.index(-1)] = split.numel() // known if known else 0
     for new_dim, size in enumerate(sizes):
         if size == length and torch.Size(sizes[new_dim + 1 :]).numel() == behind:
-            sizes[new_dim] = split.part.shape[dim]
-            return SplitTensor(split.part.reshape(sizes), length, new_dim, split.crossing)
+            sizes[new_dim] = split.local_shard.shape[dim]
+            return SplitTensor(split.local_shard.reshape(sizes), length, new_dim, split.crossing)
     return NotImplemented
 
 
@@ -253,7 +255,7 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dim == split.split_dim:
         return NotImplemented
     new_dim = split.split_dim - (dim < split.split_dim)
-    return SplitTensor(func(split.part, dim, index), split.shape[split.split_dim], new_dim, split.crossing)
+    return SplitTensor(func(split.local_shard, dim, index), split.shape[split.split_dim], new_dim, split.crossing)
 
 
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -265,21 +267,21 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if any(isinstance(t, SplitTensor) and t.split_dim != split_dim for t in tensors):
         return NotImplemented
-    parts = [_part_along(t, split_dim, first.crossing) for t in tensors]
-    return SplitTensor(func(parts, dim), length, split_dim, first.crossing)
+    shards = [_shard_along(t, split_dim, first.crossing) for t in tensors]
+    return SplitTensor(func(shards, dim), length, split_dim, first.crossing)
 
 
 def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     split, dim = args
     dim %= split.ndim + 1
     new_dim = split.split_dim + (dim <= split.split_dim)
-    return SplitTensor(func(split.part, dim), split.shape[split.split_dim], new_dim, split.crossing)
+    return SplitTensor(func(split.local_shard, dim), split.shape[split.split_dim], new_dim, split.crossing)
 
 
 def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     split, first, second = args[0], args[1] % args[0].ndim, args[2] % args[0].ndim
     new_dim = {first: second, second: first}.get(split.split_dim, split.split_dim)
-    return SplitTensor(func(split.part, first, second), split.shape[split.split_dim], new_dim, split.crossing)
+    return SplitTensor(func(split.local_shard, first, second), split.shape[split.split_dim], new_dim, split.crossing)
 
 
 def _select_or_slice_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -291,8 +293,8 @@ def _select_or_slice_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str
     if dim == split_dim:
         return NotImplemented
     local_sizes = list(sizes)
-    local_sizes[split_dim] = grad.part.shape[grad.split_dim]
-    return SplitTensor(func(grad.part, local_sizes, dim, *rest), sizes[split_dim], split_dim, grad.crossing)
+    local_sizes[split_dim] = grad.local_shard.shape[grad.split_dim]
+    return SplitTensor(func(grad.local_shard, local_sizes, dim, *rest), sizes[split_dim], split_dim, grad.crossing)
 
 
 _CARRY_OUT: dict[ActivationRule, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {

@@ -42,8 +42,8 @@ class _OneRank(Crossing):
     rank = property(lambda self: self._place[0])  # type: ignore[assignment]
     size = property(lambda self: self._place[1])  # type: ignore[assignment]
 
-    def enter(self, whole: Tensor) -> Tensor:
-        return whole
+    def enter(self, full: Tensor) -> Tensor:
+        return full
 
     def leave(self, partial: Tensor) -> Tensor:
         total = self._place[2]
@@ -90,10 +90,10 @@ def _agrees(
 ) -> bool:
     total: Tensor | None = None
     for rank in range(degree):
-        part = _run_split(reference, split, _OneRank(rank, degree), hidden, extra)
-        if not isinstance(part, _Partial) or (total is not None and part.value.shape != total.shape):
+        partial_sum = _run_split(reference, split, _OneRank(rank, degree), hidden, extra)
+        if not isinstance(partial_sum, _Partial) or (total is not None and partial_sum.value.shape != total.shape):
             return False
-        total = part.value if total is None else total + part.value
+        total = partial_sum.value if total is None else total + partial_sum.value
     result = _run_split(reference, split, _OneRank(degree - 1, degree, total), hidden, extra)
     return (
         isinstance(result, Tensor)

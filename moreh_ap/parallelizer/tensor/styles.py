@@ -1,6 +1,6 @@
-"""The forwards of layers that hold a part of their weights.
+"""The forwards of layers that hold a shard of their weights.
 
-Decides how each kind of layer computes with its part. Must not know which layers of a model are of which kind.
+Decides how each kind of layer computes with its shard. Must not know which layers of a model are of which kind.
 
 Every forward replaced here is set on the instance and looks parameters up when it runs: FSDP2 exchanges the objects.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moreh_ap.parallelizer.state.tensor_layout import Range
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.region import Region
-from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, whole
+from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, gather_split_tensors
 from moreh_ap.parallelizer.tensor.vocabulary import embed, localize_padding, vocabulary_logits
 
 
@@ -51,13 +51,13 @@ def make_column(layer: nn.Module, region: Region) -> None:
     """A layer with some of its output features, whose whole input enters the region."""
 
     def forward(self: nn.Module, hidden: Tensor) -> Tensor:
-        return own_forward(self, region.enter(whole(hidden)))
+        return own_forward(self, region.enter(gather_split_tensors(hidden)))
 
     set_forward(layer, forward)
 
 
 def make_shared_column(layer: nn.Module, region: Region, length: int, dims: dict[str, int], own: Range) -> None:
-    """A column layer whose part other ranks have too: their gradients are summed.
+    """A column layer whose shard other ranks have too: their gradients are summed.
 
     Args:
         layer: The layer.
@@ -67,27 +67,27 @@ def make_shared_column(layer: nn.Module, region: Region, length: int, dims: dict
         own: The output features that are here.
     """
 
-    def part(name: str, param: Tensor) -> Tensor:
-        return _SharedPart.apply(param, dims[name], length, own, region.crossing)
+    def shard(name: str, param: Tensor) -> Tensor:
+        return _SharedShard.apply(param, dims[name], length, own, region.crossing)
 
     def forward(self: nn.Module, hidden: Tensor) -> Tensor:
-        with substituted(self, part):
-            return own_forward(self, region.enter(whole(hidden)))
+        with substituted(self, shard):
+            return own_forward(self, region.enter(gather_split_tensors(hidden)))
 
     set_forward(layer, forward)
 
 
-class _SharedPart(torch.autograd.Function):
-    """Returns a part of a parameter that several ranks have. Backward: sums the gradients of all that have it.
+class _SharedShard(torch.autograd.Function):
+    """Returns a shard of a parameter that several ranks hold. Backward: sums the gradients of all that have it.
 
     Every rank lays its gradient into a zero tensor of the whole, which is summed over all ranks: no further process
     groups are needed, and the key-value weights that this is for are small.
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, length: int, own: Range, crossing: Crossing) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, dim: int, length: int, own: Range, crossing: Crossing) -> Tensor:
         ctx.dim, ctx.length, ctx.own, ctx.crossing = dim, length, own, crossing
-        return part.view_as(part)
+        return shard.view_as(shard)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -118,7 +118,7 @@ def make_gathered(layer: nn.Module, crossing: Crossing, out_features: int) -> No
     """A layer with some of its output features, between code that has whole inputs and wants whole outputs."""
 
     def forward(self: nn.Module, hidden: Tensor) -> Tensor:
-        return crossing.gather(own_forward(self, crossing.enter(whole(hidden))), -1, out_features)
+        return crossing.gather(own_forward(self, crossing.enter(gather_split_tensors(hidden))), -1, out_features)
 
     set_forward(layer, forward)
 
@@ -168,7 +168,7 @@ def make_attention(attention: nn.Module, region: Region, local_heads: int, heads
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _by_heads_here(args, kwargs, heads, region.crossing.part_of(heads))
+        args, kwargs = _by_heads_here(args, kwargs, heads, region.crossing.shard_range(heads))
         try:
             if region.sequence.length is not None or narrowed is not None:
                 args, kwargs = _first_tensor_replaced(args, kwargs, lambda hidden: _prepare(hidden, region, narrowed))

@@ -4,7 +4,7 @@ Decides what a caller gets of it; how each module is split is for `split_choice.
 axes, checkpoints or the controller.
 
 [Note: ordinary parameters]
-A rank's part of a parameter is an ordinary, smaller parameter, and a `TensorLayout` says what it is of the whole. It is
+A rank's shard of a weight is an ordinary, smaller parameter, and a `TensorLayout` says what it is of the whole. It is
 not a DTensor: fused projections need pieces from several places, key-value heads may be on several ranks, FSDP2 shards
 the part over the data axes as if it were the whole, and optimizers run without dispatch. Activations cross the axis
 through DTensor (`crossing.py`).
@@ -78,9 +78,9 @@ def apply_tensor_parallel(
     splitter = Splitter(module, Crossing(mesh))
     splitter.run()
     if sequence_parallel:
-        split_sequences(module, splitter.parts, splitter.natural, splitter.trusted)
+        split_sequences(module, splitter.slicer, splitter.natural, splitter.trusted)
         splitter.decisions["hidden states: split along the sequence between the split layers of a block"] = 1
-    layouts = splitter.parts.layouts()
+    layouts = splitter.slicer.layouts()
     if not layouts:
         raise PlanError(
             f"tensor={mesh.size()} would split nothing of this {type(module).__name__}",

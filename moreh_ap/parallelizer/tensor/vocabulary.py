@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moreh_ap.parallelizer.tensor.crossing import Crossing
-from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, computes, whole
+from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, computes, gather_split_tensors
 
 
 def localize_padding(embedding: nn.Embedding, rows: tuple[int, int]) -> None:
@@ -49,11 +49,13 @@ def vocabulary_logits(
     Args:
         hidden: (..., hidden), whole on every rank.
         weight: This rank's rows of the head, (own vocabulary, hidden).
-        bias: This rank's part of the bias.
+        bias: This rank's shard of the bias.
         vocabulary: Number of rows that all ranks have together.
         crossing: The ranks.
     """
-    return SplitTensor.from_local(F.linear(crossing.enter(whole(hidden)), weight, bias), vocabulary, -1, crossing)
+    return SplitTensor.from_local(
+        F.linear(crossing.enter(gather_split_tensors(hidden)), weight, bias), vocabulary, -1, crossing
+    )
 
 
 @computes(F.cross_entropy)
@@ -77,7 +79,7 @@ def cross_entropy(
     legacy = size_average is not None or reduce is not None
     smoothed_and_weighted = label_smoothing > 0 and weight is not None
     if not splits_classes or legacy or target.is_floating_point() or smoothed_and_weighted:
-        input, target, weight = whole((input, target, weight))
+        input, target, weight = gather_split_tensors((input, target, weight))
         return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     valid = target != ignore_index
     picked = target.where(valid, 0)
@@ -107,10 +109,10 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: SplitTensor, target: Tensor, class_dim: int, smoothing: float) -> Tensor:
         crossing, classes = logits.crossing, logits.shape[class_dim]
-        start, stop = crossing.part_of(classes)
-        scores = logits.part.detach().movedim(class_dim, -1).float()  # (..., own classes)
+        start, stop = crossing.shard_range(classes)
+        scores = logits.local_shard.detach().movedim(class_dim, -1).float()  # (..., own classes)
         if logits.dtype == torch.float64:
-            scores = logits.part.detach().movedim(class_dim, -1)
+            scores = logits.local_shard.detach().movedim(class_dim, -1)
         highest = scores.amax(-1) if stop > start else scores.new_full(target.shape, -torch.inf)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=crossing.group)
         scores = scores - highest.unsqueeze(-1)

@@ -54,7 +54,7 @@ class NoDropout(TorchFunctionMode):
 def state_restored(module: nn.Module) -> Iterator[None]:
     """Puts buffers, their values, and what `forward` may set (``self.hidden = hidden``) back after the block."""
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    before = [(part, dict(part._buffers), own_attributes(part)) for part in module.modules()]
+    before = [(submodule, dict(submodule._buffers), own_attributes(submodule)) for submodule in module.modules()]
     kept = [value for _, _, attributes in before for value in attributes.values()]
     tensors = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is None)
     values += [(tensor, tensor.detach().clone()) for tensor in tensors if has_memory(tensor)]
@@ -62,12 +62,12 @@ def state_restored(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for part, buffers, attributes in before:
-            part._buffers.clear()
-            part._buffers.update(buffers)
-            for name in own_attributes(part).keys() - attributes.keys():
-                del vars(part)[name]
-            vars(part).update(attributes)
+        for submodule, buffers, attributes in before:
+            submodule._buffers.clear()
+            submodule._buffers.update(buffers)
+            for name in own_attributes(submodule).keys() - attributes.keys():
+                del vars(submodule)[name]
+            vars(submodule).update(attributes)
         for container, contents in containers:
             _refill(container, contents)
         for buffer, value in values:

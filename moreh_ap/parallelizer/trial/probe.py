@@ -24,7 +24,7 @@ from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
-from moreh_ap.parallelizer.state.loading import local_part
+from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, state_restored
 from moreh_ap.parallelizer.trial.row_comparison import (
     TOLERANCE_BF16,
@@ -49,7 +49,7 @@ class Probe:
     """The common run and the single runs of a few rows.
 
     Args:
-        call: What is run, in mode "whole".
+        call: What is run, in mode "unsplit".
         args: Positional arguments with the whole batch.
         kwargs: Keyword arguments, likewise.
         rows: Rows of the batch.
@@ -143,7 +143,7 @@ class Probe:
             for index, (name, leaf) in enumerate(zip(_names_of(common), common.outputs, strict=True))
         )
         numbers = [leaf for leaf in common.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if numbers and all(leaf.ndim == 0 and not local_part(leaf) for leaf in numbers):
+        if numbers and all(leaf.ndim == 0 and not local_shard(leaf) for leaf in numbers):
             raise Refused("the loss of a few rows is zero, which shows nothing about more of them")
 
     def _run_apart(self, denominators: Sequence[Tensor]) -> tuple[list[Result], list[Sequence[Tensor]]]:
@@ -167,16 +167,16 @@ class Probe:
 
     def _share_of(self, position: int, number: int) -> list[Tensor | None]:
         """Returns the gradients of the outputs of one run of several; each has as many rows."""
-        parts: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for kind, weight in zip(self.kinds, self._weights, strict=True):
             if weight is None or kind == "share":
-                parts.append(weight)
+                gradients.append(weight)
             elif kind == "rows":
                 entries = weight.shape[0] // number
-                parts.append(weight.narrow(0, position * entries, entries))
+                gradients.append(weight.narrow(0, position * entries, entries))
             else:
-                parts.append(weight / number)
-        return parts
+                gradients.append(weight / number)
+        return gradients
 
     def compare_gradients(self) -> None:
         """Runs backward of the single runs, and compares what some parameters got with the common run.
@@ -196,7 +196,7 @@ class Probe:
                 raise Refused(f"the gradient of {name} is not the sum of what its rows give one by one")
 
     def _take_gradients(self) -> dict[str, Tensor | None]:
-        """Returns this worker's part of the gradients of some parameters, and clears all."""
+        """Returns this worker's shard of the gradients of some parameters, and clears all."""
         module = self.call.module
         settle(module)
         gradients = {name: _local_gradient(param) for name, param in _some_parameters(module).items()}
@@ -281,7 +281,7 @@ def _some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def _local_gradient(param: nn.Parameter) -> Tensor | None:
     if param.grad is None:
         return None
-    return local_part(param.grad).detach().clone()
+    return local_shard(param.grad).detach().clone()
 
 
 def _tolerance(call: Call) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.parallelizer.state.loading import local_part
+from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
 from moreh_ap.parallelizer.trial.dry_run import Refused
 from moreh_ap.protocol.batch import carries_rows
@@ -26,9 +26,9 @@ _CLASS_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 
 def check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> None:
     for site, whole in enumerate(common):
-        parts = sum(float(single[site]) for single in singles)
-        if abs(parts - float(whole)) > 1e-9 * max(1.0, abs(float(whole))):
-            raise Refused(f"mean {site} of the forward counts {float(whole)} together but {parts} row by row")
+        summed = sum(float(single[site]) for single in singles)
+        if abs(summed - float(whole)) > 1e-9 * max(1.0, abs(float(whole))):
+            raise Refused(f"mean {site} of the forward counts {float(whole)} together but {summed} row by row")
 
 
 def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) -> str:
@@ -40,10 +40,10 @@ def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) ->
         if isinstance(common, (str, bytes, int, float, complex, torch.dtype, torch.device)):
             raise Refused(f"{name} ({common!r}) differs from row to row")
         return "opaque"
-    if _follows(common, singles) and close(torch.cat(list(map(local_part, singles))), common, tolerance):
+    if _follows(common, singles) and close(torch.cat(list(map(local_shard, singles))), common, tolerance):
         return "rows"
     if all(s.shape == common.shape for s in singles):
-        common, singles = local_part(common), list(map(local_part, singles))
+        common, singles = local_shard(common), list(map(local_shard, singles))
         adds_up = common.dtype != torch.bool and close(sum(singles[1:], start=singles[0]), common, tolerance)
         same = all(close(s, common, tolerance) for s in singles)
         if same and not (adds_up and common.ndim == 0):
@@ -51,7 +51,7 @@ def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) ->
         if adds_up:
             return "share"
     raise Refused(
-        f"{name} of shape {tuple(common.shape)} is not what its rows give one by one: rows look at each other"
+        f"{name} of shape {tuple(common.shape)} is not what its rows give one by one: rows depend on each other"
     )
 
 
@@ -71,12 +71,12 @@ def _equal(left: Any, right: Any) -> bool:
 
 def is_unknown(leaf: Any) -> bool:
     """Says whether a result holds what a stage puts in place of values that it does not have."""
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(local_part(leaf).isnan().any())
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(local_shard(leaf).isnan().any())
 
 
 def close(got: Tensor, wanted: Tensor, tolerance: float, noise: float = 0.0) -> bool:
     """Says whether all differences are within `tolerance` of the largest entry wanted, or within `noise`."""
-    got, wanted = local_part(got), local_part(wanted)
+    got, wanted = local_shard(got), local_shard(wanted)
     if got.shape != wanted.shape:
         return False
     if not wanted.is_floating_point():
@@ -103,9 +103,9 @@ def random_weight(leaf: Any) -> Tensor | None:
     if leaf.ndim == 0:
         return torch.ones_like(leaf)
     if isinstance(leaf, SplitTensor):
-        part = random_weight(leaf.part)
-        assert part is not None
-        return SplitTensor(part, leaf.shape[leaf.split_dim], leaf.split_dim, leaf.crossing)
+        shard = random_weight(leaf.local_shard)
+        assert shard is not None
+        return SplitTensor(shard, leaf.shape[leaf.split_dim], leaf.split_dim, leaf.crossing)
     entries = torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float32)
     return (torch.sin(entries) / max(1, leaf.numel()) ** 0.5).reshape(leaf.shape).to(leaf.dtype)
 

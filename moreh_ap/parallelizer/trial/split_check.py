@@ -1,18 +1,18 @@
 """Shows, on a few rows, whether a forward gives the same on slices of a batch as on the whole.
 
-Decides between "split" and "whole", and what each leaf of the result is. Must not know how the batch will be cut.
+Decides between "split" and "unsplit", and what each leaf of the result is. Must not know how the batch will be cut.
 
 [Note: method]
 Two or three rows of the real batch run together and then one by one, as if each row were on a worker of its own, with
 the same denominators of mean losses. So that both runs compute the same function, both draw the same random numbers
 where workers will (`rng/policy.py`), and dropout is off otherwise. If every leaf of the single runs adds up to the
-leaf of the common run in one of the ways below, and the gradients of some parameters do too, rows do not look at each
+leaf of the common run in one of the ways below, and the gradients of some parameters do too, rows do not depend on each
 other. Contrastive losses, a time-first LSTM, or a penalty on the weights inside forward fail here, and the forward then
-runs whole: slower, still right. Where normalisation took statistics of the rows, a few rows are tried once more as a
+runs unsplit: slower, still right. Where normalisation took statistics of the rows, a few rows are tried once more as a
 real split call whose workers exchange statistics (`joined_probe.py`).
 
 What FSDP2 gathers on its way through the model is gathered by all workers at once, so rows must also take the same way:
-where one goes to some experts and another to others, the forward runs whole.
+where one goes to some experts and another to others, the forward runs unsplit.
 
 "rows": the slices follow each other along dim 0. "share": they add up. "same": every slice has it.
 "const": no tensor, equal everywhere. "opaque": an object that cannot be compared; each worker has its own.
@@ -82,7 +82,7 @@ def check_split(
     """
     if rows < 2:
         return SplitVerdict(False, (), "the batch has one row")
-    call = replace(call, mode="whole", random=call.random.for_probe(), kinds=None, counts=False, joined=False)
+    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, counts=False, joined=False)
     with untouched(call.module):
         probe = Probe(call, args, kwargs, rows)
         found = compare(probe)
@@ -114,7 +114,7 @@ def compare(probe: Probe) -> SplitVerdict:
     for step in steps:
         reason = attempt(step, call.module)
         if not everywhere(reason == "", call):
-            reason = reason or "another worker found that rows look at each other"
+            reason = reason or "another worker found that rows depend on each other"
             return SplitVerdict(False, (), reason, written=probe.written)
     if not everywhere(not probe.has_unknown, call):
         raise UnsupportedError(

@@ -1,6 +1,6 @@
 """The verified kinds of plans: which kinds of parallelism were found exact for which family of models.
 
-Decides which kinds have to be verified for each family, and where those are listed that were: `proven.json`, in which a
+Decides which kinds have to be verified for each family. Those that were are listed in `verified_kinds.json`, in which a
 family is the qualified name of its class and transformers' `model_type`. Must not know how a plan is verified.
 """
 
@@ -14,7 +14,7 @@ from moreh_ap.plan import Plan
 
 __all__ = ["is_verified", "kinds_to_verify", "verified_kinds"]
 
-_FILE = Path(__file__).with_name("proven.json")
+_FILE = Path(__file__).with_name("verified_kinds.json")
 
 
 def kinds_to_verify(plan: Plan) -> frozenset[str]:

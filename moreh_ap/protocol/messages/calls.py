@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, PartRef, StateRef, TensorData
+from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, RowShardRef, StateRef, TensorData
 from moreh_ap.protocol.process_flags import Flags
 from moreh_ap.protocol.rng_state import Streams
 
@@ -52,7 +52,7 @@ class Forward:
 class ForwardReply:
     """How a forward's result nests, its leaves, and how workers shared the batch; None from a worker without a result.
 
-    mode: "split" (each has its rows of the outputs), "whole" (each has all), "stages" (the last stage has them).
+    mode: "split" (each has its rows of the outputs), "unsplit" (each has all), "stages" (the last stage has them).
     rows: How many rows of the batch the worker has; None if it has all.
     streams: Where random streams stand after the call; None if nothing was drawn from them.
     left_out: Attributes that the forward set and that are not among the leaves, such as ``encoder.cache``.
@@ -98,7 +98,7 @@ class Backward:
     """
 
     call_id: int
-    gradients: tuple[TensorData | PartRef | None, ...]
+    gradients: tuple[TensorData | RowShardRef | None, ...]
     retain_graph: bool
     training: bytes | None = None
     separate: bool = False
@@ -118,7 +118,7 @@ class Differentiate:
 
     call_id: int
     of: int
-    gradients: tuple[TensorData | PartRef | None, ...]
+    gradients: tuple[TensorData | RowShardRef | None, ...]
     wants_grad: tuple[bool, ...]
     watched: tuple[int, ...]
     parameters: tuple[str, ...]

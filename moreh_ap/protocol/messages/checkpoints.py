@@ -9,7 +9,7 @@ from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef
 
 @dataclass(frozen=True)
 class ReadCheckpoint:
-    """Set state tensors to values that lie in files; each worker reads its part."""
+    """Set state tensors to values that lie in files; each worker reads its shard."""
 
     values: dict[StateRef, SavedTensor]
 

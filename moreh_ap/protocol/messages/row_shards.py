@@ -1,4 +1,4 @@
-"""Large tensors of which each worker holds its rows: operations on them, where they lie."""
+"""Row-sharded tensors: each worker holds its rows of a large tensor, and runs operations on them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from moreh_ap.protocol.messages.tensors import TensorData
 
 
 @dataclass(frozen=True)
-class RunOnParts:
-    """Run an ATen operation on parts of large tensors; results are kept under the numbers in `outputs`.
+class RunOnRowShards:
+    """Run an ATen operation on row shards; the results are kept under the numbers in `outputs`.
 
-    In the arguments stand `PartRef`, `OutputRef`, `RowsOf`, `Expanded`, `NumRows` and `TensorData`. With `sums` results
-    are summed over the workers that share the batch, and whole after that. Answers a `LeafReply` for each result that
-    is whole and small, None for others; None in all from a worker that does not speak.
+    Operands are given as `RowShardRef`, `OutputRef`, `LocalRowsOf`, `Expanded`, `LocalNumRows` and `TensorData`. With
+    `sums` the results are summed over the data-parallel workers, and every worker has the full result after that. The
+    reply has a `LeafReply` for each result that is unsharded and small and None for the others; it is None from every
+    worker but the sender.
     """
 
     func: str
@@ -25,22 +26,22 @@ class RunOnParts:
 
 
 @dataclass(frozen=True)
-class ReadPart:
-    """Answer a `LeafReply` with this worker's part of a tensor; None from a worker that does not speak."""
+class ReadRowShard:
+    """Reply with a `LeafReply` of this worker's row shard; None from every worker but the sender."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class WritePart:
-    """Set a tensor of which workers hold parts."""
+class WriteRowShard:
+    """Set a row-sharded tensor from its full value."""
 
     number: int
-    whole: TensorData
+    full: TensorData
 
 
 @dataclass(frozen=True)
-class ReleaseParts:
-    """Forget these tensors."""
+class ReleaseRowShards:
+    """Free these row shards."""
 
     numbers: tuple[int, ...]

@@ -24,7 +24,7 @@ class ReadState:
 
 @dataclass(frozen=True)
 class WriteState:
-    """Set whole tensors; each worker keeps its part."""
+    """Set state tensors from full values; each worker keeps its shard."""
 
     values: dict[StateRef, TensorData]
 
@@ -46,7 +46,7 @@ class ClearGradients:
 
 @dataclass(frozen=True)
 class RunOperation:
-    """Run an ATen operation on state tensors, each worker on its part; results are kept under `outputs`.
+    """Run an ATen operation on state tensors, each worker on its shard; results are kept under `outputs`.
 
     `func` names the operator and its overload (``add_.Tensor``); in the arguments a StateRef stands for each tensor.
     """

@@ -92,32 +92,32 @@ class OutputRef:
 
 
 @dataclass(frozen=True)
-class PartRef:
-    """A large tensor of which each worker holds its rows, or all."""
+class RowShardRef:
+    """A row-sharded tensor on the workers, or a large one of which each worker holds a full copy."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class RowsOf:
-    """An operand that is whole, of which each worker takes its rows."""
+class LocalRowsOf:
+    """An operand that is sent in full, of which each worker takes its own rows."""
 
-    whole: TensorData | PartRef | OutputRef
+    full: TensorData | RowShardRef | OutputRef
 
 
 @dataclass(frozen=True)
-class NumRows:
-    """A size that counts rows: `whole` over all workers, fewer on each."""
+class LocalNumRows:
+    """A size that counts rows: `full` over all workers, fewer on each worker."""
 
-    whole: int
+    full: int
 
 
 @dataclass(frozen=True)
 class Expanded:
     """An operand that repeats a smaller tensor."""
 
-    tensor: TensorData | RowsOf
-    sizes: tuple[int | NumRows, ...]
+    tensor: TensorData | LocalRowsOf
+    sizes: tuple[int | LocalNumRows, ...]
 
 
 class TensorSlot:
@@ -135,7 +135,7 @@ class LeafReply:
 
     kind: "rows" (concatenate over workers), "share" (sum over workers), "same" (equal everywhere), "const" (`data` is a
     pickled object). `data` is None where the tensor was left on the worker, of which operations may run there if
-    `has_parts`; else it is in the usual order of dims, and `order` is the one that they have on the worker.
+    `is_operand`; else it is in the usual order of dims, and `order` is the one that they have on the worker.
     """
 
     kind: str
@@ -143,11 +143,11 @@ class LeafReply:
     dtype: torch.dtype | None
     differentiable: bool
     data: bytes | None
-    has_parts: bool = False
+    is_operand: bool = False
     order: Order = ()
 
     def tensor(self) -> Tensor:
-        """This worker's part as a CPU tensor; only for a tensor whose bytes were sent."""
+        """This worker's shard as a CPU tensor; only for a tensor whose bytes were sent."""
         assert self.dtype is not None and self.data is not None
         if not self.data:
             return torch.empty(self.shape, dtype=self.dtype)

@@ -32,4 +32,4 @@ def _takes(module: nn.Module, keyword: str) -> bool:
     """Whether `forward` has an argument of this name, or hands on whatever it gets to a part that has (PEFT does)."""
     parameters = inspect.signature(module.forward).parameters
     hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return keyword in parameters or (hands_on and any(_takes(part, keyword) for part in module.children()))
+    return keyword in parameters or (hands_on and any(_takes(submodule, keyword) for submodule in module.children()))

@@ -30,7 +30,7 @@ from moreh_ap.protocol.pytree import Nesting
 from moreh_ap.runtime.worker.cache_arguments import cache_tensors, without_cache
 from moreh_ap.runtime.worker.worker_model import WorkerModel
 
-_COMPUTED_WHOLE = "Every device computes the whole batch"
+_UNSPLIT = "Every device computes the whole batch"
 _NOT_CUT = "The batch is not cut into micro-batches"
 _DRAWN_APART = "Random numbers inside the model (dropout) are not those of one device: each device draws its own"
 _MAX_PREPARED = 256
@@ -137,7 +137,7 @@ class CallPreparation:
             kwargs = without_cache(model.module, kwargs)
         call = Call(
             model.module,
-            "whole",
+            "unsplit",
             model.device.torch_device,
             grad=command.grad,
             axis=axis,
@@ -185,9 +185,9 @@ class CallPreparation:
         )
         return self.prepared[key]
 
-    def compute_whole(self, prepared: PreparedCall, reason: object) -> None:
+    def compute_unsplit(self, prepared: PreparedCall, reason: object) -> None:
         """From now on calls of this kind are computed whole by every worker."""
-        self._verdicts[prepared.kind] = SplitVerdict(False, (), f"{_COMPUTED_WHOLE}: {reason}")
+        self._verdicts[prepared.kind] = SplitVerdict(False, (), f"{_UNSPLIT}: {reason}")
         self.prepared.clear()
 
     def _cuts_heads(self, nesting: Nesting, local: list[bool]) -> Callable[[list[Tensor]], list[Tensor]] | None:
@@ -234,19 +234,19 @@ class CallPreparation:
         """Whether calls like this one may be split; found out once for each kind of call."""
         workers, pieces = call.axis.size, self.model.plan.micro_batches if call.grad else 1
         if workers * pieces == 1 or rows is None or rows < workers:
-            reason = f"{_COMPUTED_WHOLE}: the batch has fewer rows than there are devices" if workers > 1 else ""
+            reason = f"{_UNSPLIT}: the batch has fewer rows than there are devices" if workers > 1 else ""
             return SplitVerdict(False, (), reason)
         if kind not in self._verdicts:
             verdict = check_split(call, args, kwargs, rows, may_join=pieces == 1)
             if verdict.written:
-                self._require_whole_parameters(verdict.written)
+                self._require_full_parameters(verdict.written)
             if not verdict.split:
-                what = _COMPUTED_WHOLE if workers > 1 else _NOT_CUT
+                what = _UNSPLIT if workers > 1 else _NOT_CUT
                 verdict = replace(verdict, reason=f"{what}: {verdict.reason}")
             self._verdicts[kind] = verdict
         return self._verdicts[kind]
 
-    def _require_whole_parameters(self, name: str) -> None:
+    def _require_full_parameters(self, name: str) -> None:
         """Refuse a forward that changes a parameter, where a worker has a part of it, or a forward runs twice."""
         plan, is_sharded = self.model.plan, bool(fsdp_roots(self.model.module))
         if is_sharded or plan.tensor > 1 or plan.pipeline > 1 or plan.recompute != "none":

@@ -74,7 +74,7 @@ class WorkerExecutor:
         return self._handlers[kind](command)
 
     def _batch(self, command: Batch) -> list[Any]:
-        return [self.execute(part) for part in command.commands]
+        return [self.execute(inner) for inner in command.commands]
 
     def _import_modules(self, command: ImportModules) -> None:
         for name in command.names:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moreh_ap.parallelizer.state.loading import local_part
+from moreh_ap.parallelizer.state.loading import local_shard
 
 BUCKET_BYTES = 256 * 2**20
 """Bytes of parameters whose state is on the device at a time: far more than a copy costs to start, little for a GPU."""
@@ -58,9 +58,9 @@ class OffloadedState:
 
     def fetch(self, parameter: Tensor) -> None:
         """Brings a parameter's state to its device, where it stays until the next step or `put_away`."""
-        device = local_part(parameter).device
+        device = local_shard(parameter).device
         for tensor in self._tensors(parameter).values():
-            local = local_part(tensor)
+            local = local_shard(tensor)
             if local.device != device:
                 _point(tensor, local.to(device, non_blocking=True))
 
@@ -68,7 +68,7 @@ class OffloadedState:
         """Brings a parameter's state to host memory."""
         buffers = self._host.setdefault(parameter, {})
         for key, tensor in self._tensors(parameter).items():
-            local = local_part(tensor)
+            local = local_shard(tensor)
             if local.device.type == "cpu":
                 continue
             buffer = buffers.get(key)
@@ -93,7 +93,7 @@ class OffloadedState:
         for index, parameters in enumerate(groups):
             for parameter in parameters:
                 bucket[index].append(parameter)
-                local = local_part(parameter)
+                local = local_shard(parameter)
                 num_bytes += local.numel() * local.element_size()
                 if num_bytes >= self._bucket_bytes:
                     yield bucket

@@ -64,33 +64,33 @@ def _kinds(
     """Yields every kind of exchange of about so many bytes, as its name, what runs it, and its bytes."""
     size, rank = get_world_size(group), get_rank(group)
     elements = -(-num_bytes // (4 * size)) * size
-    whole, part = torch.ones(elements, device=device), torch.ones(elements // size, device=device)
-    bucket = torch.empty_like(whole)
+    full, shard = torch.ones(elements, device=device), torch.ones(elements // size, device=device)
+    bucket = torch.empty_like(full)
 
     def sum_up() -> None:
-        bucket.copy_(whole)
+        bucket.copy_(full)
         dist.all_reduce(bucket, group=group)
 
     def gather() -> None:
-        received = torch.empty_like(whole)
-        _all_gather(received, part, group=group)
-        torch.empty_like(whole).copy_(received)
+        received = torch.empty_like(full)
+        _all_gather(received, shard, group=group)
+        torch.empty_like(full).copy_(received)
 
     def scatter() -> None:
-        _reduce_scatter(torch.empty_like(part), torch.empty_like(whole).copy_(whole), group=group)
+        _reduce_scatter(torch.empty_like(shard), torch.empty_like(full).copy_(full), group=group)
 
     def send_on() -> None:
         neighbours = [
-            dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, torch.empty_like(whole), group=group, group_peer=(rank - 1) % size),
+            dist.P2POp(dist.isend, full, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, torch.empty_like(full), group=group, group_peer=(rank - 1) % size),
         ]
         for work in dist.batch_isend_irecv(neighbours):
             work.wait()
 
-    yield "sum", sum_up, whole.nbytes
-    yield "gather", gather, whole.nbytes
-    yield "scatter", scatter, whole.nbytes
-    yield "message", send_on, whole.nbytes
+    yield "sum", sum_up, full.nbytes
+    yield "gather", gather, full.nbytes
+    yield "scatter", scatter, full.nbytes
+    yield "message", send_on, full.nbytes
     crossing = Crossing(DeviceMesh.from_group(group, device.type))
     tokens = -(-elements // (32 * size)) * size
     hidden, own = torch.ones(2, tokens, 16, device=device), torch.ones(2, tokens // size, 16, device=device)

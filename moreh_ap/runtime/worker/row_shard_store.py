@@ -1,7 +1,7 @@
-"""Large tensors of which each worker holds its rows, and operations on them: a loss that a script computes from logits.
+"""Row-sharded tensors on a worker, and operations on them: a loss that a script computes from logits.
 
-Decides what a worker's part of an operation is: which rows of an operand that came whole, how long a dim is here, when
-a sum is one over all workers. Which operations may be run so is for the controller to know.
+Decides how a worker computes its share of an operation: which rows it takes of an operand that was sent in full, the
+local size of a dim, and when a sum is reduced over all workers. The controller decides which operations may run so.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moreh_ap.parallelizer.mesh import Axis
-from moreh_ap.protocol.batch import own_entries, row_range
+from moreh_ap.protocol.batch import local_entries, row_range
 from moreh_ap.protocol.memory_format import memory_order
-from moreh_ap.protocol.messages.row_shards import RunOnParts
+from moreh_ap.protocol.messages.row_shards import RunOnRowShards
 from moreh_ap.protocol.messages.tensors import (
     MAX_INLINE_BYTES,
     Expanded,
     LeafReply,
-    NumRows,
+    LocalNumRows,
+    LocalRowsOf,
     OutputRef,
-    PartRef,
-    RowsOf,
+    RowShardRef,
     TensorData,
     bytes_of,
 )
 
 
 @dataclass(frozen=True)
-class Part:
-    """What this worker has of a tensor.
+class RowShard:
+    """This worker's shard of a row-sharded tensor, or its copy of a full one.
 
     Attributes:
-        tensor: Its rows of the tensor, or all of it.
-        axis: The workers that share the batch.
-        rows: Rows of the batch; None if the tensor is whole here.
-        answers: Whether this worker speaks for all that have the same part.
+        tensor: This worker's rows of the tensor, or the full tensor.
+        axis: The data-parallel workers.
+        rows: Rows of the global batch; None if every worker has the full tensor.
+        answers: Whether this worker sends the reply for all workers that hold the same shard.
     """
 
     tensor: Tensor
@@ -48,60 +48,62 @@ class Part:
     rows: int | None
     answers: bool
 
-    def own_rows(self, whole: Tensor) -> Tensor:
-        """This worker's rows of a tensor that is whole."""
-        return whole if self.rows is None else own_entries(whole, self.axis.rank, self.axis.size, self.rows)
+    def local_rows(self, full: Tensor) -> Tensor:
+        """Returns this worker's rows of the full tensor."""
+        return full if self.rows is None else local_entries(full, self.axis.rank, self.axis.size, self.rows)
 
-    def num_entries(self, whole: int) -> int:
-        """How long a dim is here that has `whole` entries over all workers."""
+    def local_size(self, full: int) -> int:
+        """Returns the local size of a dim that has `full` entries over all workers."""
         if self.rows is None:
-            return whole
+            return full
         start, stop = row_range(self.axis.rank, self.axis.size, self.rows)
-        return whole // self.rows * (stop - start)
+        return full // self.rows * (stop - start)
 
     def reply(self) -> LeafReply | None:
-        """The part as it travels; None from a worker that does not speak."""
+        """Returns the shard as the controller gets it; None if another worker sends it."""
         if not self.answers:
             return None
         tensor, kind = self.tensor, "same" if self.rows is None else "rows"
         data = bytes_of(tensor) if kind == "rows" or self.axis.rank == 0 else b""
         return LeafReply(kind, tuple(tensor.shape), tensor.dtype, False, data, order=memory_order(tensor))
 
-    def write(self, whole: Tensor) -> None:
-        """Sets the part to this worker's rows of `whole`."""
-        self.tensor.copy_(self.own_rows(whole))
+    def write(self, full: Tensor) -> None:
+        """Sets the shard to this worker's rows of `full`."""
+        self.tensor.copy_(self.local_rows(full))
 
 
-Lookup = Callable[[PartRef | OutputRef], Part | None]
+Lookup = Callable[[RowShardRef | OutputRef], RowShard | None]
 
 
-def run_on_parts(command: RunOnParts, lookup: Lookup, place: Callable[[TensorData], Tensor]) -> list[Part] | None:
-    """The results of an operation on this worker, in order; None if it has no part in it.
+def run_on_row_shards(
+    command: RunOnRowShards, lookup: Lookup, place: Callable[[TensorData], Tensor]
+) -> list[RowShard] | None:
+    """Returns this worker's shards of the results, in order; None if it lacks an operand.
 
     Args:
         command: The operation.
-        lookup: What this worker has of a tensor; None if nothing.
-        place: Puts a tensor that came with the command on the device.
+        lookup: Returns this worker's shard of a tensor; None if it has none.
+        place: Copies a tensor that came with the command to the device.
     """
     nodes = tree_leaves((command.arguments, command.keyword_arguments))
-    parts = [lookup(ref) for ref in map(_ref_in, nodes) if ref is not None]
-    if any(part is None for part in parts):
+    shards = [lookup(ref) for ref in map(_ref_in, nodes) if ref is not None]
+    if any(shard is None for shard in shards):
         return None
-    leader = next((part for part in parts if part is not None and part.rows is not None), parts[0])
-    assert leader is not None
+    reference = next((shard for shard in shards if shard is not None and shard.rows is not None), shards[0])
+    assert reference is not None
 
     def local(node: Any) -> Any:
-        if isinstance(node, (PartRef, OutputRef)):
-            part = lookup(node)
-            assert part is not None
-            return part.tensor
+        if isinstance(node, (RowShardRef, OutputRef)):
+            shard = lookup(node)
+            assert shard is not None
+            return shard.tensor
         if isinstance(node, TensorData):
             return place(node)
-        if isinstance(node, RowsOf):
-            return leader.own_rows(local(node.whole))
+        if isinstance(node, LocalRowsOf):
+            return reference.local_rows(local(node.full))
         if isinstance(node, Expanded):
             return local(node.tensor).expand([local(size) for size in node.sizes])
-        return leader.num_entries(node.whole) if isinstance(node, NumRows) else node
+        return reference.local_size(node.full) if isinstance(node, LocalNumRows) else node
 
     arguments, keyword_arguments = tree_map(local, (command.arguments, command.keyword_arguments))
     packet, overload = command.func.rsplit(".", 1)
@@ -110,21 +112,21 @@ def run_on_parts(command: RunOnParts, lookup: Lookup, place: Callable[[TensorDat
         result = func(*arguments, **keyword_arguments)
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     if not command.sums:
-        return [Part(output, leader.axis, leader.rows, leader.answers) for output in outputs]
-    if leader.rows is not None and leader.axis.size > 1:
+        return [RowShard(output, reference.axis, reference.rows, reference.answers) for output in outputs]
+    if reference.rows is not None and reference.axis.size > 1:
         for output in outputs:
-            dist.all_reduce(output, group=leader.axis.group)
-    return [Part(output, leader.axis, None, leader.answers) for output in outputs]
+            dist.all_reduce(output, group=reference.axis.group)
+    return [RowShard(output, reference.axis, None, reference.answers) for output in outputs]
 
 
-def answer(parts: list[Part]) -> list[LeafReply | None]:
-    """What the controller is told of results at once: those that are whole and small."""
-    return [part.reply() if part.rows is None and _is_small(part.tensor) else None for part in parts]
+def answer(shards: list[RowShard]) -> list[LeafReply | None]:
+    """Returns what the controller gets at once: results that are unsharded and small, None for the others."""
+    return [shard.reply() if shard.rows is None and _is_small(shard.tensor) else None for shard in shards]
 
 
-def _ref_in(node: Any) -> PartRef | OutputRef | None:
-    inner = node.whole if isinstance(node, RowsOf) else node
-    return inner if isinstance(inner, (PartRef, OutputRef)) else None
+def _ref_in(node: Any) -> RowShardRef | OutputRef | None:
+    inner = node.full if isinstance(node, LocalRowsOf) else node
+    return inner if isinstance(inner, (RowShardRef, OutputRef)) else None
 
 
 def _is_small(tensor: Tensor) -> bool:

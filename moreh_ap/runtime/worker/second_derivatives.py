@@ -30,7 +30,7 @@ def differentiate(
     Args:
         run: The call.
         roles: How workers share it.
-        output_grads: For each leaf of its result this worker's part of the gradient, or None.
+        output_grads: For each leaf of its result this worker's share of the gradient, or None.
         wants_grad: For each tensor of the result whether the gradient of its gradient is wanted.
         watched: Leaves of the result whose gradients are wanted too.
         parameters: Parameters whose gradients are wanted too.

@@ -21,8 +21,8 @@ from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.data.loss_reduction import Diverged
 from moreh_ap.parallelizer.rng.policy import RandomPolicy, current_streams
-from moreh_ap.parallelizer.state.loading import full_tensor, gathered, whole_shape
-from moreh_ap.protocol.batch import own_entries, row_range
+from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, gathered
+from moreh_ap.protocol.batch import local_entries, row_range
 from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import (
     Backward,
@@ -41,7 +41,7 @@ from moreh_ap.protocol.messages.tensors import (
     MAX_INLINE_BYTES,
     LeafReply,
     OutputRef,
-    PartRef,
+    RowShardRef,
     StateRef,
     TensorData,
     bytes_of,
@@ -51,7 +51,7 @@ from moreh_ap.protocol.pytree import pickle_treespec
 from moreh_ap.runtime.worker.cache_arguments import without_cache
 from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
-from moreh_ap.runtime.worker.row_shard_store import Part
+from moreh_ap.runtime.worker.row_shard_store import RowShard
 from moreh_ap.runtime.worker.second_derivatives import KIND_OF_GRADIENT, differentiate
 from moreh_ap.runtime.worker.worker_model import WorkerModel
 
@@ -117,7 +117,7 @@ class CallCommands:
                     "such a forward without buffers that it changes",
                     "MOREH_NUM_DEVICES=1 python train.py",
                 ) from divergence
-            preparation.compute_whole(prepared, divergence)
+            preparation.compute_unsplit(prepared, divergence)
             prepared = preparation.prepare(key, signature, command, tensors, local, random)
             assert isinstance(prepared, PreparedCall)
             run = self._run(prepared, tensors, random)  # where one worker's rows raised, this raises on all
@@ -131,7 +131,11 @@ class CallCommands:
         """Calls with the same key run alike."""
         inputs = [(t.shape, t.dtype, t.layout is torch.strided and t.stride()) for t in tensors]
         model = preparation.model
-        settings = (model.settings.number, bytes([part.training for part in model.modules]), len(preparation.kept))
+        settings = (
+            model.settings.number,
+            bytes([submodule.training for submodule in model.modules]),
+            len(preparation.kept),
+        )
         how = (command.rows, command.grad, command.wants_grad, command.autocast_dtype, command.flags)
         return (command.signature, *inputs, *local, settings, how)
 
@@ -155,10 +159,10 @@ class CallCommands:
         if isinstance(data, TensorData):
             return data.on(self._tables.device.torch_device)
         if isinstance(data, OutputRef):
-            return self._calls[data.call_id].own_rows(data.index).detach()
+            return self._calls[data.call_id].local_rows(data.index).detach()
         held = self._tables.state(data)
         assert held is not None  # the controller names only tensors that every worker holds
-        return held.whole().to(self._tables.device.torch_device)
+        return held.full_tensor().to(self._tables.device.torch_device)
 
     def _backward(self, command: Backward) -> bytes:
         self._tables.clock.backward_begins()
@@ -182,9 +186,9 @@ class CallCommands:
         self._calls[command.call_id] = call
         return call.reply()
 
-    def _gradient(self, data: TensorData | PartRef | None) -> Tensor | Part | None:
-        if isinstance(data, PartRef):
-            return self._tables.parts[data.number]
+    def _gradient(self, data: TensorData | RowShardRef | None) -> Tensor | RowShard | None:
+        if isinstance(data, RowShardRef):
+            return self._tables.row_shards[data.number]
         return None if data is None else data.on(self._tables.device.torch_device)
 
     def _take_gradients(self, command: TakeGradients) -> None:
@@ -230,7 +234,7 @@ class WorkerCall:
         """What the controller is told at once: the nesting, every shape, and small values that are there."""
         leaves = tuple([self._leaf(index, with_data=False) for index in range(len(self._run.shapes))])
         run, roles = self._run, self._roles
-        mode = "whole" if not roles.is_split else "stages" if run.runs_in_stages else "split"
+        mode = "unsplit" if not roles.is_split else "stages" if run.runs_in_stages else "split"
         nesting = pickle_treespec(run.treespec)
         reply = ForwardReply(nesting, leaves, mode, roles.note, roles.num_own_rows, self._streams, self._left_out)
         return reply if self._answers else None
@@ -241,13 +245,13 @@ class WorkerCall:
             value: Tensor = self._run.outputs[index]
         return value
 
-    def own_rows(self, index: int) -> Tensor:
+    def local_rows(self, index: int) -> Tensor:
         """This worker's rows of an output that has rows."""
         output, axis, rows = self.output(index), self._roles.axis, self._roles.rows
         return output if self._roles.is_split or rows is None else output[slice(*row_range(axis.rank, axis.size, rows))]
 
-    def part(self, index: int) -> Part | None:
-        """This worker's part of an output; None if it has no result. Every worker has to call it."""
+    def row_shard(self, index: int) -> RowShard | None:
+        """This worker's shard of an output; None if it has no result. Every worker has to call it."""
         with self._as_then():
             has_result = len(self._run.outputs) > 0
         if not has_result:
@@ -255,8 +259,8 @@ class WorkerCall:
         if self._expected == "split" and not self._roles.is_split:
             raise _met_late(self._roles.note)
         is_split = self._run.kinds[index] == "rows"
-        whole = gathered(self.output(index))  # logits may be split by vocabulary
-        return Part(whole, self._roles.axis, self._roles.rows if is_split else None, self._answers)
+        full = gathered(self.output(index))  # logits may be split by vocabulary
+        return RowShard(full, self._roles.axis, self._roles.rows if is_split else None, self._answers)
 
     def leaf(self, index: int) -> LeafReply | None:
         """One output with its bytes; None if this worker has no result. Every worker has to call it."""
@@ -281,20 +285,20 @@ class WorkerCall:
             if layout is not None or type(value) is not Tensor:  # every worker that holds a part takes part
                 value = full_tensor(value, layout, self.model.applied.position.tensor.group)
             data = bytes_of(value) if sends else b""
-        has_parts = kind in ("rows", "same") and layout is None
+        is_operand = kind in ("rows", "same") and layout is None
         is_usual = layout is not None or (shape.layout is torch.strided and shape.is_contiguous())
         return LeafReply(
             kind,
-            tuple(shape.shape) if layout is None else whole_shape(shape, layout),
+            tuple(shape.shape) if layout is None else full_shape(shape, layout),
             shape.dtype,
             run.differentiable[index],
             data,
-            has_parts,
+            is_operand,
             () if is_usual else memory_order(shape),
         )
 
     def backward(
-        self, gradients: list[Tensor | Part | None], retain_graph: bool, watched: tuple[int, ...] = ()
+        self, gradients: list[Tensor | RowShard | None], retain_graph: bool, watched: tuple[int, ...] = ()
     ) -> None:
         """Backpropagate; of `gradients` that are whole this worker takes its rows.
 
@@ -307,7 +311,7 @@ class WorkerCall:
             answered = iter(self._run.backward(local, retain_graph=retain_graph))
         self._input_gradients = {index: next(answered) for index, wanted in enumerate(self._roles.wants_grad) if wanted}
 
-    def differentiate(self, command: Differentiate, gradients: list[Tensor | Part | None]) -> WorkerCall:
+    def differentiate(self, command: Differentiate, gradients: list[Tensor | RowShard | None]) -> WorkerCall:
         """The gradients of this call as a call of their own. See [Note: a call like others] in `gradient_pass.py`."""
         shards = [self.model.parameter(name) for name in command.parameters]
         parameters = [shard.tensor for shard in shards if shard is not None]
@@ -315,20 +319,20 @@ class WorkerCall:
         run, roles = differentiate(self._run, self._roles, own, command.wants_grad, command.watched, parameters)
         return WorkerCall(self.model, run, roles)
 
-    def _own_gradients(self, gradients: list[Tensor | Part | None]) -> list[Tensor | None]:
+    def _own_gradients(self, gradients: list[Tensor | RowShard | None]) -> list[Tensor | None]:
         """For each leaf of the result this worker's part of its gradient."""
         axis, rows = self._roles.axis, self._roles.rows
         local: list[Tensor | None] = []
-        whole = iter(gradients)
+        remaining = iter(gradients)
         for kind, shape in zip(self._run.kinds, self._run.shapes):
-            gradient = next(whole) if isinstance(shape, Tensor) else None
-            is_local = isinstance(gradient, Part) and gradient.rows is not None
+            gradient = next(remaining) if isinstance(shape, Tensor) else None
+            is_local = isinstance(gradient, RowShard) and gradient.rows is not None
             if is_local and not self._roles.is_split:
                 raise _met_late(self._roles.note)
-            if isinstance(gradient, Part):
+            if isinstance(gradient, RowShard):
                 gradient = gradient.tensor
             if gradient is not None and rows is not None and kind == "rows" and not is_local:
-                gradient = own_entries(gradient, axis.rank, axis.size, rows)
+                gradient = local_entries(gradient, axis.rank, axis.size, rows)
             local.append(gradient)
         return local
 

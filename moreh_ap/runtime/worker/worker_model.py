@@ -1,4 +1,4 @@
-"""A worker's part of a model: how it is built, what is set on it, and its parameters, gradients and buffers by name.
+"""A worker's share of a model: how it is built, what is set on it, and its parameters, gradients and buffers by name.
 
 The mathematics is the parallelizer's; this module translates between messages and it. How its calls run is for
 `call_preparation.py` to decide.
@@ -44,7 +44,7 @@ class Moment:
 
 
 class WorkerModel:
-    """One model under its plan, this worker's part filled."""
+    """One model under its plan, with this worker's state shards loaded."""
 
     def __init__(self, command: BuildModel, device: WorkerDevice) -> None:
         self.device, self.plan = device, Plan.parse(command.plan)
@@ -80,9 +80,9 @@ class WorkerModel:
     def _unpickle(self, command: BuildModel) -> nn.Module:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device)
         transformers_worker.complete_unpickled(module)
-        for part in module.modules():
-            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
-                part.sparse = False  # FSDP2 sums dense gradients; optimizers that take both do the same with them
+        for submodule in module.modules():
+            if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)):
+                submodule.sparse = False  # FSDP2 sums dense gradients; optimizers that take both do the same with them
         return module
 
     def _example(self, call: ExampleCall | None) -> Example | None:
@@ -172,11 +172,11 @@ class WorkerModel:
             held = self.parameter(name)
             if held is not None and (self.applied.layouts or self.applied.stages):
                 stage = self.applied.stages.first_holder_of(name) if self.applied.stages else 0
-                found[name] = f"stage {stage}, {held.layout or 'whole'}"
+                found[name] = f"stage {stage}, {held.layout or 'full'}"
         return found
 
     def parameter(self, name: str) -> StateShard | None:
-        """This worker's part of a parameter, as the optimizer sees it; None if it is on other stages only."""
+        """This worker's shard of a parameter, as the optimizer sees it; None if it is on other stages only."""
         if name in self.applied.absent:
             return None
         return self._held(self.parameters[name], name)
@@ -205,14 +205,14 @@ class WorkerModel:
             )
         return self._held(_alias(held.tensor.grad), ref.name)
 
-    def set_gradient(self, name: str, whole: Tensor) -> None:
-        """Replace a gradient by this worker's part of `whole`."""
+    def set_gradient(self, name: str, full: Tensor) -> None:
+        """Replace a gradient by this worker's shard of `full`."""
         held = self.parameter(name)
         if held is None:
             return
         if held.tensor.grad is None:
             held.tensor.grad = torch.zeros_like(held.tensor)
-        self._held(held.tensor.grad, name).write(whole)
+        self._held(held.tensor.grad, name).write(full)
 
     def put_gradients_aside(self, aside: bool) -> None:
         """Keep the gradients for later, so that a backward finds none; or drop those there are for the kept ones."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moreh_ap.parallelizer.data.norms import total_norm
 from moreh_ap.parallelizer.mesh import Position
-from moreh_ap.parallelizer.state.loading import Wanted, local_part, read
+from moreh_ap.parallelizer.state.loading import Wanted, local_shard, read
 from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, DescribeOptimizer, LoadOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.state import ClearGradients, ClipGradients, GradientNorm
@@ -84,7 +84,7 @@ class OptimizerCommands:
                 model = self._tables.models[ref.owner]
                 gradient = model.parameters[ref.name].grad
                 if gradient is not None:
-                    shard = gradient if type(gradient) is Tensor else local_part(gradient)
+                    shard = gradient if type(gradient) is Tensor else local_shard(gradient)
                     found.append((shard.detach(), model.is_canonical[ref.name]))
             elif (held := self._tables.state(ref)) is not None:
                 found.append((held.local, held.is_canonical))
@@ -171,13 +171,13 @@ class WorkerOptimizer:
 
     def _read(self, saved: SavedTensor, held: StateShard) -> Tensor:
         if saved.shape == held.shape:
-            part = torch.zeros_like(held.tensor, dtype=saved.dtype, requires_grad=False)
+            shard = torch.zeros_like(held.tensor, dtype=saved.dtype, requires_grad=False)
             layout = held.layout
         else:
-            part = torch.zeros(saved.shape, dtype=saved.dtype, device=self._device.torch_device)
+            shard = torch.zeros(saved.shape, dtype=saved.dtype, device=self._device.torch_device)
             layout = None
-        read(Wanted("optimizer state", part, source, layout) for source in saved.sources)
-        return part
+        read(Wanted("optimizer state", shard, source, layout) for source in saved.sources)
+        return shard
 
 
 def _position(held: StateShard | None) -> Position:

@@ -1,1 +1,1 @@
-"""Calls of remote models: what is sent, what is promised, and what a script may do with the results."""
+"""Calls of remote models: the commands sent, the promised results, and the operations a script may run on them."""

@@ -1,7 +1,7 @@
-"""Compares the workers' answer to a call with what was predicted of it, when the answer arrives.
+"""Compares the workers' reply to a call with the predicted structure when the reply arrives.
 
-Decides what a script is told of a forward whose result differs from that of an earlier call of the same key. Runs in
-the thread that receives answers, so it never waits.
+Decides which error or log line the script gets if a result has another structure than an earlier call with the same
+key. Runs in the thread that receives replies, so it never waits.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from moreh_ap.session.outbox import Posted
 
 
 class ReadsPassedState(Exception):
-    """A forward reads attributes that earlier ones have set: it is called once more, and given them.
+    """A forward reads attributes that earlier forwards set: the call is repeated with these attributes as arguments.
 
     Args:
-        names: The attributes.
+        names: Paths and names of the attributes.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -28,17 +28,17 @@ class ReadsPassedState(Exception):
 
 
 def answered(replies: list[Any]) -> list[Any]:
-    """The answers of the workers that have a result, in rank order."""
+    """Returns the replies of the workers that have a result, in rank order."""
     return [reply for reply in replies if reply is not None]
 
 
 def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Posted) -> None:
-    """Runs when a predicted answer arrives: a forward whose shapes depend on values must not pass unnoticed."""
+    """Checks the reply to a call whose structure was predicted: the shapes may depend on values after all."""
     if reply.failed():
         return
     reads = next((answer for answer in reply.result() if isinstance(answer, ReadsAttributes)), None)
     if reads is not None:
-        model.session.mesh.fail(
+        model.session.workers.fail(
             ExactnessError(
                 f"A forward reads {', '.join(reads.names)}, which others set in some calls only.",
                 allowed="Attributes that every forward of the same arguments sets.",
@@ -47,14 +47,14 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
         )
         return
     found = Structure.of(reply.result())
-    if found.mode != expected.mode:  # rows have begun to take different ways: the next call waits, and the log says so
+    if found.mode != expected.mode:  # the rows now take different branches: the next call waits, and the log says so
         model.signatures.never_predict(key)
-    if found.attributes:  # set in some calls only: this one did not wait for it, others will
+    if found.attributes:  # set in some calls only: this call did not wait for it, later calls will
         model.signatures.never_predict(key)
     model.note_left_out((*found.attributes, *answered(reply.result())[0].left_out))
     if found.draws and not expected.draws:
         model.signatures.never_predict(key)
-        model.session.mesh.fail(
+        model.session.workers.fail(
             ExactnessError(
                 "A forward drew random numbers, and the same call had drawn none before: they are not those of one "
                 "device.",
@@ -65,7 +65,7 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
     if not found.promises_the_same(expected):
         model.signatures.never_predict(key)
         shapes = [leaf.shape for leaf in expected.leaves], [leaf.shape for leaf in found.leaves]
-        model.session.mesh.fail(
+        model.session.workers.fail(
             ExactnessError(
                 f"The shapes of a forward's outputs depend on the values of its inputs: {shapes[0]}, then {shapes[1]}.",
                 allowed="Outputs whose shapes follow from the inputs' shapes.",
@@ -75,10 +75,10 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
 
 
 def learn_structure(model: RemoteModel, key: Any, replies: list[Any], *, grad: bool) -> Structure:
-    """Returns the structure that workers answered to a call, for which none was predicted, and remembers it.
+    """Waits for the reply to a call without a predicted structure; records the structure and returns it.
 
     Raises:
-        ReadsPassedState: The forward has not run, as it reads attributes that earlier ones have set.
+        ReadsPassedState: The forward has not run, since it reads attributes that earlier forwards set.
     """
     reads = next((answer for answer in replies if isinstance(answer, ReadsAttributes)), None)
     if reads is not None:

@@ -1,12 +1,13 @@
-"""`torch.autograd.grad`, and `backward(inputs=...)`, where the way leads through calls on workers.
+"""`torch.autograd.grad` and `backward(inputs=...)` for graphs that contain calls on the workers.
 
-Decides what becomes of gradients of parameters that nobody asked for (they stay what they were), and how gradients of
-parameters and of outputs of a call are found, which are no tensors of the controller's graph. Must not know how a
+Decides how the gradients of parameters and of a call's outputs are found, though these are not tensors of the
+controller's graph. Gradients of parameters that were not asked for keep their values. Must not know how a
 backward is carried out.
 
 [Note: how]
-A parameter on workers is asked for through the anchor of its model: autograd then goes through the model's calls. The
-workers put the gradients of before aside, so that what a backward adds is the answer, and put them back afterwards.
+The gradient of a parameter on the workers is requested through the anchor of its model: autograd then visits the
+model's calls. The workers set the earlier gradients aside, so the gradients that a backward leaves are the answer, and
+put the earlier ones back afterwards.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from moreh_ap.session.state_tensors import ModelState, OnWorkers
 
 
 class Apart:
-    """Models through which a backward went whose gradients of parameters are kept apart from those of before.
+    """Gradients of parameters from one backward, kept apart from the gradients that were accumulated before.
 
     Args:
-        wanted: The parameters of each model that are asked for.
+        wanted: The parameters of each model whose gradients are requested.
     """
 
     def __init__(self, wanted: dict[RemoteModel, list[str]]) -> None:
@@ -42,22 +43,22 @@ class Apart:
         self._with_graph: dict[tuple[RemoteModel, str], Tensor] = {}
 
     def asked(self, model: RemoteModel) -> list[str]:
-        """The parameters of a model that are asked for."""
+        """Returns the parameters of a model whose gradients are requested."""
         return self._wanted.get(model, [])
 
     def add(self, model: RemoteModel, gradients: dict[str, Tensor | None]) -> None:
-        """Note gradients that have a graph; those of several calls add up."""
+        """Records gradients that have a graph; the gradients of several calls add up."""
         for name, gradient in gradients.items():
             if gradient is not None:
                 before = self._with_graph.get((model, name))
                 self._with_graph[model, name] = gradient if before is None else before + gradient
 
     def after_backward(self, model: RemoteModel, reply: Posted) -> None:
-        """Note that a backward of a call of `model` was sent."""
+        """Records that a backward of a call of `model` was sent."""
         self._replies[model] = reply
 
     def take(self) -> dict[tuple[RemoteModel, str], Tensor]:
-        """Returns the gradients of what is asked for, of those that have one; the workers drop all others."""
+        """Returns the requested gradients that exist; the workers drop all others."""
         taken, self._with_graph = self._with_graph, {}
         for model, reply in self._replies.items():
             names = self.asked(model)
@@ -69,7 +70,7 @@ class Apart:
         return taken
 
     def drop(self) -> None:
-        """Have the workers drop what was not taken."""
+        """Has the workers drop all gradients that were not taken."""
         self._wanted = {}
         self.take()
 
@@ -87,7 +88,7 @@ def _kept_apart(wanted: dict[RemoteModel, list[str]]) -> Iterator[Apart]:
 
 @dataclass
 class _Asked:
-    """What the inputs of `torch.autograd.grad` are: tensors of the controller's graph, parameters, outputs of calls."""
+    """The inputs of `torch.autograd.grad`, sorted: tensors of the controller's graph, parameters, outputs of calls."""
 
     in_graph: list[Tensor] = field(default_factory=list)
     parameters: dict[int, tuple[RemoteModel, str]] = field(default_factory=dict)
@@ -120,7 +121,7 @@ class _Asked:
 
 
 def _on_workers(tensor: Any) -> tuple[RemoteModel, str] | None:
-    """The model and the name of a parameter that workers keep; None for any other tensor."""
+    """Returns the model and name of a parameter on the workers; None for any other tensor."""
     value = tensor._cell.value if isinstance(tensor, VirtualTensor) else None
     if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState) and value.ref.kind == "param":
         return value.owner.live_model(), value.ref.name
@@ -128,7 +129,7 @@ def _on_workers(tensor: Any) -> tuple[RemoteModel, str] | None:
 
 
 def gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Stands in for `torch.autograd.grad`."""
+    """Replaces `torch.autograd.grad`."""
     outputs, inputs = args[0], tuple(args[1])
     asked = _Asked.of(inputs)
     beyond_graph = {**asked.parameters, **asked.outputs}
@@ -148,7 +149,7 @@ def gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     finally:
         for remove in asked.removers:
             remove()
-    used_here = found[len(inputs) :]  # what the script computes with a parameter itself: a penalty on weights
+    used_here = found[len(inputs) :]  # the script computes with a parameter itself: a penalty on weights
     for (position, of), gradient in zip(asked.parameters.items(), used_here):
         found[position] = _sum(taken.get(of), gradient)
     del found[len(inputs) :]
@@ -157,7 +158,7 @@ def gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("materialize_grads"):
         return tuple(torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(inputs, found))
     if not kwargs.get("allow_unused") and any(grad is None for grad in found):
-        raise RuntimeError(  # in PyTorch's own words
+        raise RuntimeError(  # the text is PyTorch's
             "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
             "this is the desired behavior."
         )
@@ -171,7 +172,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Stands in for `torch.autograd.backward`: with `inputs`, gradients accumulate in these alone."""
+    """Replaces `torch.autograd.backward`: with `inputs`, gradients accumulate in these tensors alone."""
     inputs = kwargs.get("inputs")
     if inputs is None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -189,7 +190,7 @@ def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def graph_of_kept_gradients() -> UnsupportedError:
-    """What is raised where parameters would keep gradients that can be differentiated."""
+    """Returns the error for parameters whose accumulated gradients would have a graph."""
     return UnsupportedError(
         "backward(create_graph=True): parameters keep their gradients on the workers, without a graph.",
         allowed="torch.autograd.grad(..., create_graph=True) for inputs or parameters.",
@@ -198,7 +199,7 @@ def graph_of_kept_gradients() -> UnsupportedError:
 
 
 def backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Stands in for `Tensor.backward`."""
+    """Replaces `Tensor.backward`."""
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = {**dict(zip(names, args[1:])), **kwargs}
     given["grad_tensors"] = given.pop("gradient", None)

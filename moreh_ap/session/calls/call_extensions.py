@@ -1,7 +1,8 @@
-"""The one interface through which calls get what a plain call does without.
+"""The interface for everything that a call may use beyond a plain forward and backward.
 
-A plain call is sent, its outputs are promised, and its backward sends their gradients (`remote_call`). Whatever else a
-script may use attaches here, and a script that does not use it never reaches it. Knows nothing of how that is done.
+A plain call is sent, its outputs are promises, and its backward sends their gradients (`remote_call`). All other
+features attach here, and a script that does not use them never reaches this code. Must not know how they are
+implemented.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from torch import Tensor
 
 
 class Removable(Protocol):
-    """What hooks return: `remove` ends them."""
+    """The handle of a hook: `remove` takes the hook off."""
 
     def remove(self) -> None: ...
 
 
 class CallExtensions(Protocol):
-    """What a session has beside plain calls; `call` is always a `remote_call.Call` whose forward was sent."""
+    """The features of a session beyond plain calls; `call` is always a `RemoteCall` whose forward was sent."""
 
     def finish(
         self, call: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], hooks_done: int = 0
     ) -> Any:
-        """The result of a call whose forward left more than outputs: reports of hooks, attributes, a cache.
+        """Returns the result of a call whose forward also reports hooks, attributes or a cache.
 
         Args:
             call: The call.
@@ -34,33 +35,33 @@ class CallExtensions(Protocol):
             hooks_done: How many hooks of the script have run already, see `script_hooks.RunsInScriptOnly`.
 
         Raises:
-            RunsInScriptOnly: A hook of the script has raised in the workers and not here.
-            Exception: What a hook raises here.
+            RunsInScriptOnly: A hook of the script raised on the workers and not in the controller.
+            Exception: A hook raised it in the controller.
         """
 
     def watch_output(
         self, call: Any, output: int, watcher: Callable[[Tensor], object], adds_up: bool = False
     ) -> Removable | None:
-        """Have every backward of a call give `watcher` the gradient of one tensor of its result.
+        """Calls `watcher` with the gradient of one tensor of the result in every backward of the call.
 
         Args:
             call: The call.
             output: The number of the tensor among the tensors of the result.
             watcher: Called with the gradient, of the shape of the tensor.
-            adds_up: Whether it may be given the gradient in several summands, one after the other.
+            adds_up: Whether it accepts the gradient in several summands, one after the other.
 
         Returns:
-            None where autograd in the controller knows the gradient by itself.
+            None if the controller's autograd computes that gradient anyway.
         """
 
     def differentiate(
         self, call: Any, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """The gradients of `inputs` of a call, with a graph, from the `gradients` of its outputs.
+        """Returns the gradients of `inputs` of a call, with a graph, from the `gradients` of its outputs.
 
         Raises:
             UnsupportedError: Parameters would accumulate gradients with a graph, or the plan does not allow it.
         """
 
     def run_on_row_shards(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an ATen operation on outputs that stayed on the workers; NotImplemented to read them."""
+        """Returns the result of an ATen operation on row shards; NotImplemented if they have to be read."""

@@ -1,4 +1,4 @@
-"""Gradient clipping where the gradients are: the norm over all workers, then one scaling, neither waited for."""
+"""Gradient clipping on the workers: the norm over all workers, then one scaling; the controller waits for neither."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ClipGradNorm = Callable[..., Tensor]
 
 
 def clipping_on_workers(session: Session, original: ClipGradNorm) -> ClipGradNorm:
-    """Returns what stands in for `torch.nn.utils.clip_grad_norm_`: gradients are clipped where they are.
+    """Returns the replacement of `torch.nn.utils.clip_grad_norm_`, which clips gradients on the workers.
 
     Args:
-        session: Where the workers are.
-        original: PyTorch's function, for gradients that are elsewhere.
+        session: The session of the workers.
+        original: PyTorch's function, for gradients that are not on the workers.
     """
 
     norms = StateHolder(session)
@@ -57,9 +57,9 @@ def clipping_on_workers(session: Session, original: ClipGradNorm) -> ClipGradNor
 
 
 def _gradients_of(parameters: list[Tensor]) -> tuple[tuple[StateRef, ...], Tensor] | None:
-    """The names of the parameters' gradients on the workers, and what their norm is like, without a value.
+    """Returns the names of the gradients on the workers, and a tensor with dtype and device of their norm.
 
-    None if a parameter is no model's on the workers, or none has a gradient.
+    None if a parameter is not on the workers, or no parameter has a gradient.
     """
     names: dict[ModelState, list[str]] = {}
     for parameter in parameters:
@@ -85,7 +85,7 @@ def norm_on_workers(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor | None:
-    """The common norm of tensors that workers keep, as a promise; None if one of them is elsewhere.
+    """Returns the total norm of tensors on the workers as a promise; None if a tensor is not on the workers.
 
     Raises:
         RuntimeError: If `error_if_nonfinite` and the norm is not finite, as `torch.nn.utils.get_total_norm` does.
@@ -106,7 +106,7 @@ def norm_on_workers(
 
 
 def clip_on_workers(session: Session, parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> bool:
-    """Scale gradients so that their norm of `total_norm` becomes at most `max_norm`; False if some are elsewhere."""
+    """Scales gradients of norm `total_norm` down to at most `max_norm`; False if some are not on the workers."""
     refs = _refs([grad for grad in (parameter.grad for parameter in parameters) if grad is not None])
     if not refs or not isinstance(total_norm, VirtualTensor) or not isinstance(total_norm._cell.value, OnWorkers):
         return False
@@ -115,7 +115,7 @@ def clip_on_workers(session: Session, parameters: list[Tensor], max_norm: float,
 
 
 def _refs(tensors: list[Tensor]) -> tuple[StateRef, ...]:
-    """Names of the tensors on the workers; empty if there are none or one of them is elsewhere."""
+    """Returns the names of the tensors on the workers; empty if a tensor is not on the workers."""
     values = [tensor._cell.value if isinstance(tensor, VirtualTensor) else None for tensor in tensors]
     if not all(isinstance(value, OnWorkers) for value in values):
         return ()

@@ -1,12 +1,12 @@
-"""A backward through a call with `create_graph=True`: its gradients are the result of a further call.
+"""A backward with `create_graph=True` through a call: the gradients are the result of a further call.
 
-Decides what such a call is given and what becomes of its result. Must not know how workers compute it: see
+Decides the inputs of that further call and the use of its result. Must not know how workers compute it: see
 [Note: a call like others] in `parallelizer/call/gradient_pass.py`.
 
-[Note: the way on]
-In the controller's graph the further call is one node too. Its inputs are the gradients that were given, and the inputs
-of the call that is differentiated; so a backward that arrives at it sends one `Backward` to it, goes on to what these
-were computed from, and is itself differentiable.
+[Note: the node of the further call]
+In the controller's graph the further call is one node too. Its inputs are the output gradients and the inputs of the
+differentiated call. A backward that reaches it sends one `Backward`, continues to the nodes that computed these inputs,
+and is itself differentiable.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from moreh_ap.session.outbox import Posted
 
 
 def differentiate(call: Call, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Returns the gradients of `inputs` of a call, from those of its outputs, with a graph.
+    """Returns the gradients of `inputs` of a call from the gradients of its outputs, with a graph.
 
-    Gradients of parameters and outputs go to whoever asked for them.
+    Gradients of parameters and of watched outputs are passed to those who requested them.
 
     Raises:
         UnsupportedError: Parameters would accumulate gradients with a graph, or the plan does not allow it.
@@ -36,9 +36,9 @@ def differentiate(call: Call, gradients: Sequence[Tensor | None], inputs: Sequen
     model, apart = call.model, separate_gradients.get()
     if apart is None and model.has_trainable_parameters():
         raise autograd_api.graph_of_kept_gradients()
-    _have_whole_model_everywhere(model)
+    _require_full_model_on_each_device(model)
     if isinstance(call, GradientCall):
-        call.refuse_parts()
+        call.refuse_partial_gradients()
     watched = call.watched()
     parameters = () if apart is None else tuple(apart.asked(model))
     if not (inputs or watched or parameters):
@@ -54,7 +54,7 @@ def differentiate(call: Call, gradients: Sequence[Tensor | None], inputs: Sequen
 
 
 class GradientCall(Call):
-    """The gradients of another call as a call. See [Note: the way on].
+    """The gradients of another call, as a call. See [Note: the node of the further call].
 
     Args:
         of: The other call.
@@ -84,11 +84,11 @@ class GradientCall(Call):
         return self.await_structure(self.model.signatures.structures.get(self.kind), grad=grad)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> Posted:
-        self.refuse_parts()
+        self.refuse_partial_gradients()
         return super().backward(gradients)
 
     def watched(self) -> tuple[int, ...]:
-        """The leaves whose gradients somebody watches; those of the other call come behind its own."""
+        """The watched leaves; the leaves of the other call follow the leaves of this call."""
         return (*super().watched(), *(self._num_own + index for index in self._of.watched()))
 
     def tell_watchers(self, found: dict[int, Tensor]) -> None:
@@ -101,11 +101,11 @@ class GradientCall(Call):
         assert self.structure is not None
         return len(self.structure.leaves)
 
-    def refuse_parts(self) -> None:
-        """What is watched of the other call gets a part of its gradient here, and another there.
+    def refuse_partial_gradients(self) -> None:
+        """Raises for watchers of the other call, whose outputs get their gradients in two summands.
 
         Raises:
-            UnsupportedError: Who watches wants all of it at a time.
+            UnsupportedError: A watcher needs the full gradient at once.
         """
         of: Call = self
         while isinstance(of, GradientCall):
@@ -119,11 +119,11 @@ class GradientCall(Call):
                 )
 
 
-def _have_whole_model_everywhere(model: RemoteModel) -> None:
-    """Has each device keep the whole model and what a call computed of it, which gradients of gradients need.
+def _require_full_model_on_each_device(model: RemoteModel) -> None:
+    """Requires that every device holds the full model and a call's activations, which second derivatives need.
 
     Raises:
-        UnsupportedError: The plan is another, and cannot be changed now.
+        UnsupportedError: The plan is another one and cannot be changed now.
     """
     plan, lay_out_again = model.plan, model.session.lay_out_again
     whole = plan.whole_model()

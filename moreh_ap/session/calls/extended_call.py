@@ -1,9 +1,9 @@
 """Calls of models whose scripts use more than plain calls, and the first calls of all others (`CallExtensions`).
 
-Hooks of the script run once more on the result, attributes that forwards set are set here too, a forward that reads
-attributes of earlier ones is given them, and a cache that was passed is the one that comes back. A call is made again
-where one of these turns out to need it, from the random numbers from which it drew. Calls of models that use none of it
-pass by this file: `remote_call.call_on_route`.
+Hooks of the script run once more on the result, attributes that forwards set are set in the controller too, a forward
+that reads attributes of earlier forwards gets them as arguments, and a cache that was passed is the object that comes
+back. If one of these requires it, the call is repeated from the same state of the random generators. Calls that use
+none of this do not come through this module: `remote_call.call_on_route`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moreh_ap.session.models.script_hooks import RunsInScriptOnly, refuse_global
 
 
 class ExtendedCalls:
-    """Implements `CallExtensions`: what calls may use beyond plain ones."""
+    """Implements `CallExtensions`."""
 
     def finish(
         self, call: Call, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], hooks_done: int = 0
@@ -51,23 +51,23 @@ class ExtendedCalls:
         return double_backward.differentiate(call, gradients, inputs)
 
     def run_on_row_shards(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return row_shard_rules.run_on_parts(func, args, kwargs)
+        return row_shard_rules.run_on_row_shards(func, args, kwargs)
 
 
 def call_remotely(
     model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], hooks_done: int = 0
 ) -> Any:
-    """Run the submodule at `path` of `model` on the workers and return its result, tensors as promises.
+    """Runs the submodule at `path` of `model` on the workers; returns its result, whose tensors are promises.
 
     Args:
         model: The model.
-        path: Where the submodule is.
+        path: The path of the submodule.
         args: Positional arguments.
         kwargs: Keyword arguments.
         hooks_done: How many hooks of the script have run already, see `script_hooks.RunsInScriptOnly`.
 
     Raises:
-        Exception: Whatever the forward raised on a worker, with its own type, if its result had to be waited for;
+        Exception: The forward raised it on a worker; its type is kept. Raised here if the result was waited for;
             otherwise it is raised by the next call or read.
     """
     refuse_global_hooks()
@@ -90,7 +90,7 @@ def call_remotely(
 
 
 def _draw_again(model: RemoteModel, random_state: tuple[bytes, Streams] | None) -> None:
-    """Go on from the random numbers from which a call drew that is made once more."""
+    """Restores the random state from which a call drew, before the call is repeated."""
     if random_state is not None:
         model.session.generator.set_state(random_state[0])
         model.session.generator.go_on_from(random_state[1])

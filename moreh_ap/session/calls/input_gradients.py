@@ -1,4 +1,4 @@
-"""Gradients that a backward leaves on the workers for the tensors that a call was given."""
+"""Gradients of a call's tensor arguments that a backward leaves on the workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moreh_ap.session.session import Session
 
 
 class CallWithInputs(Protocol):
-    """A call as its input gradients see it."""
+    """The interface of a call that its input gradients need."""
 
     id: int
     input_gradients: set[Value]
@@ -23,7 +23,7 @@ class CallWithInputs(Protocol):
 
 
 class InputGradient(Value):
-    """The gradient that a backward pass left on the workers for one tensor that was given to a call."""
+    """The gradient of one tensor argument of a call; a backward left it on the workers."""
 
     __slots__ = ("_seen", "call", "index")
 

@@ -1,6 +1,6 @@
-"""Who wants the gradients of a call's outputs: backward hooks, `register_hook`, `retain_grad`, `torch.autograd.grad`.
+"""Watchers of the gradients of a call's outputs: backward hooks, `register_hook`, `retain_grad`, `torch.autograd.grad`.
 
-Attached to a call by the first of them; a backward through a call without any asks the workers for none.
+Attached to a call by its first watcher; a backward through a call without watchers requests no output gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.outbox import Outbox
 
 Watcher = Callable[[dict[int, Tensor]], object]
-"""Called with the gradients of leaves of a result, by index."""
+"""Called with the gradients of a result's leaves, by index."""
 
 
 class OutputWatchers:
@@ -27,24 +27,24 @@ class OutputWatchers:
         self._entries: list[tuple[list[int], Watcher, bool]] = []
 
     def add(self, indices: list[int], watcher: Watcher, adds_up: bool = False) -> RemovableWatcher:
-        """Have every backward call `watcher` with the full gradients of some leaves of the result, by index.
+        """Calls `watcher` in every backward with the full gradients of some leaves of the result, by index.
 
-        A watcher that `adds_up` may be given a gradient in several summands, one after the other.
+        A watcher that `adds_up` accepts a gradient in several summands, one after the other.
         """
         entry = (indices, watcher, adds_up)
         self._entries.append(entry)
         return RemovableWatcher(lambda: self._entries.remove(entry) if entry in self._entries else None)
 
     def indices(self) -> tuple[int, ...]:
-        """The leaves of the result that are watched."""
+        """Returns the indices of the watched leaves."""
         return tuple(sorted({index for indices, *_ in self._entries for index in indices}))
 
     def want_full_gradients(self) -> bool:
-        """Whether a watcher does not add up what it is given."""
+        """Returns whether a watcher needs each gradient in full, not in summands."""
         return not all(adds_up for *_, adds_up in self._entries)
 
     def tell(self, gradients: dict[int, Tensor]) -> None:
-        """Give all watchers the gradients, the latest watcher first."""
+        """Passes the gradients to all watchers, the latest first."""
         for watcher in self._latest_first():
             watcher(gradients)
 
@@ -63,11 +63,11 @@ class WatchedCall(Protocol):
 def watch_output(
     call: WatchedCall, output: int, watcher: Callable[[Tensor], object], adds_up: bool = False
 ) -> RemovableWatcher | None:
-    """Watch one tensor of a call's result, by its number among the tensors.
+    """Watches one tensor of a call's result, by its number among the tensors.
 
     Returns:
-        None where autograd in the controller knows the gradient by itself: nothing else that the call returned can
-        depend on the tensor.
+        None if the controller's autograd computes the gradient anyway: no other output of the call can depend on the
+        tensor.
     """
     assert call.structure is not None
     tensors = [index for index, leaf in enumerate(call.structure.leaves) if leaf.kind != "const"]
@@ -78,7 +78,7 @@ def watch_output(
 
 
 def read_gradients(outbox: Outbox, call_id: int, indices: tuple[int, ...]) -> dict[int, Tensor]:
-    """Returns the gradients that a backward left on the workers for watched outputs of a call; waits for each."""
+    """Returns the gradients of watched outputs that a backward left on the workers; waits for each."""
     gradients: dict[int, Tensor] = {}
     for index in indices:
         replies = [one for one in outbox.submit(ReadOutputGradient(call_id, index)).result() if one is not None]
@@ -88,7 +88,7 @@ def read_gradients(outbox: Outbox, call_id: int, indices: tuple[int, ...]) -> di
 
 
 class RemovableWatcher:
-    """What hooks return: `remove` ends them."""
+    """The handle of a hook: `remove` takes the hook off."""
 
     def __init__(self, remove: Callable[[], object]) -> None:
         self._remove = remove

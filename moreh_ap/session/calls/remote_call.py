@@ -1,4 +1,4 @@
-"""Calling a module that lives on the workers: what is sent, what is promised, and the one autograd node between.
+"""Calls of a module on the workers: the command, the promised outputs, and the autograd node of the call.
 
 The tensors of the result are promises. Their shapes are known from an earlier call of the same signature, or else from
 the workers' answer to this one, which is waited for. `loss.backward()` reaches `_RemoteCall.backward`, which sends the
@@ -21,12 +21,12 @@ from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, on_host
 from moreh_ap.device.values import Cell, Value
 from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import Backward, Forward, ReadOutputs, ReleaseCalls
-from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, OutputRef, PartRef, StateRef, TensorData
+from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, OutputRef, RowShardRef, StateRef, TensorData
 from moreh_ap.protocol.process_flags import GETTERS, process_flags
 from moreh_ap.session.calls.answer_check import ReadsPassedState, answered, check_structure, learn_structure
 from moreh_ap.session.calls.input_gradients import InputGradient
 from moreh_ap.session.calls.output_watchers import OutputWatchers, RemovableWatcher, Watcher, read_gradients
-from moreh_ap.session.calls.row_shard_values import Located, PartValue, PartView, part_ref_of
+from moreh_ap.session.calls.row_shard_values import Located, RowShardedValue, RowShardedView, row_shard_ref_of
 from moreh_ap.session.models.parameter_gradients import separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure
@@ -35,18 +35,18 @@ from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import OnWorkers
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Types of arguments that their text tells apart."""
+"""Argument types whose `repr` identifies the value."""
 
 _FORMS: dict[Hashable, Hashable] = {}
 _MAX_FORMS = 4096
 
 
 class Call:
-    """One forward pass on the workers, kept there while somebody here may still need it.
+    """One forward on the workers, which keep it while the controller has a reference to it.
 
     Args:
         model: The model.
-        signature: What is called, see `signatures`.
+        signature: The constant part of the call, see `signatures`.
     """
 
     def __init__(self, model: RemoteModel, signature: int) -> None:
@@ -62,16 +62,16 @@ class Call:
         """Backward passes of one kind reach the same parameters, if they start at the same outputs."""
         self.watchers: OutputWatchers | None = None
         self.input_gradients: Any = weakref.WeakSet()
-        """Of the last backward, as far as somebody still has them."""
+        """Input gradients of the last backward, as long as the script holds them."""
         weakref.finalize(self, model.session.outbox.release, ReleaseCalls((self.id,)))
 
     @property
     def session(self) -> Session:
-        """Where the workers are."""
+        """The session of the workers."""
         return self.model.session
 
     def send(self, tensors: list[Tensor], grad: bool) -> Structure:
-        """Send the forward; returns the structure of its result, waiting only if it cannot be predicted."""
+        """Sends the forward; returns the structure of its result. Waits only if that cannot be predicted."""
         model, signature = self.model, self._signature
         session, signatures = model.session, model.signatures
         training = model.send_changes()
@@ -118,13 +118,13 @@ class Call:
         reply = self.reply = session.outbox.submit(forward)
         # Random operations may change the result's structure, so it is predicted only for calls that draw nothing.
         structure = self.await_structure(None if streams is not None else expected, grad=grad)
-        if streams is not None:  # the script's next draws follow those of the forward
+        if streams is not None:  # the script's next random numbers follow the forward's
             after = next((answer.streams for answer in answered(reply.result()) if answer.streams), streams)
             generator.go_on_from(after)
         return structure
 
     def await_structure(self, expected: Structure | None, *, grad: bool) -> Structure:
-        """The structure of the result, once the call was sent; waits for it unless it is expected."""
+        """The structure of the result after the call was sent; waits for the reply unless it is predicted."""
         model, kind, reply = self.model, self.kind, self.reply
         assert reply is not None
         if expected is None:
@@ -136,7 +136,7 @@ class Call:
         return expected
 
     def read_output(self, index: int) -> Tensor:
-        """The whole value of output `index`; waits."""
+        """Returns the full value of output `index`; waits."""
         assert self.reply is not None
         replies = [reply.leaves[index] for reply in self.reply.result() if reply is not None]
         if replies[0].data is None:
@@ -146,12 +146,12 @@ class Call:
         return LeafReply.join(replies)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> Posted:
-        """Send the gradients of the outputs; parameters' gradients accumulate on the workers, unless kept apart.
+        """Sends the gradients of the outputs; parameters' gradients accumulate on the workers, unless kept apart.
 
         Returns:
-            What will be answered, see `messages.Backward`.
+            The promise of the reply, see `messages.Backward`.
         """
-        for before in self.input_gradients:  # this backward is not the first: workers keep those of the last
+        for before in self.input_gradients:  # the workers keep the input gradients of the last backward only
             before.read()
         self.input_gradients.clear()
         encoded, training = self.encode_gradients(gradients), self.changed_training()
@@ -170,37 +170,37 @@ class Call:
         return reply
 
     def changed_training(self) -> bytes | None:
-        """Training flags that were set since the call, and whatever else was.
+        """Sends what the script changed since the call; returns the training flags if they changed.
 
-        It counts (adapters back on after another call) where a model recomputes its blocks itself.
+        They matter (adapters switched on again after another call) if a model recomputes its blocks itself.
         """
         return None if self.model.has_left() else self.model.send_changes()
 
     def watch(self, indices: list[int], watcher: Watcher, adds_up: bool = False) -> RemovableWatcher:
-        """Have every backward tell gradients of the result, see `OutputWatchers.add`."""
+        """Requests gradients of the result from every backward, see `OutputWatchers.add`."""
         self.watchers = self.watchers or OutputWatchers()
         return self.watchers.add(indices, watcher, adds_up)
 
     def watched(self) -> tuple[int, ...]:
-        """The leaves of the result whose gradients are watched."""
+        """Returns the indices of the watched leaves."""
         return () if self.watchers is None else self.watchers.indices()
 
     def tell_watchers(self, gradients: dict[int, Tensor]) -> None:
-        """Give all watchers the gradients."""
+        """Passes the gradients to all watchers."""
         if self.watchers is not None:
             self.watchers.tell(gradients)
 
-    def encode_gradients(self, gradients: Sequence[Tensor | None]) -> tuple[TensorData | PartRef | None, ...]:
-        """How gradients of the outputs travel."""
+    def encode_gradients(self, gradients: Sequence[Tensor | None]) -> tuple[TensorData | RowShardRef | None, ...]:
+        """Returns the gradients of the outputs as they are sent."""
         return tuple(None if one is None else self._encode_gradient(one, index) for index, one in enumerate(gradients))
 
-    def _encode_gradient(self, gradient: Tensor, index: int) -> TensorData | PartRef:
-        """How the gradient of an output travels: by name if each worker has its rows of it, else as bytes."""
+    def _encode_gradient(self, gradient: Tensor, index: int) -> TensorData | RowShardRef:
+        """Returns an output's gradient as it is sent: its number if it is row-sharded likewise, else its bytes."""
         assert self.structure is not None
         value = gradient._cell.value if isinstance(gradient, VirtualTensor) else None
-        if isinstance(value, (PartValue, PartView)) and self.plan == self.model.plan:
+        if isinstance(value, (RowShardedValue, RowShardedView)) and self.plan == self.model.plan:
             output = [leaf for leaf in self.structure.leaves if leaf.kind != "const"][index]
-            ref = part_ref_of(value, self.structure.batch if output.kind == "rows" else None)
+            ref = row_shard_ref_of(value, self.structure.batch if output.kind == "rows" else None)
             if ref is not None:
                 return ref
         data = TensorData.of(on_host(gradient))
@@ -210,7 +210,7 @@ class Call:
 
 
 def call_on_route(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the submodule at `path` of a model that the registry found earlier, as `call_remotely` does.
+    """Calls the submodule at `path` of a model that the registry found earlier, as `call_remotely` does.
 
     Returns:
         The result, its tensors as promises; NotImplemented if the script has changed the model since, or uses more than
@@ -231,11 +231,11 @@ def call_on_route(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: 
 def send_call(
     model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Call, Structure, list[Any]]:
-    """Send a call; returns it, how its result nests, and the leaves of the result.
+    """Sends a call; returns the call, the nesting of its result, and the leaves of the result.
 
     Raises:
-        ReadsPassedState: The forward reads attributes that earlier ones have set, and was not given them.
-        Exception: Whatever the forward raised on a worker, if its result had to be waited for.
+        ReadsPassedState: The forward reads attributes that earlier forwards set, which were not passed.
+        Exception: The forward raised it on a worker, and the result was waited for.
     """
     leaves, treespec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -263,20 +263,20 @@ def send_call(
 
 
 def send_as_node(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], Structure]:
-    """Send a call as one node of the controller's autograd graph; returns the leaves of its result."""
+    """Sends a call as one node of the controller's autograd graph; returns the leaves of its result."""
     outputs = list(_RemoteCall.apply(call.model.anchor, call, *tensors))
     assert call.structure is not None
     return _with_constants(outputs, call.structure), call.structure
 
 
 def _with_constants(tensors: Sequence[Tensor], structure: Structure) -> list[Any]:
-    """The leaves of a result of which `tensors` are the tensors."""
+    """Returns the leaves of a result; `tensors` are the tensors among them."""
     values = iter(tensors)
     return [leaf.constant if leaf.kind == "const" else next(values) for leaf in structure.leaves]
 
 
 class OutputValue(Value):
-    """An output of a call: promised, and perhaps left on the workers until somebody reads it."""
+    """An output of a call: a promise; a large output stays on the workers until the script reads it."""
 
     __slots__ = ("call", "index")
 
@@ -293,18 +293,18 @@ class OutputValue(Value):
         return self.session.extensions.run_on_row_shards if self.located() is not None else None
 
     def located(self) -> Located | None:
-        """Where workers have it, if it is large and stayed with them."""
+        """Where the output is on the workers, if it is large and stayed there."""
         call, structure = self.call, self.call.structure
         if structure is None or call.plan != call.model.plan:
-            return None  # what another plan told of it does not hold where the model has been laid out again
+            return None  # the structure is of another plan if the model was rebuilt since
         leaf = structure.leaves[self.index]
-        if not leaf.has_parts or leaf.num_bytes() <= MAX_INLINE_BYTES * self.session.num_devices:
+        if not leaf.is_operand or leaf.num_bytes() <= MAX_INLINE_BYTES * self.session.num_devices:
             return None
         return Located(OutputRef(call.id, self.index), structure.batch if leaf.kind == "rows" else None)
 
     @property
     def session(self) -> Session:
-        """Where the workers are."""
+        """The session of the workers."""
         return self.call.model.session
 
     def read(self) -> Tensor:
@@ -312,7 +312,7 @@ class OutputValue(Value):
 
 
 class _RemoteCall(torch.autograd.Function):
-    """Stands for a whole remote call in the controller's autograd graph."""
+    """The autograd node of a remote call."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -335,8 +335,8 @@ class _RemoteCall(torch.autograd.Function):
             return (None, None, *(next(found) if requires_grad else None for *_, requires_grad in ctx.inputs))
         reply = ctx.call.backward(gradients)
         num_inputs = sum(requires_grad for *_, requires_grad in ctx.inputs)
-        # A gradient that is expected and missing is zeros, one that is present and not expected would be lost: unless a
-        # backward of this kind has reached all inputs before, the answer is waited for.
+        # An expected gradient that is missing is zeros, but an unexpected one would be lost: unless a backward of this
+        # kind has reached all inputs before, wait for the reply.
         kind = (ctx.call.kind, _which(gradients))
         reached = iter(ctx.call.model.gradients.inputs_reached(kind, reply, num_inputs) if num_inputs else ())
         input_gradients: list[Tensor | None] = []
@@ -358,14 +358,14 @@ def _promises(call: Call, structure: Structure) -> list[VirtualTensor]:
 
 
 def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> TensorData | OutputRef | StateRef:
-    """How a tensor argument travels: by name if workers have it already as they will need it, else as bytes."""
+    """Returns a tensor argument as it is sent: a reference if the workers have it as needed, else its bytes."""
     if not isinstance(tensor, VirtualTensor):
         return TensorData.of(tensor, on_device=False)
     value = tensor._cell.settle()
     if isinstance(value, OnWorkers) and value.placement() is None:
         return value.ref
     if isinstance(value, OutputValue) and expected is not None and not tensor.requires_grad:
-        # What another plan told of an output does not hold where the model has been laid out again since.
+        # The structure of an output is of another plan if the model was rebuilt since.
         source = value.call.structure if value.call.plan == value.call.model.plan else None
         left_there = source is not None and source.leaves[value.index].kind == "rows" and tensor.dim() > 0
         if left_there and source is not None and tensor.shape[0] == rows and source.mode == expected.mode == "split":
@@ -374,7 +374,7 @@ def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> Ten
 
 
 def _form_of(tensor: Tensor) -> Hashable:
-    """Shape, dtype and order of dims in memory."""
+    """Returns shape, dtype and order of dims in memory."""
     if tensor.layout is not torch.strided:
         return tuple(tensor.shape), tensor.dtype, memory_order(tensor)
     form = (tensor.shape, tensor.dtype, tensor.stride())
@@ -386,5 +386,5 @@ def _form_of(tensor: Tensor) -> Hashable:
 
 
 def _which(gradients: Sequence[Tensor | None]) -> tuple[bool, ...]:
-    """Which outputs have a gradient."""
+    """Returns which outputs have a gradient."""
     return tuple(gradient is not None for gradient in gradients)

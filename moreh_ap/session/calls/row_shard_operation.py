@@ -1,4 +1,4 @@
-"""One ATen operation on row shards: what is known of its operands, and how it is sent to the workers."""
+"""One ATen operation on row shards: its operands, and how it is sent to the workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from moreh_ap.device import operations
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Here
 from moreh_ap.protocol.batch import BatchRows
-from moreh_ap.protocol.messages.row_shards import RunOnParts
-from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, Expanded, NumRows, PartRef, RowsOf, TensorData
-from moreh_ap.session.calls.row_shard_values import InParts, Located, PartValue, PartView
+from moreh_ap.protocol.messages.row_shards import RunOnRowShards
+from moreh_ap.protocol.messages.tensors import (
+    MAX_INLINE_BYTES,
+    Expanded,
+    LocalNumRows,
+    LocalRowsOf,
+    RowShardRef,
+    TensorData,
+)
+from moreh_ap.session.calls.row_shard_values import HasRowShards, Located, RowShardedValue, RowShardedView
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
 
@@ -28,12 +35,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Operation:
-    """One call of an ATen operation, with what is known of its operands.
+    """One call of an ATen operation on row-sharded operands.
 
     Attributes:
-        session: Where the workers are.
-        located: Where the parts of an operand are, by the id of the tensor.
-        batch: Whose rows they are; None if every worker has all of each.
+        session: The session of the workers.
+        located: Where the row shards of an operand are, by the id of the tensor.
+        batch: The rows of each worker; None if every worker has all operands in full.
     """
 
     func: Any
@@ -45,13 +52,13 @@ class Operation:
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any) -> Operation | None:
-        """The operation; None if its operands are whole and small, or if their rows are shared in different ways."""
+        """Returns the operation; None if its operands are unsharded and small, or split by different batches."""
         located: dict[int, Located] = {}
         session, largest = None, 0
         for tensor in _tensors((args, kwargs)):
             value = tensor._cell.value if isinstance(tensor, VirtualTensor) else None
-            where = value.located() if isinstance(value, InParts) else None
-            if where is None or not isinstance(value, InParts):
+            where = value.located() if isinstance(value, HasRowShards) else None
+            if where is None or not isinstance(value, HasRowShards):
                 continue
             located[id(tensor)] = where
             session, largest = value.session, max(largest, _num_bytes(tensor))
@@ -68,18 +75,18 @@ class Operation:
         return travels <= stays
 
     def tensors(self) -> Iterator[Tensor]:
-        """Its operands."""
+        """Yields the operands."""
         return _tensors((self.args, self.kwargs))
 
     def argument(self, name: str) -> Any:
-        """The value of an argument by its name in the schema, its default if it was not given."""
+        """Returns an argument by its name in the schema, the default if it was not given."""
         position = self._position(name)
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, self.func._schema.arguments[position].default_value)
 
     def having(self, **arguments: Any) -> Operation:
-        """The same with other values of some arguments."""
+        """Returns the operation with other values of some arguments."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in arguments.items():
             position = self._position(name)
@@ -93,20 +100,20 @@ class Operation:
         return [argument.name for argument in self.func._schema.arguments].index(name)
 
     def metas(self) -> Any:
-        """The results without values."""
+        """Returns the results on meta."""
         return self.func(*operations.meta_of(self.args), **operations.meta_of(self.kwargs))
 
     def has_rows(self, tensor: Tensor) -> bool:
-        """Whether a worker has only its rows of the operand."""
+        """Returns whether the operand is row-sharded."""
         where = self.located.get(id(tensor))
         return where is not None and where.batch is not None
 
     def counts_rows(self, size: int) -> bool:
-        """Whether a dim of this size may count rows of the batch, or entries of them."""
+        """Returns whether a dim of this size may count rows of the batch, or a fixed number of entries for each row."""
         return self.batch is None or (size > 0 and size % self.batch.total == 0)
 
     def aligned(self, shape: torch.Size) -> bool:
-        """Whether, broadcast to `shape`, dim 0 has the rows of every operand that workers have rows of."""
+        """Returns whether dim 0 of every row-sharded operand has the rows after broadcasting to `shape`."""
         return all(
             tensor.dim() == len(shape) and tensor.shape[0] == shape[0] and self.counts_rows(shape[0])
             for tensor in self.tensors()
@@ -118,50 +125,50 @@ class Operation:
     def run(
         self, follows: Follows, *, sums: bool = False, sent: tuple[Any, Any] | None = None, packet: Any = None
     ) -> Any:
-        """Has the workers run it; returns the results, which they keep.
+        """Runs the operation on the workers, which keep the results; returns these.
 
         Args:
-            follows: Says of an operand whether its dim 0 has the rows.
-            sums: Whether results are to be summed over the workers.
-            sent: Arguments as workers get them, where they differ.
-            packet: What workers run instead of the operation.
+            follows: Returns for an operand whether its dim 0 has the rows.
+            sums: Whether the results are summed over the workers.
+            sent: The arguments for the workers, if they differ from the script's.
+            packet: The operation for the workers, if it differs.
         """
         metas = self.metas()
         outputs = [leaf for leaf in tree_leaves(metas) if isinstance(leaf, Tensor)]
-        refs = [PartRef(self.session.outbox.new_id()) for _ in outputs]
+        refs = [RowShardRef(self.session.outbox.new_id()) for _ in outputs]
         reply = self._post(follows, tuple(ref.number for ref in refs), sums, sent, packet)
         batch = None if sums else self.batch
         values = []
         for number, (ref, meta) in enumerate(zip(refs, outputs)):
             comes_along = batch is None and _num_bytes(meta) <= MAX_INLINE_BYTES
             answer = reply if comes_along else None
-            values.append(PartValue(self.session, ref, batch, _num_bytes(meta), answer, number))
+            values.append(RowShardedValue(self.session, ref, batch, _num_bytes(meta), answer, number))
         if self.func.is_view:
             return self._views(metas, values)
         left = iter(values)
         return tree_map_only(Tensor, lambda meta: VirtualTensor(Cell(next(left), ACCELERATOR), meta), metas)
 
     def run_in_place(self, follows: Follows) -> None:
-        """Has the workers run it for what it changes."""
+        """Runs an in-place operation on the workers."""
         self._post(follows, (), sums=False)
 
-    def _views(self, metas: Any, values: list[PartValue]) -> Any:
+    def _views(self, metas: Any, values: list[RowShardedValue]) -> Any:
         base = next(self.tensors())
         assert isinstance(base, VirtualTensor)
         base._cell.has_views = True
         func, rest, kwargs = self.func, self.args[1:], self.kwargs
 
-        def view_of(whole: Tensor, index: int | None) -> Tensor:
-            result = func(whole, *rest, **kwargs)
+        def view_of(base_value: Tensor, index: int | None) -> Tensor:
+            result = func(base_value, *rest, **kwargs)
             return result if index is None else result[index]
 
         if isinstance(metas, Tensor):
-            part = PartView(base._cell, functools.partial(view_of, index=None), values[0])
-            return VirtualTensor(Cell(part, ACCELERATOR), metas)
+            view = RowShardedView(base._cell, functools.partial(view_of, index=None), values[0])
+            return VirtualTensor(Cell(view, ACCELERATOR), metas)
         views = []
         for number, (meta, value) in enumerate(zip(metas, values)):
-            part = PartView(base._cell, functools.partial(view_of, index=number), value)
-            views.append(VirtualTensor(Cell(part, ACCELERATOR), meta))
+            view = RowShardedView(base._cell, functools.partial(view_of, index=number), value)
+            views.append(VirtualTensor(Cell(view, ACCELERATOR), meta))
         return views
 
     def _post(
@@ -178,24 +185,24 @@ class Operation:
         args, kwargs = tree_map(encode, sent or (self.args, self.kwargs))
         func = self.func if packet is None else packet.default
         name = f"{func._opname}.{func._overloadname}"
-        return self.session.outbox.post_soon(RunOnParts(name, args, kwargs, outputs, sums))
+        return self.session.outbox.post_soon(RunOnRowShards(name, args, kwargs, outputs, sums))
 
     def _encode(self, tensor: Tensor, follows: Follows) -> Any:
         has_rows = self.batch is not None and tensor.dim() > 0 and follows(tensor)
         where = self.located.get(id(tensor))
         if where is not None:
-            return RowsOf(where.ref) if has_rows and where.batch is None else where.ref
+            return LocalRowsOf(where.ref) if has_rows and where.batch is None else where.ref
         small = _collapsed(tensor)
         data = TensorData.of(small.host_value() if isinstance(small, VirtualTensor) else small)
         repeats_rows = small.dim() > 0 and small.shape[0] != tensor.shape[0]
-        operand = RowsOf(data) if has_rows and not repeats_rows else data
+        operand = LocalRowsOf(data) if has_rows and not repeats_rows else data
         if small.shape == tensor.shape:
             return operand
-        return Expanded(operand, (NumRows(tensor.shape[0]) if has_rows else tensor.shape[0], *tensor.shape[1:]))
+        return Expanded(operand, (LocalNumRows(tensor.shape[0]) if has_rows else tensor.shape[0], *tensor.shape[1:]))
 
 
 def like(shape: torch.Size) -> Follows:
-    """Operands of as many dims with the same dim 0 have the rows in it."""
+    """Returns a rule: operands with as many dims and the same size of dim 0 have the rows in dim 0."""
     return lambda tensor: tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
 
 
@@ -208,12 +215,12 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _collapsed(tensor: Tensor) -> Tensor:
-    """The tensor without what it repeats: an expanded gradient is one number."""
+    """Returns the tensor without expanded dims: an expanded gradient is one number."""
     if not isinstance(tensor, VirtualTensor) or not isinstance(tensor._cell.value, Here):
         return tensor
     host = tensor._cell.value.tensor
     for dim in range(host.dim()):
         if host.stride(dim) == 0 and host.shape[dim] > 1:
             host = host.narrow(dim, 0, 1)
-    # Of its own memory: a dim of one element may have any stride.
+    # A copy: a dim of one element may have any stride.
     return tensor if host is tensor._cell.value.tensor else host.clone(memory_format=torch.contiguous_format)

@@ -1,9 +1,9 @@
-"""Operations on large tensors of which each worker has its rows of the batch, or a copy.
+"""Operations on row-sharded tensors, and on large ones of which each worker has a copy.
 
 Decides how the arguments of each worker differ from the script's for each rule of the table (`protocol.shard_rules`);
-an operation without a rule, or with operands that do not fit it, is declined: then the controller reads whole tensors
-and computes it. This is below autograd: backward's operations come here like any other. Must not know what a worker
-does with its rows.
+an operation without a rule, or with operands that do not fit it, is declined: then the controller reads the full
+tensors and computes it. This is below autograd: the operations of a backward come here like any other. Must not know
+how a worker computes on its rows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moreh_ap.device import operations
 from moreh_ap.device.tensor import VirtualTensor
-from moreh_ap.protocol.messages.tensors import NumRows
+from moreh_ap.protocol.messages.tensors import LocalNumRows
 from moreh_ap.protocol.shard_rules import BatchRule, shard_rules
 from moreh_ap.session.calls.row_shard_operation import Operation, like
-from moreh_ap.session.calls.row_shard_values import PartValue, PartView
+from moreh_ap.session.calls.row_shard_values import RowShardedValue, RowShardedView
 
 aten = torch.ops.aten
 
@@ -28,8 +28,8 @@ _DIM_NAMES = frozenset({"dim", "dims", "dim0", "dim1"})
 _HAS_ONE_DIM_MORE = {aten.unsqueeze, aten.stack}
 
 
-def run_on_parts(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an ATen operation of which workers have operands in parts; NotImplemented where it is declined."""
+def run_on_row_shards(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the result of an ATen operation with row-sharded operands; NotImplemented if it is declined."""
     operation = Operation.of(func, args, kwargs)
     if operation is None or torch.Tag.nondeterministic_seeded in func.tags:
         return NotImplemented
@@ -46,7 +46,7 @@ def _divided(tensor: Tensor, by: Any) -> Tensor:
 
 
 def _dims_of(operation: Operation) -> list[int] | None:
-    """The dims that an operation works along, counted from the first; None if it works along all of them."""
+    """Returns the dims that an operation reduces or moves, from 0 up; None if it uses all dims."""
     first = next(operation.tensors())
     num_dims = first.dim() + (operation.func.overloadpacket in _HAS_ONE_DIM_MORE)
     found: list[int] = []
@@ -71,14 +71,14 @@ def _elementwise(operation: Operation) -> Any:
 
 
 def _in_place(operation: Operation) -> Any:
-    """``scores.masked_fill_(mask, 0)``: where the memory is the workers' own, and not a call's output."""
+    """In-place operations such as ``scores.masked_fill_(mask, 0)``, unless the memory is a call's output."""
     func, target = operation.func, operation.args[0]
     value = target._cell.value if isinstance(target, VirtualTensor) else None
-    root = value.root() if isinstance(value, PartView) else value
+    root = value.root() if isinstance(value, RowShardedView) else value
     functional = getattr(aten, func._opname.removesuffix("_"), None)
     overload = getattr(functional, func._overloadname, None)
     is_known = overload is not None and torch.Tag.pointwise in overload.tags and func._opname.endswith("_")
-    if not (is_known and isinstance(root, PartValue) and operation.aligned(target.shape)):
+    if not (is_known and isinstance(root, RowShardedValue) and operation.aligned(target.shape)):
         return NotImplemented
     operation.run_in_place(like(target.shape))
     root.changed_there()
@@ -86,7 +86,7 @@ def _in_place(operation: Operation) -> Any:
 
 
 def _along_other_dims(operation: Operation) -> Any:
-    """Softmax, sorting, slices: every row by itself, as long as dim 0 is not the one that is worked along."""
+    """Softmax, sorting, slices: row by row, unless the operation runs along dim 0."""
     first = next(operation.tensors())
     dims = _dims_of(operation)
     if dims is None or (operation.batch is not None and 0 in dims) or not operation.aligned(first.shape):
@@ -95,7 +95,7 @@ def _along_other_dims(operation: Operation) -> Any:
 
 
 def _total(operation: Operation) -> Any:
-    """Sums and means: along other dims row by row, over the rows as a sum of the workers' sums."""
+    """Sums and means: along other dims row by row, over the rows as the sum of the workers' sums."""
     first, dims = operation.args[0], _dims_of(operation)
     if not operation.aligned(first.shape):
         return NotImplemented
@@ -105,12 +105,12 @@ def _total(operation: Operation) -> Any:
         return operation.run(like(first.shape), sums=True)
     mean = operation.metas()
     func = getattr(aten.sum, "dim_IntList" if operation.func._overloadname == "dim" else "default")
-    total = run_on_parts(func, operation.args, {**operation.kwargs, "dtype": mean.dtype})
+    total = run_on_row_shards(func, operation.args, {**operation.kwargs, "dtype": mean.dtype})
     return _divided(total, first.numel() / mean.numel()) if mean.dtype.is_floating_point else NotImplemented
 
 
 def _loss(operation: Operation) -> Any:
-    """Losses that are a sum, or mean, of one number an element."""
+    """Losses that are the sum or mean of one number per element."""
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in operation.tensors()))
     if not operation.aligned(shape):
         return NotImplemented
@@ -130,7 +130,7 @@ def _loss_backward(operation: Operation) -> Any:
 
 
 def _class_loss(operation: Operation) -> Any:
-    """Negative log-likelihood: the sum of targets' scores, by the sum of their weights where the mean is wanted."""
+    """Negative log-likelihood: the sum of the targets' scores; for a mean, divided by the sum of their weights."""
     scores, target, reduction = operation.args[0], operation.argument("target"), operation.argument("reduction")
     if not _share_rows(operation, scores, target):
         return NotImplemented
@@ -157,7 +157,7 @@ def _share_rows(operation: Operation, scores: Tensor, target: Tensor) -> bool:
 
 
 def _new_sizes(operation: Operation) -> Any:
-    """Views and new tensors of a size: as long as dim 0 counts rows before and after."""
+    """Views and new tensors of a size, if dim 0 counts rows before and after."""
     source, result = operation.args[0], operation.metas()
     names = [argument.name for argument in operation.func._schema.arguments]
     name = "size" if "size" in names else "input_sizes"
@@ -167,9 +167,9 @@ def _new_sizes(operation: Operation) -> Any:
     counts = all(tensor.dim() and operation.counts_rows(tensor.shape[0]) for tensor in (source, result))
     if not counts or 0 in result.shape or (operation.batch is not None and 0 in (_dims_of(operation) or ())):
         return NotImplemented
-    sizes = [NumRows(result.shape[0]), *result.shape[1:]]
+    sizes = [LocalNumRows(result.shape[0]), *result.shape[1:]]
     sent = operation.having(**{name: sizes})
-    # A view of the whole may not be one of a part whose memory is laid out otherwise.
+    # The full tensor may be viewable where a row shard is not, since its strides differ.
     packet = aten.reshape if operation.func.overloadpacket in (aten.view, aten._unsafe_view) else None
     return operation.run(lambda tensor: tensor is source, sent=(sent.args, sent.kwargs), packet=packet)
 

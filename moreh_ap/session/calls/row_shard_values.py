@@ -1,12 +1,12 @@
-"""Large tensors that a script computes from a call's outputs, left where they are: each worker has its rows of them.
+"""Row-sharded tensors: large tensors that a script computes from a call's outputs, of which each worker keeps its rows.
 
-Decides what such a tensor is in the controller: a value that is read when somebody looks at it, and until then a name
-under which workers run operations (`part_rules`).
+Decides what such a tensor is in the controller: a value that is read when the script reads it, and until then a number
+under which workers run operations (`row_shard_rules`).
 
 [Note: views]
-A worker's view of a part is a view there too, so that operations in place reach both. A view in the controller is a
-`View` of its base like any other, and in addition has the name of the workers' view, for as long as the base is still
-what it was a view of.
+A view of a row shard is a view on the worker too, so that operations in place change both. In the controller it is a
+`View` of its base like any other. In addition it keeps the number of the workers' view, which is valid until the base
+gets another value.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch import Tensor
 
 from moreh_ap.device.values import Cell, Value, View
 from moreh_ap.protocol.batch import BatchRows
-from moreh_ap.protocol.messages.row_shards import ReadPart, ReleaseParts, WritePart
-from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, PartRef, TensorData
+from moreh_ap.protocol.messages.row_shards import ReadRowShard, ReleaseRowShards, WriteRowShard
+from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, RowShardRef, TensorData
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
 
 
 @dataclass(frozen=True)
 class Located:
-    """Where the parts of a tensor are: the name that workers know them by, and whose rows (None: each has all)."""
+    """Where a tensor's row shards are: their number on the workers, and the rows of each worker (None: full copies)."""
 
-    ref: PartRef | OutputRef
+    ref: RowShardRef | OutputRef
     batch: BatchRows | None
 
 
 @runtime_checkable
-class InParts(Protocol):
-    """A value of which workers may have parts."""
+class HasRowShards(Protocol):
+    """A value that may be row-sharded on the workers."""
 
     @property
     def session(self) -> Session: ...
@@ -44,16 +44,16 @@ class InParts(Protocol):
     def located(self) -> Located | None: ...
 
 
-class PartValue(Value):
-    """A tensor of which workers hold parts, until nobody here has it any more.
+class RowShardedValue(Value):
+    """A row-sharded tensor; the workers free it when the controller's last reference is gone.
 
     Args:
-        session: Where the workers are.
-        ref: What workers know it by, or are about to.
-        batch: Whose rows they have; None: each has all of it.
-        num_bytes: Of the whole tensor.
-        reply: The answer to the command that made it.
-        index: Which of the results in the answer it is.
+        session: The session of the workers.
+        ref: Its number on the workers.
+        batch: The rows of each worker; None if each has the full tensor.
+        num_bytes: Size of the full tensor.
+        reply: The reply to the command that computes it.
+        index: Its index among the results in the reply.
     """
 
     __slots__ = ("_index", "_located", "_number", "_reply", "_seen", "num_bytes", "session")
@@ -63,7 +63,7 @@ class PartValue(Value):
     def __init__(
         self,
         session: Session,
-        ref: PartRef,
+        ref: RowShardRef,
         batch: BatchRows | None,
         num_bytes: int,
         reply: Posted | None = None,
@@ -73,15 +73,15 @@ class PartValue(Value):
         self._number = ref.number
         self._reply, self._index = reply, index
         self._seen: Tensor | None = None
-        weakref.finalize(self, session.outbox.release, ReleaseParts((ref.number,)))
+        weakref.finalize(self, session.outbox.release, ReleaseRowShards((ref.number,)))
 
     def located(self) -> Located:
-        """Where the parts are."""
+        """Where the row shards are."""
         return self._located
 
     @property
     def stays(self) -> bool:  # type: ignore[override]
-        """Large parts stay; what is whole and small comes with the answer, and is an ordinary value from then on."""
+        """Whether the value stays on the workers; a small unsharded one comes with the reply."""
         return self._reply is None
 
     def runner(self) -> Callable[[Any, Any, Any], Any] | None:
@@ -95,57 +95,57 @@ class PartValue(Value):
             answers = [answer[self._index] for answer in self._reply.result() if answer is not None]
             return LeafReply.join(answers)
         if self._seen is None:
-            replies = self.session.outbox.submit(ReadPart(self._number)).result()
+            replies = self.session.outbox.submit(ReadRowShard(self._number)).result()
             self._seen = LeafReply.join([reply for reply in replies if reply is not None])
             self.session.traffic.moved(self.num_bytes)
         return self._seen
 
     def write(self, tensor: Tensor) -> None:
-        self.session.outbox.submit(WritePart(self._number, TensorData.of(tensor)))
+        self.session.outbox.submit(WriteRowShard(self._number, TensorData.of(tensor)))
         self.session.traffic.moved(self.num_bytes)
         self._seen = None
 
     def changed_there(self) -> None:
-        """Workers changed it in place."""
+        """Drops the value that was read: an operation on the workers changed it in place."""
         self._seen = None
 
 
-class PartView(View):
-    """A view of a tensor whose parts are on the workers. See [Note: views].
+class RowShardedView(View):
+    """A view of a row-sharded tensor. See [Note: views].
 
     Args:
-        base: What it is a view of.
-        view: Applies the view to the whole base.
-        part: The workers' views.
+        base: The tensor that it is a view of.
+        view: Applies the view to the full base.
+        shard: The workers' views.
     """
 
-    __slots__ = ("_of", "_part")
+    __slots__ = ("_of", "_shard")
 
-    def __init__(self, base: Cell, view: Callable[[Tensor], Tensor], part: PartValue) -> None:
+    def __init__(self, base: Cell, view: Callable[[Tensor], Tensor], shard: RowShardedValue) -> None:
         super().__init__(base, view)
-        self._of, self._part = base.value, part
+        self._of, self._shard = base.value, shard
 
     def runner(self) -> Callable[[Any, Any, Any], Any] | None:
-        return self._part.runner() if self.located() is not None else None
+        return self._shard.runner() if self.located() is not None else None
 
     def located(self) -> Located | None:
-        """Where the workers' views are, while they are views of what the base still is."""
+        """Where the workers' views are; None once the base has another value."""
         if self.base.value is not self._of:
             return None
-        base_is_current = not isinstance(self._of, PartView) or self._of.located() is not None
-        return self._part.located() if base_is_current else None
+        base_is_current = not isinstance(self._of, RowShardedView) or self._of.located() is not None
+        return self._shard.located() if base_is_current else None
 
     @property
     def session(self) -> Session:
-        """Where the workers are."""
-        return self._part.session
+        """The session of the workers."""
+        return self._shard.session
 
     def root(self) -> Value:
-        """What the view, through other views, is a view of."""
-        return self._of.root() if isinstance(self._of, PartView) else self._of
+        """The value that is not a view itself, through a chain of views."""
+        return self._of.root() if isinstance(self._of, RowShardedView) else self._of
 
 
-def part_ref_of(value: PartValue | PartView, batch: BatchRows | None) -> PartRef | None:
-    """The name of a tensor on the workers, if each has the same rows of it as of another one (None: has all)."""
+def row_shard_ref_of(value: RowShardedValue | RowShardedView, batch: BatchRows | None) -> RowShardRef | None:
+    """The number of a tensor on the workers if they hold the rows `batch` of it (None: full copies); else None."""
     where = value.located()
-    return where.ref if where is not None and isinstance(where.ref, PartRef) and where.batch == batch else None
+    return where.ref if where is not None and isinstance(where.ref, RowShardRef) and where.batch == batch else None

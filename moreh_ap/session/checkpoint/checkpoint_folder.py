@@ -1,11 +1,12 @@
-"""The folder of a training checkpoint: what is in it, how a new one replaces it in one step, how it is checked.
+"""The folder of a training checkpoint: its files, how a new checkpoint replaces it atomically, how it is checked.
 
-Decides the format. Must not know models, optimizers or workers: it is told names of tensors and who wrote which box.
+Decides the format. Must not know models, optimizers or workers: it is given names of tensors and the box that each
+process wrote.
 
 [Note: one step]
 Data files of a save have names of their own, so they never touch an earlier one. When all of them are on the disk,
 `checkpoint.json`, which names them, is replaced by renaming: before that the folder is the earlier checkpoint, after it
-the new one, whatever interrupts the save. Files that no `checkpoint.json` names are removed by the next save that
+the new one, even if the save is interrupted. Files that no `checkpoint.json` names are removed by the next save that
 succeeds, but for those that values of this process, not read yet, still lie in.
 """
 
@@ -47,7 +48,7 @@ class Checkpoint:
 
     Attributes:
         folder: Its path.
-        content: What `checkpoint.json` says.
+        content: The content of `checkpoint.json`.
         tensors: Where every tensor lies, by its name.
     """
 
@@ -61,7 +62,7 @@ class Checkpoint:
         """Reads `checkpoint.json`.
 
         Raises:
-            LoadError: There is none, or it is not what a save has written.
+            LoadError: The file does not exist, or its content is not that of a save.
         """
         path = os.path.join(os.path.abspath(folder), _JSON)
         try:
@@ -91,17 +92,17 @@ class Checkpoint:
             raise _damaged(path, f"it lacks {error}") from error
 
     def files(self, *, verify: bool) -> FilesToCheck:
-        """Returns what there is to check of the data files."""
+        """Returns path, size and checksum of the data files."""
         return tuple(
             (os.path.join(self.folder, name), entry["bytes"], entry["sha256"] if verify else None)
             for name, entry in self.content["files"].items()
         )
 
     def check(self, problems: dict[str, str]) -> None:
-        """Refuses files that something is wrong with: ``{path: what}``.
+        """Raises if there are `problems` with files, ``{path: problem}``.
 
         Raises:
-            LoadError: Something is; the message names the files.
+            LoadError: A file is damaged; the message names it.
         """
         for path, problem in sorted(problems.items()):
             raise _damaged(path, problem)
@@ -112,7 +113,7 @@ class Checkpoint:
         return InFile(saved.sources, saved.shape, dtype, keeper=self)
 
     def read(self, name: str) -> Tensor:
-        """Returns a whole tensor on the CPU."""
+        """Returns a full tensor on the CPU."""
         return self.unread(name, self.tensors[name].dtype).read()
 
     def _tensor(self, name: str, entry: dict[str, Any]) -> SavedTensor:
@@ -128,7 +129,7 @@ class Checkpoint:
         return SavedTensor(dtype_of(entry["dtype"]), shape, sources)
 
 
-# Checkpoints whose files may still be read; looked at when a save cleans a folder.
+# Checkpoints whose files may still be read; a save that cleans a folder keeps these files.
 _ALIVE: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
 
 
@@ -136,7 +137,7 @@ class NewCheckpoint:
     """A checkpoint that is being written. See [Note: one step].
 
     Args:
-        folder: Where; it is made if it is not there.
+        folder: The folder; created if it does not exist.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -145,7 +146,7 @@ class NewCheckpoint:
         os.makedirs(self._folder, exist_ok=True)
 
     def path(self, writer: str) -> str:
-        """Returns how the paths of the files of `writer` ("controller", "worker") begin."""
+        """Returns the prefix of the file paths of `writer` ("controller", "worker")."""
         return os.path.join(self._folder, f"{self._id}-{writer}")
 
     def write(self, write_files: Callable[[], Sequence[WrittenFile]], tensors: dict[str, Tensor], content: Any) -> None:
@@ -154,7 +155,7 @@ class NewCheckpoint:
         Args:
             write_files: Writes the data files and returns what they hold.
             tensors: All tensors by name, for their shapes and dtypes.
-            content: What else `checkpoint.json` says.
+            content: Other content of `checkpoint.json`.
 
         Raises:
             OSError: A file could not be written.
@@ -165,7 +166,7 @@ class NewCheckpoint:
                 if file.failure:
                     raise OSError(f"{file.path}: {file.failure}")
             self._commit(self._describe(files, tensors) | content)
-        except BaseException:
+        except BaseException:  # a full disk, a lost worker, Ctrl-C: no files of this save may stay
             if not self._is_current():
                 self._remove(name for name in os.listdir(self._folder) if self._id in name)
             raise
@@ -211,7 +212,7 @@ class NewCheckpoint:
         _sync_folder(self._folder)
 
     def _is_current(self) -> bool:
-        """Says whether `checkpoint.json` names the files of this save already."""
+        """Returns whether `checkpoint.json` names the files of this save already."""
         with contextlib.suppress(FileNotFoundError), open(os.path.join(self._folder, _JSON), encoding="utf-8") as file:
             return self._id in file.read()
         return False
@@ -231,18 +232,18 @@ class NewCheckpoint:
 
 
 def problems_of(files: FilesToCheck) -> dict[str, str]:
-    """Returns what is wrong with files, by path."""
+    """Returns the problems of files, by path."""
     found = {path: problem_with(path, num_bytes, sha256) for path, num_bytes, sha256 in files}
     return {path: problem for path, problem in found.items() if problem}
 
 
 def unknown(checkpoint: Checkpoint, kind: str, name: str) -> str:
-    """Says that a checkpoint has no model or optimizer of this name."""
+    """Returns the text of the error for a model or optimizer that the checkpoint does not have."""
     return f"{checkpoint.folder} holds no {name!r} among its {kind}"
 
 
 def some(names: list[str]) -> str:
-    """Names the first of many."""
+    """Returns the first names of many, as text."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -251,7 +252,7 @@ def _sha256(content: dict[str, Any]) -> str:
 
 
 def _sync_folder(folder: str) -> None:
-    """Has a folder's names on the disk. Source: fsync(2)."""
+    """Flushes the names in a folder to the disk. Source: fsync(2)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """Optimizers in a training checkpoint: groups, settings and state, by names of parameters.
 
-Decides what of an optimizer is saved and how it comes back, wherever its steps are taken. Must not know the format of
-the folder or who writes tensors.
+Decides what of an optimizer is saved and how it is restored, on the workers or in the controller. Must not know the
+format of the folder or which process writes tensors.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NOT_SETTINGS = ("params", "param_names")
 
 
 def describe_optimizer(optimizer: Optimizer, name: str, names: dict[int, str], encoder: Encoder) -> dict[str, Any]:
-    """Returns what `checkpoint.json` says of an optimizer; its tensors are left with `encoder`.
+    """Returns the entry of an optimizer in `checkpoint.json`; its tensors are left with `encoder`.
 
     Raises:
-        UnsupportedError: It has a parameter of no model, or state that a checkpoint has no form for.
+        UnsupportedError: A parameter belongs to no saved model, or state has a type that a checkpoint cannot hold.
     """
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -52,16 +52,16 @@ def describe_optimizer(optimizer: Optimizer, name: str, names: dict[int, str], e
 
 
 def check_groups(checkpoint: Checkpoint, optimizer: Optimizer, name: str, names: dict[int, str]) -> None:
-    """Refuses an optimizer that has other parameters in its groups than the saved one.
+    """Raises if the optimizer has other parameters in its groups than the saved one.
 
     Args:
-        checkpoint: Where it was saved.
+        checkpoint: The checkpoint that has it.
         optimizer: The optimizer.
         name: Its name in the checkpoint.
-        names: Names of parameters there, by ``id(parameter)``.
+        names: Names of parameters in the checkpoint, by ``id(parameter)``.
 
     Raises:
-        LoadError: It has; or none was saved under this name.
+        LoadError: The parameters differ, or no optimizer was saved under this name.
     """
     saved = checkpoint.content["optimizers"].get(name)
     if saved is None:
@@ -81,10 +81,10 @@ def check_groups(checkpoint: Checkpoint, optimizer: Optimizer, name: str, names:
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: Optimizer, name: str, names: dict[int, str]) -> None:
-    """Gives an optimizer its saved settings and state; `check_groups` has found it to be the same.
+    """Loads an optimizer's settings and state, after `check_groups` has passed.
 
-    State of parameters on the accelerator stays in the files until somebody needs it: the workers, at once if they have
-    the parameters, each its part.
+    State of parameters on the accelerator stays in the files until it is needed. Workers that already have the
+    parameters read their shards at once.
     """
     saved_optimizer = checkpoint.content["optimizers"][name]
     saved_state = saved_optimizer["state"]
@@ -105,7 +105,7 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: Optimizer, name: str, name
 
 
 def _stays_on_host(key: str, group: dict[str, Any]) -> bool:
-    """Where PyTorch's optimizers keep a number that is no tensor of the parameter's shape.
+    """Returns whether PyTorch's optimizers keep this scalar of the state (`step`) in host memory.
 
     Source: torch/optim/optimizer.py, `_process_value_according_to_param_policy`.
     """
@@ -127,7 +127,7 @@ def _state_value(checkpoint: Checkpoint, parameter: Tensor, entry: Any, *, on_ho
 
 
 def _lay_out_on_workers(session: Session, optimizer: Optimizer) -> None:
-    """Brings state that is shaped like its parameter to where the parameter is, if another class takes the steps."""
+    """Has the workers read state of their parameters' shapes, for an optimizer that steps in the controller."""
     values: dict[StateRef, SavedTensor] = {}
     for parameter, entries in optimizer.state.items():
         for key, tensor in entries.items():
@@ -139,7 +139,7 @@ def _lay_out_on_workers(session: Session, optimizer: Optimizer) -> None:
 
 
 def _session_of(optimizer: Optimizer) -> Session | None:
-    """The session whose workers hold the optimizer's parameters; None if some of them are elsewhere."""
+    """Returns the session whose workers hold the optimizer's parameters; None if some are not on the workers."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     values = [parameter._cell.value if isinstance(parameter, VirtualTensor) else None for parameter in parameters]
     sessions = [value.owner.session for value in values if isinstance(value, OnWorkers)]

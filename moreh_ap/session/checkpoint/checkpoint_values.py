@@ -1,7 +1,6 @@
-"""Values in JSON and back: what JSON has, and the kinds of value that schedulers, optimizers and random states add.
+"""Values in JSON and back: JSON's own types, and the types that schedulers, optimizers and random states need.
 
-Decides how such a value is written. Must not know what the values mean, or where tensors are kept: a tensor becomes a
-name.
+Decides how such a value is written. Must not know what values mean or where tensors are kept: a tensor becomes a name.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ _ALLOWED = "None, bool, int, float, str, tensors, numpy arrays, and lists, tuple
 
 
 class Encoder:
-    """Turns nested values into what `json` writes.
+    """Converts nested values to values that `json` can write.
 
     Attributes:
-        tensors: The tensors that were found, by the names that stand for them.
+        tensors: The tensors among the values, by the names that replace them.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
 
     def encode(self, value: Any, place: str) -> Any:
-        """Returns `value` as JSON has it; whatever JSON does not have is ``{"$kind": ...}``.
+        """Returns `value` for JSON; other types become ``{"$kind": ...}``.
 
         Args:
             value: The value.
-            place: What it is called: the name of a tensor, and what an error says.
+            place: The path of the value: the name of a tensor, and the place that an error names.
 
         Raises:
-            UnsupportedError: A value of another kind is inside.
+            UnsupportedError: A nested value has another type.
         """
         if isinstance(value, np.generic):
             value = value.item()
@@ -76,14 +75,14 @@ class Encoder:
 
 
 def decode(value: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """Returns what `Encoder.encode` was given.
+    """Returns the value that `Encoder.encode` was called with.
 
     Args:
-        value: What it returned.
-        tensor_of: Gives the tensor of a name.
+        value: The encoded value.
+        tensor_of: Returns the tensor of a name.
 
     Raises:
-        LoadError: No such form is known.
+        LoadError: A ``$kind`` is unknown.
     """
     if isinstance(value, list):
         return [decode(item, tensor_of) for item in value]

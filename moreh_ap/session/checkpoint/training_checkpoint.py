@@ -1,12 +1,12 @@
 """Training checkpoints: models and optimizers saved under one plan and loaded under any other, or without a plan.
 
-Decides what of models and optimizers is saved and how it comes back. Must not know the format of the folder
+Decides what of models and optimizers is saved and how it is restored. Must not know the format of the folder
 (`checkpoint_folder`), how files are written (`parallelizer.checkpoint`), or what a plan is.
 
 [Note: nothing passes through the controller]
-What workers hold they write, each the elements that count there, and they read what they hold. A model that has not
-been called is in no worker yet: loading gives its tensors values that lie in the checkpoint (`InFile`), and the workers
-read them at the first call. What the controller holds itself, it writes tensor by tensor.
+Workers write the state shards whose copy is canonical, and read the state shards that they hold. A model that was never
+called is not on the workers yet: loading gives its tensors values that lie in the checkpoint (`InFile`), and the
+workers read them at the first call. The controller writes the tensors that it holds itself, one by one.
 """
 
 from __future__ import annotations
@@ -42,26 +42,29 @@ def save(
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves models, optimizers and whatever else belongs to the state of a training run into `folder`.
+    """Saves models, optimizers and other state of a training run into `folder`.
 
-    If this is interrupted, however that happens, the folder holds what it held before.
+    If the save is interrupted, the folder keeps its earlier content.
 
     Args:
-        folder: Made if it is not there; a checkpoint in it is replaced.
+        folder: Created if it does not exist; a checkpoint in it is replaced.
         model: The model, or models by names of your choice.
         optimizer: The optimizer, or optimizers by names. Their parameters must be the models'.
         extra: Numbers, strings, tensors, and lists, tuples and dicts of them, such as ``scheduler.state_dict()``.
 
     Raises:
-        UnsupportedError: `extra` or an optimizer holds a value that a checkpoint has no form for.
+        UnsupportedError: `extra` or an optimizer holds a value of a type that a checkpoint cannot hold.
         OSError: A file could not be written.
     """
     models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
     encoder = Encoder()
     names = _parameter_names(models)
     content: dict[str, Any] = {
-        "models": {name: _tensor_names(part, name, encoder) for name, part in models.items()},
-        "optimizers": {name: describe_optimizer(part, name, names, encoder) for name, part in optimizers.items()},
+        "models": {name: _tensor_names(each_model, name, encoder) for name, each_model in models.items()},
+        "optimizers": {
+            name: describe_optimizer(each_optimizer, name, names, encoder)
+            for name, each_optimizer in optimizers.items()
+        },
         "extra": encoder.encode(dict(extra or {}), "extra"),
         "generator": None,
     }
@@ -79,18 +82,19 @@ def load(
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Loads models and optimizers from a checkpoint, under whatever plan they are or will be, or none.
+    """Loads models and optimizers from a checkpoint, under any plan, or without a plan.
 
-    Nothing is changed unless everything that was asked for is there.
+    Nothing is changed unless the checkpoint has everything that is requested.
 
     Args:
-        folder: Where `save` put it. It must stay until the first call of a model that has not been called yet.
-        model: What is to be loaded, under the same names as it was saved.
+        folder: The folder that `save` wrote. It must exist until the first call of a model that has not been called
+        yet.
+        model: The model, or models under the names with which they were saved.
         optimizer: Likewise; an optimizer's parameters are found by their names in `model`, which it needs.
         verify: Whether to compare the files with their checksums. Their sizes are always compared.
 
     Returns:
-        What was saved as `extra`, with tensors on the CPU.
+        The `extra` that was saved, with tensors on the CPU.
 
     Raises:
         LoadError: There is no checkpoint, a file is damaged, or a tensor is missing or has another shape.
@@ -100,15 +104,15 @@ def load(
     models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
     names = _parameter_names(models)
     values: dict[str, Tensor] = {}
-    for name, part in models.items():
-        values |= _matching(checkpoint, part, name)
-    for name, part in optimizers.items():
-        check_groups(checkpoint, part, name, names)
+    for name, each_model in models.items():
+        values |= _matching(checkpoint, each_model, name)
+    for name, each_optimizer in optimizers.items():
+        check_groups(checkpoint, each_optimizer, name, names)
     extra: dict[str, Any] = decode(checkpoint.content["extra"], checkpoint.read)
 
     _set_values(checkpoint, values)
-    for name, part in optimizers.items():
-        load_optimizer(checkpoint, part, name, names)
+    for name, each_optimizer in optimizers.items():
+        load_optimizer(checkpoint, each_optimizer, name, names)
     accelerator = device.current()
     if accelerator is not None:
         if optimizers and checkpoint.content["generator"]:
@@ -124,12 +128,12 @@ def load(
 def _by_name(given: Any, name: str) -> dict[str, Any]:
     if given is None:
         return {}
-    return {f"{name}.{key}": part for key, part in given.items()} if isinstance(given, Mapping) else {name: given}
+    return {f"{name}.{key}": value for key, value in given.items()} if isinstance(given, Mapping) else {name: given}
 
 
 def _state_of(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """The tensors of a model by their names in a checkpoint; what is tied has one name."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    """Returns the tensors of a model by their names in a checkpoint; tied tensors have one name."""
+    model = getattr(model, "_orig_mod", model)  # the module that torch.compile wraps
     found = {f"{name}/{key}": tensor for key, tensor in model.named_parameters()}
     for path, module in model.named_modules():
         for key, buffer in module.named_buffers(path, recurse=False):
@@ -139,7 +143,9 @@ def _state_of(model: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 def _parameter_names(models: dict[str, nn.Module]) -> dict[int, str]:
-    return {id(tensor): key for name, model in models.items() for key, tensor in _state_of(model, name).items()}
+    return {
+        id(tensor): key for name, each_model in models.items() for key, tensor in _state_of(each_model, name).items()
+    }
 
 
 # -- saving --------------------------------------------------------------------------------------------------------
@@ -160,7 +166,7 @@ def _write_files(new: NewCheckpoint, tensors: dict[str, Tensor]) -> list[Written
         if isinstance(value, OnWorkers):
             on_workers[value.owner.session][name] = value.ref
         else:
-            boxes.append(Box.whole(name, tensor, _reader(tensor)))
+            boxes.append(Box.of(name, tensor, _reader(tensor)))
     writing = [session.outbox.submit(WriteCheckpoint(new.path("worker"), refs)) for session, refs in on_workers.items()]
     files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
     for posted in writing:
@@ -172,23 +178,23 @@ def _reader(tensor: Tensor) -> Callable[[], Tensor]:
     return tensor.host_value if isinstance(tensor, VirtualTensor) else tensor.detach
 
 
-# -- loading: what is asked for is there ---------------------------------------------------------------------------
+# -- loading: the checkpoint is complete ---------------------------------------------------------------------------
 
 
 def _problems(checkpoint: Checkpoint, verify: bool) -> dict[str, str]:
-    """What is wrong with the files of a checkpoint; workers share the reading where there are any."""
+    """Returns the problems of a checkpoint's files; workers share the reading if an accelerator runs."""
     files = checkpoint.files(verify=verify)
     accelerator = device.current()
     if not verify or accelerator is None:
         return problems_of(files)
     found: dict[str, str] = {}
-    for part in accelerator.session.outbox.submit(CheckFiles(files)).result():
-        found |= part
+    for reply in accelerator.session.outbox.submit(CheckFiles(files)).result():
+        found |= reply
     return found
 
 
 def _matching(checkpoint: Checkpoint, model: nn.Module, name: str) -> dict[str, Tensor]:
-    """The tensors of a model by their names, all of which the checkpoint has in the same shapes."""
+    """Returns the tensors of a model by name, after checking that the checkpoint has all of them in the same shapes."""
     saved = checkpoint.content["models"].get(name)
     if saved is None:
         raise LoadError(unknown(checkpoint, "models", name), ", ".join(checkpoint.content["models"]))
@@ -217,7 +223,7 @@ def _matching(checkpoint: Checkpoint, model: nn.Module, name: str) -> dict[str, 
 
 
 def _set_values(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Gives tensors their saved values, wherever they are. See [Note: nothing passes through the controller]."""
+    """Loads the saved values of tensors, wherever they are. See [Note: nothing passes through the controller]."""
     on_workers: dict[Session, dict[StateRef, SavedTensor]] = defaultdict(dict)
     wanted: list[Wanted] = []
     for name, tensor in tensors.items():
@@ -228,7 +234,7 @@ def _set_values(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         cell = tensor._cell
         if isinstance(cell.value, OnWorkers):
             on_workers[cell.value.owner.session][cell.value.ref] = saved
-        elif cell.has_views or isinstance(cell.value, View):  # others look at the same memory
+        elif cell.has_views or isinstance(cell.value, View):  # other tensors share this memory
             with torch.no_grad():
                 tensor.detach().copy_(checkpoint.read(name).to(tensor.device))
         else:

@@ -1,1 +1,1 @@
-"""Models and optimizers that live on the workers, seen from the controller."""
+"""The controller's side of models and optimizers on the workers."""

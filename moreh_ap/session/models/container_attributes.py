@@ -1,8 +1,8 @@
 """Lists, dicts and sets among the attributes of a model's modules, which scripts change in place.
 
-Decides which of them have other contents than workers know: setting an attribute is seen as it happens, ``.append`` is
-not. Looked at are those that hold nothing but plain values and tensors; another tensor is a change, other values in it
-are none. Must not know workers or messages.
+Decides which of them have changed since the workers got them: setting an attribute is seen at once, ``.append`` is not.
+Only containers of plain values and tensors are compared; another tensor object is a change, new values in it are not.
+Must not know workers or messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ITEMS = (*_PLAIN, torch.Tensor)
 
 
 class Containers:
-    """The contents that workers know of.
+    """The contents that the workers have.
 
     Args:
         modules: The modules by path.
@@ -39,14 +39,14 @@ class Containers:
                 self.note(path, module, name, value)
 
     def note(self, path: str, module: nn.Module, name: str, value: Any) -> None:
-        """Workers know, or are about to be told, that the attribute is `value` as it is now."""
+        """Records that the workers have, or are about to get, the present contents of `value`."""
         if name not in OF_EVERY_MODULE and type(value) in _KINDS and not _is_private(module, name) and _is_plain(value):
             self.known[path, name] = vars(module), _copy(value)
         else:
             self.known.pop((path, name), None)
 
     def take_changes(self) -> list[tuple[str, str, Any]]:
-        """Returns path, name and value of those with other contents than at the last time."""
+        """Returns path, name and value of the containers that changed since the last call."""
         changes = []
         for key, (attributes, known) in list(self.known.items()):
             value = attributes.get(key[1])
@@ -61,13 +61,13 @@ class Containers:
 
 
 def _is_private(module: nn.Module, name: str) -> bool:
-    """Whether transformers keeps the attribute for itself: no script changes it between calls."""
+    """Returns whether the attribute is internal to transformers, so that no script changes it between calls."""
     is_its_own = name.startswith("_") or name == "all_tied_weights_keys"
     return is_its_own and type(module).__module__.startswith("transformers.")
 
 
 def _copy(value: Any) -> Any:
-    """Other containers with the same items."""
+    """Returns copies of the containers with the same items."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(_copy, value))
     if isinstance(value, dict):
@@ -89,7 +89,7 @@ def _same(value: Any, known: Any) -> bool:
         return value.keys() == known.keys() and all(_same(value[key], known[key]) for key in known)
     try:
         return bool(value == known)
-    except Exception:  # an object with a comparison of its own is in it now
+    except Exception:  # of any class: an object in the container may define __eq__ itself, as arrays do
         return False
 
 

@@ -1,15 +1,15 @@
 """Which parameters have a gradient on the workers, known without asking them at every step.
 
-A backward pass answers which parameters have a gradient now. Where the first backward of a kind has reached all
-parameters, the controller expects that of the next, so that clipping by norm and ``optimizer.zero_grad()`` need not
-wait. Any other reader of a gradient waits for the answer, as does every reader after any other backward.
+The reply to a backward says which parameters have a gradient now. If the first backward of a kind has reached all
+parameters, the controller expects the same of the next, so that clipping by norm and ``optimizer.zero_grad()`` do not
+wait. Any other reader of a gradient waits for the reply, as does every reader after a backward of another kind.
 
 [Note: expected too many]
-Layers that are dropped at random, or experts that no token goes to, have no gradient now and then. Clipping by norm and
-`zero_grad` do nothing to a gradient that is expected and missing: workers skip it, as PyTorch does. A gradient that is
-present and not expected would be forgotten by `zero_grad`; that is why less than all is never expected. An answer is
-taken in by the thread that waits for it, never when it arrives: a script reads ``parameter.grad`` twice, to see that a
-gradient exists and to use it.
+Randomly dropped layers, and experts that get no token, sometimes have no gradient. Clipping by norm and `zero_grad` do
+nothing to a gradient that is expected and missing: workers skip it, as PyTorch does. A gradient that is present and not
+expected would be forgotten by `zero_grad`; that is why fewer than all are never expected. The thread that waits for a
+reply processes it, never the thread that receives it: a script reads ``parameter.grad`` twice, to see that a gradient
+exists and to use it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from moreh_ap.session.outbox import Posted
 from moreh_ap.session.state_tensors import ModelState
 
 Kind = tuple[Hashable, ...]
-"""What is called, what was changed in the model before it, and which of its outputs have a gradient."""
+"""The module called, the changes of the model before the call, and which of its outputs have a gradient."""
 
 separate_gradients: ContextVar[Any] = ContextVar("separate_gradients", default=None)
-"""Where gradients of parameters are kept apart from those of before (`autograd_api.Apart`); None where they add up."""
+"""Collects gradients apart from the accumulated ones (`autograd_api.Apart`); None while gradients accumulate."""
 
 _expected_will_do: ContextVar[bool] = ContextVar("expected_will_do", default=False)
 
 
 @contextlib.contextmanager
 def expected_will_do() -> Iterator[None]:
-    """Inside, reading gradients does not wait where all are expected. See [Note: expected too many]."""
+    """Inside, reading a gradient does not wait if all are expected. See [Note: expected too many]."""
     token = _expected_will_do.set(True)
     try:
         yield
@@ -52,7 +52,7 @@ class Gradients:
     """Gradients of one model's parameters, by name.
 
     Args:
-        holder: Who holds the model's tensors.
+        holder: The holder of the model's tensors.
         owner: The model's name on the workers.
         parameters: Its parameters by name.
     """
@@ -64,14 +64,14 @@ class Gradients:
         self._patterns: dict[Kind, frozenset[str]] = {}
         self._varying: set[Kind] = set()
         self._reach_all_inputs: set[Kind] = set()
-        self._last: Posted | None = None  # the last backward, until its answer has been taken in
-        self._is_expected = True  # whether `_present` has at least all that its answer will name
-        self._set_since: dict[str, bool] = {}  # what was set or forgotten behind it
-        # Weak: a handle that is still alive when its gradient is cleared is one that the script has kept.
+        self._last: Posted | None = None  # the last backward, until its reply is processed
+        self._is_expected = True  # whether `_present` has at least all parameters that its reply will name
+        self._set_since: dict[str, bool] = {}  # parameters whose gradient was set or cleared after it
+        # Weak: a handle that is alive when its gradient is cleared is held by the script.
         self._handles: weakref.WeakValueDictionary[str, VirtualTensor] = weakref.WeakValueDictionary()
 
     def after_backward(self, kind: Kind, reply: Posted) -> None:
-        """Note that a backward was sent; those of one `kind` reach the same parameters."""
+        """Records that a backward was sent; backwards of one `kind` reach the same parameters."""
         had_none = self._is_expected and not self._present
         expected = self._patterns.get(kind)
         self._present |= expected or frozenset()
@@ -81,7 +81,7 @@ class Gradients:
         reply.add_done_callback(lambda answered: self._learn(kind, had_none, answered))
 
     def _learn(self, kind: Kind, had_none: bool, answered: Posted) -> None:
-        """Which of the gradients that were there already a backward has reached, its answer does not tell."""
+        """Records whether backwards of this kind reach all parameters; shown only if no gradient existed before."""
         if answered.failed():
             return
         found = self.decode(answered)
@@ -94,7 +94,7 @@ class Gradients:
                 self._patterns[kind] = found
 
     def inputs_reached(self, kind: Kind, reply: Posted, num_inputs: int) -> Sequence[bool]:
-        """Which of a call's inputs that want a gradient a backward has reached; waits if that cannot be expected."""
+        """Returns which differentiable inputs of the call a backward has reached; waits if that is not predicted."""
         if kind in self._reach_all_inputs:
             return [True] * num_inputs
         flags = zip(*reply.result())
@@ -104,7 +104,7 @@ class Gradients:
         return reached
 
     def get(self, name: str) -> Tensor | None:
-        """A handle on the gradient of parameter `name`, or None if it has none."""
+        """Returns a handle on the gradient of parameter `name`, or None if it has none."""
         self._settle(expected_suffices=_expected_will_do.get())
         if name not in self._present:
             return None
@@ -115,12 +115,12 @@ class Gradients:
         return handle
 
     def refs(self, names: Iterable[str]) -> tuple[StateRef, ...]:
-        """What workers call the gradients of those parameters that are expected to have one. Waits if it must."""
+        """Returns the references of the gradients that are expected to exist. May wait."""
         self._settle(expected_suffices=True)
         return tuple(StateRef(self._owner, "grad", name) for name in names if name in self._present)
 
     def set(self, name: str, gradient: Tensor | None) -> None:
-        """Forget the gradient of `name`, or replace it by a tensor of the parameter's shape."""
+        """Clears the gradient of `name`, or replaces it by a tensor of the parameter's shape."""
         if gradient is None:
             self.clear((name,))
             return
@@ -133,7 +133,7 @@ class Gradients:
         self._present.add(name)
 
     def clear(self, names: Iterable[str]) -> None:
-        """Forget gradients; one that the script still holds lives on as a tensor of its own."""
+        """Clears gradients; a gradient that the script still holds becomes a tensor of its own."""
         self._settle(expected_suffices=True)
         cleared = []
         for name in names:
@@ -151,7 +151,7 @@ class Gradients:
         self._outbox.post_clear(cleared)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add what the script's own computations gave for `name` to its gradient."""
+        """Adds a gradient from the script's own computations to the gradient of `name`."""
         present = self.get(name)
         if present is None:
             self.set(name, gradient)
@@ -160,7 +160,7 @@ class Gradients:
                 present.add_(gradient)
 
     def _settle(self, expected_suffices: bool) -> None:
-        """Takes in the answer of the last backward; waits, unless all is expected and that suffices."""
+        """Processes the reply to the last backward; waits, unless all gradients are expected and that suffices."""
         if self._last is None or (expected_suffices and self._is_expected):
             return
         self._present = set(self.decode(self._last))
@@ -169,6 +169,6 @@ class Gradients:
         self._last, self._is_expected = None, True
 
     def decode(self, reply: Any) -> frozenset[str]:
-        """The parameters that have a gradient, as workers answered to a backward; waits."""
-        flags = zip(*reply.result())  # of a parameter, a worker each: some hold it and others do not
+        """Returns the parameters that have a gradient, from the reply to a backward; waits."""
+        flags = zip(*reply.result())  # one item for each worker: only some workers hold the parameter
         return frozenset(name for name, having in zip(self._parameters, flags) if any(having))

@@ -1,8 +1,8 @@
-"""A model that lives on the workers, seen from the controller.
+"""The controller's side of a model on the workers.
 
 The real `nn.Module` objects stay in the controller as a skeleton; their parameters and buffers are virtual tensors
 whose values the workers keep. Before each call the few things a script may change on a skeleton (training mode, frozen
-parameters, plain attributes, a transformers config, which modules there are) are compared with what the workers know.
+parameters, plain attributes, a transformers config, the set of modules) are compared with what the workers have.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from moreh_ap.states import ModelPhase, SessionState, StateMachine
 
 
 class RemoteModel:
-    """Parameters and buffers of `root` move to the workers; the module tree stays.
+    """A model whose parameters and buffers are on the workers; the module tree stays in the controller.
 
     Args:
-        session: Where the workers are.
+        session: The session of the workers.
         root: A module whose parameters and buffers are virtual tensors.
-        call: Module, positional and keyword arguments of the first call, which a pipeline's cut depends on.
-        plan: How it is laid out.
+        call: Module, positional and keyword arguments of the first call; the stages of a pipeline depend on it.
+        plan: The plan of the model.
         on_trial: Whether the plan is only tried: hooks of the script run in the workers alone.
 
     Raises:
@@ -66,10 +66,10 @@ class RemoteModel:
         self.session, self.root = session, root
         self.owner = f"model{session.outbox.new_id()}"
         self.phase = StateMachine(ModelPhase.CURRENT)
-        self.settings = Settings()  # attributes and what is frozen: what is known of calls depends on it
+        self.settings = Settings()  # of attributes and frozen parameters: the structure of calls depends on them
         self._set_plan(plan)
         self.modules = list(root.modules())
-        # Tied tensors appear once, under their first name.
+        # Tied tensors occur once, under their first name.
         self.parameters: dict[str, VirtualTensor] = dict(root.named_parameters())  # type: ignore[arg-type]
         self.buffers: dict[str, VirtualTensor] = dict(root.named_buffers())  # type: ignore[arg-type]
         self.holder = ModelState(session, self)
@@ -86,9 +86,9 @@ class RemoteModel:
         self._config = self._config_snapshot()
         self._changes: list[tuple[str, str, Any]] = []
         self._containers = Containers(dict(root.named_modules()))
-        self._parts = _parts_of(self.modules)
+        self._members = _registered_members(self.modules)
         self._warned_of: set[str] = set()
-        self.left_out: dict[str, None] = {}  # attributes that forwards set in workers alone, in their order
+        self.left_out: dict[str, None] = {}  # attributes that forwards set on the workers only, in their order
         self.passes_state = False
         self._passed_on: dict[str, set[str]] = {}
         self._path_of = {id(module): path for path, module in root.named_modules()}
@@ -101,14 +101,14 @@ class RemoteModel:
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
-        # With a pipeline or micro-batches a forward runs after its answer, which cannot tell what it will draw.
+        # With a pipeline or micro-batches a forward runs after its reply, which cannot contain its random states.
         self.runs_after_answer = plan.pipeline > 1 or plan.micro_batches > 1
 
     def example(self) -> ExampleCall | None:
-        """The first call as workers need it to find where a model can be cut; None under a plan that does not.
+        """Returns the first call as workers need it to cut the model into stages; None for a plan without a pipeline.
 
         Raises:
-            PlanError: A part of the model was called.
+            PlanError: A submodule was called, not the model.
         """
         if self.plan.pipeline == 1 or self._first_call is None:
             return None
@@ -118,14 +118,14 @@ class RemoteModel:
         self._first_call = None
 
     def laid_out_again(self, plan: Plan) -> None:
-        """Other workers are about to be told everything that these were, under another plan."""
+        """Resets the model before the journal is sent to other workers under another plan."""
         self._set_plan(plan)
         self._placements = None
         self.signatures = Signatures(self.session.outbox, self.owner)
         self._attach()
 
     def _attach(self) -> None:
-        """Have the model's tensors stand for what the workers keep."""
+        """Makes the model's tensors refer to the values on the workers."""
         for kind, tensors in (("param", self.parameters), ("buffer", self.buffers)):
             for name, tensor in tensors.items():
                 tensor._cell.value = OnWorkers(self.holder, StateRef(self.owner, kind, name))
@@ -149,7 +149,7 @@ class RemoteModel:
         outbox = self.session.outbox
 
         def built(reply: Posted) -> None:
-            if reply.failed():  # nothing is lost: the next call tries again with the values that are still here
+            if reply.failed():  # nothing is lost: the controller still has the values, and the next call tries again
                 for tensor, value in before:
                     tensor._cell.value = value
             else:
@@ -161,7 +161,7 @@ class RemoteModel:
         self._built.add_done_callback(built)
 
     def _take_gradients(self) -> None:
-        """Workers take over what autograd has computed for parameters here, and will compute here."""
+        """Hands gradients that the controller's autograd has computed, and those it will compute, to the workers."""
         for name, parameter in self.parameters.items():
             gradient = parameter.hand_gradient_on()
             if gradient is not None:
@@ -169,7 +169,7 @@ class RemoteModel:
             parameter.expect_gradients_here()
 
     def placement_of(self, name: str) -> str | None:
-        """How the parts of a parameter lie on workers, see `OnWorkers.placement`; waits the first time."""
+        """Returns how the shards of a parameter lie on the workers, see `OnWorkers.placement`; waits the first time."""
         if self.plan.tensor == self.plan.pipeline == 1:
             return None
         if self._placements is None:
@@ -178,11 +178,11 @@ class RemoteModel:
         return self._placements.get(name)
 
     def promise_like(self, name: str) -> VirtualTensor:
-        """A new temporary of the workers whose parts lie as those of parameter `name` do."""
+        """Returns a new temporary on the workers, sharded like parameter `name`."""
         return self.holder.promise(self.parameters[name].detach(), self.placement_of(name))
 
     def path_of(self, module: nn.Module) -> str:
-        """The path of a submodule below the root."""
+        """Returns the path of a submodule below the root."""
         return self._path_of[id(module)]
 
     def contains(self, module: nn.Module) -> bool:
@@ -194,14 +194,14 @@ class RemoteModel:
     # -- what a script may change between calls --------------------------------------------------------------------
 
     def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """A plain attribute of a submodule was set: the workers learn of it before the next call."""
+        """Records that a plain attribute of a submodule was set; the workers get it before the next call."""
         path = self._path_of[id(module)]
         self._containers.note(path, module, name, value)
         if not self._is_passed_on(full_name(path, name), value):
             self._changes.append((path, name, value))
 
     def send_changes(self) -> bytes | None:
-        """Post what changed since the last call; the training flags, if they changed, go with the call itself."""
+        """Posts the changes since the last call; returns the training flags, if they changed, for the call itself."""
         config = self._config_snapshot()
         if config != self._config:
             changed = {key: value for key, value in config.items() if self._config.get(key, self) != value}
@@ -216,7 +216,7 @@ class RemoteModel:
             self._changes = []
             self.settings.set({(path, name): pickled for path, name, pickled in changes})
             self.session.outbox.post(ChangeModule(self.owner, changes))
-        with torch._C.DisableTorchFunction():  # these questions mean the tensors as they are
+        with torch._C.DisableTorchFunction():  # the tensors' own attributes, not through the device
             requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
             strides = [kernel.stride() for kernel in self._kernels.values()]
         if requires_grad != self._requires_grad:
@@ -238,7 +238,7 @@ class RemoteModel:
 
     @property
     def training_flags(self) -> bytes:
-        """One byte a submodule, in the order of ``root.modules()``."""
+        """Returns one byte for each submodule, in the order of ``root.modules()``."""
         return self._training
 
     def _training_flags(self) -> bytes:
@@ -249,25 +249,25 @@ class RemoteModel:
         return dict(vars(config)) if hasattr(config, "__dict__") else {}
 
     def take_attributes(self, attributes: dict[str, Any]) -> None:
-        """A forward has set attributes of submodules: they have these values here, too."""
+        """Sets attributes of submodules in the controller as a forward has set them on the workers."""
         for name, value in attributes.items():
             path, _, last = name.rpartition(".")
             if name not in self.script_hooks.attributes:
-                part = self.root.get_submodule(path)
-                vars(part)[last] = value
-                self._containers.note(path, part, last, value)
+                submodule = self.root.get_submodule(path)
+                vars(submodule)[last] = value
+                self._containers.note(path, submodule, last, value)
 
     def may_be_called_again(self) -> bool:
-        """Whether a call may have to be made once more: with a hook run here, or given what others have set."""
+        """Returns whether a call may have to be repeated: with a hook run in the controller, or with passed state."""
         return self.script_hooks.any or self.signatures.sets_attributes
 
     def pass_on(self, path: str, names: tuple[str, ...]) -> None:
-        """Forwards of the part at `path` read these attributes: from now on they are given what is here."""
+        """Records attributes that forwards of the submodule at `path` read; every call passes them from now on."""
         self._passed_on.setdefault(path, set()).update(names)
         self.passes_state = True
 
     def passed_state(self, path: str) -> dict[str, Any]:
-        """What is passed with every call of the part at `path` beside its arguments."""
+        """Returns the passed state for a call of the submodule at `path`."""
         kept = {}
         for name in sorted(self._passed_on.get(path, ())):
             path, _, last = name.rpartition(".")
@@ -281,15 +281,15 @@ class RemoteModel:
         return is_read and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
     def note_replayed(self) -> None:
-        """Hooks have changed lists and dicts of submodules here as they did in the workers."""
+        """Records that hooks have changed containers of submodules in the controller as on the workers."""
         self._containers.take_changes()
 
     def note_left_out(self, names: tuple[str, ...]) -> None:
-        """A forward has set attributes that did not come here, or not in time."""
+        """Records attributes that a forward set and that did not come to the controller, or not in time."""
         self.left_out.update(dict.fromkeys(names))
 
     def warn_of_attributes(self) -> None:
-        """Say once of each attribute that a forward has set it in the workers, where the script cannot see it."""
+        """Warns once for each attribute that a forward has set on the workers only, where the script cannot read it."""
         news = [name for name in self.left_out if name not in {*self._warned_of, *self.script_hooks.attributes}]
         self.left_out.clear()
         self._warned_of.update(news)
@@ -301,55 +301,64 @@ class RemoteModel:
             )
 
     def note_structure(self) -> None:
-        """A submodule or parameter was added or replaced: the next call lays the model out anew."""
+        """Records that a submodule or parameter was added or replaced; the next call rebuilds the model."""
         self.phase.enter(ModelPhase.OUTDATED)
 
     def is_current(self) -> bool:
-        """True if workers have the module tree, and its parameters are theirs still."""
+        """Returns whether the workers have the module tree and its parameters are still on the workers."""
         first = next(iter(self.parameters.values()))
         return getattr(first._cell.value, "owner", None) is self.holder and not self.is_out_of_date()
 
     def is_out_of_date(self) -> bool:
-        """True if the module tree, or the hooks on it, are no longer those that workers have."""
+        """Returns whether the module tree, or the hooks on it, differ from those on the workers."""
         if self.phase.current is not ModelPhase.CURRENT:
             return True
-        if _hook_keys(self.modules) == self._hook_keys and not self._has_other_parts():
+        if _hook_keys(self.modules) == self._hook_keys and not self._has_other_members():
             return False
         self.phase.enter(ModelPhase.OUTDATED)
         return True
 
-    def _has_other_parts(self) -> bool:
-        parts = _parts_of(self.modules)
-        return len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts))
+    def _has_other_members(self) -> bool:
+        members = _registered_members(self.modules)
+        return len(members) != len(self._members) or any(map(operator.is_not, members, self._members))
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
     def has_left(self) -> bool:
-        """True if no parameter of the skeleton refers to the workers' model any more."""
+        """Returns whether no parameter of the skeleton refers to the workers' model any more."""
         return not any(
             isinstance(tensor, VirtualTensor) and getattr(tensor._cell.value, "owner", None) is self.holder
             for tensor in [*self.parameters.values(), *self.buffers.values()]
         )
 
     def release(self) -> None:
-        """Tell the workers to forget the model."""
+        """Has the workers free the model."""
         self.phase.enter(ModelPhase.RELEASED)
         self.session.outbox.release(ReleaseModel(self.owner))
 
 
 def _hook_keys(modules: list[nn.Module]) -> list[tuple[int, ...]]:
-    """Tells whether hooks of modules, the script's or a library's, are those that they were."""
+    """Returns the keys of all hooks of the modules, to notice a change."""
     return [
-        (number, *part._forward_pre_hooks, *part._forward_hooks, *part._backward_pre_hooks, *part._backward_hooks)
-        for number, part in enumerate(modules)
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        (
+            number,
+            *submodule._forward_pre_hooks,
+            *submodule._forward_hooks,
+            *submodule._backward_pre_hooks,
+            *submodule._backward_hooks,
+        )
+        for number, submodule in enumerate(modules)
+        if submodule._forward_hooks
+        or submodule._forward_pre_hooks
+        or submodule._backward_hooks
+        or submodule._backward_pre_hooks
     ]
 
 
-def _parts_of(modules: list[nn.Module]) -> list[nn.Module | Tensor | None]:
-    """What the modules consist of, by whatever way it came there: ``layers.insert(0, layer)`` sets no attribute."""
+def _registered_members(modules: list[nn.Module]) -> list[nn.Module | Tensor | None]:
+    """Returns all registered submodules, parameters and buffers: ``layers.insert(0, layer)`` sets no attribute."""
     own = (registry for module in modules for registry in (module._modules, module._parameters, module._buffers))
-    return [part for registry in own for part in registry.values()]
+    return [member for registry in own for member in registry.values()]
 
 
 def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:

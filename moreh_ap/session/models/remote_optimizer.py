@@ -1,7 +1,7 @@
-"""An optimizer whose parameters live on the workers: it runs there, next to the shards; its controls stay here.
+"""An optimizer whose parameters are on the workers: its steps run there, on the shards.
 
 The user's optimizer object keeps its class, its `param_groups` and its schedulers. `step()` sends the hyper-parameters
-that changed. `optimizer.state` becomes a mapping that asks the workers when somebody looks into it.
+that changed. `optimizer.state` becomes a mapping that asks the workers when the script reads it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moreh_ap.states import SessionState
 
 
 def worker_refs(optimizer: Optimizer) -> tuple[tuple[StateRef, ...], ...] | None:
-    """Names of the optimizer's parameters on the workers, group by group; None if one of them is not there."""
+    """Returns the references of the optimizer's parameters, group by group; None if one is not on the workers."""
     groups = []
     for group in optimizer.param_groups:
         values = [p._cell.value if isinstance(p, VirtualTensor) else None for p in group["params"]]
@@ -41,12 +41,12 @@ def worker_refs(optimizer: Optimizer) -> tuple[tuple[StateRef, ...], ...] | None
 
 
 class RemoteOptimizer:
-    """The workers' counterpart of one optimizer.
+    """The controller's handle on one optimizer of the workers.
 
     Args:
-        session: Where the workers are.
+        session: The session of the workers.
         optimizer: The user's optimizer; its class must be elementwise, so that a step on shards is exact.
-        refs: What `worker_refs` says of it.
+        refs: The result of `worker_refs`.
     """
 
     def __init__(self, session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRef, ...], ...]) -> None:
@@ -63,21 +63,21 @@ class RemoteOptimizer:
         self._adopt_state(optimizer)
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's parameters are those of its last step, where they were."""
+        """Returns whether the parameters are those of the last step, and still at the same place."""
         values = [p._cell.value for group in optimizer.param_groups for p in group["params"] if hasattr(p, "_cell")]
         return len(values) == len(self._values) and all(map(operator.is_, values, self._values))
 
     def clear_gradients(self) -> None:
-        """Set the parameters' gradients to None."""
+        """Sets the parameters' gradients to None."""
         for holder, names in self._names.items():
             holder.gradients.clear(names)
 
     def matches(self, refs: tuple[tuple[StateRef, ...], ...]) -> bool:
-        """True if the workers' optimizer still has the same parameters."""
+        """Returns whether the workers' optimizer still has the same parameters."""
         return refs == self.refs
 
     def step(self, optimizer: Optimizer) -> None:
-        """One step on the workers with the current hyper-parameters; does not wait."""
+        """Runs one step on the workers with the current hyper-parameters; does not wait."""
         self.adopt_new_state(optimizer)
         self._note_values(optimizer)
         current = [_hyper_parameters(group) for group in optimizer.param_groups]
@@ -110,7 +110,7 @@ class RemoteOptimizer:
             self._names.setdefault(value.owner, []).append(value.ref.name)
 
     def adopt_new_state(self, optimizer: Optimizer) -> None:
-        """Have the workers go on from the state that `load_state_dict` or a checkpoint put into `optimizer`, if any."""
+        """Sends the state that `load_state_dict` or a checkpoint put into `optimizer`, if any, to the workers."""
         if not isinstance(optimizer.state, RemoteState):
             self._adopt_state(optimizer)
 
@@ -126,7 +126,7 @@ class RemoteOptimizer:
 
 
 class RemoteState(defaultdict[Tensor, Any]):
-    """`optimizer.state` of a remote optimizer: filled from the workers when somebody looks.
+    """`optimizer.state` of a remote optimizer: filled from the workers when the script reads it.
 
     Tensors of a parameter's shape are virtual tensors on the workers' state; others (step counts) are plain copies.
     """
@@ -137,7 +137,7 @@ class RemoteState(defaultdict[Tensor, Any]):
         self._known = False
 
     def forget(self) -> None:
-        """What was looked at is out of date: a step was sent."""
+        """Drops the entries that were read: a step was sent."""
         if self._known:
             super().clear()
             self._known = False
@@ -148,8 +148,8 @@ class RemoteState(defaultdict[Tensor, Any]):
         self._known = True
         session = self._remote.session
         described: dict[int, dict[str, Any]] = {}
-        for part in session.outbox.submit(DescribeOptimizer(self._remote.owner)).result():
-            described.update(part)
+        for reply in session.outbox.submit(DescribeOptimizer(self._remote.owner)).result():
+            described.update(reply)
         for index, entries in sorted(described.items()):
             holder = StateHolder(session, self._parameters[index]._cell.value.placement())  # type: ignore[attr-defined]
             state: dict[str, Any] = {}
@@ -199,7 +199,7 @@ class RemoteState(defaultdict[Tensor, Any]):
 
 
 def elementwise_optimizers() -> list[type[Optimizer]]:
-    """Optimizers whose step treats every element by itself, so that a step on shards is a step on the whole.
+    """Optimizers with an elementwise step, so that a step on every shard is a step on the full tensor.
 
     Any other optimizer still works: its operations run on the workers one by one, or on values read from them.
     """
@@ -208,11 +208,11 @@ def elementwise_optimizers() -> list[type[Optimizer]]:
 
 
 def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what stands in for an optimizer class's `step`: the workers take it where they have all parameters.
+    """Returns the replacement of an optimizer class's `step`: the step runs on the workers if they have all parameters.
 
     Args:
-        session: Where the workers are.
-        original: The class's own method, for parameters that are elsewhere.
+        session: The session of the workers.
+        original: The class's own method, for parameters that are not on the workers.
     """
 
     @functools.wraps(original)
@@ -231,7 +231,7 @@ def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Calla
 
 
 def clearing_on_workers(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns what stands in for `Optimizer.zero_grad`: all gradients of its last step are cleared by one command."""
+    """Returns the replacement of `Optimizer.zero_grad`: one command clears all gradients of the last step."""
 
     @functools.wraps(original)
     def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -246,10 +246,10 @@ def clearing_on_workers(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def step_remotely(session: Session, optimizer: Optimizer) -> None:
-    """Take a step of an optimizer all of whose parameters are on the workers.
+    """Runs a step of an optimizer all of whose parameters are on the workers.
 
     Raises:
-        ValueError: One of them is not.
+        ValueError: A parameter is not on the workers.
     """
     refs = worker_refs(optimizer)
     if refs is None:
@@ -258,10 +258,10 @@ def step_remotely(session: Session, optimizer: Optimizer) -> None:
 
 
 def send_state(session: Session, optimizer: Optimizer) -> bool:
-    """Have the workers take over a state that was put into the optimizer now rather than at its next step.
+    """Sends the state that was put into the optimizer to the workers now, not at its next step.
 
     Returns:
-        False if its steps are not taken by the workers, or its parameters are not there yet.
+        False if its steps do not run on the workers, or its parameters are not on the workers yet.
     """
     refs = worker_refs(optimizer)
     if refs is None or not isinstance(optimizer, tuple(elementwise_optimizers())):

@@ -1,6 +1,6 @@
-"""Hooks that the script has put on modules of a model that lives on the workers.
+"""Hooks of the script on modules of a model on the workers.
 
-Decides which hooks are the script's, what the workers get in their place, and when each runs in the controller. The
+Decides which hooks are the script's, which hooks the workers run, and when each runs in the controller. The
 reason for running twice is in `protocol/hook_records.py`, [Note: hooks run twice].
 """
 
@@ -35,12 +35,12 @@ _replaying: ContextVar[bool] = ContextVar("replaying", default=False)
 
 
 def replaying() -> bool:
-    """Whether hooks run that have run in the workers before: what they set on modules is set there already."""
+    """Whether hooks run that have run on the workers before: the workers already have the attributes that these set."""
     return _replaying.get()
 
 
 class HookedModel(Protocol):
-    """A model whose hooks run in the script."""
+    """A model whose hooks run in the controller."""
 
     def note_replayed(self) -> None: ...
 
@@ -48,7 +48,7 @@ class HookedModel(Protocol):
 
 
 class HookedCall(Protocol):
-    """A call whose hooks run in the script."""
+    """A call whose hooks run in the controller."""
 
     @property
     def model(self) -> HookedModel: ...
@@ -58,7 +58,7 @@ class HookedCall(Protocol):
 
 @dataclass(frozen=True)
 class _Hook:
-    """One hook: the module it is on, the dict and the key under which it is there, and what it is."""
+    """One hook: its module, the name of the module's dict of hooks, its key in that dict, and the function."""
 
     module: nn.Module
     where: str
@@ -67,11 +67,11 @@ class _Hook:
 
 
 class RunsInScriptOnly(Exception):
-    """A hook needs what only the script's process has (a run of wandb): the call is made once more without it there.
+    """A hook needs an object of the script's process (a run of wandb): the call is repeated without it on the workers.
 
     Args:
-        done: How many hooks have run in the script.
-        key: Which hook it is.
+        done: The number of hooks that have run in the controller.
+        key: The key of the hook.
     """
 
     def __init__(self, done: int, key: int) -> None:
@@ -85,11 +85,11 @@ class ScriptHooks:
     Args:
         root: The model.
         plan: Its plan.
-        silent: The plan is on trial: hooks run in the workers alone.
-        kept_here: Keys of hooks that do not run in workers: they have raised there, and not here.
+        silent: The plan is on trial: hooks run on the workers only.
+        kept_here: Keys of hooks that run in the controller only: they raised on the workers alone.
 
     Raises:
-        UnsupportedError: There are hooks, and under this plan, or of this kind, they cannot be run.
+        UnsupportedError: The model has hooks that cannot run under this plan, or hooks of an unsupported kind.
     """
 
     def __init__(
@@ -97,18 +97,18 @@ class ScriptHooks:
     ) -> None:
         self._root, self.is_silent = root, silent
         self._hooks = [
-            _Hook(part, where, key, hook)
-            for part in root.modules()
+            _Hook(submodule, where, key, hook)
+            for submodule in root.modules()
             for where in (*_FORWARD, *_BACKWARD)
-            for key, hook in getattr(part, where).items()
+            for key, hook in getattr(submodule, where).items()
             if not _is_of_library(hook)
         ]
         self._sent = {hook.key for hook in self._hooks if hook.key not in kept_here and _can_be_sent(hook.run)}
-        # Backward hooks are called with the gradients of what a forward hook here was given.
+        # Backward hooks get the gradients of the tensors that a forward hook here was given.
         self._differentiated = list({id(hook.module): hook.module for hook in self._of(_BACKWARD)}.values())
         self.any = bool(self._hooks)
         self.attributes: set[str] = set()
-        """Names of attributes that hooks set, as they did in the workers."""
+        """Names of attributes that hooks set, as on the workers."""
         if self._hooks:
             self._refuse(plan)
 
@@ -131,11 +131,11 @@ class ScriptHooks:
                 fix="module.register_full_backward_hook(hook)",
             )
 
-    # -- what workers get ------------------------------------------------------------------------------------------
+    # -- for the workers ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """Inside, what stands for the hooks in workers is where the hooks are."""
+        """Inside, the hooks are replaced by the workers' versions of them."""
         added: list[tuple[nn.Module, int]] = []
         for number, hook in enumerate(self._hooks):
             sent = hook.run if hook.key in self._sent else None
@@ -152,22 +152,22 @@ class ScriptHooks:
             for hook in self._hooks:
                 getattr(hook.module, hook.where)[hook.key] = hook.run
 
-    # -- running them here -----------------------------------------------------------------------------------------
+    # -- in the controller -----------------------------------------------------------------------------------------
 
     def run(self, call: HookedCall, tree: Any, report: Report, num_leaves: int, done: int = 0) -> Any:
         """Run the forward hooks of a call, and set the attributes that it set; returns the module's result.
 
         Args:
             call: The call.
-            tree: How the report nests.
-            report: The result, and what else the call left.
-            num_leaves: Leaves of the report.
-            done: How many of them have run already, in a call that ended before its end.
+            tree: The nesting of the report.
+            report: The result, and the records of hooks and attributes.
+            num_leaves: The number of leaves of the report.
+            done: The number of hooks that ran already, in a call that was repeated.
 
         Raises:
-            Exception: What a hook raises, as it would have ended the forward.
-            UnsupportedError: A hook could not do its work in the workers.
-            RunsInScriptOnly: A hook has raised in the workers and not here.
+            Exception: A hook raised it, and it ends the forward.
+            UnsupportedError: A hook failed on the workers.
+            RunsInScriptOnly: A hook raised on the workers and not in the controller.
         """
         if self.is_silent:
             return report.result
@@ -193,12 +193,12 @@ class ScriptHooks:
         return report.result
 
     def _refuse_to_call_again(self, hook: _Hook, raised: str) -> None:
-        """A forward that ended half-way has changed buffers up to there."""
-        for part in self._root.modules():
-            if part.training and set(part._buffers) - part._non_persistent_buffers_set:
+        """Raises if the forward, which a hook ended half-way, may have changed buffers already."""
+        for submodule in self._root.modules():
+            if submodule.training and set(submodule._buffers) - submodule._non_persistent_buffers_set:
                 raise UnsupportedError(
                     f"{_name(hook.run)}, a hook, raised {raised} in a worker and not in the script, in a forward that "
-                    f"changes buffers of a {type(part).__name__}.",
+                    f"changes buffers of a {type(submodule).__name__}.",
                     allowed="A first call in evaluation mode, in which the hook is found to run in the script alone.",
                     fix="model.eval(); model(batch); model.train()  # once, after the hook is registered",
                 )
@@ -208,7 +208,7 @@ class ScriptHooks:
         versions = [tensor._version for tensor in tensors]
         is_sent = hook.key in self._sent
         with contextlib.ExitStack() as stack:
-            if is_sent:  # what it draws, it has drawn in the workers
+            if is_sent:  # its random numbers were drawn on the workers
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 stack.enter_context(host_untouched())
             returned = hook.run(hook.module, *given)
@@ -222,7 +222,7 @@ class ScriptHooks:
             )
 
     def _watch(self, call: HookedCall, module: nn.Module, given: tuple[Any, ...], indices: tuple[Any, ...]) -> None:
-        """Have the backward hooks of `module` run with the gradients of its inputs and outputs in this call."""
+        """Runs the backward hooks of `module` with the gradients of its inputs and outputs in this call."""
         inputs, outputs = (_top_level(given[0], indices[0]), _top_level(given[1], indices[1]))
         wanted = [*inputs, *outputs]
 
@@ -242,10 +242,10 @@ class ScriptHooks:
 
 
 def refuse_global_hooks() -> None:
-    """Hooks on all modules of the process do not reach the workers.
+    """Raises for global module hooks, which do not reach the workers.
 
     Raises:
-        UnsupportedError: There is one.
+        UnsupportedError: A global hook exists.
     """
     kinds = (
         "_global_forward_pre_hooks",
@@ -262,20 +262,20 @@ def refuse_global_hooks() -> None:
 
 
 def _top_level(given: Any, indices: Any) -> list[int | None]:
-    """The numbers of the tensors among positional arguments, or in a result, as backward hooks count them."""
+    """Returns the indices of the tensors among positional arguments, or in a result, as backward hooks count them."""
     pairs = list(zip(given, indices, strict=True)) if isinstance(given, tuple) else [(given, indices)]
     return [index if isinstance(value, Tensor) and value.requires_grad else None for value, index in pairs]
 
 
 def has_hooks_of_script(root: nn.Module) -> bool:
-    """Whether the script has put a hook on the module or a part of it."""
+    """Returns whether the script has put a hook on the module or a submodule."""
     kinds = (*_FORWARD, *_BACKWARD)
-    hooks = (hook for part in root.modules() for kind in kinds for hook in getattr(part, kind).values())
+    hooks = (hook for submodule in root.modules() for kind in kinds for hook in getattr(submodule, kind).values())
     return not all(map(_is_of_library, hooks))
 
 
 def _is_of_library(hook: Any) -> bool:
-    """Whether a library put the hook there: it does its work inside the model."""
+    """Returns whether a library registered the hook, as a part of the model."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     hook = getattr(hook, "__func__", hook)
@@ -292,7 +292,7 @@ def _name(hook: Any) -> str:
 def _can_be_sent(hook: Any) -> bool:
     try:
         _Trial(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL).dump(hook)
-    except Exception:  # of any kind: objects say in their own ways that they cannot be pickled
+    except Exception:  # of any class: objects raise errors of their own when they cannot be pickled
         return False
     return True
 

@@ -1,8 +1,8 @@
-"""What the controller knows of a call before its answer arrives: ids of its constant parts, its result's structure.
+"""Signatures and structures of calls: what the controller knows before the reply arrives.
 
-A call's *signature* is where it goes, how its arguments nest, and its leaves that are not tensors. Its *structure* is
-how the result nests and the shape of every tensor in it; it is learnt from the workers' first answer and predicted
-after.
+A call's *signature* is its module, the nesting of its arguments, and the leaves that are not tensors. Its *structure*
+is the nesting of the result and the shape of every tensor in it; it is taken from the workers' first reply and
+predicted for later calls.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ _MAX_STRUCTURES = 4096
 
 @dataclass(frozen=True)
 class LeafTemplate:
-    """What is known of one output before its value is: its global shape, and how workers' parts make the whole."""
+    """One output before its value is known: its global shape, and how it is put together from the workers' outputs."""
 
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     differentiable: bool
     constant: Any = None
-    has_parts: bool = False
+    is_operand: bool = False
     order: Order = ()
 
     def promised(self) -> tuple[Any, ...]:
-        """What a script sees of the leaf at once."""
+        """Returns what a script can see of the leaf without its value."""
         return (self.kind == "const", self.shape, self.dtype, self.differentiable, self.constant)
 
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the full tensor."""
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
 
     @functools.cached_property
     def meta(self) -> Tensor:
-        """The whole tensor without values, its dims in memory as on one device."""
+        """The full tensor on meta, its dims in memory order as on one device."""
         return empty_in_order(self.shape, self.order, self.dtype, "meta")
 
 
 @dataclass(frozen=True)
 class Structure:
-    """How a call's result nests, what its leaves are, whether the call drew random numbers, and who had which rows.
+    """The nesting and leaves of a call's result, whether the call drew random numbers, and the rows of each worker.
 
     Attributes:
-        attributes: Those that the forward set: their values are the last of the leaves.
-        is_report: Whether the result is a `Report`: hooks of the script saw something, or attributes were set.
+        attributes: Attributes that the forward set; their values are the last leaves.
+        is_report: Whether the result is a `Report`, with records of hooks or of attributes that were set.
         has_cache: Whether a key-value cache of transformers is in the result.
     """
 
@@ -80,29 +80,29 @@ class Structure:
 
     @staticmethod
     def of(replies: list[ForwardReply | None]) -> Structure:
-        """Join the answers of all workers that have a result, in rank order."""
+        """Joins the replies of all workers that have a result, in rank order."""
         answered = [reply for reply in replies if reply is not None]
         leaves = []
-        for parts in zip(*(reply.leaves for reply in answered)):
-            first: LeafReply = parts[0]
+        for own_leaves in zip(*(reply.leaves for reply in answered)):
+            first: LeafReply = own_leaves[0]
             if first.kind == "const":
                 leaves.append(LeafTemplate("const", (), None, False, pickle.loads(first.data or b"")))
                 continue
             shape = first.shape
             if first.kind == "rows":
-                shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+                shape = (sum(leaf.shape[0] for leaf in own_leaves), *first.shape[1:])
             leaves.append(
                 LeafTemplate(
                     first.kind,
                     shape,
                     first.dtype,
                     first.differentiable,
-                    has_parts=first.has_parts,
+                    is_operand=first.is_operand,
                     order=first.order,
                 )
             )
         first_answer = answered[0]
-        own_rows = tuple(None if reply is None else reply.rows for reply in replies)
+        local_rows = tuple(None if reply is None else reply.rows for reply in replies)
         treespec = unpickle_treespec(first_answer.pickled_treespec)
         return Structure(
             treespec,
@@ -110,43 +110,43 @@ class Structure:
             first_answer.mode,
             first_answer.note,
             draws=any(reply.streams is not None for reply in answered),
-            batch=None if first_answer.rows is None else BatchRows(own_rows),
+            batch=None if first_answer.rows is None else BatchRows(local_rows),
             attributes=tuple(treespec.children()[-1].context) if treespec.context is Report else (),
             is_report=treespec.context is Report,
             has_cache=contains_cache(treespec),
         )
 
     def promises_the_same(self, other: Structure) -> bool:
-        """True if a script could not tell results of the two apart before reading a value, but for attributes."""
+        """Returns whether results of both look the same to a script that reads no value, attributes aside."""
         (nesting, leaves), (other_nesting, other_leaves) = self._without_attributes(), other._without_attributes()
-        # A named tuple that `forward` defines anew has another class in each result.
+        # A named tuple that `forward` defines has another class in each result.
         nest_alike = nesting == other_nesting or repr(nesting) == repr(other_nesting)
         return nest_alike and [leaf.promised() for leaf in leaves] == [leaf.promised() for leaf in other_leaves]
 
     def _without_attributes(self) -> tuple[list[TreeSpec], tuple[LeafTemplate, ...]]:
-        """How the result and what hooks were given nest, and the leaves of both."""
+        """Returns the nesting of the result and of the hooks' arguments, and the leaves of both."""
         if self.treespec.context is not Report:
             return [self.treespec], self.leaves
         result, seen, ended_by, _ = self.treespec.children()
         no_hook_ran = seen.num_leaves == 0 and self.leaves[result.num_leaves].constant is None
         nesting = [result] if no_hook_ran else [result, seen, ended_by]
-        return nesting, self.leaves[: sum(part.num_leaves for part in nesting)]
+        return nesting, self.leaves[: sum(spec.num_leaves for spec in nesting)]
 
     def predictable(self) -> bool:
-        """True if another call of the same signature must give the same structure.
+        """Returns whether another call of the same signature must have the same structure.
 
-        No leaf is a computed number, and no attribute is set: that may depend on everything.
+        That is so if no leaf is a computed number and no attribute is set, since these may depend on anything.
         """
         constants = (leaf.constant for leaf in self.leaves if leaf.kind == "const")
         return not self.attributes and all(constant is None for constant in constants)
 
 
 class Signature(NamedTuple):
-    """The constant part of a call, as workers know it.
+    """The constant part of a call, under its number on the workers.
 
     Attributes:
         number: Its number on the workers.
-        times_forgotten: The outbox's count when it was defined: workers know it while that stays.
+        times_forgotten: The outbox's count when it was defined; workers have the signature while the count stays.
         takes_cache: Whether a key-value cache of transformers is among the arguments.
     """
 
@@ -156,15 +156,15 @@ class Signature(NamedTuple):
 
 
 class Signatures:
-    """What one model knows of its calls: ids of their constant parts, and structures seen so far.
+    """The signatures and structures of one model's calls so far.
 
     Args:
-        outbox: How the workers are told.
+        outbox: The outbox to the workers.
         owner: The model's name on the workers.
 
     Attributes:
         structures: The structures of calls by their keys, see `remote_call.RemoteCall.send`.
-        numbers: Signatures with plain constants, by what tells them apart.
+        numbers: Signatures with plain constants, by their content.
         sets_attributes: Whether a forward has set attributes so far.
     """
 
@@ -178,10 +178,10 @@ class Signatures:
         self._notes: set[str] = set()
 
     def define(self, path: str, args: Any, kwargs: Any) -> tuple[Signature, list[Tensor]]:
-        """The signature of a call, which workers learn of the first time, and the tensors among its arguments.
+        """Returns the signature of a call, which workers get the first time, and the tensors among its arguments.
 
         Raises:
-            UnsupportedError: A random number generator is among the arguments, or one that cannot be sent.
+            UnsupportedError: An argument is a random number generator, or cannot be pickled.
         """
         leaves, treespec = flatten((args, kwargs))
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
@@ -199,12 +199,12 @@ class Signatures:
         return signature, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def learn(self, key: Any, structure: Structure, *, grad: bool) -> None:
-        """Remember the structure of the calls with `key`; say once in the log why a training batch is not shared."""
+        """Records the structure of the calls with `key`; logs once why a training batch is not split."""
         if grad and structure.note and structure.note not in self._notes:
             self._notes.add(structure.note)
             print(log.info(structure.note), flush=True)
         if not self._attributes.issuperset(structure.attributes):
-            self.structures.clear()  # calls that set it to None, as it was, are to be looked at again
+            self.structures.clear()  # calls that left the attribute as None have to be looked at again
             self._attributes.update(structure.attributes)
             self.sets_attributes = True
         if structure.predictable() and key not in self._unpredictable:
@@ -213,13 +213,13 @@ class Signatures:
             self.structures[key] = structure
 
     def never_predict(self, key: Any) -> None:
-        """The structure of a call with `key` turned out to be another than that of an earlier one."""
+        """Records that a call with `key` had another structure than an earlier call."""
         self.structures.pop(key, None)
         self._unpredictable.add(key)
 
 
 def pickle_constants(constants: list[Any]) -> bytes:
-    """The leaves of a call that are not tensors, as they travel."""
+    """Returns the leaves of a call that are not tensors, as they are sent."""
     try:
         return pickle.dumps(constants)
     except (pickle.PicklingError, TypeError, AttributeError):

@@ -1,13 +1,13 @@
-"""The best plans tried for real: the script's own model and batch, trained for a few steps under each.
+"""Tries the best plans for real: trains the script's model on its batch for a few steps under each.
 
-Decides which plans are tried, and which is kept. Must not know how plans are found or carried out. Nothing of the
-script's changes: values, gradients, random streams and the modes of its modules are afterwards what they were.
+Decides which plans are tried, and which is kept. Must not know how plans are found or carried out. The script's
+values, gradients, random streams and training modes are the same afterwards.
 
 [Note: which plans are tried]
-The next best of a ranking is often the best with another number of micro-batches, and both take the same time. What
-the prediction can be wrong about is what it has to compare: kinds of communication, idle stages, recomputation. So the
-plans tried differ in the sizes of their axes, each the best of its own; only where there are not enough of them, others
-follow in the order of the ranking.
+The second plan of a ranking is often the first with another number of micro-batches, and both take the same time. A
+prediction errs where different costs are compared: kinds of communication, idle stages, recomputation. So the plans
+tried differ in the sizes of their axes, each the best with these sizes; if these are too few, others follow in the
+order of the ranking.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ NUM_STEPS = 5
 
 
 def tune(session: Session, root: nn.Module, call: reduced_model.Call, planned: Planned) -> Planned:
-    """Returns the fastest of the best plans, as measured; the planner's choice where there is no other, or all failed.
+    """Returns the fastest of the best plans, as measured; the planner's choice if no other plan fits or all failed.
 
     Args:
-        session: Where the workers are.
-        root: A model that the workers do not have yet.
+        session: The session of the workers.
+        root: A model that is not on the workers yet.
         call: Its first call.
-        planned: What the planner chose, and what else fits.
+        planned: The planner's choice, and the other plans that fit.
     """
     to_try = plans_to_try(planned.candidates, NUM_TRIED)
     if len(to_try) < 2:
@@ -57,7 +57,7 @@ def tune(session: Session, root: nn.Module, call: reduced_model.Call, planned: P
     for candidate in to_try:
         trial = planned.instead(candidate)
         try:
-            first_call.require_proof(session, root, call, trial)
+            first_call.require_verification(session, root, call, trial)
             seconds, peak_bytes = _try(session, root, call, trial)
         except PlanError as error:
             say([log.info(f'plan="{candidate.plan}" is not tried: {error.fact}')])
@@ -110,7 +110,7 @@ def _try(session: Session, root: nn.Module, call: reduced_model.Call, trial: Pla
 
 
 def _backward(output: Any) -> None:
-    """Backpropagates from the loss of an output, or, where it has none, from every tensor in it."""
+    """Backpropagates from the loss in an output, or, without a loss, from every tensor in it."""
     loss = getattr(output, "loss", None)
     tensors = [loss] if isinstance(loss, Tensor) else [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     trainable = [tensor for tensor in tensors if tensor.requires_grad]
@@ -119,7 +119,7 @@ def _backward(output: Any) -> None:
 
 @contextlib.contextmanager
 def _untouched(session: Session, root: nn.Module) -> Iterator[None]:
-    """What the script can see of its model and of the accelerator is afterwards as before."""
+    """Restores the state of the model and the accelerator that the script can see."""
     values = [(tensor._cell, tensor._cell.value) for tensor in [*root.parameters(), *root.buffers()]]  # type: ignore[attr-defined]
     modes = [(module, module.training) for module in root.modules()]
     generator, watch = session.generator, session.watch

@@ -1,7 +1,7 @@
-"""What workers measured of their devices: put together for all of them, and as a file remembers it.
+"""The rates that workers measured on their devices: joined over all workers, and saved in a file.
 
-Decides which worker's figure counts, and what of a remembered entry can be believed. Must not know how anything is
-measured or what the figures are used for.
+Decides which worker's figure counts, and which saved entries are valid. Must not know how rates are measured or what
+they are used for.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _ROWS = {
     "elementwise": (str, int, float),
     "exchanges": (str, int, int, float, float),
 }
-"""Types of what the rows of a table hold."""
+"""The types of the columns of a table."""
 _FIGURES = ("start_s", "rehearse_s", "update_bytes_per_s")
 _MOST = 1e18
-"""No measured figure is larger, in operations or bytes a second."""
+"""Upper limit of a valid figure, in operations or bytes per second."""
 
 
 def slowest(answers: Sequence[DeviceRates]) -> DeviceRates:
-    """Returns the rates of which every one is that of the slowest worker, since the others wait for it."""
+    """Returns each rate of the slowest worker, since the others wait for it."""
     first = answers[0]
     return DeviceRates(
         products=tuple((*row[:3], min(one.products[i][3] for one in answers)) for i, row in enumerate(first.products)),
@@ -42,12 +42,12 @@ def slowest(answers: Sequence[DeviceRates]) -> DeviceRates:
 
 
 def as_entry(rates: DeviceRates) -> dict[str, Any]:
-    """Returns rates as a file keeps them."""
+    """Returns rates as they are saved."""
     return asdict(rates)
 
 
 def rates_of(entry: dict[str, Any] | None) -> DeviceRates | None:
-    """Returns remembered rates; None if there are none, or if the entry was written by hand or by another version."""
+    """Returns saved rates; None if there are none, or if the entry was written by hand or by another version."""
     if entry is None or set(entry) != {*_ROWS, *_FIGURES}:
         return None
     try:

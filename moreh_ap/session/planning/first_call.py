@@ -1,8 +1,8 @@
-"""The plan of a model at its first call: asked for, and proven where nobody has proven it for the family yet.
+"""The plan of a model at its first call: chosen, and verified if it is not yet verified for the model's family.
 
-Decides when a small copy of the model is trained first, under the plan and in this process, and what happens if the
-numbers differ. Must not know how a plan is chosen or carried out. Nothing of the script's is touched: its random
-streams, its gradients and the log of its plan are as if nothing had been verified.
+Decides when a small copy of the model is trained first, under the plan and in this process, and the error if the
+numbers differ. Must not know how a plan is chosen or carried out. The script's random streams,
+gradients and log of the plan are as if nothing had been verified.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextlib.contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """`watcher(root, call)` is told of every first call of a model inside, before a plan is chosen for it."""
+    """Inside, `watcher(root, call)` is called at every first call of a model, before a plan is chosen for it."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -46,22 +46,24 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 
 def plan_first_call(session: Session, root: nn.Module, call: reduced_model.Call) -> Planned:
-    """Returns the plan for a model whose first call is `call`, with what is predicted of it.
+    """Returns the plan for a model whose first call is `call`, with its predictions.
 
     Raises:
-        PlanError: There is no plan, or it does not give the numbers of one process.
+        PlanError: No plan fits, or the plan does not give the numbers of one process.
     """
     watcher = _watcher.get()
     if watcher is not None:
         watcher(root, call)
     family = family_of(root)
     planned = choose_plan_for(session, root, family, call[1:], _rows(call))
-    require_proof(session, root, call, planned)
+    require_verification(session, root, call, planned)
     return planned
 
 
-def require_proof(session: Session, root: nn.Module, call: reduced_model.Call, planned: Planned) -> None:
-    """Trains a small copy under the plan and in this process, unless somebody has done that before.
+def require_verification(session: Session, root: nn.Module, call: reduced_model.Call, planned: Planned) -> None:
+    """Verifies the plan on a small copy of the model, unless the plan or the result is already known.
+
+    The copy is trained under the plan and in this process, and the numbers are compared.
 
     Raises:
         PlanError: The numbers are not those of one process.
@@ -70,7 +72,7 @@ def require_proof(session: Session, root: nn.Module, call: reduced_model.Call, p
     plan = planned.plan
     ScriptHooks(root, plan)  # refuses, before a copy of the model has run them
     if verified_kinds.kinds_to_verify(plan) and not verified_kinds.is_verified(planned.family, plan):
-        _prove(session, root, call, plan)
+        _verify_once(session, root, call, plan)
 
 
 def _rows(call: reduced_model.Call) -> int | None:
@@ -79,7 +81,7 @@ def _rows(call: reduced_model.Call) -> int | None:
 
 
 def family_of(root: nn.Module) -> str:
-    """Returns the name of the family in the list of proven ones; empty where parts of the model are somebody's own."""
+    """Returns the model's name in the list of verified families; empty if a class or forward is the script's own."""
     if not reduced_model.is_of_libraries(root) or has_another_forward(root):
         return ""
     model_type = getattr(getattr(root, "config", None), "model_type", "")
@@ -87,34 +89,34 @@ def family_of(root: nn.Module) -> str:
 
 
 def plan_for_trial(plan: Plan) -> Plan:
-    """Returns the plan as a small copy can be tried under it: in float32, its stages as even as can be."""
+    """Returns the plan as a small copy can be tried under it: in float32, its stages as even as possible."""
     recompute = 1 if isinstance(plan.recompute, int) else plan.recompute
     return replace(plan, layers=(), precision="fp32", recompute=recompute)
 
 
-def _prove(session: Session, root: nn.Module, call: reduced_model.Call, plan: Plan) -> None:
+def _verify_once(session: Session, root: nn.Module, call: reduced_model.Call, plan: Plan) -> None:
     trial, name = plan_for_trial(plan), type(root).__name__
-    path = next(path for path, part in root.named_modules() if part is call[0])
+    path = next(path for path, submodule in root.named_modules() if submodule is call[0])
     key = verified_models.key_of(root, path, _describe(call), trial)
     found = verified_models.look_up(key)
     if found is None:
-        _say(f'plan="{trial}" is not proven for {name} yet: a small copy is trained under it and in one process...')
+        _say(f'plan="{trial}" is not verified for {name} yet: training a small copy under it and in one process...')
         started_s = time.monotonic()
         found = _verify(session, root, call, trial)
         _say(f"{found} ({time.monotonic() - started_s:.0f} s)")
         try:
             verified_models.keep(key, name, found)
         except OSError as error:
-            _say(f"this cannot be remembered: {error}")
-    if not found.proven:
-        raise _not_proven(name, plan, found.reason)
+            _say(f"the result cannot be saved: {error}")
+    if not found.is_verified:
+        raise _verification_failed(name, plan, found.reason)
 
 
 def _verify(session: Session, root: nn.Module, call: reduced_model.Call, trial: Plan) -> Equivalence:
     """Trains the small copy on both sides.
 
     Raises:
-        PlanError: There is no small copy, or the plan is refused for it.
+        PlanError: The model has no small copy, or the plan is refused for the copy.
     """
     before, session.generator = session.generator, AcceleratorGenerator()
     try:
@@ -122,21 +124,25 @@ def _verify(session: Session, root: nn.Module, call: reduced_model.Call, trial: 
             rows, depth = reduced_model.rows_for(trial), reduced_model.depth_for(trial)
             subject, expected = reduced_model.reduce_call(root, call, rows, depth)
             found = equivalence.measure(subject, expected, trial)
-        session.memory(reset_peak=True)  # what the copy needed is not what the script's model needs
+        session.memory(reset_peak=True)  # the copy's memory is not that of the script's model
         return found
     except PlanError as error:
         raise PlanError(error.fact, error.allowed, error.fix or _instead(trial)) from error
     except WorkerLostError:
         raise
-    except Exception as error:  # of any kind: whatever the copy raised on a worker speaks against the plan
-        raise _not_proven(type(root).__name__, trial, f"a small copy raised {type(error).__name__}: {error}") from error
+    except (
+        Exception
+    ) as error:  # of any class: the copy's forward is the model's code, and a worker raises what that raised
+        raise _verification_failed(
+            type(root).__name__, trial, f"a small copy raised {type(error).__name__}: {error}"
+        ) from error
     finally:
         session.generator = before
 
 
-def _not_proven(name: str, plan: Plan, reason: str) -> PlanError:
+def _verification_failed(name: str, plan: Plan, reason: str) -> PlanError:
     return PlanError(
-        f"plan={str(plan)!r} is not proven for {name}: {reason}",
+        f"verification of plan={str(plan)!r} failed for {name}: {reason}",
         "replicate and shard, which are exact for every model",
         _instead(plan),
     )
@@ -147,7 +153,7 @@ def _instead(plan: Plan) -> str:
 
 
 def _describe(call: reduced_model.Call) -> str:
-    """What a call is given: how it nests, and dims and dtype of each tensor."""
+    """Returns the nesting of a call's arguments, with the number of dims and the dtype of each tensor."""
     leaves, treespec = flatten(call[1:])
     kinds: list[Any] = [
         f"{leaf.dim()} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves

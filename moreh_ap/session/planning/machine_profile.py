@@ -1,13 +1,13 @@
-"""The accelerator as the planner sees it: catalogue figures where the device is known, measured ones where it is not.
+"""The accelerator for the planner: catalogue figures for known devices, measured figures for others.
 
-Decides which figure is taken from where, and measures once a machine. Must not know models or plans. What a file may
-hold of earlier measurements is read by `session.rates`.
+Decides the source of each figure, and measures once for each machine. Must not know models or plans. Saved
+measurements are read by `device_rates`.
 
 [Note: workers that share cores]
 A CPU worker's rates are those of its processor while it has one. With more threads than cores each gets a part of
 them, so every rate is divided by that. An exchange then takes what the processors have to do for it, since others
-compute while one waits. Where everybody has a core, it takes as long as the clock says, but no longer than the work of
-all members one after another: what is beyond that was other programs'.
+compute while one waits. If every worker has a core, it takes as long as the clock says, but no longer than the work of
+all members one after another: any longer time was due to other programs.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from moreh_ap.session.session import Session
 FILE = CacheFile("machine.json")
 
 STEP_S = 0.005
-"""Seconds of a step that this runtime adds whatever the model. Source: docs/benchmarks.md, an empty model."""
+"""Seconds that this runtime adds to a step of any model. Source: docs/benchmarks.md, an empty model."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the planner is told of an accelerator.
+    """The planner's description of an accelerator.
 
     Attributes:
         cluster: Devices and links.
-        system: How this package's runtime carries out plans on such devices.
+        system: The properties of this package's runtime on such devices.
         coefficients: Constants of the estimates on such devices.
-        key: Under which name what is learned of it is remembered.
+        key: The name under which corrections for the machine are saved.
     """
 
     cluster: Cluster
@@ -53,9 +53,9 @@ class Machine:
 
 
 def machine_of(session: Session) -> Machine:
-    """Returns the accelerator behind a session; measures it if that was not done on this machine before.
+    """Returns the accelerator of a session; measures it if this machine was not measured before.
 
-    The smallest device counts where they differ, and the slowest rates. Measuring takes some seconds, and needs every
+    If devices differ, the smallest memory and the slowest rates count. Measuring takes some seconds and needs every
     worker.
     """
     infos, options = session.devices(), session.options
@@ -72,7 +72,7 @@ def machine_of(session: Session) -> Machine:
     if rates is None:
         answers: list[DeviceRates] = session.outbox.submit(ProbeDevice(native)).result()
         rates = slowest(answers)
-        with contextlib.suppress(OSError):  # where the folder cannot be written, it is measured again next time
+        with contextlib.suppress(OSError):  # the folder cannot be written: the machine is measured again next time
             FILE.keep(key, as_entry(rates))
     return machine_from(replace(info, native_bf16=computes_bf16), precision, len(infos), rates, key)
 
@@ -82,10 +82,10 @@ def machine_from(info: DeviceInfo, precision: str, num_devices: int, rates: Devi
 
     Args:
         info: One of the devices.
-        precision: In which the plans compute.
-        num_devices: How many there are.
-        rates: What was measured of each.
-        key: Under which name what is learned of it is remembered.
+        precision: The precision of the plans.
+        num_devices: The number of devices.
+        rates: The measured rates of each device.
+        key: The name under which corrections for the machine are saved.
     """
     coefficients = replace(COEFFICIENTS, step_s=STEP_S)
     if not any(found == precision for found, *_ in rates.products):
@@ -126,7 +126,7 @@ def machine_from(info: DeviceInfo, precision: str, num_devices: int, rates: Devi
 
 
 def _product_constants(rates: DeviceRates, precision: str) -> tuple[float, float, float]:
-    """Returns the rate of endless products, and the tokens and the width at which half of it is reached.
+    """Returns the rate of infinitely large products, and the tokens and the width at which half of it is reached.
 
     Solves `rate = endless x m / (m + m0) x w / (w + w0)` for three measured products (`planner/cost/compute_time.py`).
     """
@@ -155,6 +155,6 @@ def _link(rates: DeviceRates, num_devices: int, is_cpu: bool, sharing: float) ->
         MeasuredCollective(kind, members, tuple(sorted(found))) for (kind, members), found in points.items()
     )
     (small, small_s), *_, (large, large_s) = sorted(points["sum", num_devices])
-    # for what was not measured: a ring over all devices that sums as fast
+    # for collectives that were not measured: a ring over all devices that sums as fast
     passed = 2 * (large - small) * (num_devices - 1) / num_devices
     return Link("measured", passed / max(large_s - small_s, 1e-9), small_s / 2, measured=exchanges)

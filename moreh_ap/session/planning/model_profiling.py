@@ -1,6 +1,6 @@
-"""What the planner must know of a script's model, from the module itself and its first call.
+"""The planner's profile of a script's model, from the module itself and its first call.
 
-Decides when a model's configuration can be believed, and how it is counted otherwise. Must not know plans or devices.
+Decides when a model's configuration is used, and how the model is counted otherwise. Must not know plans or devices.
 
 [Note: counted models]
 Where a model is not a decoder whose configuration gives its shape, every layer with a weight counts as one matrix
@@ -28,15 +28,15 @@ _NEAR = 0.02
 """Part of a model's parameters by which the count from its configuration may be off."""
 
 _KERNELS = 4
-"""Operations that a layer starts with what surrounds it: a product, a norm, an activation, a sum."""
+"""Kernels for each layer with its surroundings: a product, a norm, an activation, a sum."""
 
 _FROZEN = 0.9
-"""Part of a model's parameters from which on, if they get no gradient, the few others count for nothing in memory and
-time. LoRA leaves more than 95 per cent without; a model of which part is frozen counts as one that is trained whole."""
+"""Fraction of frozen parameters above which memory and time of the others are neglected. LoRA freezes more than 95
+per cent; a model with fewer frozen parameters counts as fully trained."""
 
 
 def trains_weights(root: nn.Module) -> bool:
-    """Returns False for a model whose weights are frozen but for some adapters."""
+    """Returns False for a model whose weights are frozen except for adapters."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in root.parameters()]
     frozen = sum(size for size, trained in sizes if not trained)
     return not 0 < frozen >= _FROZEN * sum(size for size, _ in sizes)
@@ -56,12 +56,12 @@ def shape_of(root: nn.Module) -> TransformerShape | None:
 
 
 def profile_model(root: nn.Module, shape: TransformerShape | None, call: tuple[Any, Any]) -> ModelProfile:
-    """Returns what a model costs for rows like those of a call with these positional and keyword arguments.
+    """Returns the cost of a model for rows like those of a call with these positional and keyword arguments.
 
     Args:
         root: The model.
-        shape: What `shape_of` returned.
-        call: Arguments of the first call; only shapes of tensors are looked at.
+        shape: The result of `shape_of`.
+        call: Arguments of the first call; only the shapes of tensors are used.
     """
     tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     positions = _positions(tensors)
@@ -89,11 +89,15 @@ def _counted(root: nn.Module, positions: int) -> ModelProfile:
     tables = [module for module in rest if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     others = [module for module in rest if module not in tables]
     owned = {id(p) for module in [*tables, *blocks] for p in module.parameters()}
-    whole = _part([m for block in blocks for m in block.modules()], set(), len(blocks)) if blocks else LayerProfile()
+    body = (
+        _segment_profile([m for block in blocks for m in block.modules()], set(), len(blocks))
+        if blocks
+        else LayerProfile()
+    )
     first = LayerProfile(parameters_replicated=float(_elements(tables)), num_kernels=_KERNELS)
-    last = _part(others, owned, 1)
-    if not blocks:  # one part that nothing can cut
-        whole, last = last, LayerProfile()
+    last = _segment_profile(others, owned, 1)
+    if not blocks:  # one segment without a cut
+        body, last = last, LayerProfile()
     heads = [module.out_features for module in others if isinstance(module, nn.Linear)]
     return ModelProfile(
         name=type(root).__name__,
@@ -101,14 +105,14 @@ def _counted(root: nn.Module, positions: int) -> ModelProfile:
         hidden=max((module.embedding_dim for module in tables), default=0) or max(heads, default=1),
         num_blocks=max(1, len(blocks)),
         first=first,
-        block=whole,
+        block=body,
         last=last,
         logits_per_token=max(heads, default=0) if tables else 0,
     )
 
 
-def _part(modules: list[nn.Module], owned_elsewhere: set[int], share: int) -> LayerProfile:
-    """Returns the cost of modules together, divided by `share`; equal products of equal blocks are counted once."""
+def _segment_profile(modules: list[nn.Module], owned_elsewhere: set[int], num_equal: int) -> LayerProfile:
+    """Returns the cost of modules together, divided by `num_equal`; equal products of equal blocks are counted once."""
     parameters: dict[int, int] = {}
     counts: dict[tuple[int, int, int], int] = {}
     for module in modules:
@@ -118,16 +122,16 @@ def _part(modules: list[nn.Module], owned_elsewhere: set[int], share: int) -> La
         for matrix in matrices:
             size = (math.prod(matrix.shape[1:]), matrix.shape[0], matrix.shape[1])  # a kernel's pixels are one input
             counts[size] = counts.get(size, 0) + 1
-    products = tuple(Product(inner, outer, share=count / share) for (inner, outer, _), count in counts.items())
-    results = sum(2.0 * outer * count / share for (_, outer, _), count in counts.items())
-    inputs = sum(2.0 * channels * count / share for (_, _, channels), count in counts.items())
+    products = tuple(Product(inner, outer, share=count / num_equal) for (inner, outer, _), count in counts.items())
+    results = sum(2.0 * outer * count / num_equal for (_, outer, _), count in counts.items())
+    inputs = sum(2.0 * channels * count / num_equal for (_, _, channels), count in counts.items())
     return LayerProfile(
-        parameters_replicated=sum(parameters.values()) / share,
+        parameters_replicated=sum(parameters.values()) / num_equal,
         products=products,
         kept_replicated_bytes_per_token=inputs + results,
         selective_replicated_bytes_per_token=results,
         moved_replicated_bytes_per_token=2.0 * (inputs + results),
-        num_kernels=max(1, round(_KERNELS * sum(counts.values()) / share)),
+        num_kernels=max(1, round(_KERNELS * sum(counts.values()) / num_equal)),
     )
 
 

@@ -1,6 +1,6 @@
-"""Plans that ran out of memory on this machine: recognised, remembered, and held against later predictions.
+"""Plans that ran out of memory on this machine: recognised, saved, and used to limit later predictions.
 
-Decides how much the plans of a model may need after one of them did not fit. Must not know what is done instead.
+Decides how much memory the plans of a model may need after one of them did not fit. Must not know what follows.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from moreh_ap.session.planning.step_watch import Expected
 FILE = CacheFile("ran_out.json")
 
 _LEAN = 0.9
-"""How much of what a plan that ran out was predicted to allocate the next one may need. Each try costs a start of the
-workers, so plans that save next to nothing are passed over. A choice of ours."""
+"""Limit for the next plan, as a fraction of the predicted memory of a plan that ran out. Each try costs a start of the
+workers, so plans that save almost nothing are skipped. A choice of ours."""
 _KEPT_RUNS = 50
 _CPU_ALLOCATOR = "can't allocate memory"
-"""What PyTorch's allocator of host memory says, in a plain RuntimeError. Source: c10/core/impl/alloc_cpu.cpp."""
+"""The message of PyTorch's host allocator, in a plain RuntimeError. Source: c10/core/impl/alloc_cpu.cpp."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of a worker says that its device has no memory left."""
+    """Returns whether an error of a worker means that its device ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return type(error) is RuntimeError and _CPU_ALLOCATOR in str(error)
 
 
 def limit_after(candidate: Candidate) -> float:
-    """Returns how many bytes may be predicted for plans of a model of which this one ran out of memory."""
+    """Returns the limit of predicted bytes for the model's other plans, after this plan ran out of memory."""
     return candidate.memory.fragmentation_bytes + _LEAN * candidate.memory.allocated_bytes
 
 
 def remember(expected: Expected, error: BaseException) -> None:
-    """Notes that a model ran out of memory under a plan."""
+    """Records that a model ran out of memory under a plan."""
     chosen, factor = expected.chosen, expected.corrections.memory
     run = {
         "model": expected.model,
@@ -50,29 +50,29 @@ def remember(expected: Expected, error: BaseException) -> None:
         "message": first_line(error),
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
-    with contextlib.suppress(OSError):  # where the folder cannot be written, nothing is learned
+    with contextlib.suppress(OSError):  # the folder cannot be written: the record is lost
         FILE.keep(expected.machine, {"runs": [*_runs(expected.machine), run][-_KEPT_RUNS:]})
 
 
 def limit_of(machine: str, model: str, batch: int, factor: float) -> float:
-    """Returns how many bytes may be predicted for plans of a model; infinite if none ran out with such a batch.
+    """Returns the limit of predicted bytes for plans of a model; infinite if no plan ran out with such a batch.
 
     Args:
-        machine: Under which name the machine's runs are remembered.
+        machine: The name under which the machine's runs are saved.
         model: Name of the model.
-        batch: Rows of a step; a larger batch that ran out says nothing of a smaller one.
-        factor: What the predictions to compare with contain of earlier runs.
+        batch: Rows of a step; a record of a larger batch does not limit a smaller one.
+        factor: The correction from earlier runs that is in the predictions to compare with.
     """
     limits = [float("inf")]
     for run in _runs(machine):
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # an entry of somebody else
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # an entry of another format
             if run["model"] == model and run["batch"] <= batch:
                 limits.append(float(run["limit_bytes"]) * factor)
     return min(limits)
 
 
 def first_line(error: BaseException) -> str:
-    """Returns what PyTorch says happened, without its advice about the allocator."""
+    """Returns PyTorch's message without its advice about the allocator."""
     return re.split(r"(?<=iB\.) ", str(error).strip().partition("\n")[0])[0]
 
 

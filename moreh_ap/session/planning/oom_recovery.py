@@ -1,17 +1,17 @@
-"""Going on under another plan, before a model's first step is through, when the chosen one turns out not to do.
+"""Replaces the plan of a model before its first step is complete, if the chosen plan does not work.
 
 Workers ran out of memory, or the script differentiates gradients, which most plans do not allow.
 
-Decides which plan comes next and what the script is told if there is none. Must not know how commands are kept or sent
-again (`journal`, `outbox`).
+Decides which plan comes next, and the error for the script if no plan is left. Must not know how commands are kept or
+sent again (`journal`, `outbox`).
 
-[Note: what is done once more]
-Until the first optimizer step is through, everything that the workers know of a model came from the controller or from
-files: its values, the calls, what was done to gradients. All of it is in the journal. When a worker runs out of memory,
-its peers may wait for it in a collective for ever, so all workers are started anew (otherwise the same go on); they are
-told the same with another plan in the message that builds the model. Promises that the script holds are then kept by
-workers under that plan, and since every plan gives the same numbers, the script notices nothing but the time. After the
-first step the workers' state is nowhere else: then the error goes to the script, and what is remembered of it makes the
+[Note: replay under another plan]
+Until the first optimizer step is complete, everything that the workers have of a model came from the controller or from
+files: its values, the calls, operations on gradients. All of it is in the journal. When a worker runs out of memory,
+its peers may wait for it in a collective for ever, so all workers are restarted (in the other case the same ones
+continue). The journal is replayed, with another plan in the message that builds the model. The workers under that plan
+fulfil the script's promises, and since every plan gives the same numbers, the script notices nothing but the time.
+After the first step only the workers have the state: then the error goes to the script, and a record of it lets the
 next run choose better.
 """
 
@@ -46,7 +46,7 @@ Values = list[tuple[VirtualTensor, Value]]
 
 @dataclass
 class _Model:
-    """A model that has not been trained for a step: its present plan, and its values before the workers had them."""
+    """A model before its first step: its present plan, and its values before they went to the workers."""
 
     remote: RemoteModel
     planned: Planned
@@ -54,10 +54,10 @@ class _Model:
 
 
 class Recovery:
-    """Lays models out under the next best plan when they run out of memory. See [Note: what is done once more].
+    """Rebuilds models under the next best plan when they run out of memory. See [Note: replay under another plan].
 
     Args:
-        session: Where the workers are.
+        session: The session of the workers.
     """
 
     def __init__(self, session: Session) -> None:
@@ -68,9 +68,9 @@ class Recovery:
         session.lay_out_again = self.lay_out_again
 
     def take_on(self, remote: RemoteModel, planned: Planned, values: Values) -> None:
-        """A model was built; `values` are those of its tensors before.
+        """Records that a model was built; `values` are its tensors' values from before.
 
-        The journal has to have been opened before if the model is to be recovered; otherwise nothing is noted.
+        Nothing is recorded unless the journal is open; the model cannot be recovered then.
         """
         self._largest = max(filter(None, (self._largest, planned)), key=_needed_bytes)
         state = self._session.outbox.state
@@ -86,7 +86,7 @@ class Recovery:
         if not (self._models and journal.state.current is SessionState.REPLAYABLE):
             oom_records.remember(self._largest.expected, error)
             raise type(error)(f"{oom_records.first_line(error)}\n{_too_late(self._largest)}") from error
-        # Which of several models took too much is not known: the largest gives way.
+        # It is unknown which of several models took too much: the largest gets another plan.
         model = max(self._models, key=lambda one: _needed_bytes(one.planned))
         failed = model.planned.expected
         oom_records.remember(failed, error)
@@ -94,7 +94,7 @@ class Recovery:
             model.planned = planned = _next_best(model.planned, journal)
         except PlanError as nothing:
             self._give_up()
-            # Of its own type, so that a script that tries smaller batches catches it.
+            # The type of the original error, so that a script that tries smaller batches catches it.
             raise type(error)(f"{oom_records.first_line(error)}\n{nothing}") from error
         say(
             [
@@ -105,11 +105,11 @@ class Recovery:
         return self._restart(self._session.restart_workers(), planned)
 
     def lay_out_again(self, remote: RemoteModel, plan: Plan, reason: str) -> bool:
-        """Lays a model out under `plan`, and has the workers do once more what they were told.
+        """Rebuilds a model under `plan` and replays the journal.
 
         Returns:
-            False, and nothing is done, if the script gave the plan, the workers' state is nowhere else any more, what
-            they were told does not suit another plan, or `plan` does not fit.
+            False, with nothing changed, if the script gave the plan, only the workers have the state, the journal does
+            not suit another plan, or `plan` does not fit.
         """
         journal = self._session.outbox.journal
         model = next((one for one in self._models if one.remote is remote), None)
@@ -124,20 +124,20 @@ class Recovery:
         model.planned = planned = model.planned.instead(candidate)
         say([log.info(reason), log.plan_line(plan, log.prediction(candidate))])
         self._session.outbox.flush()
-        self._session.outbox.restart(self._restart(self._session.mesh, planned))
+        self._session.outbox.restart(self._restart(self._session.workers, planned))
         return True
 
-    def _restart(self, mesh: WorkerGroup, planned: Planned) -> Restart:
-        """Has models stand for what the workers of `mesh` are about to be told; `planned` is what is new."""
+    def _restart(self, workers: WorkerGroup, planned: Planned) -> Restart:
+        """Resets all models for a replay on `workers`; `planned` is the model with the new plan."""
         write_selected(planned.plan, planned.task)
         for one in self._models:
             one.remote.laid_out_again(one.planned.plan)
             self._session.job.has_model(type(one.remote.root).__name__, str(one.planned.plan))
         self._session.watch = Watch(self._session.outbox, planned.expected, self._session.stop_watching)
-        return Restart(mesh, self._changed())
+        return Restart(workers, self._changed())
 
     def _changed(self) -> Callable[[Any], Any]:
-        """Returns what each command of the journal becomes: models are built under their present plans."""
+        """Returns the change to each command of the journal: models are built under their present plans."""
         plans = {one.remote.owner: one.remote for one in self._models}
 
         def change(command: Any) -> Any:
@@ -149,7 +149,7 @@ class Recovery:
         return change
 
     def _give_up(self) -> None:
-        """Puts all values back: after the error the script can go on with a smaller batch."""
+        """Puts all values back, so that the script can continue with a smaller batch after the error."""
         for one in self._models:
             for tensor, value in one.values:
                 tensor._cell.value = value
@@ -161,7 +161,7 @@ def _next_best(planned: Planned, journal: Journal) -> Planned:
     """Returns the fastest plan that needs less memory than the one that ran out.
 
     Raises:
-        PlanError: There is none, or the plan was the script's own.
+        PlanError: No such plan is left, or the script gave the plan.
     """
     failed = planned.chosen
     if planned.is_given:
@@ -174,9 +174,9 @@ def _next_best(planned: Planned, journal: Journal) -> Planned:
     ranking = search(task)
     for candidate in ranking.candidates[: ranking.num_fitting]:
         plan = candidate.plan
-        is_proven = not verified_kinds.kinds_to_verify(plan) or verified_kinds.is_verified(planned.family, plan)
+        is_verified = not verified_kinds.kinds_to_verify(plan) or verified_kinds.is_verified(planned.family, plan)
         shares_rows_only = plan.tensor * plan.pipeline == 1
-        if not is_proven or (journal.is_bound_to_layout and not shares_rows_only):
+        if not is_verified or (journal.is_bound_to_layout and not shares_rows_only):
             continue
         if not journal.differentiates_gradients or plan == plan.whole_model():
             return planned.instead(candidate)

@@ -1,4 +1,4 @@
-"""Asks the planner for a plan and says in the log what was chosen."""
+"""Asks the planner for a plan and logs the choice."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from moreh_ap.settings import Options
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for a model, and what else there was to choose.
+    """A plan for a model, and the other candidates.
 
     Attributes:
-        expected: The plan with what is predicted of it.
-        task: What was searched for.
-        candidates: The plans that fit, best first; the given one alone where the script gave it.
-        family: The model's name in the list of proven ones.
+        expected: The plan with its predictions.
+        task: The task of the search.
+        candidates: The plans that fit, best first; only the given plan if the script gave one.
+        family: The model's name in the list of verified families.
         is_given: Whether the script gave the plan.
     """
 
@@ -63,14 +63,14 @@ class Planned:
 
 
 def choose_plan_for(session: Session, root: nn.Module, family: str, call: tuple[Any, Any], rows: int | None) -> Planned:
-    """Returns the plan for a model with what is predicted of it; logged, and written to the `.dump` files.
+    """Returns the plan for a model with its predictions; logs it and writes it to the `.dump` files.
 
     Args:
-        session: Where the workers are.
+        session: The session of the workers.
         root: The model.
-        family: Its name in the list of proven ones.
+        family: Its name in the list of verified families.
         call: Positional and keyword arguments of its first call.
-        rows: Rows of the global batch, None where no argument has any.
+        rows: Rows of the global batch, None if no argument has rows.
 
     Raises:
         PlanError: If no plan fits, or a forced plan does not match the devices.
@@ -78,7 +78,7 @@ def choose_plan_for(session: Session, root: nn.Module, family: str, call: tuple[
     options = session.options
     machine, shape = machine_of(session), shape_of(root)
     profile = profile_model(root, shape, call)
-    # Where dropout is compared with one device's, only devices that share the batch draw the same (`draws.py`).
+    # On CPU workers dropout has one device's masks, which only data-parallel plans can draw (`shared_draws.py`).
     draws_apart = machine.cluster.device.name == "CPU" and draws_random_numbers(root)()
     shares_batch_only = draws_apart or has_hooks_of_script(root)
     system = replace(machine.system, trains_weights=trains_weights(root))
@@ -118,12 +118,12 @@ def write_selected(plan: Plan, task: Task) -> None:
     """Writes the selected plan to its `.dump` file."""
     try:
         log.write_selected_config(plan, task.global_batch)
-    except OSError as error:  # the plan stands in the log too
+    except OSError as error:  # the plan is in the log too
         say([log.info(f"the selected plan cannot be written to a file: {error}")])
 
 
 def _choose(task: Task, limit_bytes: float, given: Plan | None) -> Choice:
-    """Returns a plan within what earlier runs of the model leave; without that limit where nothing fits into it."""
+    """Returns a plan within the limit of earlier runs of the model; without the limit if no plan fits into it."""
     if given is None and limit_bytes < task.usable_bytes:
         try:
             return choose_plan(task.with_usable(limit_bytes))
@@ -135,7 +135,7 @@ def _choose(task: Task, limit_bytes: float, given: Plan | None) -> Choice:
 def constraints_of(
     options: Options, family: str, profile: ModelProfile, shape: TransformerShape | None, machine: Machine
 ) -> Constraints:
-    """Returns what the user's options, and what is known of the model, leave of all plans."""
+    """Returns the space of plans that the user's options and the model allow."""
     has_blocks = profile.num_blocks > 1
     degrees = (1,) if shape is None else tensor_degrees_of(shape, machine.cluster.num_devices)
     left = Constraints.from_options(options, verified_kinds().get(family, frozenset()), degrees)
@@ -144,7 +144,7 @@ def constraints_of(
         left,
         pipeline_parallel=left.pipeline_parallel and has_blocks,
         activation_recomputation=False if recompute == "auto" and not has_blocks else recompute,
-        offload=machine.cluster.device.name != "CPU",  # what a CPU worker moves to host memory stays where it is
+        offload=machine.cluster.device.name != "CPU",  # a CPU worker's memory is host memory: offload saves nothing
     )
 
 

@@ -1,7 +1,7 @@
-"""Compares what was predicted for a model's plan with what its first steps do, says so once, and remembers it.
+"""Compares the predictions for a model's plan with its first steps, logs the result once, and saves it.
 
-Decides after how many steps to look, and what of it corrects later predictions on this machine. Must not know how
-anything is predicted or measured.
+Decides after how many steps to compare, and which figures correct later predictions on this machine. Must not know how
+figures are predicted or measured.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _LEAST_STEPS = 3
 _KEPT_RUNS = 50
 _LEAST_S = 0.01
 _LEAST_BYTES = 2**30
-"""Shorter steps and smaller models are not learned from: they measure what they have in common with nothing."""
+"""Shorter steps and smaller models are not used: fixed costs dominate them."""
 
 _MOST = 1e18
-"""No figure of a run is larger, in seconds or bytes."""
+"""Upper limit of a valid figure of a run, in seconds or bytes."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a watch compares with.
+    """The predictions that a watch compares with.
 
     Attributes:
-        machine: Under which name the machine's runs are remembered.
+        machine: The name under which the machine's runs are saved.
         model: Name of the model.
         batch: Rows of a step.
         chosen: The plan with its predictions.
-        corrections: What these contain of earlier runs; taken out before they are learned from.
+        corrections: The corrections from earlier runs in these predictions; removed before a run is saved.
     """
 
     machine: str
@@ -58,9 +58,9 @@ class Watch:
     """Counts the steps of one model.
 
     Args:
-        outbox: How to ask the workers.
-        expected: What was predicted.
-        done: Called once nothing is left to watch.
+        outbox: The outbox to the workers.
+        expected: The predictions.
+        done: Called when the watch ends.
     """
 
     def __init__(self, outbox: Outbox, expected: Expected, done: Callable[[], object]) -> None:
@@ -69,21 +69,21 @@ class Watch:
         self._asked: Posted | None = None
 
     def stepped(self) -> None:
-        """An optimizer step was sent. Never waits."""
+        """Counts an optimizer step that was sent. Never waits."""
         self._num_steps += 1
         if self._num_steps < LOOKS_AFTER_STEPS:
             return
         if self._asked is None:
             self._asked = self._outbox.post_soon(ReportSteps())
         elif self._asked.failed():
-            self._on_done()  # the error reaches the script where it reads a result
+            self._on_done()  # the script gets the error when it reads a result
         elif self._asked.done():
             self._on_done()
             self._compare(self._asked.result())
 
     def _compare(self, reports: list[StepReport]) -> None:
         if min(len(one.seconds) for one in reports) < _LEAST_STEPS:
-            return  # the script adds up gradients of several calls, or has several optimizers: nothing to compare with
+            return  # gradients of several calls are accumulated, or several optimizers step: not comparable
         seconds = max(statistics.median(one.seconds[1:]) for one in reports)
         peak_bytes = max(one.peak_bytes for one in reports)
         chosen = self._expected.chosen
@@ -93,9 +93,9 @@ class Watch:
 
 
 def corrections_of(machine: str) -> Corrections:
-    """Returns by what factors predictions for this machine were off, as the median of the runs it remembers.
+    """Returns the factors by which predictions for this machine were off: medians over its saved runs.
 
-    Runs that somebody wrote by hand, or that lack a figure, are left out.
+    Runs that were edited by hand, or that lack a figure, are left out.
     """
     runs = _runs_of(machine)
     seconds = [_off(run, "measured_s", "predicted_s", _LEAST_S) for run in runs]
@@ -108,13 +108,13 @@ def corrections_of(machine: str) -> Corrections:
 
 
 def _runs_of(machine: str) -> list[dict[str, Any]]:
-    """Returns what is remembered of a machine, as far as it has the form of runs."""
+    """Returns the saved runs of a machine that have a valid form."""
     runs = (FILE.look_up(machine) or {}).get("runs")
     return [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
 
 
 def _off(run: dict[str, Any], measured: str, predicted: str, least: float) -> float | None:
-    """Returns how many times its prediction a figure of a run was, None if it is too small or no such figures."""
+    """Returns a figure of a run divided by its prediction; None if the figure is too small or invalid."""
     figures = (run.get(measured), run.get(predicted))
     if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in figures):
         return None
@@ -125,7 +125,7 @@ def _off(run: dict[str, Any], measured: str, predicted: str, least: float) -> fl
 
 
 def remember_run(expected: Expected, seconds: float, peak_bytes: float) -> None:
-    """Notes what steps of a plan took, for later predictions on this machine."""
+    """Saves the time and memory of a plan's steps, for later predictions on this machine."""
     chosen, corrections = expected.chosen, expected.corrections
     assert chosen.step is not None
     run: dict[str, Any] = {
@@ -138,5 +138,5 @@ def remember_run(expected: Expected, seconds: float, peak_bytes: float) -> None:
         "measured_bytes": round(peak_bytes),
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
-    with contextlib.suppress(OSError):  # where the folder cannot be written, nothing is learned
+    with contextlib.suppress(OSError):  # the folder cannot be written: the run is lost
         FILE.keep(expected.machine, {"runs": [*_runs_of(expected.machine), run][-_KEPT_RUNS:]})

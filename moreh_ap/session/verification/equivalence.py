@@ -1,10 +1,10 @@
 """Whether a plan gives the numbers of one process: the same few steps trained on both, and compared.
 
-Decides what is trained, what is compared and what counts as equal. Must not know where the model comes from, nor who
-asks: the command line, the first use of a model, or a test.
+Decides what is trained, what is compared and what counts as equal. Must not know the source of the model, nor the
+caller: the command line, the first use of a model, or a test.
 
 [Note: what a comparison rests on]
-AdamW does not notice a gradient that is scaled as a whole, so weights alone would prove little: the gradients of the
+AdamW does not notice a gradient that is scaled as a whole, so weights alone would show little: the gradients of the
 first step, and the norm of every step, are compared too. The bias of an attention key has a gradient that is zero but
 for rounding. Relative to itself it is all noise, and AdamW walks along that noise where its eps is small: hence
 `SMALLEST_GRADIENT` and `EPSILON`. With a learning rate of 1e-3 rounding alone moved a weight by half the limit (Llama,
@@ -35,19 +35,19 @@ LEARNING_RATE, EPSILON, MAX_NORM = 3e-4, 1e-6, 1.0
 LOSS_LIMIT, GRADIENT_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4, 1e-4
 BF16_LOSS_LIMIT = 0.02
 SMALLEST_GRADIENT = 1e-3
-"""A tensor's gradient is compared relative to its own largest element, but at least to this part of the model's."""
+"""Gradients are compared relative to their tensor's largest element, or to this fraction of the model's if larger."""
 NORM_ROUNDING = 2e-10
 """How far a norm may be off for each element of the largest tensor.
 
 PyTorch's own norm is not better on the CPU: of 1e7 random float32 numbers it was off by 3.5e-4, of 4e7 by 2.8e-3
-(torch 2.13, against float64). Parts of a tensor suffer less, so a plan differs from one process by as much.
+(torch 2.13, against float64). The norms of shards are less affected, so a plan differs from one process by as much.
 """
 _SMALLEST_WEIGHT = 1e-12
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and what it is called with.
+    """A model and the arguments of its calls.
 
     Attributes:
         module: On the CPU, in float32. It is copied before it is trained.
@@ -63,7 +63,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Training:
-    """What `STEPS` steps gave, on the CPU.
+    """The results of `STEPS` steps, on the CPU.
 
     Attributes:
         losses: Of every step.
@@ -84,15 +84,15 @@ class Equivalence:
 
     Attributes:
         plan: The plan as it is written.
-        verdict: `proven`, `wrong` (some number is too far off), `refused` (no such plan for this model) or `failed`
+        verdict: `verified`, `wrong` (some number is too far off), `refused` (no such plan for this model) or `failed`
             (an exception).
-        reason: Why it is not proven; empty if it is.
+        reason: Why it is not verified; empty if it is.
         loss: Over the steps.
         norm: Of the gradient norm, over the steps.
         gradient: Of step 1, relative to a tensor's largest element, see `SMALLEST_GRADIENT`.
-        gradient_name: The parameter where that is.
+        gradient_name: The parameter with that difference.
         weight: After the last step, relative to a tensor's largest element.
-        weight_name: The parameter or buffer where that is.
+        weight_name: The parameter or buffer with that difference.
     """
 
     plan: str
@@ -106,12 +106,12 @@ class Equivalence:
     weight_name: str = ""
 
     @property
-    def proven(self) -> bool:
+    def is_verified(self) -> bool:
         """Whether the plan may be trusted with this model."""
-        return self.verdict == "proven"
+        return self.verdict == "verified"
 
     def row(self) -> tuple[str, ...]:
-        """Returns plan, verdict, loss, gradient norm, gradient and where, weight and where, as a table shows them."""
+        """Returns plan, verdict, loss, gradient norm, gradient and name, weight and name, as texts for a table."""
         numbers = [
             "" if number != number else f"{number:.1e}" for number in (self.loss, self.norm, self.gradient, self.weight)
         ]
@@ -131,7 +131,7 @@ class Equivalence:
 
 @contextlib.contextmanager
 def as_a_fresh_process() -> Iterator[None]:
-    """Inside, PyTorch is as it starts, whatever the script has set around its call; random streams are put back."""
+    """Inside, PyTorch has the settings of a fresh process; afterwards the script's settings and streams."""
     dtype = torch.get_default_dtype()
     with (
         torch.random.fork_rng(devices=[]),
@@ -159,7 +159,7 @@ def train(subject: Subject, device: str) -> Training:
     try:
         return _train(module, module.get_submodule(subject.path), subject, device)
     except PlanError:
-        _leave(module)  # it was not built
+        _leave(module)  # the model was not built
         raise
 
 
@@ -190,7 +190,7 @@ def _train(module: nn.Module, called: nn.Module, subject: Subject, device: str) 
 
 
 def _leave(module: nn.Module) -> None:
-    """Brings a module to the CPU, so that the workers forget it. A buffer is replaced by that: it is read before."""
+    """Moves a module to the CPU, so that the workers free it. This replaces buffers, so they are read first."""
     for buffer in module.buffers():
         if isinstance(buffer, VirtualTensor):
             buffer._cell.read_here()
@@ -198,12 +198,12 @@ def _leave(module: nn.Module) -> None:
 
 
 def loss_of(result: Any) -> Tensor:
-    """Returns the loss among the results of a call, or the mean of the squares of what it gave, where there is none.
+    """Returns the loss among the results of a call, or without one the mean of the squares of its results.
 
-    A loss is what is called so, in an object or a dict, or the first number that depends on parameters.
+    The loss is the attribute or entry of that name, or the first number that depends on parameters.
 
     Raises:
-        PlanError: The call gave nothing that depends on parameters.
+        PlanError: No result of the call depends on parameters.
     """
     named = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
     if isinstance(named, Tensor) and named.dim() == 0:
@@ -218,13 +218,14 @@ def loss_of(result: Any) -> Tensor:
 
 
 def reference(subject: Subject) -> Training:
-    """Returns what the subject gives in this process; random numbers that it draws do not disturb anybody's stream.
+    """Returns the training of the subject in this process; the script's random streams are not changed.
 
-    Dropout would draw other numbers under every plan. A module that still draws some is switched to evaluation.
+    Dropout would draw other numbers under every plan. A module that still draws random numbers is switched to
+    evaluation.
 
     Raises:
         PlanError: It draws random numbers even then, a loss is no number, or there is no gradient.
-        Exception: Whatever the module raises.
+        Exception: The module raised it.
     """
     with as_a_fresh_process():
         before = state_of_stream(), state_of_host()
@@ -243,11 +244,11 @@ def reference(subject: Subject) -> Training:
 
 
 def measure(subject: Subject, expected: Training, plan: Plan) -> Equivalence:
-    """Returns how far the accelerator is, under the plan that it has been told, from `expected`.
+    """Returns how far the accelerator, under the plan that it uses, is from `expected`.
 
     Raises:
         PlanError: The plan is refused for this model.
-        Exception: Whatever a worker raised.
+        Exception: A worker raised it.
     """
     with as_a_fresh_process():
         got = train(subject, "cuda")
@@ -255,7 +256,7 @@ def measure(subject: Subject, expected: Training, plan: Plan) -> Equivalence:
 
 
 def compare(got: Training, expected: Training, plan: Plan) -> Equivalence:
-    """Returns the differences between two trainings and what follows from them."""
+    """Returns the differences between two trainings and the verdict."""
     for kind, there, wanted in (
         ("gradient", got.gradients, expected.gradients),
         ("weight", got.weights, expected.weights),
@@ -271,7 +272,7 @@ def compare(got: Training, expected: Training, plan: Plan) -> Equivalence:
     loss, norm = worst_of_curve(got.losses, expected.losses), worst_of_curve(got.norms, expected.norms)
     gradient, gradient_name = worst(got.gradients, expected.gradients, SMALLEST_GRADIENT * largest)
     weight, weight_name = worst(got.weights, expected.weights, _SMALLEST_WEIGHT)
-    bf16 = plan.precision == "bf16"  # there only the loss curve is held
+    bf16 = plan.precision == "bf16"  # in bfloat16 only the loss curve has a limit
     wrong = []
     if not loss <= (BF16_LOSS_LIMIT if bf16 else LOSS_LIMIT):
         wrong.append(f"a loss differs by {loss:.1e}")
@@ -284,7 +285,7 @@ def compare(got: Training, expected: Training, plan: Plan) -> Equivalence:
         wrong.append(f"the weight {weight_name} differs by {weight:.1e}")
     return Equivalence(
         plan=str(plan),
-        verdict="wrong" if wrong else "proven",
+        verdict="wrong" if wrong else "verified",
         reason="; ".join(wrong),
         loss=loss,
         norm=norm,
@@ -296,12 +297,12 @@ def compare(got: Training, expected: Training, plan: Plan) -> Equivalence:
 
 
 def worst(got: dict[str, Tensor], expected: dict[str, Tensor], smallest: float) -> tuple[float, str]:
-    """Returns the largest difference relative to the largest element of its tensor, or to `smallest`, and where it is.
+    """Returns the largest difference relative to the largest element of its tensor, or to `smallest`, and its tensor.
 
     Args:
-        got: Tensors by name; every name and shape of `expected` is there.
-        expected: What they are compared with.
-        smallest: What a difference is relative to at least.
+        got: Tensors by name, with all names and shapes of `expected`.
+        expected: The tensors to compare with.
+        smallest: The lower limit of what a difference is relative to.
     """
     found = [(0.0, "")]
     for name, tensor in expected.items():

@@ -1,8 +1,8 @@
 """A small copy of a model and of one of its calls, for training beside the real one.
 
-Decides what stays of the model and of the batch. A model of transformers that nobody has altered is made anew from its
-configuration, narrow and short. Any other keeps its width and loses blocks. Values come from a seed, buffers are the
-real ones. The script's own model, its hooks and its random numbers are not touched.
+Decides what stays of the model and of the batch. An unmodified model of transformers is built again from its
+configuration, narrow and short. Any other model keeps its width and loses blocks. Values come from a seed, buffers are
+the real ones. The script's own model, its hooks and its random numbers are not touched.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _EXTRA_RESULTS = {"output_hidden_states", "output_attentions", "output_router_lo
 
 
 def depth_for(plan: Plan) -> int:
-    """Returns how many blocks a copy needs for the plan: one a stage, at least two, or those that the plan names."""
+    """Returns how many blocks a copy needs for the plan: one for each stage, at least two, or the plan's own."""
     return sum(plan.layers) if plan.layers else max(2, plan.num_stages)
 
 
 def rows_for(plan: Plan) -> int:
-    """Returns how many rows a batch needs so that every device has one in every micro-batch."""
+    """Returns the number of rows with which every device has one in every micro-batch."""
     return max(2, plan.data_parallel * plan.micro_batches)
 
 
 def reduce_call(root: nn.Module, call: Call, rows: int, depth: int) -> tuple[Subject, Training]:
-    """Returns a small copy of a model with a small copy of one call of it, or of a part of it, and what they give here.
+    """Returns a small copy of a model and of one call of it or a submodule, and their training in this process.
 
-    Tried are, in this order: a model made anew from its configuration, the model with `depth` blocks, the model with
+    It tries, in this order: a model built again from its configuration, the model with `depth` blocks, the model with
     all its blocks (a forward may count them).
 
     Raises:
@@ -65,7 +65,7 @@ def reduce_call(root: nn.Module, call: Call, rows: int, depth: int) -> tuple[Sub
         try:
             subject = _reduce(root, call, rows, kept, narrow)
             return subject, reference(subject)
-        except Exception as error:
+        except Exception as error:  # of any class: the copy runs the model's own code; the next reduction is tried
             problem = problem or error
     raise PlanError(
         f"no small copy of {type(root).__name__} trains in one process: {type(problem).__name__}: {problem}",
@@ -75,7 +75,7 @@ def reduce_call(root: nn.Module, call: Call, rows: int, depth: int) -> tuple[Sub
 
 def _reduce(root: nn.Module, call: Call, rows: int, depth: int, narrow: bool) -> Subject:
     module, args, kwargs = call
-    path = next(path for path, part in root.named_modules() if part is module)
+    path = next(path for path, submodule in root.named_modules() if submodule is module)
     args, kwargs = tree_map_only(Tensor, _on_host, (args, kwargs))
     if narrow:
         copied = _from_configuration(root, depth, _length(args, kwargs))
@@ -89,7 +89,7 @@ def _reduce(root: nn.Module, call: Call, rows: int, depth: int, narrow: bool) ->
 
 
 def subject_of(module: nn.Module, calls: tuple[Any, ...]) -> Subject:
-    """Returns a module that is small already, with values from the seed, and its calls."""
+    """Returns a module that is already small, with values from the seed, and its calls."""
     fill(module)
     _calm(module)
     return Subject(module.float().train(), calls)
@@ -99,7 +99,7 @@ def subject_of(module: nn.Module, calls: tuple[Any, ...]) -> Subject:
 
 
 def is_from_configuration(root: nn.Module) -> bool:
-    """Whether a model is what its class makes of its transformers configuration: nothing added, nothing replaced."""
+    """Returns whether a model is unmodified: its class builds the same from its transformers configuration."""
     config = getattr(root, "config", None)
     if not hasattr(config, "model_type") or not is_of_libraries(root) or has_another_forward(root):
         return False
@@ -112,9 +112,9 @@ def is_from_configuration(root: nn.Module) -> bool:
 
 
 def is_of_libraries(root: nn.Module, but_for_adapters: bool = False) -> bool:
-    """Whether every part of a model is a class of transformers or PyTorch, or, if they may be there, of peft."""
+    """Returns whether every submodule's class is of transformers or PyTorch, or of peft if that is allowed."""
     known = (*_LIBRARIES, "peft.") if but_for_adapters else _LIBRARIES
-    return all(type(part).__module__.startswith(known) for part in root.modules())
+    return all(type(submodule).__module__.startswith(known) for submodule in root.modules())
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -140,13 +140,15 @@ def _cut(root: nn.Module, depth: int) -> nn.Module:
         for tensor in parameters.values()
     }
     # No pickle: unpickling a class of `__main__` in its own process replaces the methods of the script's class.
-    attributes = [leaf for part in root.modules() for leaf in tree_leaves(vars(part)) if isinstance(leaf, Tensor)]
+    attributes = [
+        leaf for submodule in root.modules() for leaf in tree_leaves(vars(submodule)) if isinstance(leaf, Tensor)
+    ]
     for tensor in [*buffers.values(), *attributes]:
         if id(tensor) not in memo:
             memo[id(tensor)] = _on_host(tensor).detach().clone()
     try:
         copied = copy.deepcopy(root, memo)
-    except Exception as error:
+    except Exception as error:  # of any class: deepcopy calls code of the model's attributes
         raise PlanError(
             f"{type(root).__name__} cannot be copied: {type(error).__name__}: {error}",
             "modules whose attributes can be copied (no open files, locks or generators)",
@@ -170,7 +172,7 @@ def _cut(root: nn.Module, depth: int) -> nn.Module:
 
 
 def _cut_list(root: nn.Module, path: str, before: int, depth: int) -> None:
-    """Shortens the list at `path`, and says so to whatever around it counts its blocks."""
+    """Shortens the list at `path`, and the attributes around it that count its blocks."""
     blocks = root.get_submodule(path)
     del blocks[depth:]  # type: ignore[operator]
     owner, _, _ = path.rpartition(".")
@@ -186,19 +188,19 @@ def _cut_list(root: nn.Module, path: str, before: int, depth: int) -> None:
 
 
 def _materialise(module: nn.Module) -> None:
-    """Gives every parameter that is still on meta memory; tied ones stay one."""
+    """Allocates every parameter that is still on meta; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
                     empty = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
                     made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-                part._parameters[name] = made[id(parameter)]
+                submodule._parameters[name] = made[id(parameter)]
 
 
 def fill(module: nn.Module) -> None:
-    """Gives parameters values from the seed: scales of norms near one, everything else small, nothing at zero."""
+    """Sets parameters from the seed: scales of norms near one, all others small, none zero."""
     generator = torch.Generator(device="cpu").manual_seed(SEED)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -212,22 +214,22 @@ def fill(module: nn.Module) -> None:
 
 
 def _calm(module: nn.Module) -> None:
-    """Takes dropout out, and caches, which nobody needs here."""
-    for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            part.p = 0.0
-        without_dropout(part)
-        config = getattr(part, "config", None)
+    """Switches off dropout, and caches, which training does not need."""
+    for submodule in module.modules():
+        if isinstance(submodule, nn.modules.dropout._DropoutNd):
+            submodule.p = 0.0
+        without_dropout(submodule)
+        config = getattr(submodule, "config", None)
         if config is not None and hasattr(config, "model_type"):
             without_dropout(config)
             config.use_cache = False
 
 
 def _drop_hooks(module: nn.Module) -> None:
-    """Takes the script's own hooks off: they would run for a model that the script does not know."""
-    for part in module.modules():
+    """Removes the script's hooks: they would run for a model that the script does not have."""
+    for submodule in module.modules():
         for kind in _HOOKS:
-            hooks = getattr(part, kind)
+            hooks = getattr(submodule, kind)
             for key, hook in list(hooks.items()):
                 if not str(getattr(hook, "__module__", type(hook).__module__)).startswith(_LIBRARIES):
                     del hooks[key]
@@ -237,7 +239,7 @@ def _drop_hooks(module: nn.Module) -> None:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """An ordinary CPU tensor of its own; a floating one in float32, as the copy is."""
+    """Returns a CPU copy; floating-point tensors in float32, like the model copy."""
     plain = tensor.to_host() if isinstance(tensor, VirtualTensor) else tensor.detach().cpu().clone()
     return plain.float() if plain.is_floating_point() else plain
 
@@ -251,7 +253,7 @@ def _length(args: Any, kwargs: Any) -> int:
 
 
 def _shorten(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Keeps `_LONGEST` positions around the first targets of long sequences, where every tensor is (B, T) or (B,)."""
+    """Keeps `_LONGEST` positions around the first targets of long sequences, if every tensor is (B, T) or (B,)."""
     tensors, length = _tensors(args, kwargs), _length(args, kwargs)
     aligned = all(tensor.dim() <= 1 or tuple(tensor.shape[1:]) == (length,) for tensor in tensors)
     if length <= _LONGEST or not aligned:
@@ -268,7 +270,7 @@ def _shorten(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _fit_into_vocabulary(args: Any, kwargs: Any, vocabulary: int) -> tuple[Any, Any]:
-    """Makes words of a large vocabulary words of a small one; positions and ignored targets stay."""
+    """Maps the ids of a large vocabulary to a small one; positions and ignored targets stay."""
     if not vocabulary:
         return args, kwargs
 
@@ -281,7 +283,7 @@ def _fit_into_vocabulary(args: Any, kwargs: Any, vocabulary: int) -> tuple[Any, 
 
 
 def _with_rows(args: Any, kwargs: Any, rows: int) -> tuple[Any, Any]:
-    """Repeats rows, or leaves some out, until the batch has `rows` of them."""
+    """Repeats or drops rows until the batch has `rows` rows."""
     present = next((tensor.shape[0] for tensor in _tensors(args, kwargs) if tensor.dim() > 0), 0)
     if not present:
         return args, kwargs

@@ -1,7 +1,7 @@
-"""What was verified on this machine, in a file that people can read, so that a model is verified once.
+"""The verifications on this machine, in a readable file, so that a model is verified once.
 
-Decides what makes two models and plans the same, and what is kept. Must not know how anything is verified. The file may
-be deleted at any time; one that is broken is written anew.
+Decides which models and plans count as the same, and what is saved. Must not know how a plan is verified. The file may
+be deleted at any time; a damaged file is replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBERS = ("loss", "norm", "gradient", "weight")
 
 
 def look_up(key: str) -> Equivalence | None:
-    """Returns what was found for this key, None if nothing was."""
+    """Returns the result for this key, None if it was not verified."""
     entry = FILE.look_up(key) or {}
     known = {name: value for name, value in entry.items() if name in Equivalence.__dataclass_fields__}
     return Equivalence(**known) if {"plan", "verdict"} <= known.keys() else None
@@ -55,20 +55,22 @@ def key_of(root: nn.Module, path: str, arguments: str, plan: Plan) -> str:
 
     Args:
         path: The submodule that is called.
-        arguments: What the call is given, in words: names, numbers of dims, dtypes.
+        arguments: The call's arguments as text: names, numbers of dims, dtypes.
     """
-    parts = [path, arguments, str(plan), json.dumps(_versions()), _own_code()]
-    for cls in sorted({type(part) for part in root.modules()}, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"):
-        parts += [cls.__module__, cls.__qualname__, _source(cls)]
+    key_fields = [path, arguments, str(plan), json.dumps(_versions()), _own_code()]
+    for cls in sorted(
+        {type(submodule) for submodule in root.modules()}, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"
+    ):
+        key_fields += [cls.__module__, cls.__qualname__, _source(cls)]
     for function in own_forwards(root):
-        parts.append(_code(function) if inspect.isfunction(function) else type(function).__qualname__)
+        key_fields.append(_code(function) if inspect.isfunction(function) else type(function).__qualname__)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-        parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+        key_fields.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
+    return hashlib.sha256("\n".join(key_fields).encode()).hexdigest()[:32]
 
 
 def _source(cls: type) -> str:
-    """The class as it is written, or its functions' code where that cannot be had (a notebook, a shell)."""
+    """Returns the source of the class, or its functions' byte code without a source (a notebook, a shell)."""
     try:
         return inspect.getsource(cls)
     except (OSError, TypeError):
@@ -90,7 +92,7 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _own_code() -> str:
-    """A digest of what carries out plans: after a change of it nothing is proven any more."""
+    """Returns a digest of the code that runs plans: after a change of it no earlier result is valid."""
     folder = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for room in ("parallelizer", "runtime", "session"):

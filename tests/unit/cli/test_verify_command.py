@@ -34,9 +34,9 @@ def test_every_default_plan_is_for_the_devices():
 
 def test_exit_status(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    outcomes = {"proven": (0, 0), "refused": (1, 0), "wrong": (1, 1), "failed": (1, 1)}
+    outcomes = {"verified": (0, 0), "refused": (1, 0), "wrong": (1, 1), "failed": (1, 1)}
     for verdict, statuses in outcomes.items():
-        found = [Equivalence("shard=2", "proven", loss=0.0), Equivalence("tensor=2", verdict, "why")]
+        found = [Equivalence("shard=2", "verified", loss=0.0), Equivalence("tensor=2", verdict, "why")]
         monkeypatch.setattr(plan_verification, "verify_plans", lambda *_, found=found: found)
         for options, status in zip(([], ["--allow-refused"]), statuses):
             assert main(["verify", "llama", *options]) == status

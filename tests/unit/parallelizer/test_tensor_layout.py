@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from moreh_ap.parallelizer.state.tensor_layout import TensorLayout, part_of, shifted
+from moreh_ap.parallelizer.state.tensor_layout import TensorLayout, shard_range, shifted
 
 LAYOUTS = [
     TensorLayout((6, 4), 0, ((2, 4),)),
@@ -50,7 +50,7 @@ def test_all_rows_by_default() -> None:
 
 @pytest.mark.parametrize(("size", "degree"), [(8, 2), (101, 2), (101, 4), (5, 4), (3, 8)])
 def test_parts_cover_everything_once(size: int, degree: int) -> None:
-    parts = [part_of(size, degree, rank) for rank in range(degree)]
+    parts = [shard_range(size, degree, rank) for rank in range(degree)]
     assert [i for start, stop in parts for i in range(start, stop)] == list(range(size))
     assert {stop - start for start, stop in parts[:-1] if stop < size} <= {-(-size // degree)}
 

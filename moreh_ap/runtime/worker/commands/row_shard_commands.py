@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
-from moreh_ap.protocol.messages.row_shards import ReadPart, ReleaseParts, RunOnParts, WritePart
-from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, PartRef
+from moreh_ap.protocol.messages.row_shards import ReadRowShard, ReleaseRowShards, RunOnRowShards, WriteRowShard
+from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, RowShardRef
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
-from moreh_ap.runtime.worker.row_shard_store import Part, answer, run_on_parts
+from moreh_ap.runtime.worker.row_shard_store import RowShard, answer, run_on_row_shards
 
 
 class RowShardCommands:
     """Executes them."""
 
     def __init__(self, tables: Tables) -> None:
-        self._tables, self._parts = tables, tables.parts
+        self._tables, self._shards = tables, tables.row_shards
 
     def handlers(self) -> Handlers:
         """Returns what executes each command."""
-        return {RunOnParts: self._run, ReadPart: self._read, WritePart: self._write, ReleaseParts: self._release}
+        return {
+            RunOnRowShards: self._run,
+            ReadRowShard: self._read,
+            WriteRowShard: self._write,
+            ReleaseRowShards: self._release,
+        }
 
-    def _part(self, ref: PartRef | OutputRef) -> Part | None:
-        if isinstance(ref, PartRef):
-            return self._parts[ref.number]
-        return self._tables.calls[ref.call_id].part(ref.index)
+    def _shard(self, ref: RowShardRef | OutputRef) -> RowShard | None:
+        if isinstance(ref, RowShardRef):
+            return self._shards[ref.number]
+        return self._tables.calls[ref.call_id].row_shard(ref.index)
 
-    def _run(self, command: RunOnParts) -> list[LeafReply | None] | None:
-        results = run_on_parts(command, self._part, self._tables.device.place)
+    def _run(self, command: RunOnRowShards) -> list[LeafReply | None] | None:
+        results = run_on_row_shards(command, self._shard, self._tables.device.place)
         if results is None:
-            self._parts.update(dict.fromkeys(command.outputs))
+            self._shards.update(dict.fromkeys(command.outputs))
             return None
-        self._parts.update(zip(command.outputs, results))
+        self._shards.update(zip(command.outputs, results))
         return answer(results) if results and results[0].answers else None
 
-    def _read(self, command: ReadPart) -> LeafReply | None:
-        part = self._parts[command.number]
-        return None if part is None else part.reply()
+    def _read(self, command: ReadRowShard) -> LeafReply | None:
+        shard = self._shards[command.number]
+        return None if shard is None else shard.reply()
 
-    def _write(self, command: WritePart) -> None:
-        part = self._parts[command.number]
-        if part is not None:
-            part.write(self._tables.device.place(command.whole))
+    def _write(self, command: WriteRowShard) -> None:
+        shard = self._shards[command.number]
+        if shard is not None:
+            shard.write(self._tables.device.place(command.full))
 
-    def _release(self, command: ReleaseParts) -> None:
+    def _release(self, command: ReleaseRowShards) -> None:
         for number in command.numbers:
-            self._parts.pop(number, None)
+            self._shards.pop(number, None)

@@ -28,12 +28,12 @@ class StateCommands:
         return {ReadState: self._read, WriteState: self._write, KeepState: self._keep, RunOperation: self._run}
 
     def _read(self, command: ReadState) -> list[TensorData | None]:
-        wholes = []
+        values = []
         for ref in command.refs:
             held = self._tables.state(ref)
-            whole = None if held is None else held.whole()
-            wholes.append(TensorData.of(whole) if whole is not None and held is not None and held.is_sender else None)
-        return wholes
+            full = None if held is None else held.full_tensor()
+            values.append(TensorData.of(full) if full is not None and held is not None and held.is_sender else None)
+        return values
 
     def _write(self, command: WriteState) -> None:
         for ref, data in command.values.items():

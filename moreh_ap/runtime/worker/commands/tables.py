@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
-from moreh_ap.runtime.worker.row_shard_store import Part
+from moreh_ap.runtime.worker.row_shard_store import RowShard
 from moreh_ap.runtime.worker.step_clock import StepClock
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
 from moreh_ap.runtime.worker.worker_model import WorkerModel
@@ -23,8 +23,8 @@ Handlers = Mapping[type, Callable[[Any], Any]]
 class HasOutputs(Protocol):
     """A call, as other subjects see it."""
 
-    def part(self, index: int) -> Part | None:
-        """Returns this worker's part of an output; None if it has no result."""
+    def row_shard(self, index: int) -> RowShard | None:
+        """Returns this worker's shard of an output; None if it has no result."""
 
 
 class HasState(Protocol):
@@ -51,7 +51,7 @@ class Tables:
         self.preparations: dict[str, CallPreparation] = {}
         self.calls: Mapping[int, HasOutputs] = {}
         self.optimizers: Mapping[str, HasState] = {}
-        self.parts: dict[int, Part | None] = {}
+        self.row_shards: dict[int, RowShard | None] = {}
         self.temporaries: dict[StateRef, StateShard | None] = {}
         self.lists: dict[int, tuple[StateRef, ...]] = {}
 

@@ -59,11 +59,11 @@ def test_a_forced_plan_for_other_devices_is_refused():
         choose("2xH100", forced="shard=4")
 
 
-def test_unproven_kinds_only_where_nothing_fits_without():
-    unproven = {"kinds": frozenset(), "distribute_parameter": False, "offload": False}
-    assert choose("2xH100", **unproven).plan.pipeline == choose("2xH100", **unproven).plan.tensor == 1
+def test_unverified_kinds_only_where_nothing_fits_without():
+    unverified = {"kinds": frozenset(), "distribute_parameter": False, "offload": False}
+    assert choose("2xH100", **unverified).plan.pipeline == choose("2xH100", **unverified).plan.tensor == 1
     large = replace(SHAPE, num_layers=96)
-    chosen = choose("2xA100-80GB", shape=large, **unproven).plan
+    chosen = choose("2xA100-80GB", shape=large, **unverified).plan
     assert chosen.tensor * chosen.pipeline == 2
     with pytest.raises(PlanError, match="out of memory"):
-        choose("2xL4", shape=large, **unproven)
+        choose("2xL4", shape=large, **unverified)

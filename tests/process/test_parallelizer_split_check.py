@@ -1,4 +1,4 @@
-"""A forward is cut into rows only where rows do not look at each other."""
+"""A forward is split into batch slices only if rows do not depend on each other."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import nn
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
 @pytest.mark.parametrize("model_class", REFUSED)
 def test_coupled_rows_are_refused(team: Team, model_class: type[nn.Module], plan: str) -> None:
-    for verdict, _, changed, with_grad, random_kept in team.run(2, jobs.prove, model_class=model_class, plan=plan):
+    for verdict, _, changed, with_grad, random_kept in team.run(
+        2, jobs.run_split_check, model_class=model_class, plan=plan
+    ):
         assert not verdict.split
         assert verdict.reason
         assert (changed, len(with_grad), random_kept) == ([], 1, True)
 
 
 def test_batch_normalisation_may_be_cut_in_evaluation(team: Team) -> None:
-    verdict = team.run(1, jobs.prove, model_class=BatchNormalised, plan="replicate=1", training=False)[0][0]
+    verdict = team.run(1, jobs.run_split_check, model_class=BatchNormalised, plan="replicate=1", training=False)[0][0]
     assert (verdict.split, verdict.kinds) == (True, ("share",))
 
 
@@ -27,7 +29,7 @@ def test_batch_normalisation_may_be_cut_in_evaluation(team: Team) -> None:
 def test_kinds_of_a_forward_that_may_be_cut(team: Team, plan: str) -> None:
     size = jobs.Plan.parse(plan).num_devices
     for verdict, printed, changed, with_grad, random_kept in team.run(
-        size, jobs.prove, model_class=Splittable, plan=plan
+        size, jobs.run_split_check, model_class=Splittable, plan=plan
     ):
         assert (verdict.split, verdict.reason) == (True, "")
         assert verdict.kinds == ("share", "rows", "same", "const")
