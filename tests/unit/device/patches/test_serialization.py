@@ -7,25 +7,16 @@ import io
 import pytest
 import torch
 
-from moreh_ap.device import checkpoint_tensors, function_mode, transfers
 from moreh_ap.device.patches import serialization
-from moreh_ap.device.worker_backend import IN_FORCE
-from moreh_ap.errors import LoadError
 from moreh_ap.patching import Patches
-from moreh_ap.protocol.tensor_source import TensorSource
-from moreh_ap.session.calls import autograd_api
 
 
 @pytest.fixture(autouse=True)
 def patches():
-    IN_FORCE.backend = autograd_api
-    mode, patches = function_mode.RedirectMode(), Patches()
-    mode.__enter__()
+    patches = Patches()
     serialization.install(patches)
     yield patches
     patches.undo()
-    function_mode.remove_mode(mode)
-    IN_FORCE.backend = None
 
 
 def saved(value, **how):
@@ -102,12 +93,3 @@ def test_a_file_that_a_gpu_wrote(monkeypatch, zipped, weights_only):
 def test_a_device_that_is_not_there_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.load(saved(torch.ones(2)), map_location="cuda:1")
-
-
-def test_moving_a_parameter_reads_no_value_that_lies_in_a_file():
-    stored = checkpoint_tensors.promise_from_file(TensorSource("/no/such/file", "weight"), (2, 3), torch.float32)
-    on_cpu, on_cuda = torch.nn.Parameter(stored), torch.nn.Parameter(stored.cuda())
-    transfers.swap(on_cpu, on_cuda)
-    assert on_cpu.is_cuda and not on_cuda.is_cuda
-    with pytest.raises(LoadError, match="/no/such/file"):
-        on_cpu.sum().item()

@@ -14,35 +14,12 @@ from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gather
 from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
 from moreh_ap.session.planning import machine_profile as machines
-from moreh_ap.session.planning.device_rates import as_entry, rates_of, slowest
+from moreh_ap.session.planning.device_rates import rates_of
 from moreh_ap.session.planning.machine_profile import machine_from, machine_of
 from moreh_ap.settings import Options
+from unit.session.planning.samples import GIB, rates
 
-GIB = 2**30
-KINDS = ("sum", "gather", "scatter", "message", "crossing_sum", "crossing_split")
 CPU = DeviceInfo("CPU", 4 * GIB, True, 1, 2)
-
-
-def rates(slower: float = 1.0, sizes: tuple[int, ...] = (2,)) -> DeviceRates:
-    """Returns what a worker might have measured; `slower` times as slow as another."""
-    speeds = {"fp32": 2e11, "bf16": 1e12}
-    return DeviceRates(
-        products=tuple(
-            (name, tokens, width, speed * part / slower)
-            for name, speed in speeds.items()
-            for tokens, width, part in ((1024, 1024, 1.0), (64, 1024, 0.5), (1024, 64, 0.8))
-        ),
-        elementwise=tuple((name, size, 2e10 / slower) for name in speeds for size in (10**7, 10**8)),
-        start_s=1e-5 * slower,
-        rehearse_s=2e-4 * slower,
-        update_bytes_per_s=1e10 / slower,
-        exchanges=tuple(
-            (kind, members, size, place * slower * (1e-4 + size * 1e-9), place * slower * (8e-5 + size * 5e-10))
-            for place, kind in enumerate(KINDS, 1)
-            for members in sizes
-            for size in (1000, 10**6)
-        ),
-    )
 
 
 def test_a_product_of_the_lengths_that_were_measured_takes_what_was_measured():
@@ -109,49 +86,6 @@ def test_a_known_device_keeps_its_data_sheet_and_starts_operations_beside_comput
     assert found.system == replace(MOREH_AP, host_s_per_dry_run_op=2e-4)
     assert machine_from(CPU, "fp32", 2, rates()).system.host_computes
     assert MOREH_AP_ON_CPU.hides_gradients == 0.0
-
-
-def test_the_slowest_worker_counts_for_every_figure():
-    assert slowest([rates(), rates(3.0), rates(2.0)]) == rates(3.0)
-    mixed = replace(rates(), start_s=5.0)
-    assert slowest([mixed, rates(2.0)]) == replace(rates(2.0), start_s=5.0)
-
-
-# -- what a file remembers ---------------------------------------------------------------------------------------------
-
-
-def test_rates_survive_the_file():
-    assert rates_of(json.loads(json.dumps(as_entry(rates(sizes=(2, 4)))))) == rates(sizes=(2, 4))
-
-
-def change(name: str, value: object) -> dict:
-    return {**json.loads(json.dumps(as_entry(rates()))), name: value}
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        None,
-        {},
-        {"products": {"fp32": {"1024x1024": 1e11}}, "memory_bytes_per_s": 1e10},
-        change("start_s", 0),
-        change("start_s", "1e-5"),
-        change("rehearse_s", float("nan")),
-        change("update_bytes_per_s", 10**400),
-        change("update_bytes_per_s", True),
-        change("products", 3),
-        change("products", []),
-        change("products", [["fp32", 1024, 1024, 1e11]]),
-        change("products", [["fp32", 1024, 1024, 1e11, 5]]),
-        change("elementwise", []),
-        change("elementwise", [[1, 10**7, 2e10]]),
-        change("exchanges", [["sum", 2, 1000, -1.0, 1.0]]),
-        change("exchanges", [{"kind": "sum"}]),
-        change("unknown", 1),
-    ],
-)
-def test_an_entry_by_hand_or_of_another_version_counts_as_none(entry):
-    assert rates_of(entry) is None
 
 
 class Outbox:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
 from moreh_ap.planner.cost.hardware import Device, find_cluster
@@ -13,7 +12,6 @@ from moreh_ap.planner.cost.training_systems import MOREH_AP
 from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.planner.search.verified_kinds import verified_kinds
-from moreh_ap.session.models.script_hooks import has_hooks_of_script
 from moreh_ap.session.planning.machine_profile import Machine
 from moreh_ap.session.planning.plan_selection import constraints_of
 from moreh_ap.settings import Options
@@ -70,13 +68,3 @@ def test_state_goes_to_host_memory_only_where_that_is_another_memory():
 )
 def test_an_option_is_passed_on(name, value):
     assert getattr(left(**{name: value}), name) == value != getattr(left(), name)
-
-
-def test_a_hook_of_the_script_is_told_from_those_of_libraries():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2)))
-    assert not has_hooks_of_script(model)
-    handle = model[0].register_forward_hook(lambda module, args, output: None)
-    assert has_hooks_of_script(model)
-    handle.remove()
-    model.register_full_backward_hook(lambda module, grad_input, grad_output: None)
-    assert has_hooks_of_script(model)

@@ -1,28 +1,14 @@
-"""How a process ended that somebody else collects, and what is said of a worker's end."""
+"""The message about a worker that ended."""
 
 from __future__ import annotations
 
-import platform
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 from moreh_ap.runtime.child_process import Child
 from moreh_ap.runtime.launcher import Launcher, LaunchRequest
-
-_LINUX = tuple(map(int, platform.release().split(".")[:2])) if sys.platform == "linux" else (0, 0)
-tells = pytest.mark.skipif(_LINUX < (6, 15), reason="this kernel does not tell how a collected process ended")
-
-
-def ended(how: str) -> Child:
-    with subprocess.Popen(["sh", "-c", how]) as process:
-        child = Child(process.pid)
-        assert child.is_alive() and child.exit_code() is None
-        process.wait()
-    assert not child.is_alive()
-    return child
+from unit.runtime.samples import ended, tells
 
 
 def lost(child: Child, report: str | None) -> str:
@@ -31,15 +17,6 @@ def lost(child: Child, report: str | None) -> str:
     crew.engine = SimpleNamespace(cause_of_death=lambda rank: report)
     crew._children[1] = child
     return str(crew.find_dead())
-
-
-@tells
-@pytest.mark.parametrize(("how", "code"), [("sleep 0.1; exit 7", 7), ("sleep 0.1; kill -9 $$", -9)])
-def test_the_exit_code_of_a_process_that_another_collected(how, code):
-    child = ended(how)
-    assert child.exit_code() == code
-    child.close()
-    assert child.exit_code() is None
 
 
 @tells

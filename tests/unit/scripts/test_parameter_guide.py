@@ -11,9 +11,7 @@ from moreh_ap.flavours import FLAVOURS
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search.candidate import evaluate_plan
 
-ROOT = Path(__file__).parents[2]
-
-
+ROOT = Path(__file__).parents[3]
 LANGUAGES = ("", ".ko")
 TITLED = ("head", "beside", "speeds", "own")
 

@@ -1,16 +1,12 @@
-"""What a worker measures of its device and, with others, of the links."""
+"""What a worker measures of its device."""
 
 from __future__ import annotations
 
-import math
 import time
 
-import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moreh_ap.runtime.worker import device_probe, probe_exchanges
+from moreh_ap.runtime.worker import device_probe
 from moreh_ap.session.planning.device_rates import as_entry, rates_of
 
 CPU = torch.device("cpu")
@@ -61,33 +57,7 @@ def test_the_small_block_is_made_of_the_operations_that_are_counted():
     assert all(parameter.grad is not None for parameter in block.parameters())
 
 
-@pytest.fixture(params=[2, 3, 4])
-def world(request, monkeypatch):
-    """Makes this process the first of so many, whose collectives return at once."""
-    monkeypatch.setattr(probe_exchanges, "_ALTOGETHER_S", 0.05)
-    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
-    yield request.param
-    dist.destroy_process_group()
-
-
-def test_every_kind_of_exchange_is_measured_in_pairs_and_together(world):
-    found = list(probe_exchanges.measure_exchanges(CPU))
-    kinds = {"sum", "gather", "scatter", "message", "crossing_sum", "crossing_split"}
-    sizes = {2, world} if world % 2 == 0 else {world}
-    assert {row[:2] for row in found} == {(kind, size) for kind in kinds for size in sizes}
-    assert all(math.isfinite(row[3]) and row[3] > 0.0 and row[4] > 0.0 for row in found)
-    for kind, size in {row[:2] for row in found}:
-        num_bytes = [row[2] for row in found if row[:2] == (kind, size)]
-        assert num_bytes == sorted(set(num_bytes)) and num_bytes[-1] == pytest.approx(1 << 22, rel=0.01)
-
-
 def test_all_that_is_measured_survives_the_file(world, monkeypatch):
     monkeypatch.setattr(device_probe, "_SERIES_S", 0.001)
     found = device_probe.measure(CPU, bf16=False)
     assert found.exchanges and rates_of(as_entry(found)) == found
-
-
-def test_pairs_are_given_up_after_use(world):
-    before = len(dist.distributed_c10d._world.pg_map)
-    list(probe_exchanges.measure_exchanges(CPU))
-    assert len(dist.distributed_c10d._world.pg_map) == before

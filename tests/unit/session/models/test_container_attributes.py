@@ -1,16 +1,12 @@
-"""Contents of attributes that a script changes in place; numbers of states; forwards that are not the class's."""
+"""Contents of attributes that a script changes in place."""
 
 from __future__ import annotations
 
 import collections
-import functools
-import types
 
 import torch
 from torch import nn
 
-from moreh_ap.protocol.model_settings import Settings
-from moreh_ap.protocol.replaced_forwards import has_another_forward
 from moreh_ap.session.models.container_attributes import Containers
 
 
@@ -61,26 +57,3 @@ def test_contents_of_attributes_that_come_later_are_followed_and_those_that_are_
     assert known.take_changes() == []
     layer.scaling["first"] = 5.0
     assert known.take_changes() == []
-
-
-def test_a_state_that_comes_back_has_its_number():
-    settings = Settings()
-    assert settings.number == 0
-    numbers = [settings.set({"off": value, "other": 1}) for value in (True, False, True, False)]
-    assert numbers == [1, 2, 1, 2]
-    assert settings.set({"more": b"x"}) == 3
-    assert len({settings.set({"count": value}) for value in range(10_000)}) == 10_000
-
-
-def test_wrapping_a_forward_is_not_replacing_it():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    assert not has_another_forward(model)
-    model[0].forward = types.MethodType(torch.autocast("cpu")(nn.Linear.forward), model[0])
-    assert not has_another_forward(model)
-
-    @functools.wraps(nn.Linear.forward)
-    def own(self, x):
-        return x @ self.weight.T
-
-    model[0].forward = types.MethodType(torch.autocast("cpu")(own), model[0])
-    assert has_another_forward(model)

@@ -1,25 +1,22 @@
-"""What a worker replaces: noted, answered as the script's process would, and as before once it is undone."""
+"""Models in a worker find one process, our code and PyTorch's own collectives the group."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers.cache_utils
 from torch.distributed import distributed_c10d
-from torch.utils import _pytree as pytree
 
+from moreh_ap.parallelizer.call import own_collectives
 from moreh_ap.parallelizer.call.own_collectives import ALONE, seeing_group
-from moreh_ap.protocol.pytree import flatten
-from moreh_ap.runtime.worker import worker_patches
+from moreh_ap.patching import Patches
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 TORCH = Path(torch.__file__).parent
+
 
 # Code of PyTorch that a worker runs and that asks `torch.distributed` by the public name, and where it sees the group.
 ASKS = {
@@ -34,37 +31,10 @@ ASKS = {
 
 @pytest.fixture
 def patches():
-    installed = worker_patches.install()
+    installed = Patches()
+    own_collectives.install(installed)
     yield installed
     installed.undo()
-
-
-def attributes():
-    modules = [module for name, module in sys.modules.items() if name.split(".")[0] in ("torch", "transformers")]
-    return {module.__name__: dict(vars(module)) for module in modules}
-
-
-def test_everything_is_as_before_once_it_is_undone():
-    @dataclasses.dataclass
-    class Batch:
-        rows: torch.Tensor
-
-    worker_patches.install().undo()  # classes that earlier tests of this process have registered
-    before, nodes = attributes(), dict(pytree.SUPPORTED_NODES)
-    patches = worker_patches.install()
-    flatten(Batch(torch.ones(2)))
-    assert transformers.cache_utils.DynamicCache in pytree.SUPPORTED_NODES
-    assert Batch in pytree.SUPPORTED_NODES
-    changed = {
-        f"{name}.{key}"
-        for name, now in attributes().items()
-        for key in now.keys() & before.get(name, {}).keys()
-        if before[name][key] is not now[key]
-    }
-    assert {f"torch.distributed.{name}" for name in ALONE} <= changed <= {patch.target for patch in patches}
-    patches.undo()
-    assert all(now[key] is value for name, now in attributes().items() for key, value in before.get(name, {}).items())
-    assert nodes == pytree.SUPPORTED_NODES
 
 
 def test_a_process_in_a_group_looks_alone_but_for_what_sees_the_group(patches, tmp_path):
