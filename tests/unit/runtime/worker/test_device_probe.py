@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
-from moreh_ap.runtime.worker import device_probe
+from moreh_ap.runtime.worker import device_probe, probe_exchanges
 from moreh_ap.session.planning.device_rates import as_entry, rates_of
 
 CPU = torch.device("cpu")
@@ -41,8 +42,17 @@ def test_a_run_that_takes_twice_as_long_is_twice_as_slow():
     assert 2.0 < twice / once < 8.0
 
 
-def test_both_precisions_are_measured_where_asked(monkeypatch):
+@pytest.fixture
+def small(monkeypatch):
+    """What is measured is small, and each of it measured for a moment only."""
     monkeypatch.setattr(device_probe, "_SERIES_S", 0.001)
+    monkeypatch.setitem(device_probe._LONG, "cpu", 128)
+    monkeypatch.setitem(device_probe._ROWS, "cpu", (16, 64))
+    monkeypatch.setitem(device_probe._PARAMETER, "cpu", (32, 32))
+    monkeypatch.setitem(probe_exchanges._BYTES, "cpu", (1 << 10, 1 << 14))
+
+
+def test_both_precisions_are_measured_where_asked(small):
     found = device_probe.measure(CPU, bf16=True)
     for table in (found.products, found.elementwise):
         assert {row[0] for row in table} == {"fp32", "bf16"}
@@ -57,7 +67,6 @@ def test_the_small_block_is_made_of_the_operations_that_are_counted():
     assert all(parameter.grad is not None for parameter in block.parameters())
 
 
-def test_all_that_is_measured_survives_the_file(world, monkeypatch):
-    monkeypatch.setattr(device_probe, "_SERIES_S", 0.001)
+def test_all_that_is_measured_survives_the_file(world, small):
     found = device_probe.measure(CPU, bf16=False)
     assert found.exchanges and rates_of(as_entry(found)) == found
