@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import moreh_ap.device.function_mode  # noqa: F401  (gives tensors of the accelerator their functions)
 from moreh_ap.protocol.messages.calls import ReadOutputGradient
 from moreh_ap.protocol.messages.tensors import LeafReply
 from moreh_ap.session.calls.output_watchers import OutputWatchers, read_gradients, watch_output

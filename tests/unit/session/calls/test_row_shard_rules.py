@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import moreh_ap.device.function_mode  # noqa: F401  (gives tensors of the accelerator their functions)
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell
 from moreh_ap.protocol.batch import BatchRows
