@@ -26,6 +26,7 @@ VERIFIED_KINDS = ROOT / "moreh_ap" / "planner" / "search" / "verified_kinds.json
 
 Entry = dict[str, Any]
 
+
 def page_of(entries: list[Entry], words: Words) -> str:
     """Returns the page as text."""
     how = {"num_cells": len(entries), "counts": _counts(entries, words), "how": _how(entries, words)}

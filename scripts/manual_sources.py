@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import io
 import tokenize
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,7 @@ def code_of(source: str) -> list[str]:
     return [line.rstrip() for line in lines.values() if line.strip()]
 
 
+@functools.cache
 def changed_lines(before: str, after: str) -> tuple[int, int]:
     """Returns how many lines of code were added, and how many removed.
 
@@ -66,11 +68,12 @@ def borrowed(path: Path) -> dict[Path, list[str]]:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("train_"):
             file = path.with_name(f"{node.module}.py")
-            found[file] = _definitions(file.read_text(), {alias.name for alias in node.names})
+            found[file] = _definitions(file.read_text(), frozenset(alias.name for alias in node.names))
     return found
 
 
-def _definitions(source: str, names: set[str]) -> list[str]:
+@functools.cache
+def _definitions(source: str, names: frozenset[str]) -> list[str]:
     """Returns the text of the definitions of `names` at a module's top, and of those that they use."""
     tree, needed = ast.parse(source), set(names)
     while True:
@@ -94,11 +97,10 @@ def concepts_of(path: Path) -> list[str]:
     Raises:
         UnknownName: A name of `PACKAGES` has no row.
     """
-    used = set(_names_in(ast.parse(path.read_text()), {}))
+    used = set(_names_in(path.read_text()))
     for file, definitions in borrowed(path).items():
-        imports = _imports(ast.parse(file.read_text()))
         for definition in definitions:
-            used |= set(_names_in(ast.parse(definition), imports))
+            used |= _names_in(definition, file.read_text())
     known = {**VARIABLES, **CONCEPTS, **METHODS}
     if unknown := sorted(used - set(known)):
         raise UnknownName(
@@ -120,9 +122,19 @@ def _imports(tree: ast.Module) -> dict[str, str]:
     return found
 
 
-def _names_in(tree: ast.Module, imports: Mapping[str, str]) -> Iterator[str]:
-    """Yields the full names of `PACKAGES`, the methods and the variables of the environment that code uses."""
-    imports = {**imports, **_imports(tree)}
+@functools.cache
+def _names_in(source: str, around: str = "") -> frozenset[str]:
+    """Returns the full names of `PACKAGES`, the methods and the variables of the environment that code uses.
+
+    Args:
+        source: The code.
+        around: The module that it is from, whose imports count too.
+    """
+    tree = ast.parse(source)
+    return frozenset(_names(tree, {**_imports(ast.parse(around)), **_imports(tree)}))
+
+
+def _names(tree: ast.Module, imports: Mapping[str, str]) -> Iterator[str]:
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Attribute, ast.Name)) and id(node) not in inner:

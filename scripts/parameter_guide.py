@@ -84,6 +84,7 @@ MODELS = ("SmolLM2-1.7B", "Mistral-7B", "Llama3-8B", "Llama2-13B", "Qwen2.5-32B"
 ACCELERATORS = ("16xMI250", "32xMI250", "64xMI250", "8xA100", "8xH100", "64xH100")
 SHAPES = ((256, 1024), (64, 4096))
 
+
 def task_for(model: str, devices: str, batch: int, length: int) -> Task:
     """Returns what is asked of the planner for one cell."""
     shape, cluster = find_model(model).shape, find_cluster(devices)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -131,9 +132,13 @@ def _defined(tree: ast.Module) -> frozenset[str]:
             found.add(node.id)
         elif isinstance(node, ast.Attribute) and (node.attr.startswith("_moreh") or _is_set_by_self(node)):
             found.add(node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__":
+        elif isinstance(node, ast.Call) and _sets_on_object(node.func):
             found.update(arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant))
     return frozenset(found)
+
+
+def _sets_on_object(func: ast.expr) -> bool:
+    return isinstance(func, ast.Attribute) and func.attr == "__setattr__" and ast.unparse(func.value) == "object"
 
 
 def _is_set_by_self(node: ast.Attribute) -> bool:
@@ -177,6 +182,7 @@ def _shortened(name: str) -> Iterator[str]:
                 return
 
 
+@functools.cache
 def attributes_of(cls: Any) -> frozenset[str]:
     """Returns the attributes of a class, and those that its code sets on its objects."""
     found = set(dir(cls))

@@ -27,8 +27,8 @@ DISTRIBUTIONS = {
 
 
 def imported(folders: Iterable[str]) -> set[str]:
-    """Names of the top-level modules that files import, except for Python's own and files beside them."""
-    found, beside = set(), {"moreh", "moreh_ap"}
+    """Names of the top-level modules that files import, except for Python's own, files beside them and `tests/unit`."""
+    found, beside = set(), {"moreh", "moreh_ap", "unit"}
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         if path.parts[len(ROOT.parts)] not in ("moreh", "moreh_ap"):
             beside.add(path.stem)

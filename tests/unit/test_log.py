@@ -6,20 +6,7 @@ import re
 
 from moreh_ap import log
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.hardware import find_cluster
-from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
-from moreh_ap.planner.search.choice import Choice, choose_plan
-from moreh_ap.planner.search.constraints import Constraints
-from moreh_ap.planner.search.planning_task import Task
-
-SHAPE = TransformerShape(24, 2048, 8192, 16, 16, 128, 32000, name="one billion")
-
-
-def choose(
-    text: str = "8xH100", batch: int = 64, forced: str = "", shape: TransformerShape = SHAPE, **left: object
-) -> Choice:
-    task = Task(profile_of(shape, 1024), find_cluster(text), batch, Constraints(**left))  # type: ignore[arg-type]
-    return choose_plan(task, Plan.parse(forced) if forced else None)
+from unit.planner.search.samples import choose
 
 
 def test_log_lines_are_the_platforms():

@@ -1,5 +1,6 @@
-"""The shape of the package: crowded folders, long files, names, imports inside functions, and circles of imports.
+"""The shape of the package and of its unit tests.
 
+Crowded folders, long files, names, imports inside functions, circles of imports, and where a module's tests are.
 Everything is read from the sources by `ast`; nothing of the package is imported. Every import counts: at the top of a
 module, for type checkers only, and inside a function.
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "moreh_ap"
+TESTS = ROOT / "tests"
 
 MOST_MODULES = 16
 """Modules of a folder, its `__init__.py` not counted."""
@@ -116,6 +118,36 @@ def test_no_two_folders_have_one_name():
             folders[path.parent.name].append(name)
     shared = [names for names in folders.values() if len(names) > 1]
     assert not shared, f"folders of one name: {shared}"
+
+
+def test_unit_tests_lie_where_their_modules_do():
+    unit = TESTS / "unit"
+    packages = {path.name for path in unit.iterdir() if (ROOT / PACKAGE / path.name / "__init__.py").is_file()}
+    tested = {
+        path.relative_to(unit): ROOT / PACKAGE / path.relative_to(unit).with_name(path.name.removeprefix("test_"))
+        for package in packages
+        for path in (unit / package).rglob("test_*.py")
+    }
+    assert {"planner", "session", "device"} <= packages
+    lost = sorted(str(test) for test, module in tested.items() if not module.is_file())
+    assert not lost, (
+        f"tests/unit/PACKAGE/test_MODULE.py is for {PACKAGE}/PACKAGE/MODULE.py; no module of that name: {lost}"
+    )
+    elsewhere = {path.relative_to(unit).parts[0] for path in unit.rglob("*/*.py")} - packages
+    assert elsewhere <= {"scripts", "tutorials"}, f"folders of no package: {elsewhere}"
+    in_packages = {path.stem for path in modules().values() if path.parent != ROOT / PACKAGE}
+    beside = [path for path in unit.glob("test_*.py") if path != Path(__file__)]  # this file is of the whole package
+    flat = sorted(path.name for path in beside if path.stem.removeprefix("test_") in in_packages)
+    assert not flat, f"beside the folder of their package: {flat}"
+
+
+def test_no_two_test_files_have_one_name():
+    """Pytest imports them as modules of their own, so that the second of a name would be taken for the first."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in TESTS.rglob("test_*.py"):
+        places[path.name].append(str(path.relative_to(TESTS)))
+    shared = [names for names in places.values() if len(names) > 1]
+    assert not shared, f"test files of one name: {shared}"
 
 
 def test_imports_inside_functions_are_listed_with_their_reason():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
@@ -12,27 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from moreh_ap.cli import plan_command as command
+from moreh_ap.cli import plan_command
 from moreh_ap.cli.main import USAGE_STATUS, main
 from moreh_ap.errors import MorehError, OptionError, PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.profiles.known_models import find_model
-
-LARGE = ["Llama3-70B", "--devices", "64xMI250", "--global-batch", "512", "--seq-len", "1024"]
-
-
-def parse(*arguments):
-    return command_parser().parse_args(arguments)
-
-
-def show(capsys, *arguments):
-    assert command.run(parse(*arguments), []) == 0
-    return capsys.readouterr().out
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+from unit.cli.samples import LARGE, parse, parser_of, show
 
 
 def test_json_has_every_part_and_they_add_up(capsys):
@@ -115,7 +99,7 @@ def test_configurations(capsys, tmp_path):
 )
 def test_impossible_requests_say_what_is_possible(arguments, kind, said):
     with pytest.raises(kind) as caught:
-        command.run(parse(*arguments), [])
+        plan_command.run(parse(*arguments), [])
     assert isinstance(caught.value, MorehError) and caught.value.allowed
     assert said in str(caught.value)
 
@@ -140,7 +124,7 @@ def test_words_where_numbers_belong_end_with_status_2(arguments, capsys):
 
 def test_the_page_names_every_flag_and_its_commands_run(capsys, tmp_path, monkeypatch):
     page = (Path(__file__).parents[3] / "docs" / "ap" / "learn-more.md").read_text(encoding="utf-8")
-    for name, action in command_parser()._option_string_actions.items():
+    for name, action in parser_of(plan_command)._option_string_actions.items():
         assert name in ("-h", "--help") or re.search(rf"\| .*`.*{name}\b.*` .*\|", page), action.help
     monkeypatch.chdir(tmp_path)
     config = json.dumps(find_model("SmolLM2-135M").config)
@@ -153,13 +137,6 @@ def test_the_page_names_every_flag_and_its_commands_run(capsys, tmp_path, monkey
         if "--picture" in line:
             pytest.importorskip("matplotlib", reason="matplotlib draws the image; it comes with the extra `tutorials`")
         assert "tokens/s" in show(capsys, *shlex.split(line))
-
-
-def command_parser():
-    """Returns the command's own parser, which knows its flags."""
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser
 
 
 def test_tables_need_no_torch():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import pytest
 
-from moreh_ap.cli import plan_command as command
 from moreh_ap.cli import plan_pictures
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
@@ -16,28 +14,7 @@ from moreh_ap.planner.profiles.known_models import find_model
 from moreh_ap.planner.profiles.transformer_shape import profile_of
 from moreh_ap.planner.search.candidate import evaluate_plan
 from moreh_ap.planner.search.planning_task import Task
-
-
-def parse(*arguments):
-    return command_parser().parse_args(arguments)
-
-
-def show(capsys, *arguments):
-    assert command.run(parse(*arguments), []) == 0
-    return capsys.readouterr().out
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-
-
-def command_parser():
-    """Returns the command's own parser, which knows its flags."""
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser
-
+from unit.cli.samples import show
 
 TASK = Task(profile_of(find_model("Cerebras-GPT-13B").shape, 1024), find_cluster("32xMI250"), 64)
 PIPED = evaluate_plan(TASK, Plan(1, 8, pipeline=4, micro_batches=8, precision="bf16"))

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
-import pytest
-
-from moreh_ap.cli import plan_command as command
 from moreh_ap.plan import Plan
-
-LARGE = ["Llama3-70B", "--devices", "64xMI250", "--global-batch", "512", "--seq-len", "1024"]
-
-
-def parse(*arguments):
-    return command_parser().parse_args(arguments)
-
-
-def show(capsys, *arguments):
-    assert command.run(parse(*arguments), []) == 0
-    return capsys.readouterr().out
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+from unit.cli.samples import LARGE, show
 
 
 def test_table_and_the_plan_to_paste(capsys):
@@ -65,10 +46,3 @@ def test_compare(capsys):
 def test_a_plan_that_does_not_fit_can_be_compared(capsys):
     said = show(capsys, *LARGE, "--compare", "replicate=64,precision=bf16", "shard=64,precision=bf16,recompute=full")
     assert "A does not fit: it needs" in said
-
-
-def command_parser():
-    """Returns the command's own parser, which knows its flags."""
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser

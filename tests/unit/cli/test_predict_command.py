@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 
 import pytest
@@ -10,28 +9,8 @@ import pytest
 from moreh_ap.cli import predict_command
 from moreh_ap.errors import OptionError
 from moreh_ap.evaluation import predictions
-
-SWEPT = {
-    "n_params_b": "8.86", "n_layers": "32", "hidden": "4096", "ffn_hidden": "14336", "n_heads": "32",
-    "n_kv_heads": "", "vocab": "131072", "seq_len": "4096", "global_batch_sequences": "256", "gpu": "H100-80GB",
-    "n_gpus": "64", "gpus_per_node": "8", "precision": "bf16", "dp": "4", "fsdp": "1", "tp": "4", "sp": "True",
-    "cp": "1", "pp": "4", "micro_batch": "2", "recompute": "none", "status": "Success", "oom_error": "False",
-    "zero_stage": "1", "grad_accum": "32", "after_pp_fix": "True", "tied_embeddings": "False",
-    "tokens_per_s_per_gpu": "4000", "mem_reserved_gib": "30", "nccl_allreduce_gbps": "97",
-}  # fmt: skip
-
-
-def write(path, rows):
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def command(module, *words):
-    parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
-    return module.run(parser.parse_args([str(word) for word in words]), [])
+from unit.cli.samples import command, write
+from unit.evaluation.samples import SWEPT
 
 
 def test_predict_appends_columns_and_counts_what_it_cannot_predict(tmp_path, capsys):

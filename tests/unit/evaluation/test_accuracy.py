@@ -8,14 +8,7 @@ import io
 import pytest
 
 from moreh_ap.evaluation.accuracy import evaluate, spearman
-
-PUBLISHED = {
-    "source": "torchtitan", "model": "Llama3-8B", "n_params_b": "8.03", "n_layers": "32", "hidden": "4096",
-    "ffn_hidden": "14336", "n_heads": "32", "n_kv_heads": "8", "vocab": "128256", "seq_len": "8192",
-    "global_batch_sequences": "", "gpu": "H100-80GB", "n_gpus": "8", "gpus_per_node": "", "precision": "bf16",
-    "dp": "8", "fsdp": "8", "tp": "1", "sp": "False", "cp": "1", "pp": "1", "vpp": "", "micro_batch": "1",
-    "recompute": "selective", "tokens_per_s_per_gpu": "5700", "step_time_s": "", "notes": "",
-}  # fmt: skip
+from unit.evaluation.samples import PUBLISHED
 
 SYNTHETIC = """\
 n_params_b,n_gpus,seq_len,global_batch_sequences,pp,after_pp_fix,status,tokens_per_s_per_gpu,mem_reserved_gib,\

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
-import sys
-
-import pytest
 
 from moreh_ap import accelerator_models
-from moreh_ap.accelerator_models import Accelerators, Supply
+from moreh_ap.accelerator_models import Accelerators
 from moreh_ap.local import jobs
-from moreh_ap.local.cache_files import FOLDER_VARIABLE
-from moreh_ap.toolkit import device_command, smi, switch_model
-from moreh_ap.toolkit.machine_inventory import MachineInventory
-
-TWO_CORES = Supply("cpu", 2, 24 * 2**30)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
-def cpu_machine(monkeypatch):
-    monkeypatch.setattr(switch_model, "look", lambda: MachineInventory(TWO_CORES))
-    monkeypatch.setattr(device_command, "look", lambda: MachineInventory(TWO_CORES))
-
-
-def answers(monkeypatch, text):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+from moreh_ap.toolkit import smi
+from unit.toolkit.samples import TWO_CORES, answers
 
 
 def test_accelerators_are_added_chosen_and_removed(cpu_machine, monkeypatch, capsys):

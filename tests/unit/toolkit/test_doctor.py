@@ -12,19 +12,12 @@ import pytest
 
 from moreh_ap.accelerator_models import Supply
 from moreh_ap.cli.main import main
-from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit import doctor, findings, link_checks, smi, switch_model
 from moreh_ap.toolkit.findings import FAILED, OK, WARNING, Finding
 from moreh_ap.toolkit.machine_inventory import MachineInventory
 
 ROOT = Path(__file__).parents[3]
 TWO_CORES = MachineInventory(Supply("cpu", 2, 24 * 2**30), "A CPU")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.parametrize(("worst", "status"), [(OK, 0), (WARNING, 0), (FAILED, 1)])

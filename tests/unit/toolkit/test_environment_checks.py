@@ -8,8 +8,6 @@ import socket
 from collections import namedtuple
 from importlib import metadata
 
-import pytest
-
 from moreh_ap import accelerator_models
 from moreh_ap.accelerator_models import Accelerators, Supply
 from moreh_ap.local import jobs
@@ -19,12 +17,6 @@ from moreh_ap.toolkit.findings import FAILED, OK, WARNING, Finding
 from moreh_ap.toolkit.machine_inventory import Gpu, MachineInventory
 
 TWO_CORES = MachineInventory(Supply("cpu", 2, 24 * 2**30), "A CPU")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    return tmp_path
 
 
 def checked(machine=TWO_CORES, num_devices=2) -> dict[str, Finding]:

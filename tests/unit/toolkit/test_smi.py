@@ -5,23 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moreh_ap.accelerator_models import Accelerators, Supply
-from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit import machine_inventory, smi
-from moreh_ap.toolkit.job_usage import JobState, Snapshot
 from moreh_ap.toolkit.machine_inventory import MachineInventory
-
-TWO_CORES = Supply("cpu", 2, 24 * 2**30)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    return tmp_path
-
-
-def state(*found: JobState, accelerators=None) -> Snapshot:
-    return Snapshot(MachineInventory(TWO_CORES, "A CPU"), accelerators or Accelerators(0, {0: "CPU.2", 1: ""}), found)
+from unit.toolkit.samples import TWO_CORES, state
 
 
 @pytest.mark.parametrize(

@@ -7,24 +7,16 @@ import json
 import os
 from dataclasses import replace
 
-import pytest
 from rich.console import Console
 
 from moreh_ap.accelerator_models import Accelerators, Supply
 from moreh_ap.local import jobs
-from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit import smi_tables
 from moreh_ap.toolkit.job_usage import JobState, Snapshot, WorkerState
 from moreh_ap.toolkit.machine_inventory import Gpu, MachineInventory
+from unit.toolkit.samples import state
 
-TWO_CORES = Supply("cpu", 2, 24 * 2**30)
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    return tmp_path
 
 
 def entry(**changes) -> jobs.JobEntry:
@@ -51,10 +43,6 @@ def cells(text: str, row: str) -> list[str]:
     """Returns the cells of the first line that holds `row`."""
     line = next(line for line in text.splitlines() if row in line)
     return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def state(*found: JobState, accelerators=None) -> Snapshot:
-    return Snapshot(MachineInventory(TWO_CORES, "A CPU"), accelerators or Accelerators(0, {0: "CPU.2", 1: ""}), found)
 
 
 def test_idle_accelerators_show_dashes():

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import io
-import sys
 
 import pytest
 
 from moreh_ap import accelerator_models
-from moreh_ap.accelerator_models import Supply
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
-from moreh_ap.toolkit import device_command, switch_model
-from moreh_ap.toolkit.machine_inventory import MachineInventory
-
-TWO_CORES = Supply("cpu", 2, 24 * 2**30)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
-def cpu_machine(monkeypatch):
-    monkeypatch.setattr(switch_model, "look", lambda: MachineInventory(TWO_CORES))
-    monkeypatch.setattr(device_command, "look", lambda: MachineInventory(TWO_CORES))
-
-
-def answers(monkeypatch, text):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+from moreh_ap.toolkit import switch_model
+from unit.toolkit.samples import answers
 
 
 def test_switching_by_answers(cpu_machine, monkeypatch, capsys):

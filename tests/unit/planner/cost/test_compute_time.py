@@ -6,29 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.coefficients import COEFFICIENTS
-from moreh_ap.planner.cost.hardware import Cluster, Device, Link
-from moreh_ap.planner.cost.step_time import estimate_step
-from moreh_ap.planner.cost.training_systems import MOREH_AP_ON_CPU
-from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
-
-PROFILE = profile_of(TransformerShape(8, 256, 768, 8, 4, 32, 2000), 128)
-DEVICE = Device("CPU", 2**32, 1e12, 1e11, 1e10, sustained=1.0)
-RING = Link("ring", 1e9, 1e-4)
-SYSTEM = replace(MOREH_AP_ON_CPU, host_s_per_kernel=1e-5, host_s_per_dry_run_op=2e-4)
-
-
-def step(plan: str, between: Link = RING, device: Device = DEVICE, system=SYSTEM, rows: int = 16):
-    found = Plan.parse(plan)
-    cluster = Cluster(device, found.num_devices, found.num_devices, between, between)
-    return estimate_step(PROFILE, found, rows, cluster, system, replace(COEFFICIENTS, step_s=0.0))
+from unit.planner.cost.samples import DEVICE, SYSTEM, TINY, step
 
 
 def test_what_starts_operations_is_what_computes_on_a_cpu():
     beside = replace(SYSTEM, host_computes=False)
     assert step("replicate=1", system=beside).host_s == 0.0
-    operations = 8 * PROFILE.block.num_kernels + PROFILE.first.num_kernels + PROFILE.last.num_kernels
+    operations = 8 * TINY.block.num_kernels + TINY.first.num_kernels + TINY.last.num_kernels
     assert step("replicate=1").host_s == pytest.approx(2.5 * 1e-5 * operations)
 
 

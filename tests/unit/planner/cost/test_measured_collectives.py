@@ -6,20 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
 from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gathers_s, queued_sums_s
-from moreh_ap.planner.cost.hardware import Cluster, Device, Link
+from moreh_ap.planner.cost.hardware import Cluster, Link
 from moreh_ap.planner.cost.measured_collectives import MeasuredCollective, nearest, rate_at
-from moreh_ap.planner.cost.step_time import estimate_step
-from moreh_ap.planner.cost.training_systems import MOREH_AP_ON_CPU
-from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
+from unit.planner.cost.samples import DEVICE, RING, TINY, step
 
-PROFILE = profile_of(TransformerShape(8, 256, 768, 8, 4, 32, 2000), 128)
-DEVICE = Device("CPU", 2**32, 1e12, 1e11, 1e10, sustained=1.0)
 POINTS = ((1e3, 1e-3), (1e6, 2e-3))
-RING = Link("ring", 1e9, 1e-4)
-SYSTEM = replace(MOREH_AP_ON_CPU, host_s_per_kernel=1e-5, host_s_per_dry_run_op=2e-4)
 
 
 def link(**seconds: float) -> Link:
@@ -29,12 +22,6 @@ def link(**seconds: float) -> Link:
     points = {kind: ((1.0, each), (1e9, each)) for kind, each in taken.items()}
     measured = tuple(MeasuredCollective(kind, size, points[kind]) for kind in kinds for size in (2, 4))
     return replace(RING, measured=measured)
-
-
-def step(plan: str, between: Link = RING, device: Device = DEVICE, system=SYSTEM, rows: int = 16):
-    found = Plan.parse(plan)
-    cluster = Cluster(device, found.num_devices, found.num_devices, between, between)
-    return estimate_step(PROFILE, found, rows, cluster, system, replace(COEFFICIENTS, step_s=0.0))
 
 
 def test_between_measured_sizes_seconds_are_on_a_line_and_never_fall():
@@ -74,7 +61,7 @@ def test_measured_kinds_take_what_they_took_and_pieces_add_up():
 @pytest.mark.parametrize(
     ("plan", "kind", "times"),
     [
-        ("replicate=2", "sum", 8 + 2 + PROFILE.parameters / COEFFICIENTS.bucket_parameters),
+        ("replicate=2", "sum", 8 + 2 + TINY.parameters / COEFFICIENTS.bucket_parameters),
         ("shard=2", "gather", 2 * (8 + 2)),
         ("shard=2", "scatter", 8 + 2),
         ("tensor=2", "crossing_sum", (2 * 8 * 2 + 2) / 2),

@@ -11,14 +11,13 @@ from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import Coefficients
 from moreh_ap.planner.cost.memory_footprint import estimate_memory
 from moreh_ap.planner.cost.training_systems import EAGER_MEGATRON, MOREH_AP
-from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
+from moreh_ap.planner.profiles.transformer_shape import profile_of
+from unit.planner.cost.samples import SMALL, SMALL_PROFILE
 
-SHAPE = TransformerShape(8, 1024, 4096, 16, 16, 64, 32000, name="small")
-PROFILE = profile_of(SHAPE, 2048)
-PARAMETERS = SHAPE.parameters
+PARAMETERS = SMALL.parameters
 
 
-def estimate(plan, rows=16, system=MOREH_AP, profile=PROFILE, **kwargs):
+def estimate(plan, rows=16, system=MOREH_AP, profile=SMALL_PROFILE, **kwargs):
     return estimate_memory(profile, plan, rows, system, **kwargs)
 
 
@@ -68,7 +67,7 @@ def test_a_tensor_axis_splits_everything_but_norms():
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_a_block_that_is_computed_again_keeps_as_much_with_split_sequences(kind):
-    deeper = profile_of(replace(SHAPE, num_layers=16), 2048)
+    deeper = profile_of(replace(SMALL, num_layers=16), 2048)
 
     def eight_more(split: bool, recompute: str) -> float:
         plan = Plan(tensor=4, sequence_parallel=split, recompute=recompute)
@@ -104,7 +103,7 @@ def test_the_fullest_position_counts_and_any_can_be_asked_for():
 
 
 def test_a_tied_head_is_kept_twice_in_a_pipeline():
-    tied = profile_of(replace(SHAPE, tied=True), 2048)
+    tied = profile_of(replace(SMALL, tied=True), 2048)
     last = estimate(Plan(pipeline=2), profile=tied, position=1)
     assert last.parameter_bytes == pytest.approx(4 * (4 * tied.block.parameters + 1024 + 32000 * 1024))
 

@@ -12,18 +12,12 @@ from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import find_cluster
 from moreh_ap.planner.cost.memory_footprint import estimate_memory
 from moreh_ap.planner.cost.step_time import estimate_step
-from moreh_ap.planner.cost.training_systems import EAGER_MEGATRON, MOREH_AP, TRAINING_SYSTEMS
+from moreh_ap.planner.cost.training_systems import EAGER_MEGATRON, TRAINING_SYSTEMS
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
+from unit.planner.cost.samples import CLUSTER, LARGE_PROFILE, estimate
 
-SHAPE = TransformerShape(32, 4096, 14336, 32, 8, 128, 128256, name="8B")
-PROFILE = profile_of(SHAPE, 4096)
-CLUSTER = find_cluster("64xH100")
 HIDDEN = ("tensor_hidden_s", "data_hidden_s", "pipeline_hidden_s")
 NOT_SECONDS = ("tokens", "num_devices", "model_flops", "peak_flops")
-
-
-def estimate(plan, rows=512, cluster=CLUSTER, system=MOREH_AP):
-    return estimate_step(PROFILE, plan, rows, cluster, system)
 
 
 PLANS = [
@@ -51,7 +45,7 @@ def test_parts_add_up_and_no_plan_beats_the_hardware(plan, system):
 def test_one_device_computes_and_nothing_else():
     found = estimate(Plan(precision="bf16"), rows=8, cluster=find_cluster("1xH100"))
     assert found.tensor_s == found.data_s == found.pipeline_s == found.bubble_s == 0.0
-    assert found.model_flops == 8 * PROFILE.flops_per_row
+    assert found.model_flops == 8 * LARGE_PROFILE.flops_per_row
     assert found.forward_s + found.backward_s > found.model_flops / (989.4e12 * CLUSTER.device.sustained)
 
 

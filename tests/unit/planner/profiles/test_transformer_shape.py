@@ -12,18 +12,9 @@ from moreh_ap.errors import OptionError
 from moreh_ap.planner.profiles import transformer_shape
 from moreh_ap.planner.profiles.known_models import find_model
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, from_config, profile_of
+from unit.planner.profiles.samples import EXPERTS, HYBRID, LLAMA_3_8B, SMALL
 
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
 MIXTRAL_8X7B = {
     "model_type": "mixtral",
     "num_hidden_layers": 32,
@@ -95,33 +86,12 @@ def test_a_token_of_a_mixture_computes_with_its_experts_alone():
     )
 
 
-SMALL = {
-    "hidden_size": 256,
-    "intermediate_size": 640,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 1000,
-}
-EXPERTS = {"moe_intermediate_size": 96, "num_experts_per_tok": 4}
 LATENT_ATTENTION = {
     "num_key_value_heads": 8,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
-}
-HYBRID = {
-    "model_type": "nemotron_h",
-    "hybrid_override_pattern": "MEM*EM-E",
-    "n_routed_experts": 16,
-    "moe_shared_expert_intermediate_size": 192,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 32,
-    "n_groups": 2,
-    "ssm_state_size": 16,
-    "conv_kernel": 4,
-    "chunk_size": 128,
 }
 MIXTURES = {
     "latent attention, first blocks dense": {

@@ -9,24 +9,9 @@ import pytest
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import find_cluster
-from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.planner.search.candidate import evaluate_plan
-from moreh_ap.planner.search.constraints import Constraints
-from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import Task
-
-SHAPE = TransformerShape(8, 1024, 4096, 16, 4, 64, 32000, name="small")
-PROFILE = profile_of(SHAPE, 1024)
-LIKE_ONE_LINE = {"memory_usage_correction_ratio": 80}
-
-
-def with_memory(cluster, gib):
-    return replace(cluster, device=replace(cluster.device, memory_bytes=gib * 2**30))
-
-
-def find(cluster, batch, profile=PROFILE, **settings):
-    cluster = find_cluster(cluster) if isinstance(cluster, str) else cluster
-    return search(Task(profile, cluster, batch, Constraints(**{**LIKE_ONE_LINE, **settings})))
+from unit.planner.search.samples import PROFILE, find, with_memory
 
 
 def test_one_plan_can_be_weighed():

@@ -21,19 +21,7 @@ from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import Task
 from moreh_ap.planner.search.ranking import TIE_MARGIN
 from moreh_ap.planner.search.search_space import tensor_degrees_of
-
-SHAPE = TransformerShape(8, 1024, 4096, 16, 4, 64, 32000, name="small")
-PROFILE = profile_of(SHAPE, 1024)
-LIKE_ONE_LINE = {"memory_usage_correction_ratio": 80}
-
-
-def with_memory(cluster, gib):
-    return replace(cluster, device=replace(cluster.device, memory_bytes=gib * 2**30))
-
-
-def find(cluster, batch, profile=PROFILE, **settings):
-    cluster = find_cluster(cluster) if isinstance(cluster, str) else cluster
-    return search(Task(profile, cluster, batch, Constraints(**{**LIKE_ONE_LINE, **settings})))
+from unit.planner.search.samples import LIKE_ONE_LINE, PROFILE, SHAPE, find, with_memory
 
 
 @functools.cache
@@ -61,6 +49,13 @@ def every_plan(num_devices, batch):
     return plans
 
 
+@functools.cache
+def every_candidate(batch):
+    """All plans weighed once: neither the bytes nor the seconds of a plan depend on how much memory a device has."""
+    task = Task(PROFILE, find_cluster("8xH100"), batch, Constraints(**LIKE_ONE_LINE))
+    return [evaluate_plan(task, plan) for plan in every_plan(8, batch)]
+
+
 SPACES = {
     "all": ({}, lambda plan: True),
     "pipelines": ({"kinds": frozenset({"pipeline"}), "distribute_parameter": False},
@@ -77,7 +72,9 @@ def test_no_plan_that_was_left_out_is_faster(batch, space, gib):
     settings, allowed = SPACES[space]
     cluster = with_memory(find_cluster("8xH100"), gib)
     ranking = find(cluster, batch, tensor_degrees=tensor_degrees_of(SHAPE, 8), **settings)
-    weighed = [evaluate_plan(ranking.task, plan) for plan in every_plan(8, batch) if allowed(plan)]
+    usable_bytes = ranking.task.usable_bytes
+    weighed = [replace(one, usable_bytes=usable_bytes) for one in every_candidate(batch) if allowed(one.plan)]
+    assert weighed[-1] == evaluate_plan(ranking.task, weighed[-1].plan)
     fitting = [candidate for candidate in weighed if candidate.fits]
     assert len(weighed) > 50
     if not fitting:
@@ -132,13 +129,14 @@ def test_thousands_of_candidates_for_a_thousand_devices_in_seconds():
     shape = find_model("Llama3-70B").shape
     left = Constraints(**LIKE_ONE_LINE, tensor_degrees=tensor_degrees_of(shape, 64))
     task = Task(profile_of(shape, 4096), find_cluster("1024xH100"), 2048, left)
-    seconds = []
-    for _ in range(3):
+    for _ in range(3):  # again where other programs had the core
         started_s = time.process_time()
         ranking = search(task)
-        seconds.append(time.process_time() - started_s)
+        taken_s = time.process_time() - started_s
+        if taken_s < 3.0:
+            break
     assert len(ranking.candidates) > 2000
-    assert min(seconds) < 3.0, "about 0.4 s on one core of a 2020 server"
+    assert taken_s < 3.0, "about 0.4 s on one core of a 2020 server"
     assert ranking.best.plan.num_devices == 1024
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import pytest
 
 from moreh_ap.planner.cost.hardware import find_cluster
-from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.planner.search.constraints import Constraints
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import Task
-
-SHAPE = TransformerShape(8, 1024, 4096, 16, 4, 64, 32000, name="small")
-PROFILE = profile_of(SHAPE, 1024)
-LIKE_ONE_LINE = {"memory_usage_correction_ratio": 80}
+from unit.planner.search.samples import LIKE_ONE_LINE, PROFILE
 
 
 @pytest.mark.parametrize("settings", [{}, LIKE_ONE_LINE])

@@ -1,0 +1,94 @@
+"""Operations on tensors of the accelerator, computed here, put off, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moreh_ap.device import operations
+from unit.device.samples import promise
+
+
+def test_mixing_devices_raises_pytorch_s_error():
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(3).cuda() + torch.ones(3)
+    assert (torch.ones(3).cuda() + torch.tensor(1.0)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_views_and_in_place_operations_share_memory():
+    tensor = torch.arange(6.0).reshape(2, 3).cuda()
+    tensor[:, 1:].zero_()
+    assert tensor.tolist() == [[0, 0, 0], [3, 0, 0]]
+    labels = torch.arange(4).cuda()
+    labels[torch.tensor([True, False, True, False]).cuda()] = -100
+    assert labels.tolist() == [-100, 1, -100, 3]
+    tensor.unsqueeze_(0)
+    assert tensor.shape == (1, 2, 3)
+
+
+def test_arithmetic_on_a_promise_does_not_wait():
+    value, loss = promise(torch.tensor(3.0))
+    total = torch.zeros((), device="cuda")
+    total += loss.detach()
+    scaled = loss / 4
+    grown = torch.ones_like(loss)
+    assert scaled.shape == () and grown.item() == 1.0
+    value.arrived = True
+    assert scaled.item() == 0.75 and total.item() == 3.0
+
+
+def test_in_place_changes_after_a_deferred_operation_do_not_reach_it():
+    value, loss = promise(torch.tensor(2.0))
+    factor = torch.tensor(5.0).cuda()
+    product = loss * factor
+    factor.add_(1)
+    alias = loss.detach()
+    value.arrived = True
+    alias.mul_(100)
+    assert product.item() == 10.0 and loss.item() == 200.0
+
+
+def test_what_depends_on_the_shape_alone_waits_for_nothing():
+    _, loss = promise(torch.tensor([3.0, 4.0]))
+    assert torch.zeros_like(loss).tolist() == [0.0, 0.0] and loss.new_ones(3).tolist() == [1.0] * 3
+
+
+def test_large_operations_random_ones_and_views_of_promises_are_not_put_off():
+    for operation in (
+        lambda loss: loss.expand(5000) + 1,
+        lambda loss: torch.bernoulli(loss * 0.1),
+        lambda loss: loss.reshape(1, 1) + 1,
+    ):
+        _, loss = promise(torch.tensor([3.0]))
+        with pytest.raises(AssertionError, match="waited for a value"):
+            operation(loss)
+
+
+def test_adding_a_promise_in_place_is_put_off_unless_another_view_looks_at_the_memory():
+    value, loss = promise(torch.tensor(3.0))
+    total = torch.zeros((), device="cuda")
+    total += loss
+    seen = torch.zeros(2, device="cuda")
+    row = seen[0]
+    with pytest.raises(AssertionError, match="waited for a value"):
+        row += loss
+    value.arrived = True
+    assert total.item() == 3.0
+    row += loss
+    assert seen.tolist() == [3.0, 0.0]
+
+
+def test_arguments_that_an_operation_changes_are_found_said_or_unsaid():
+    aten = torch.ops.aten
+    x, mean, variance = (torch.zeros(3).cuda() for _ in range(3))
+    image = torch.zeros(2, 3).cuda()
+
+    def written(func, *args, **kwargs):
+        return [id(tensor) for tensor in operations.written_arguments(func, args, kwargs)]
+
+    assert written(aten.add_.Tensor, x, mean) == [id(x)]
+    assert written(aten.add.Tensor, x, mean) == []
+    assert written(aten.add.out, x, mean, out=variance) == [id(variance)]
+    assert written(aten._foreach_add_.Scalar, [x, mean], 1) == [id(x), id(mean)]
+    args = (image, None, None, mean, variance, True, 0.1, 1e-5)
+    assert written(aten.native_batch_norm.default, *args) == [id(mean), id(variance)]

@@ -1,0 +1,59 @@
+"""How the rows of a batch are shared, and which tensors have them."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+
+from moreh_ap.protocol import batch
+from moreh_ap.protocol.batch import BatchRows
+
+
+def test_examples_in_docstrings():
+    outcome = doctest.testmod(batch)
+    assert outcome.attempted > 0 and outcome.failed == 0
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_row_is_one_worker_s_and_no_worker_has_two_more_than_another(world, rows):
+    ranges = [batch.row_range(rank, world, rows) for rank in range(world)]
+    assert [row for start, stop in ranges for row in range(start, stop)] == list(range(rows))
+    sizes = [stop - start for start, stop in ranges]
+    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+def test_a_tensor_with_several_entries_a_row_is_cut_between_rows():
+    entries = torch.arange(12)  # three of each of four rows
+    assert [batch.own_entries(entries, rank, 3, 4).tolist() for rank in range(3)] == [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8],
+        [9, 10, 11],
+    ]
+
+
+def test_the_first_tensor_with_dims_tells_the_rows():
+    assert batch.num_rows(["text", torch.tensor(3.0), torch.zeros(5, 2), torch.zeros(7)]) == 5
+    assert batch.num_rows([torch.tensor(3.0), 4]) is None
+
+
+def test_only_dense_tensors_of_as_many_rows_are_cut():
+    mask, scale, table = torch.arange(4), torch.tensor(2.0), torch.zeros(3, 4)
+    sparse = torch.eye(4).to_sparse()
+    leaves = [mask, scale, table, sparse, "text", 4]
+    cut = batch.slice_rows(leaves, 4, 1, 3)
+    assert cut[0].tolist() == [1, 2]
+    assert all(after is before for before, after in zip(leaves[1:], cut[1:]))
+
+
+def test_chosen_rows_come_in_the_order_asked_for_and_lie_in_memory_as_before():
+    images = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    ((chosen),) = batch.select_rows([images], 4, [3, 0])
+    assert torch.equal(chosen, images[[3, 0]])
+    assert chosen.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_workers_that_do_not_speak_have_no_rows():
+    assert BatchRows((3, None, 2)).total == 5

@@ -1,0 +1,31 @@
+"""What workers measure of the links between them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moreh_ap.runtime.worker import probe_exchanges
+
+CPU = torch.device("cpu")
+
+
+def test_every_kind_of_exchange_is_measured_in_pairs_and_together(world):
+    found = list(probe_exchanges.measure_exchanges(CPU))
+    kinds = {"sum", "gather", "scatter", "message", "crossing_sum", "crossing_split"}
+    sizes = {2, world} if world % 2 == 0 else {world}
+    assert {row[:2] for row in found} == {(kind, size) for kind in kinds for size in sizes}
+    assert all(math.isfinite(row[3]) and row[3] > 0.0 and row[4] > 0.0 for row in found)
+    for kind, size in {row[:2] for row in found}:
+        num_bytes = [row[2] for row in found if row[:2] == (kind, size)]
+        assert num_bytes == sorted(set(num_bytes)) and num_bytes[-1] == pytest.approx(1 << 22, rel=0.01)
+
+
+def test_pairs_are_given_up_after_use(world, monkeypatch):
+    monkeypatch.setitem(probe_exchanges._BYTES, "cpu", (1 << 10,))
+    before = len(dist.distributed_c10d._world.pg_map)
+    list(probe_exchanges.measure_exchanges(CPU))
+    assert len(dist.distributed_c10d._world.pg_map) == before

@@ -1,0 +1,80 @@
+"""The parameter guide has every published row, its plans are plans for the devices beside them, in every language."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from moreh_ap.flavours import FLAVOURS
+from moreh_ap.plan import Plan
+from moreh_ap.planner.search.candidate import evaluate_plan
+
+ROOT = Path(__file__).parents[3]
+LANGUAGES = ("", ".ko")
+TITLED = ("head", "beside", "speeds", "own")
+
+
+@pytest.fixture(scope="module")
+def guide():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        import parameter_guide
+
+        yield parameter_guide
+
+
+def tables(guide, language):
+    """Returns the three tables of a page as lists of cells: beside the guide, beside the speeds, our own."""
+    page = guide.PAGE.with_suffix(f"{language}.md").read_text(encoding="utf-8")
+    found = [re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:] for section in page.split("\n## ")[1:]]
+    return [[[cell.strip() for cell in line[1:-1].split("|")] for line in lines] for lines in found]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_published_row_is_on_the_page(guide, language):
+    rows = tables(guide, language)[0]
+    assert len(rows) == len(guide.PUBLISHED) == 18
+    for cells, row in zip(rows, guide.PUBLISHED):
+        assert cells[:3] == [row.model, row.flavour, f"{row.batch} x {row.length:,}"]
+        assert cells[6] == f"{row.memory_mib:,}" and cells[10] == str(row.minutes)
+        assert Plan.parse(cells[3].strip("`")).num_devices == FLAVOURS[row.flavour]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_plans_of_the_other_tables_are_for_their_devices(guide, language):
+    _, speeds, own = tables(guide, language)
+    assert len(speeds) == len(guide.SPEEDS)
+    assert len(own) == len(guide.MODELS) * len(guide.ACCELERATORS) * len(guide.SHAPES)
+    for cells in [*speeds, *own]:
+        for plan in (cell.strip("`") for cell in cells if cell.startswith("`")):
+            assert Plan.parse(plan).num_devices == int(cells[1].split(" x ")[0])
+
+
+def test_languages_say_the_same(guide):
+    english, korean = (guide.LANGUAGES[language] for language in LANGUAGES)
+    assert list(english) == list(korean)
+    said = {korean[key]: english[key] for key in ("nothing_fits", "not_published", "does_not_fit")}
+    for one, other in zip(tables(guide, ""), tables(guide, ".ko"), strict=True):
+        translated = [[_replaced(cell, said) for cell in row] for row in other]
+        assert translated == one
+    anchors = [re.findall(r"^#+ (.*)$", english[key], re.MULTILINE)[0].lower().replace(" ", "-") for key in TITLED]
+    assert [re.findall(r"^#.*\{+ #([\w-]+) \}+$", korean[key], re.MULTILINE)[0] for key in TITLED] == anchors
+
+
+def _replaced(cell, said):
+    for word, english in said.items():
+        cell = cell.replace(word, english)
+    return cell
+
+
+def test_a_published_plan_is_weighed_as_it_is_written(guide):
+    model, devices, batch, plan, _ = guide.SPEEDS[2]
+    task = guide.task_for(model, f"{devices}xMI250", batch, 1024)
+    candidate = evaluate_plan(task, Plan.parse(plan))
+    said = candidate.plan.platform_line(batch)
+    assert said.startswith("num_stages : 8, num_micro_batches : 64, batch_per_device : 1, No TP")
+    assert "recomputation : 2, distribute_param : true" in said
+    fullest_mib = candidate.memory.reserved_bytes / 2**20
+    assert 0.5 * devices * fullest_mib < guide.sum_mib(task, candidate.plan) <= devices * fullest_mib

@@ -1,0 +1,154 @@
+"""What the planner is told of a machine, from what its workers measured and from what a file remembers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from moreh_ap.local.cache_files import FOLDER_VARIABLE
+from moreh_ap.plan import Plan
+from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gathers_s, queued_sums_s, tensor_sum_s
+from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
+from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
+from moreh_ap.session.planning import machine_profile as machines
+from moreh_ap.session.planning.device_rates import rates_of
+from moreh_ap.session.planning.machine_profile import machine_from, machine_of
+from moreh_ap.settings import Options
+from unit.session.planning.samples import GIB, rates
+
+CPU = DeviceInfo("CPU", 4 * GIB, True, 1, 2)
+
+
+def test_a_product_of_the_lengths_that_were_measured_takes_what_was_measured():
+    found = machine_from(CPU, "fp32", 2, rates())
+    device, constants = found.cluster.device, found.coefficients
+
+    def rate(tokens: int, width: int) -> float:
+        return device.peak_flops("fp32") / (1 + constants.half_tokens / tokens) / (1 + constants.half_width / width)
+
+    assert rate(1024, 1024) == pytest.approx(2e11)
+    assert rate(64, 1024) == pytest.approx(1e11)
+    assert rate(1024, 64) == pytest.approx(1.6e11)
+
+
+def test_half_a_rate_is_reached_at_the_length_that_explains_both():
+    assert machines._half(1.0, 64, 1024) == 0.0
+    assert machines._half(0.7, 64, 1024) == 0.0, "a short product that is no slower needs no length"
+    half = machines._half(2.0, 64, 1024)
+    assert (1 + half / 64) / (1 + half / 1024) == pytest.approx(2.0)
+    assert machines._half(1000.0, 64, 1024) > 0.0, "slower than any such length explains"
+
+
+def test_the_plan_s_precision_decides_which_rates_count():
+    single, half = (machine_from(CPU, precision, 2, rates()) for precision in ("fp32", "bf16"))
+    assert half.cluster.device.peak_flops("bf16") == pytest.approx(5 * single.cluster.device.peak_flops("fp32"))
+    without = replace(rates(), products=tuple(row for row in rates().products if row[0] == "fp32"))
+    assert machine_from(replace(CPU, native_bf16=False), "bf16", 2, without) == machine_from(
+        replace(CPU, native_bf16=False), "fp32", 2, without
+    )
+
+
+def test_workers_that_share_cores_have_a_part_of_each():
+    two, four = (machine_from(CPU, "fp32", number, rates(sizes=(2, 4))) for number in (2, 4))
+    for name in ("fp32_flops", "memory_bytes_per_s"):
+        assert getattr(four.cluster.device, name) == pytest.approx(getattr(two.cluster.device, name) / 2)
+    assert [one.cluster.device.sharing for one in (two, four)] == [1.0, 2.0]
+    assert four.system.host_s_per_kernel == pytest.approx(2 * two.system.host_s_per_kernel)
+    assert [rate for _, rate in four.cluster.device.elementwise] == [1e10, 1e10]
+
+
+def test_an_exchange_takes_the_clock_s_time_or_where_cores_are_shared_the_processor_s():
+    measured = rates(sizes=(2, 4))
+    two, four = (machine_from(CPU, "fp32", number, measured) for number in (2, 4))
+    pair, all_four = group_of(2, 1, two.cluster), group_of(4, 1, four.cluster)
+    assert queued_sums_s(1e6, 1, pair) == pytest.approx(1.1e-3)
+    assert queued_sums_s(1e6, 1, all_four) == pytest.approx(2 * 5.8e-4)
+    assert queued_gathers_s(2e6, 2, pair) == pytest.approx(2 * 2 * 1.1e-3)
+    assert queued_gathers_s(1e6, 1, pair, "scatter") == pytest.approx(3 * 1.1e-3)
+    assert message_s(1e6, 1, two.cluster, two.coefficients) == pytest.approx(4 * 1.1e-3)
+    assert tensor_sum_s(1e6, False, pair) == pytest.approx(5 * 1.1e-3 / 2)
+    assert tensor_sum_s(1e6, True, pair) == pytest.approx(6 * 1.1e-3 / 2)
+
+
+def test_what_an_exchange_took_beyond_the_work_of_its_members_was_other_programs():
+    busy = replace(rates(), exchanges=tuple((*row[:3], 50 * row[4], row[4]) for row in rates().exchanges))
+    cluster = machine_from(CPU, "fp32", 2, busy).cluster
+    assert queued_sums_s(1e6, 1, group_of(2, 1, cluster)) == pytest.approx(2 * 5.8e-4)
+
+
+def test_a_known_device_keeps_its_data_sheet_and_starts_operations_beside_computing():
+    found = machine_from(DeviceInfo("NVIDIA H100 80GB HBM3", 79 * GIB, True), "bf16", 2, rates())
+    assert found.cluster.device.name == "H100-80GB" and found.cluster.device.memory_bytes == 79 * GIB
+    assert found.cluster.device.sharing == 1.0 and not found.cluster.device.elementwise
+    assert found.system == replace(MOREH_AP, host_s_per_dry_run_op=2e-4)
+    assert machine_from(CPU, "fp32", 2, rates()).system.host_computes
+    assert MOREH_AP_ON_CPU.hides_gradients == 0.0
+
+
+class Outbox:
+    """Answers a probe as workers would, and counts how often it is asked."""
+
+    def __init__(self, answers: list[DeviceRates]) -> None:
+        self.answers, self.asked = answers, []
+
+    def submit(self, command: object) -> SimpleNamespace:
+        self.asked.append(command)
+        return SimpleNamespace(result=lambda: self.answers)
+
+
+def session(outbox: Outbox, info: DeviceInfo = CPU, **options: object) -> SimpleNamespace:
+    return SimpleNamespace(devices=lambda: [info, info], outbox=outbox, options=Options(devices=2, **options))
+
+
+def test_a_machine_is_measured_once_by_all_workers(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    outbox = Outbox([rates(), rates(2.0)])
+    first = machine_of(session(outbox))
+    assert outbox.asked == [ProbeDevice(True)]
+    assert first.cluster.device.fp32_flops == pytest.approx(
+        machine_from(CPU, "fp32", 2, rates(2.0)).cluster.device.fp32_flops
+    )
+    assert machine_of(session(outbox)) == first and len(outbox.asked) == 1
+    other = machine_of(session(outbox, replace(CPU, num_threads=2)))
+    assert other.key != first.key and len(outbox.asked) == 2, "with other threads a worker has other rates"
+
+
+@pytest.mark.parametrize("broken", ["", "[1]", "ours"])
+def test_a_broken_file_is_measured_over(tmp_path, monkeypatch, broken):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    outbox = Outbox([rates(), rates()])
+    key = machine_of(session(outbox)).key
+    text = json.dumps({key: {"products": [["fp32"]]}}) if broken == "ours" else broken
+    (tmp_path / "machine.json").write_text(text)
+    machine_of(session(outbox))
+    assert len(outbox.asked) == 2
+    assert rates_of(json.loads((tmp_path / "machine.json").read_text())[key]) == rates()
+
+
+def test_where_nothing_can_be_written_it_is_measured_again(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file"))
+    outbox = Outbox([rates(), rates()])
+    machine_of(session(outbox)), machine_of(session(outbox))
+    assert len(outbox.asked) == 2
+
+
+def test_the_plan_s_precision_is_the_one_that_the_options_and_the_devices_leave(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    outbox = Outbox([rates(), rates()])
+    gpu = replace(CPU, name="a GPU that nobody has heard of")
+    single = machine_from(gpu, "fp32", 2, rates()).cluster.device.elementwise
+    asked = replace(
+        rates(), elementwise=tuple((*row[:2], row[2] * (2 if row[0] == "bf16" else 1)) for row in rates().elementwise)
+    )
+    outbox.answers = [asked, asked]
+    assert machine_of(session(outbox, gpu)).cluster.device.elementwise != single
+    assert machine_of(session(outbox, gpu, mixed_precision=False)).cluster.device.elementwise == single
+    assert machine_of(session(outbox, gpu, plan=Plan.parse("replicate=2"))).cluster.device.elementwise == single
+    on_cpu = machine_of(session(outbox)).cluster.device
+    assert not on_cpu.native_bf16, "CPU workers are compared with one process on the CPU"
+    low = machine_of(session(outbox, plan=Plan.parse("replicate=2,precision=bf16"))).cluster.device
+    assert low.elementwise != on_cpu.elementwise

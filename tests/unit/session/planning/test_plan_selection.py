@@ -1,0 +1,70 @@
+"""What the options and what is known of a model leave of all plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moreh_ap.planner.cost.coefficients import COEFFICIENTS
+from moreh_ap.planner.cost.hardware import Device, find_cluster
+from moreh_ap.planner.cost.training_systems import MOREH_AP
+from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
+from moreh_ap.planner.search.verified_kinds import verified_kinds
+from moreh_ap.session.planning.machine_profile import Machine
+from moreh_ap.session.planning.plan_selection import constraints_of
+from moreh_ap.settings import Options
+
+LLAMA = "transformers.models.llama.modeling_llama.LlamaForCausalLM llama"
+SHAPE = TransformerShape(4, 256, 768, 8, 4, 32, 2000)
+PROFILE = profile_of(SHAPE, 128)
+BLOCKLESS = ModelProfile("one part", 1, 8, 1, LayerProfile(), LayerProfile(parameters_replicated=100.0), LayerProfile())
+
+
+def machine(cpu: bool = True) -> Machine:
+    cluster = find_cluster("8xH100")
+    device = Device("CPU", 2**32, 1e12, 1e11, 1e10) if cpu else cluster.device
+    return Machine(replace(cluster, device=device), MOREH_AP, COEFFICIENTS, "here")
+
+
+def left(profile=PROFILE, shape=SHAPE, family=LLAMA, cpu=True, **options):
+    return constraints_of(Options(**options), family, profile, shape, machine(cpu))
+
+
+def test_kinds_are_those_that_are_verified_for_the_family():
+    assert left().kinds == verified_kinds()[LLAMA] != frozenset()
+    assert left(family="nobody's").kinds == frozenset()
+
+
+def test_tensor_axes_deal_whole_heads_and_need_a_known_shape():
+    assert left().tensor_degrees == (1, 2, 4, 8)
+    assert left(shape=replace(SHAPE, num_heads=6, num_kv_heads=6, head_dim=40)).tensor_degrees == (1, 2, 3, 6)
+    assert left(shape=None).tensor_degrees == (1,)
+
+
+def test_a_model_without_blocks_has_no_pipeline_and_recomputes_nothing_unless_told():
+    assert left().pipeline_parallel and left().activation_recomputation == "auto"
+    assert not left(BLOCKLESS, None).pipeline_parallel
+    assert left(BLOCKLESS, None).activation_recomputation is False
+    assert left(BLOCKLESS, None, activation_recomputation=True).activation_recomputation is True
+
+
+def test_state_goes_to_host_memory_only_where_that_is_another_memory():
+    assert not left(cpu=True).offload and left(cpu=False).offload
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pipeline_parallel", False),
+        ("num_stages", 2),
+        ("num_micro_batches", 4),
+        ("activation_recomputation", False),
+        ("distribute_parameter", True),
+        ("mixed_precision", False),
+        ("memory_usage_correction_ratio", 55),
+    ],
+)
+def test_an_option_is_passed_on(name, value):
+    assert getattr(left(**{name: value}), name) == value != getattr(left(), name)

@@ -1,0 +1,140 @@
+"""When commands leave for the workers, and what other workers are told again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moreh_ap.protocol.messages.state import ClearGradients
+from moreh_ap.protocol.messages.stream import DefineList, Synchronize
+from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.session.outbox import Outbox, Restart
+from unit.session.samples import Workers, forward
+
+
+def test_everything_since_opening_is_told_again_to_other_workers_and_its_promises_are_kept():
+    first, second = Workers(fails_at=2), Workers()
+    outbox = Outbox(first)
+    outbox.on_error = lambda error: Restart(second, lambda command: command)
+    outbox.submit(Synchronize())
+    outbox.journal.open()
+    told = []
+    earlier = outbox.submit(forward())
+    earlier.add_done_callback(lambda posted: told.append(posted.failed()))
+    posted = outbox.submit(Synchronize())
+    assert posted.failed()
+    assert posted.result() == ["Synchronize"]
+    assert second.told == first.told[1:], "what was told before the journal was opened is not told again"
+    assert told == [False, False], "a callback hears of the second answer too"
+    assert outbox.times_restarted == 1
+
+
+def test_a_second_failure_is_met_as_well_and_an_error_of_nobodys_business_is_raised():
+    meshes = [Workers(fails_at=0), Workers(fails_at=0), Workers()]
+    outbox = Outbox(meshes[0])
+    outbox.on_error = lambda error: Restart(meshes[1 + outbox.times_restarted], lambda command: command)
+    outbox.journal.open()
+    assert outbox.submit(Synchronize()).result() == ["Synchronize"]
+    assert outbox.times_restarted == 2
+    alone = Outbox(Workers(fails_at=0))
+    alone.on_error = lambda error: None
+    with pytest.raises(torch.OutOfMemoryError):
+        alone.submit(Synchronize()).result()
+
+
+class Busy(Workers):
+    """Answers a message when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.waiting = []
+
+    def submit(self, batch):
+        answer = super().submit(batch)
+        answer.callbacks, answer.arrived = [], False
+        answer.add_done_callback = answer.callbacks.append
+        answer.done = lambda: answer.arrived
+        self.waiting.append(answer)
+        return answer
+
+    def answer(self):
+        answer = self.waiting.pop(0)
+        answer.arrived = True
+        for callback in answer.callbacks:
+            callback(answer)
+
+
+def grads(*names):
+    return tuple(StateRef("model0", "grad", name) for name in names)
+
+
+def test_what_is_posted_leaves_with_the_next_message_and_in_order():
+    workers = Workers()
+    outbox = Outbox(workers)
+    posted = [outbox.post("first"), outbox.post("second")]
+    outbox.release("freed")
+    assert workers.told == [] and not any(one.done() for one in posted)
+    outbox.submit("third")
+    assert workers.told == [("first", "second", "third", "freed")]
+    assert posted[1].result() == ["str"], "results are those of the worker, by their place in the message"
+
+
+def test_waiting_for_what_is_gathered_sends_it():
+    workers = Workers()
+    assert Outbox(workers).post(Synchronize()).result() == ["Synchronize"]
+
+
+def test_what_is_wanted_soon_leaves_at_once_if_workers_are_idle_and_with_their_answer_if_not():
+    workers = Busy()
+    outbox = Outbox(workers)
+    outbox.post_soon("first")
+    outbox.post_soon("second")
+    outbox.post("third")
+    assert workers.told == [("first",)]
+    workers.answer()
+    assert workers.told == [("first",), ("second", "third")]
+    outbox.post("fourth")
+    workers.answer()
+    assert len(workers.told) == 2, "nobody wants that one soon"
+
+
+def test_many_gathered_commands_leave_by_themselves():
+    workers = Workers()
+    outbox = Outbox(workers)
+    for number in range(1000):
+        outbox.post(number)
+    assert 1 <= len(workers.told) <= 3 and sum(workers.told, ()) == tuple(range(len(sum(workers.told, ()))))
+
+
+def test_gradients_cleared_one_after_the_other_are_one_command_and_their_list_is_told_once():
+    workers = Workers()
+    outbox = Outbox(workers)
+    for _ in range(2):
+        outbox.post_clear(grads("a"))
+        outbox.post_clear(grads("b", "c"))
+        outbox.post_clear(())
+        outbox.flush()
+    (definition, first), (second,) = workers.told
+    assert isinstance(definition, DefineList) and definition.refs == grads("a", "b", "c")
+    assert first == second == ClearGradients(definition.list_id)
+
+
+def test_what_comes_between_two_clearings_stays_between_them():
+    workers = Workers()
+    outbox = Outbox(workers)
+    outbox.post_clear(grads("a"))
+    outbox.post(Synchronize())
+    outbox.post_clear(grads("b"))
+    outbox.flush()
+    kinds = [type(command).__name__ for command in workers.told[0] if not isinstance(command, DefineList)]
+    assert kinds == ["ClearGradients", "Synchronize", "ClearGradients"]
+
+
+def test_a_definition_is_told_anew_after_a_failure():
+    workers = Workers(fails_at=0)
+    outbox = Outbox(workers)
+    number = outbox.list_id(grads("a"))
+    assert outbox.list_id(grads("a")) == number and outbox.list_id(grads("b")) != number
+    assert outbox.submit(Synchronize()).failed()
+    assert outbox.list_id(grads("a")) != number and outbox.times_forgotten == 1
+    assert outbox.list_id(grads("a")) == outbox.list_id(grads("a")), "only once"
