@@ -11,6 +11,8 @@ from torch import nn
 
 from moreh_ap.session.session import Session
 
+pytestmark = pytest.mark.rotating  # one more script each
+
 
 @pytest.mark.parametrize(
     "script, losses",

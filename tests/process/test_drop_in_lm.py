@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from drop_in_runs import assert_same
 
+pytestmark = pytest.mark.rotating  # one more script each
+
 
 @pytest.mark.parametrize(
     "script, lines",

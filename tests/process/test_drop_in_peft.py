@@ -14,6 +14,8 @@ from user_script import UserScript
 
 from moreh_ap.errors import PlanError
 
+pytestmark = pytest.mark.rotating  # one more script or kind of adapter each
+
 pytest.importorskip("peft")
 pytest.importorskip("trl")
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from user_script import UserScript
 
+pytestmark = pytest.mark.rotating  # one more hand-written script each
+
 ROOT = Path(__file__).parents[2]
 MANUAL = ROOT / "tutorials" / "manual"
 # AdamW divides gradients by their own size, and so does clipping: losses would not show gradients that are twice as

@@ -21,6 +21,8 @@ from matrix_run import Training, compare, train
 from moreh_ap import device
 from moreh_ap.errors import PlanError
 
+pytestmark = pytest.mark.rotating  # one more family or plan each
+
 CELLS = all_cells() if os.environ.get("MOREH_MATRIX") == "full" else default_cells()
 SAYS_WHOLE = "Every device computes the whole batch"
 

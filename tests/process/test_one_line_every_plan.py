@@ -11,6 +11,8 @@ from torch import nn
 from moreh_ap.device import disable
 from moreh_ap.errors import PlanError, UnsupportedError
 
+pytestmark = pytest.mark.rotating  # the same under one more plan each
+
 PLANS = [
     "tensor=2",
     "pipeline=2",

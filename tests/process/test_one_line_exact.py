@@ -13,6 +13,8 @@ import torch
 from one_line_models import OwnTransformer, ragged_batches, tiny_gpt2, tiny_llama
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.rotating  # the same under one more plan each
+
 STEPS, ROWS = 20, 5
 
 

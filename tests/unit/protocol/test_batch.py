@@ -27,7 +27,7 @@ def test_every_row_is_one_worker_s_and_no_worker_has_two_more_than_another(world
 
 def test_a_tensor_with_several_entries_a_row_is_cut_between_rows():
     entries = torch.arange(12)  # three of each of four rows
-    assert [batch.own_entries(entries, rank, 3, 4).tolist() for rank in range(3)] == [
+    assert [batch.local_entries(entries, rank, 3, 4).tolist() for rank in range(3)] == [
         [0, 1, 2, 3, 4, 5],
         [6, 7, 8],
         [9, 10, 11],

@@ -13,7 +13,7 @@ from moreh_ap.device.values import Cell
 from moreh_ap.protocol.batch import BatchRows
 from moreh_ap.protocol.messages.row_shards import RunOnRowShards
 from moreh_ap.protocol.messages.tensors import LocalNumRows, LocalRowsOf, RowShardRef
-from moreh_ap.session.calls.row_shard_rules import run_on_parts
+from moreh_ap.session.calls.row_shard_rules import run_on_row_shards
 from moreh_ap.session.calls.row_shard_values import RowShardedValue
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ class Outbox:
 
 @pytest.fixture
 def session():
-    extensions = SimpleNamespace(run_on_row_shards=run_on_parts)
+    extensions = SimpleNamespace(run_on_row_shards=run_on_row_shards)
     return SimpleNamespace(outbox=Outbox(), extensions=extensions)
 
 
@@ -59,7 +59,7 @@ def batch_of(tensor: VirtualTensor) -> BatchRows | None:
 
 def run(session, func, *args, **kwargs):
     """The result, and the one command that workers were told."""
-    result = run_on_parts(func, args, kwargs)
+    result = run_on_row_shards(func, args, kwargs)
     assert result is NotImplemented or len(session.outbox.told) == 1
     return result, session.outbox.told[-1] if session.outbox.told else None
 
@@ -127,7 +127,7 @@ def test_sums_over_the_rows_are_sums_of_the_workers_sums(session, dims, sums, sh
 
 
 def test_a_mean_over_the_rows_is_their_sum_divided_by_all(session):
-    run_on_parts(aten.mean.default, (parts(session, 8, WIDTH),), {})
+    run_on_row_shards(aten.mean.default, (parts(session, 8, WIDTH),), {})
     total, division = session.outbox.told if len(session.outbox.told) == 2 else (*session.outbox.told, None)
     assert total.func == "sum.default" and total.sums
     assert division is None or division.func.startswith("div")
@@ -136,7 +136,7 @@ def test_a_mean_over_the_rows_is_their_sum_divided_by_all(session):
 @pytest.mark.parametrize(("reduction", "sent", "sums"), [(0, 0, False), (2, 2, True), (1, 2, True)])
 def test_a_loss_over_the_rows_is_summed_whatever_the_script_reduces_by(session, reduction, sent, sums):
     scores, target = parts(session, 8, WIDTH), torch.zeros(8, dtype=torch.long)
-    run_on_parts(aten.nll_loss_forward.default, (scores, target, None, reduction, -100), {})
+    run_on_row_shards(aten.nll_loss_forward.default, (scores, target, None, reduction, -100), {})
     told = session.outbox.told[0]
     assert told.func == "nll_loss_forward.default" and told.sums is sums
     assert told.arguments[3] == sent and isinstance(told.arguments[1], LocalRowsOf)
