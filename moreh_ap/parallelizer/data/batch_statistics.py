@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
@@ -61,7 +60,7 @@ class JoinedReduction(GlobalReduction):
 def batch_norm(axis: Axis, given: dict[str, Any]) -> Tensor:
     """Returns what `torch.nn.functional.batch_norm` gives for this worker's rows of the batch, of shape (B, C, ...).
 
-    Running statistics become those of one device, on every worker. Not differentiable twice.
+    Running statistics become those of one device, on every worker.
 
     Args:
         axis: The workers that share the batch. A collective of all of them, also in the backward.
@@ -131,14 +130,19 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         axis: Axis,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean_C, var_C, count)
-        ctx.has_bias, ctx.eps, ctx.axis = bias is not None, eps, axis
+        ctx.save_for_backward(x, weight, bias, mean_C, var_C, count)
+        ctx.eps, ctx.axis = eps, axis
         return torch.batch_norm(x, weight, bias, mean_C, var_C, False, 0.0, eps, torch.backends.cudnn.enabled)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean_C, var_C, count = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias, mean_C, var_C, count = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            inputs = [one for one in (x, weight, bias) if one is not None and one.requires_grad]
+            normalised = _normalised_by_parts(x, weight, bias, count, ctx.eps, ctx.axis)
+            found = iter(torch.autograd.grad(normalised, inputs, grad, create_graph=True))
+            grads = [next(found) if one is not None and one.requires_grad else None for one in (x, weight, bias)]
+            return (*grads, None, None, None, None, None)
         scale_C = torch.rsqrt(var_C + ctx.eps)
         # With statistics that were constants: the gradient of the input, and this worker's sums over its rows.
         given = torch.ones_like(scale_C) if weight is None else weight
@@ -164,8 +168,37 @@ class _Normalise(torch.autograd.Function):
         )
         grad_x = through.add_(shift).addcmul_(x - mean, slope)
         grad_weight = None if weight is None else dot_C.to(weight.dtype)
-        grad_bias = sum_C.to(given.dtype) if ctx.has_bias else None
+        grad_bias = None if bias is None else sum_C.to(bias.dtype)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _normalised_by_parts(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, count: Tensor, eps: float, axis: Axis
+) -> Tensor:
+    """Returns the same from operations that autograd can differentiate any number of times."""
+    dims, shape = [dim for dim in range(x.ndim) if dim != 1], (1, -1, *(1 for _ in x.shape[2:]))
+    number = count.to(torch.float32 if x.dtype != torch.float64 else x.dtype)
+    mean = (_SumOverWorkers.apply(x.sum(dims), axis) / number).view(shape)
+    var = (_SumOverWorkers.apply((x - mean).square().sum(dims), axis) / number).view(shape)
+    result = (x - mean) * torch.rsqrt(var + eps)
+    if weight is not None:
+        result = result * weight.view(shape)
+    return result if bias is None else result + bias.view(shape)
+
+
+class _SumOverWorkers(torch.autograd.Function):
+    """The sum of the workers' tensors, on every worker; so is the gradient, since every worker uses the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        total = part.detach().clone()
+        dist.all_reduce(total, group=axis.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _SumOverWorkers.apply(grad.contiguous(), ctx.axis), None
 
 
 def _format_of(x: Tensor) -> torch.memory_format:
