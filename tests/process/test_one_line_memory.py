@@ -19,6 +19,8 @@ from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.memory_footprint import estimate_memory
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 
+pytestmark = pytest.mark.rotating  # one more measurement of memory each
+
 MB = 10**6
 VOCABULARY = 1024
 
@@ -58,7 +60,7 @@ def write_checkpoint(folder: Path, num_layers: int, hidden: int) -> int:
 @pytest.mark.slow
 def test_the_controller_s_peak_does_not_grow_with_the_checkpoint(tmp_path):
     folders = [tmp_path / "small", tmp_path / "large"]
-    for folder, num_layers, at_least_bytes in zip(folders, (2, 6), (100 * MB, 400 * MB), strict=True):
+    for folder, num_layers, at_least_bytes in zip(folders, (1, 4), (70 * MB, 260 * MB), strict=True):
         assert at_least_bytes < write_checkpoint(folder, num_layers, hidden=1024) < at_least_bytes + 100 * MB
     with UserScript("load_and_step.py", *folders, cwd=tmp_path) as script:
         peaks = [int(kb) * 1024 for kb in re.findall(r"peak (\d+)", script.succeed(timeout_s=280))]

@@ -10,6 +10,8 @@ import pytest
 from tutorial_files import make_tutorial_files
 from user_script import UserScript
 
+pytestmark = pytest.mark.rotating  # one more tutorial each
+
 TUTORIALS = Path(__file__).parents[2] / "tutorials"
 SMALL = ["--embedded", "--epoch", "2", "--max-steps", "4", "--batch-size", "5", "--lr", "1e-3", "--log-interval", "1"]
 LOOK = ["--eval-rows", "6"]
