@@ -87,8 +87,7 @@ def load(
     Nothing is changed unless the checkpoint has everything that is requested.
 
     Args:
-        folder: The folder that `save` wrote. It must exist until the first call of a model that has not been called
-        yet.
+        folder: The folder that `save` wrote. It must exist until the first call of a model that was never called.
         model: The model, or models under the names with which they were saved.
         optimizer: Likewise; an optimizer's parameters are found by their names in `model`, which it needs.
         verify: Whether to compare the files with their checksums. Their sizes are always compared.
