@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
+import os
 import re
 import sys
 import textwrap
@@ -148,6 +150,17 @@ def _is_set_by_self(node: ast.Attribute) -> bool:
 # -- what is installed -------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _same_environment() -> Iterator[None]:
+    """Takes back what an import adds to the environment: the engine's adds a variable, which processes inherit."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+
+
 def find(name: str) -> Any:
     """Returns the module, class or value of a dotted name.
 
@@ -157,7 +170,8 @@ def find(name: str) -> Any:
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:length]))
+            with _same_environment():
+                found = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         for part in parts[length:]:
