@@ -1,7 +1,7 @@
 """Marks tests by the folder they are in, skips those that need a GPU where there is none, and deals files to lanes.
 
-Of the tests marked `rotating`, which repeat a case for one more model, script or plan, CI runs one part of three, the
-next one every day. ``MOREH_CI_PART=2`` runs the second part; without the variable all of them run.
+Of the tests marked `rotating`, which repeat a case for one more model, script, plan or way to end, CI runs one part of
+five, the next one every day. ``MOREH_CI_PART=2`` runs the second part; without the variable all of them run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import signal
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ TESTS = Path(__file__).parent
 ONE_LANE = ("tests/site/",)
 """How the paths of files begin that share a fixture which is expensive to make: one process of pytest runs them all."""
 
-NUM_PARTS = 3
+NUM_PARTS = 5
 """Of the tests marked `rotating`."""
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and so would be the scripts of tests that send it.
@@ -38,9 +39,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Gives every test in `tests/process` and `tests/gpu` the mark of its folder; runs quick folders first."""
     part = os.environ.get("MOREH_CI_PART", "")
     if part:
-        others = [item for item in items if item.get_closest_marker("rotating") and _part_of(item) != int(part)]
-        items[:] = [item for item in items if item not in set(others)]
-        config.hook.pytest_deselected(items=others)
+        rotating = [item for item in items if item.get_closest_marker("rotating")]
+        others = {item for item, of in zip(rotating, _parts(rotating), strict=True) if of != int(part)}
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=list(others))
     order = {"unit": 0, "process": 1, "gpu": 2, "site": 3}  # a browser's driver keeps an event loop running
     folders = {item: item.path.relative_to(TESTS).parts[0] for item in items if item.path.is_relative_to(TESTS)}
     for item, folder in folders.items():
@@ -54,9 +56,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.get(folders.get(item, ""), len(order)))
 
 
-def _part_of(item: pytest.Item) -> int:
-    """The part from 1 to `NUM_PARTS` in which a rotating test runs, the same on every machine."""
-    return 1 + zlib.crc32(item.nodeid.encode()) % NUM_PARTS
+def _parts(items: list[pytest.Item]) -> Iterator[int]:
+    """The part from 1 to `NUM_PARTS` in which each rotating test runs, the same on every machine.
+
+    The tests of a file are dealt in turn, each file from a place of its own, so that every part has some of each.
+    """
+    dealt: Counter[Path] = Counter()
+    for item in items:
+        yield 1 + (zlib.crc32(item.path.name.encode()) + dealt[item.path]) % NUM_PARTS
+        dealt[item.path] += 1
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, where it is installed

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rotating  # one more way to import each
+
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = "[torch.backends]\nmoreh_ap = moreh:_autoload\n"
 

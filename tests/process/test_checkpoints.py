@@ -23,6 +23,8 @@ from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import LoadError
 from moreh_ap.session.state_tensors import OnWorkers
 
+pytestmark = pytest.mark.rotating  # one more plan or format each
+
 FOUR_TWO_ONE = ["replicate=2,shard=2", "replicate=2", "tensor=2", "shard=2", "replicate=1", "pipeline=2"]
 
 

@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from moreh_ap.errors import UnsupportedError
 
+pytestmark = pytest.mark.rotating  # one more format each
+
 
 @pytest.fixture
 def model(accelerator):

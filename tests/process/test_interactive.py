@@ -7,6 +7,8 @@ import re
 import pytest
 from user_script import SCRIPTS, UserScript
 
+pytestmark = pytest.mark.rotating  # one more way to start Python each
+
 SCRIPT = "main_in_a_function.py"
 
 

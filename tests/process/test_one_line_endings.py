@@ -9,6 +9,8 @@ import time
 import pytest
 from user_script import UserScript
 
+pytestmark = pytest.mark.rotating  # one more way to end each
+
 SCRIPT = "train_forever.py"
 TRAINING = "step 10 "
 ONE, TWO = {"MOREH_NUM_DEVICES": "1"}, {"MOREH_NUM_DEVICES": "2"}

@@ -9,7 +9,7 @@ from user_script import UserScript
 
 from moreh_ap.session.planning.machine_profile import FILE
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.rotating  # one more moment at which memory runs out each
 
 
 def run(folder, *arguments):

@@ -11,6 +11,8 @@ import torch
 from user_files import make_files
 from user_script import SCRIPTS, UserScript
 
+pytestmark = pytest.mark.rotating  # one more kind of script each
+
 TWO = {"MOREH_NUM_DEVICES": "2"}
 
 

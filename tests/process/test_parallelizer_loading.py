@@ -11,6 +11,8 @@ from parallelizer_models import loss_of, make_batch, make_model
 from parallelizer_team import Team
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.rotating  # one more family or plan each
+
 
 def store(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
     model = make_model(name)

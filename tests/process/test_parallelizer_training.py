@@ -10,6 +10,8 @@ import torch
 from parallelizer_models import train_alone
 from parallelizer_team import Team
 
+pytestmark = pytest.mark.rotating  # one more family or plan each
+
 STEPS = 20
 PLANS = [
     "replicate=1",

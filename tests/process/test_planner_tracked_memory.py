@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rotating  # one more plan each
+
 pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_memory.py"

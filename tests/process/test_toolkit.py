@@ -15,6 +15,8 @@ from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.toolkit.findings import FAILED, OK
 from moreh_ap.toolkit.link_checks import check_links
 
+pytestmark = pytest.mark.rotating  # one more command or fault each
+
 SCRIPT = "train_forever.py"
 TRAINING = "step 10 "
 

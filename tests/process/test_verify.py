@@ -18,6 +18,8 @@ from moreh_ap.errors import PlanError
 from moreh_ap.local import cache_files
 from moreh_ap.session.session import Session
 
+pytestmark = pytest.mark.rotating  # one more model each
+
 IS_TRIED = "is not verified for"
 
 
