@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from one_line_models import Bag, CentredRows, Flattened, InABag, OwnTransformer, ragged_batches, tiny_gpt2, tiny_llama
+from one_line_models import (
+    Bag,
+    Flattened,
+    InABag,
+    OneRowAfterAnother,
+    OwnTransformer,
+    ragged_batches,
+    tiny_gpt2,
+    tiny_llama,
+)
 from torch import Tensor, nn
 
 from moreh_ap.device import disable
@@ -432,7 +441,7 @@ def test_rows_may_have_several_entries(capsys):
 def test_rows_that_look_at_each_other_are_not_split(capsys):
     def script(device):
         torch.manual_seed(0)
-        model = CentredRows().to(device)
+        model = OneRowAfterAnother().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x, labels = torch.randn(6, 8).to(device), torch.tensor([0, 1, 2, 0, 1, 2]).to(device)
         losses = []

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from moreh_ap.parallelizer.call.extension import CallExtension
+from moreh_ap.parallelizer.data.row_gathering import Gathering
 from moreh_ap.parallelizer.mesh import Axis, world_axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 
@@ -46,6 +47,7 @@ class Call:
         kinds: The kind of every leaf of the result, where it is known. See [Note: kinds].
         counts: Whether numbers of true elements are denominators. See [Note: counts] in `loss_reduction.py`.
         joined: Whether batch normalisation takes the statistics of all workers' rows (`batch_statistics.py`).
+        gathering: Where rows are gathered inside the forward; None: nowhere.
         means: Whether the forward takes means over the batch, where it is known. See [Note: workers meet] there.
         meets_failed: Whether a worker whose forward raises still meets the others, who do not wait for it elsewhere.
     """
@@ -62,6 +64,7 @@ class Call:
     kinds: tuple[str, ...] | None = None
     counts: bool = False
     joined: bool = False
+    gathering: Gathering | None = None
     means: bool = True
     meets_failed: bool = False
 

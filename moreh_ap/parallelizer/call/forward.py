@@ -23,6 +23,7 @@ from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
 from moreh_ap.protocol.pytree import flatten
 
 
@@ -47,7 +48,7 @@ class EagerForward(Execution):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        reduction: GlobalReduction | None = None,
+        reduction: OwnDevice | None = None,
         chunk: int = 0,
     ) -> None:
         self.call = call
@@ -61,6 +62,8 @@ class EagerForward(Execution):
         self.drawing = call.random.begin(call.device, chunk)
         try:
             means = reduction or reducing(call)
+            if isinstance(means, GlobalReduction):
+                means.begin(leaves)
             with torch.set_grad_enabled(call.grad), means, autocasting(call), self.drawing.forward():
                 result = forward(args, kwargs)
             self.drawing.end()
@@ -175,6 +178,14 @@ def reducing(call: Call) -> AbstractContextManager[Any]:
     """Returns what makes mean losses of a forward shares of the global mean, and CUDA devices this worker's."""
     if call.mode == "split" and call.axis.size > 1:
         fingerprint = call.random.fingerprint() if call.random.draws else None
+        if call.gathering is not None:
+            return GatheringReduction(
+                call.device,
+                axis=call.axis,
+                gathering=call.gathering,
+                mark=fingerprint,
+                meets_failed=call.meets_failed,
+            )
         kind = JoinedReduction if call.joined else GlobalReduction
         return kind(
             call.device,

@@ -28,7 +28,7 @@ from torch import Tensor
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since PyTorch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since PyTorch 2.13
 _BATCH_NORM, _INSTANCE_NORM = inspect.signature(F.batch_norm), inspect.signature(F.instance_norm)
 
 
@@ -96,7 +96,7 @@ def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
         var_C = mean_C = kept.new_zeros(channels)
     own = torch.cat([mean_C.double(), var_C.double() * count, mean_C.new_full((1,), count, dtype=torch.float64)])
     all_W = own.new_empty(axis.size * len(own))
-    _all_gather(all_W, own, group=axis.group)
+    all_gather(all_W, own, group=axis.group)
     mean_WC, distance_WC, count_W1 = all_W.view(axis.size, -1).split((channels, channels, 1), dim=1)
     total = count_W1.sum()
     mean_C = (mean_WC * count_W1).sum(0) / total
@@ -178,15 +178,15 @@ def _normalised_by_parts(
     """Returns the same from operations that autograd can differentiate any number of times."""
     dims, shape = [dim for dim in range(x.ndim) if dim != 1], (1, -1, *(1 for _ in x.shape[2:]))
     number = count.to(torch.float32 if x.dtype != torch.float64 else x.dtype)
-    mean = (_SumOverWorkers.apply(x.sum(dims), axis) / number).view(shape)
-    var = (_SumOverWorkers.apply((x - mean).square().sum(dims), axis) / number).view(shape)
+    mean = (SumOverWorkers.apply(x.sum(dims), axis) / number).view(shape)
+    var = (SumOverWorkers.apply((x - mean).square().sum(dims), axis) / number).view(shape)
     result = (x - mean) * torch.rsqrt(var + eps)
     if weight is not None:
         result = result * weight.view(shape)
     return result if bias is None else result + bias.view(shape)
 
 
-class _SumOverWorkers(torch.autograd.Function):
+class SumOverWorkers(torch.autograd.Function):
     """The sum of the workers' tensors, on every worker; so is the gradient, since every worker uses the sum."""
 
     @staticmethod
@@ -198,7 +198,7 @@ class _SumOverWorkers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _SumOverWorkers.apply(grad.contiguous(), ctx.axis), None
+        return SumOverWorkers.apply(grad.contiguous(), ctx.axis), None
 
 
 def _format_of(x: Tensor) -> torch.memory_format:

@@ -127,6 +127,13 @@ class GlobalReduction(OwnDevice):
         self._meets, self._mark, self._meets_failed = meets, mark, meets_failed
         self._apart: list[Tensor] = []
 
+    def begin(self, leaves: Sequence[Any]) -> None:
+        """Told of the flat arguments of the forward before it runs."""
+
+    def to_replay(self) -> Callable[[slice], OwnDevice]:
+        """Returns what gives, for the sites of the part of the forward that begins here, its surroundings for later."""
+        return self.replay
+
     def replay(self, sites: slice) -> GlobalReduction:
         """Returns what has to be active while the part of the forward that has these sites is computed again."""
         return GlobalReduction(self.device, denominators=self.global_denominators[sites], counts=self.counts)
@@ -140,7 +147,7 @@ class GlobalReduction(OwnDevice):
         if func in _MEANS:
             return self._mean(func, args, kwargs)
         if func in (F.batch_norm, F.instance_norm):
-            self.saw_statistics = self.saw_statistics or _takes_statistics(func, args, kwargs)
+            self.saw_statistics = self.saw_statistics or takes_statistics(func, args, kwargs)
         if func in _COUNTS and _is_count(args, kwargs):
             self.saw_counts = True
             if self.counts:
@@ -234,7 +241,7 @@ class GlobalReduction(OwnDevice):
                     "a forward that, in one mode and with such arguments, takes means always or never",
                     "loss = outputs.mean()  # outside of the model",
                 )
-            everywhere, _ = self._exchange(local, _place(), 0)
+            everywhere, _ = self._exchange(local, call_site(), 0)
         self.global_denominators.append(everywhere)
         return everywhere
 
@@ -316,7 +323,7 @@ class MetaReduction(GlobalReduction):
         return super()._add_up(count)
 
 
-def _place() -> int:
+def call_site() -> int:
     """Returns a number below 2^16 for the line outside of PyTorch that is being executed."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
@@ -332,7 +339,7 @@ def _is_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return len(args) == 1 and not {"dim", "axis", "keepdim", "out"} & kwargs.keys()
 
 
-def _takes_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def takes_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Says whether a normalisation takes statistics of its input into its result or into running ones."""
     if func is F.batch_norm:
         return bool(kwargs.get("training", args[5] if len(args) > 5 else False))

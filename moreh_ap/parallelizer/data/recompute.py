@@ -99,6 +99,7 @@ class _Surroundings:
     def __init__(self, block: nn.Module, selective: bool) -> None:
         self._block = block
         self._modes = _get_current_function_mode_stack()
+        self._again = [mode.to_replay() if isinstance(mode, GlobalReduction) else None for mode in self._modes]
         self._host = HostReplay()
         self._sites: list[slice] = []
         self._kept = KeptResults() if selective else None
@@ -119,8 +120,8 @@ class _Surroundings:
         """Inside, the block runs as it did the first time."""
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._block.buffers()]
         modes = [
-            mode.replay(sites) if isinstance(mode, GlobalReduction) else mode
-            for mode, sites in zip(self._modes, self._sites, strict=True)
+            mode if replay is None else replay(sites)
+            for mode, replay, sites in zip(self._modes, self._again, self._sites, strict=True)
         ]
         try:
             with self._host.again(), _function_modes(modes):

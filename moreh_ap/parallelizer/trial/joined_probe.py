@@ -6,7 +6,7 @@ workers exchange statistics. Must not know what follows from it (`split_check.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ class JoinedProbe(Probe):
     def _run_apart(self, denominators: Sequence[Tensor]) -> tuple[list[Result], list[Sequence[Tensor]]]:
         call, axis = self.call, self.call.axis
         mark = replace(call.random, draws=self.draws).fingerprint()
-        reduction = JoinedReduction(call.device, axis=axis, counts=call.counts, mark=mark)
+        reduction = self._reduction(mark)
         each = len(self._chosen) // axis.size
         run = self._run(self._chosen[axis.rank * each : (axis.rank + 1) * each], reduction, mode="split")
         self._singles = [run]
@@ -52,6 +52,10 @@ class JoinedProbe(Probe):
             for spec, leaves, _ in found
         ]
         return results, [counted for _, _, counted in found]
+
+    def _reduction(self, mark: Callable[[], int] | None) -> JoinedReduction:
+        call = self.call
+        return JoinedReduction(call.device, axis=call.axis, counts=call.counts, mark=mark)
 
     def _go_back(self, run: EagerForward | PipelinedPass, gradients: Sequence[Tensor | None]) -> None:
         run.backward(gradients)

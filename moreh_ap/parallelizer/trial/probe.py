@@ -21,6 +21,7 @@ from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.data.fsdp import BlockTrace, compute_dtype, record_block_order, settle
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.data.row_gathering import Step
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
@@ -60,9 +61,11 @@ class Probe:
         saw_counts, saw_statistics: See `GlobalReduction`.
         takes_means: Whether the forward takes means over the batch.
         written: A parameter that the forward changes.
+        steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
     """
 
     is_joined = False
+    steps: tuple[Step, ...] = ()
     _fewest_rows = 1
     _noise = 1e-2
     """Gradients may differ by this part of the tolerance times the largest gradient (2e-7 in float32).
@@ -131,7 +134,7 @@ class Probe:
             self._wanted = self._take_gradients()
         singles, counted = self._run_apart(denominators)
         self._check_ways()
-        check_denominators(denominators, counted)
+        self._check_denominators(denominators, counted)
         self.attributes = common.attributes
         if common.gathered:
             raise Refused(f"attribute {common.gathered[0]} gathers what it sees of the rows")
@@ -154,6 +157,9 @@ class Probe:
             self._singles.append(self._run([row], reduction))
             counted.append(reduction.local_denominators)
         return [(single.treespec, single.outputs) for single in self._singles], counted
+
+    def _check_denominators(self, common: Sequence[Tensor], apart: Sequence[Sequence[Tensor]]) -> None:
+        check_denominators(common, apart)
 
     def _go_back(self, run: EagerForward | PipelinedPass, gradients: Sequence[Tensor | None]) -> None:
         """Runs a backward that leaves the gradients of parameters on each worker."""

@@ -30,9 +30,11 @@ from torch.distributed.distributed_c10d import get_world_size, is_initialized
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.data.row_gathering import Step
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.shared_draws import Draw
 from moreh_ap.parallelizer.trial.dry_run import attempt, untouched
+from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe
 from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
 
@@ -52,6 +54,7 @@ class SplitVerdict:
         counts: Whether it can be split only if numbers of true elements are denominators. See [Note: counts] in
             `loss_reduction.py`.
         joined: Whether it can be split only if batch normalisation takes the statistics of all workers' rows.
+        steps: What each function in it does with rows, where it can be split only if rows are gathered where they meet.
     """
 
     split: bool
@@ -63,6 +66,7 @@ class SplitVerdict:
     draws: tuple[Draw, ...] = ()
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     written: str = ""
+    steps: tuple[Step, ...] = ()
 
 
 def check_split(
@@ -99,6 +103,10 @@ def check_split(
             if not found.split and divides_itself:
                 _clear_gradients(call)
                 found = compare(JoinedProbe(replace(call, counts=True), args, kwargs, rows))
+        if not found.split and may_join and 1 < call.axis.size <= rows and stages_of(call.module) is None:
+            _clear_gradients(call)
+            gathered = compare(GatheringProbe(call, args, kwargs, rows))
+            found = gathered if gathered.split else found
     return found
 
 
@@ -127,7 +135,9 @@ def compare(probe: Probe) -> SplitVerdict:
     for name, number in reversed(list(probe.attributes.items())):
         kinds, attributes[name] = kinds[: len(kinds) - number], kinds[len(kinds) - number :]
     last = _of_last_stage(kinds, call)
-    return SplitVerdict(True, last, "", probe.takes_means, call.counts, probe.is_joined, probe.draws, attributes)
+    return SplitVerdict(
+        True, last, "", probe.takes_means, call.counts, probe.is_joined, probe.draws, attributes, steps=probe.steps
+    )
 
 
 def everywhere(ok: bool, call: Call) -> bool:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_state, split_passed_state
 from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
+from moreh_ap.parallelizer.data.row_gathering import Gathering
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
@@ -165,6 +167,10 @@ class CallPreparation:
             extensions = tuple(extension.knowing(verdict.attributes) for extension in call.extensions)
             call = replace(call, mode="split", kinds=verdict.kinds, means=verdict.means, counts=verdict.counts)
             call = replace(call, joined=verdict.joined, extensions=extensions)
+            if verdict.steps:
+                with_rows = {id(tensor) for tensor, carries in zip(tensors, carried) if carries}
+                leaf_carries = tuple(id(leaf) in with_rows for leaf in tree_leaves((tuple(args), dict(kwargs))))
+                call = replace(call, gathering=Gathering(verdict.steps, leaf_carries, rows))
         notes = (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
         num_own_rows = None if share is None else share.stop - share.start

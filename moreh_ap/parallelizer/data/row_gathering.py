@@ -1,0 +1,374 @@
+"""A forward on a batch slice that gathers rows where, and only where, they meet: differentiably.
+
+Decides what each call of a torch function does with tensors that hold a slice of the batch, as learned beforehand. Must
+not know how that is learned (`trial.lockstep`), models or plans.
+
+[Note: placements]
+Inside such a forward each tensor is one of three. It has this worker's rows along one dim (`Rows`); or it is a summand
+whose sum over the workers is one device's tensor (`SHARE`); or it is one device's tensor, on every worker. A function
+whose arguments have rows either works row by row, and its result has rows too, or it gets the rows of all workers and
+its result is one device's. Summands are added up before they are used for anything but sums.
+
+[Note: gradients]
+The copies of one device's tensor on W workers are W tensors, each of which goes into the share of the loss that its
+worker computes. So the gradient of rows that were gathered is the sum of what the workers found for them, and that of
+a summand is the sum of the gradients of all copies of the total. A loss that every worker computes counts 1/W on each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.call.placement import OwnDevice
+from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, SumOverWorkers, all_gather
+from moreh_ap.parallelizer.data.loss_reduction import Diverged, call_site
+from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
+from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.protocol.batch import row_range
+
+
+class Rows(NamedTuple):
+    """The rows of a batch slice in a tensor.
+
+    Attributes:
+        dim: Where they are.
+        groups: How often they follow each other along it: more than 1 where tensors with rows were concatenated.
+    """
+
+    dim: int
+    groups: int = 1
+
+    def split(self, tensor: Tensor, rows: int) -> Tensor:
+        """Returns the tensor with (groups, rows, entries of a row) in place of the dim."""
+        return tensor.unflatten(self.dim, (self.groups, rows, -1))
+
+    def merge(self, tensor: Tensor) -> Tensor:
+        """Undoes `split`."""
+        return tensor.flatten(self.dim, self.dim + 2)
+
+    def narrow(self, tensor: Tensor, rows: int, start: int, stop: int) -> Tensor:
+        """Returns rows `start` to `stop` of a tensor that has `rows` of them."""
+        return self.merge(self.split(tensor, rows).narrow(self.dim + 1, start, stop - start))
+
+
+SHARE = "share"
+Placement = Rows | str | None
+"""Where a tensor's entries are: its `Rows`, `SHARE`, or None for one device's tensor."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one call of a torch function, or of a module, does, and the same on every worker.
+
+    Attributes:
+        name: The function or module.
+        enters: Whether it is a module in which rows meet: its functions and modules have steps of their own.
+        adds_up: Whether arguments that are summands are added up before.
+        gathers: Whether rows are gathered before.
+        follows: The numbers among the arguments that are multiples of the number of rows: their position, counted over
+            all leaves, and by what.
+        for_all: Whether those numbers have to be the ones of the whole batch, and else of this worker's rows.
+        writes: Whether it writes to its first argument.
+        cuts: Whether the result is one device's at first, and cut to this worker's rows.
+        results: The placements of the tensors in the result.
+    """
+
+    name: str
+    enters: bool = False
+    adds_up: bool = False
+    gathers: bool = False
+    follows: tuple[tuple[int, int], ...] = ()
+    for_all: bool = False
+    writes: bool = False
+    cuts: bool = False
+    results: tuple[Placement, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What was learned of a forward.
+
+    Attributes:
+        steps: What each call of a torch function or module does, in order; those inside a module that works row by row
+            are left out.
+        carried: For each leaf of the arguments whether it has rows, along dim 0.
+        rows: Rows of the batch.
+    """
+
+    steps: tuple[Step, ...]
+    carried: tuple[bool, ...]
+    rows: int
+
+
+_GETTERS_OF_TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag"}
+_QUESTIONS = {"size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"}
+_QUESTIONS |= {"storage_offset", "register_hook", "retain_grad", "requires_grad_", "data_ptr", "__hash__", "has_names"}
+
+
+def is_question(func: Callable[..., Any]) -> bool:
+    """Says whether a torch function asks for something that is not computed from the entries of a tensor."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _GETTERS_OF_TENSORS
+    return name in _QUESTIONS or (name.startswith("is_") and name != "is_nonzero")
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Returns arguments of a torch function with `function` applied to each leaf, in a fixed order."""
+    if isinstance(value, slice):
+        return slice(*(map_leaves(function, one) for one in (value.start, value.stop, value.step)))
+    if isinstance(value, torch.Size):
+        return tuple(map_leaves(function, one) for one in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_leaves(function, one) for one in value))
+    if isinstance(value, (list, tuple)):
+        mapped = (map_leaves(function, one) for one in value)
+        return list(mapped) if isinstance(value, list) else tuple(mapped)
+    if isinstance(value, dict):
+        return {key: map_leaves(function, one) for key, one in value.items()}
+    return function(value)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Returns the leaves in the order of `map_leaves`."""
+    found: list[Any] = []
+    map_leaves(found.append, value)
+    return found
+
+
+class Placements:
+    """What is known of the tensors of a forward; a tensor is known as long as it lives, also by an alias of it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+        self._by_memory: dict[Any, weakref.ref[Tensor]] = {}
+
+    def __setitem__(self, tensor: Tensor, what: Any) -> None:
+        reference = weakref.ref(tensor)
+        self._known[id(tensor)] = (reference, what)
+        self._by_memory[_memory(tensor)] = reference
+
+    def get(self, tensor: Tensor) -> Any:
+        """Returns what was set for the tensor, None if nothing was."""
+        reference, what = self._known.get(id(tensor), (None, None))
+        if reference is not None and reference() is tensor:
+            return what
+        if isinstance(tensor, nn.Parameter) or not tensor.numel():
+            return None
+        # An autograd.Function that returns its input, as FSDP2 has them at the ends of blocks, makes an alias.
+        alias = self._by_memory.get(_memory(tensor))
+        original = None if alias is None else alias()
+        if original is None or original is tensor or _memory(original) != _memory(tensor):
+            return None
+        self[tensor] = what = self.get(original)
+        return what
+
+    def forget(self, tensor: Tensor) -> None:
+        """From now on the tensor is one device's."""
+        self._known.pop(id(tensor), None)
+        self._by_memory.pop(_memory(tensor), None)
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class GatheringReduction(JoinedReduction):
+    """A `JoinedReduction` that also gathers rows where they meet.
+
+    Args:
+        device, axis, mark, meets_failed: See `GlobalReduction`.
+        gathering: What was learned of the forward.
+
+    Raises:
+        Diverged: At a function that others than the learned one precede, or at which other workers are not.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        axis: Axis,
+        gathering: Gathering,
+        mark: Callable[[], int] | None = None,
+        meets_failed: bool = False,
+    ) -> None:
+        super().__init__(device, axis=axis, mark=mark, meets_failed=meets_failed)
+        self._gathering = gathering
+        self._placements = Placements()
+        self._position = 0
+        self._inside: bool | None = None
+        """In a module that works row by row, whether its means over dim 0 are means over the batch."""
+        self._start, self._stop = row_range(axis.rank, axis.size, gathering.rows)
+
+    def begin(self, leaves: Sequence[Any]) -> None:
+        for leaf, carries in zip(leaves, self._gathering.carried, strict=True):
+            if carries:
+                self._placements[leaf] = Rows(0)
+
+    def to_replay(self) -> Callable[[slice], OwnDevice]:
+        if self._inside is None:
+            raise ExactnessError(
+                "rows meet in a block whose activations are computed again in the backward",
+                "plans without recompute for this model",
+                'plan="recompute=none"',
+            )
+        return self.replay if self._inside else lambda sites: OwnDevice(self.device)
+
+    def __enter__(self) -> GatheringReduction:
+        self._modules = seeing_modules(self._call_module)
+        self._modules.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        self._modules.__exit__(exc_type, exc_value, traceback)
+        super().__exit__(exc_type, exc_value, traceback)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._inside is not None:
+            return self._run(self._inside, func, args, kwargs)
+        if is_question(func):
+            return func(*args, **kwargs)
+        step = self._next(function_name(func))
+        args, kwargs, placements = self._prepare(step, args, kwargs)
+        return self._placed(step, self._run(has_first_rows(placements), func, args, kwargs))
+
+    def _run(self, takes_means: bool, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function. Means over dim 0 of what has its rows elsewhere, or is one device's, are not over rows."""
+        if takes_means:
+            return super().__torch_function__(func, (), args, kwargs)
+        return OwnDevice.__torch_function__(self, func, (), args, kwargs)
+
+    def _call_module(self, call: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside is not None:
+            return call(*args, **kwargs)
+        step = self._next(module_step(module))
+        if step.enters:
+            return call(*args, **kwargs)
+        args, kwargs, placements = self._prepare(step, args, kwargs)
+        self._inside = has_first_rows(placements)
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._inside = None
+        return self._placed(step, result)
+
+    def _next(self, name: str) -> Step:
+        steps = self._gathering.steps
+        if self._position >= len(steps) or steps[self._position].name != name:
+            raise Diverged("the forward calls other functions than when it was tried on a few rows")
+        self._position += 1
+        return steps[self._position - 1]
+
+    def _prepare(self, step: Step, args: Any, kwargs: Any) -> tuple[Any, Any, list[Placement]]:
+        """Returns the arguments as the step wants them, and the placements of the tensors among them."""
+        multiples = dict(step.follows)
+        positions = itertools.count()
+        own, everyone = self._stop - self._start, self._gathering.rows
+        placements: list[Placement] = []
+
+        def prepare(leaf: Any) -> Any:
+            position = next(positions)
+            if isinstance(leaf, Tensor):
+                placement = self._placements.get(leaf)
+                if placement == SHARE and step.adds_up:
+                    self._meet_here()
+                    total = SumOverWorkers.apply(leaf, self.axis)
+                    return leaf.copy_(total) if step.writes and position == 0 else total
+                if isinstance(placement, Rows) and step.gathers:
+                    return self._gathered(leaf, placement)
+                placements.append(placement)
+            elif position in multiples:
+                # A number may come from a tensor that has this worker's rows, or from one that has all.
+                if leaf not in (multiples[position] * own, multiples[position] * everyone):
+                    raise Diverged(f"{step.name} gets other numbers than when it was tried on a few rows")
+                return multiples[position] * (everyone if step.for_all else own)
+            return leaf
+
+        return *map_leaves(prepare, (args, kwargs)), placements
+
+    def _placed(self, step: Step, result: Any) -> Any:
+        placements = iter(step.results)
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            placement = next(placements, None)
+            if step.cuts and isinstance(placement, Rows):
+                leaf = placement.narrow(leaf, self._gathering.rows, self._start, self._stop)
+            if placement is not None:
+                self._placements[leaf] = placement
+            elif self._placements.get(leaf) is not None:
+                self._placements.forget(leaf)
+            return leaf
+
+        if step.cuts:
+            return map_leaves(place, result)
+        map_leaves(place, result)
+        return result
+
+    def _meet_here(self) -> None:
+        """Makes sure that all workers are at this function; reading that makes the device wait."""
+        self._exchange(torch.zeros((), dtype=torch.float64), call_site(), 0)
+        if self._apart[-1].any():
+            raise Diverged("rows decide which functions the forward calls")
+
+    def _gathered(self, tensor: Tensor, placement: Rows) -> Tensor:
+        self._meet_here()
+        own = placement.split(tensor, self._stop - self._start)
+        return placement.merge(_Gather.apply(own, placement.dim + 1, self._gathering.rows, self.axis))
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """Returns what tells a torch function from others."""
+    name = getattr(func, "__name__", type(func).__name__)
+    owner = getattr(getattr(func, "__self__", None), "__name__", "")
+    return f"{owner}.{name}" if name in ("__get__", "__set__") else name
+
+
+def has_first_rows(placements: Sequence[Placement]) -> bool:
+    """Says whether means over dim 0 are means over the batch: arguments have rows, and none elsewhere."""
+    dims = {placement.dim for placement in placements if isinstance(placement, Rows)}
+    return dims == {0}
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all workers, on each of them, along `dim`."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, dim: int, rows: int, axis: Axis) -> Tensor:
+        ctx.dim, ctx.rows, ctx.axis = dim, rows, axis
+        counts = list(_counts(rows, axis))
+        rows_first = own.detach().movedim(dim, 0)
+        padded = rows_first.new_zeros(max(counts), *rows_first.shape[1:])
+        padded[: len(rows_first)] = rows_first
+        carrier = padded.to(torch.uint8) if padded.dtype is torch.bool else padded
+        everything = carrier.new_empty(axis.size * len(padded), *padded.shape[1:])
+        all_gather(everything, carrier, group=axis.group)
+        pieces = everything.unflatten(0, (axis.size, len(padded)))
+        gathered = torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
+        return gathered.to(own.dtype).movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        start, stop = row_range(ctx.axis.rank, ctx.axis.size, ctx.rows)
+        total = SumOverWorkers.apply(grad.contiguous(), ctx.axis)
+        return total.narrow(ctx.dim, start, stop - start), None, None, None
+
+
+def _counts(rows: int, axis: Axis) -> Iterator[int]:
+    for rank in range(axis.size):
+        start, stop = row_range(rank, axis.size, rows)
+        yield stop - start

@@ -1,0 +1,322 @@
+"""Tries one function, or module, of a forward on two slices of the rows.
+
+Decides whether it works row by row, gives summands, or needs the rows of all workers. Must not know the forward
+(`lockstep.py`).
+
+[Note: lockstep]
+Every tensor that has rows, or is a summand, has a double: what two workers would have instead. A function is called
+with the tensors and with their doubles, and the results are compared. What works is taken, in this order: as the
+arguments are; with summands added up; with all rows gathered, which is always right. A result counts as a sum only
+where a function is known to be linear, since zeros add up to anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moreh_ap.parallelizer.call.placement import OwnDevice
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, takes_statistics
+from moreh_ap.parallelizer.data.row_gathering import (
+    SHARE,
+    Placement,
+    Rows,
+    Step,
+    has_first_rows,
+    leaves_of,
+    map_leaves,
+)
+from moreh_ap.parallelizer.trial.dry_run import Refused
+from moreh_ap.parallelizer.trial.row_comparison import close
+
+
+def _names(*lines: str) -> frozenset[str]:
+    return frozenset(" ".join(lines).split())
+
+
+_SUMS = _names(
+    "sum nansum mean einsum matmul __matmul__ __rmatmul__ mm bmm mv dot tensordot addmm linear trace",
+    "bincount histc count_nonzero scatter_add scatter_add_ index_add index_add_",
+    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div",
+    "binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss soft_margin_loss margin_ranking_loss",
+    "hinge_embedding_loss cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+)
+"""Functions whose results for slices of rows may be summands of the one for all rows."""
+_LINEAR = _names(
+    "add __add__ __radd__ __iadd__ add_ sub __sub__ neg __neg__ mul __mul__ __rmul__ div __truediv__ true_divide",
+    "stack cat sum view reshape unsqueeze squeeze to float double clone contiguous __getitem__ unbind detach",
+)
+"""Functions that give summands for summands."""
+DRAWS = _names(
+    "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ bernoulli bernoulli_",
+    "multinomial poisson exponential_ random_ dropout dropout_ dropout1d dropout2d dropout3d feature_dropout",
+    "alpha_dropout feature_alpha_dropout",
+)
+_WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+
+
+@dataclass(frozen=True)
+class Double:
+    """What two workers have in place of a tensor."""
+
+    placement: Placement
+    slices: tuple[Tensor, Tensor]
+
+
+class Trial:
+    """One function or module, tried on slices of its arguments.
+
+    Args:
+        device: This worker's device.
+        rows: How many rows each slice has.
+        tolerance: Which differences are rounding; see `row_comparison.py`.
+        func: What to call.
+        name: The name of its step.
+        arguments: Positional and keyword ones.
+        doubles: For each leaf of them what two workers have, None for what is one device's.
+        follows: See `Step`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        rows: tuple[int, int],
+        tolerance: float,
+        func: Callable[..., Any],
+        name: str,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        doubles: Sequence[Double | None],
+        follows: tuple[tuple[int, int], ...],
+    ) -> None:
+        self._device, self._rows, self._func, self._name = device, rows, func, name
+        self._args, self._kwargs = arguments
+        self._leaves, self._doubles = leaves_of(arguments), doubles
+        self._follows, self._tolerance = follows, tolerance
+        self._mutates = "out" in self._kwargs or (name.endswith("_") and not name.endswith("__"))
+        self._mutates = self._mutates or name in _WRITING
+        placements = [double.placement for double in doubles if double is not None]
+        self._has_rows = any(isinstance(one, Rows) for one in placements)
+        self._shares = [double for double in doubles if double is not None and double.placement == SHARE]
+        self.takes_means = has_first_rows(placements)
+
+    def decide_on_module(self) -> tuple[Step, Sequence[Double | None]] | None:
+        """Returns the step of a module that works row by row, and what its results are; None if rows meet in it."""
+        with GlobalReduction(self._device, record=True) if self.takes_means else nullcontext() as full:
+            wanted = tensors_of(self._func(*self._args, **self._kwargs))
+        denominators = full.global_denominators if full is not None else ()
+        for adds_up, for_all in self._ways() if wanted and self._has_rows else ():
+            results = []
+            for which in (0, 1):
+                args, kwargs = self._slice_of((self._args, self._kwargs), which, adds_up, for_all)
+                own = GlobalReduction(self._device, denominators=denominators)
+                try:
+                    with own if self.takes_means else nullcontext():
+                        results.append(tensors_of(self._func(*args, **kwargs)))
+                except Exception:  # whatever the module raises for such slices: it does not work on them
+                    break
+            found = self._compare(wanted, results)
+            if found is not None and all(isinstance(double.placement, Rows) for double in found):
+                return self._step(adds_up, for_all, found), found
+        return None
+
+    def decide(self) -> tuple[Step, Any, Sequence[Double | None]]:
+        """Returns the step, the result for all rows, and what two workers have in place of its tensors."""
+        if self._func is F.batch_norm and takes_statistics(self._func, self._args, self._kwargs):
+            return self._normalise()
+        if self._name in DRAWS:
+            return self._draw()
+        before = self._cloned() if self._mutates else (self._args, self._kwargs)
+        full = GlobalReduction(self._device, record=True)
+        result = self._call(full, self._args, self._kwargs)
+        wanted = [leaf.detach() for leaf in self._outcome(result, self._args)]
+        for adds_up, for_all in self._ways() if wanted else ():
+            found = self._attempt(before, full.global_denominators, wanted, adds_up, for_all)
+            if found is not None:
+                return self._step(adds_up, for_all, found), result, found
+        written = self._doubles[0] if self._mutates else None
+        if written is not None and written.placement != SHARE:
+            raise Refused(f"{self._name} writes to rows what depends on others")
+        step = replace(self._step(True, True, ()), gathers=True, results=(None,) * len(wanted))
+        return step, result, [None] * len(tensors_of(result))
+
+    def _step(self, adds_up: bool, for_all: bool, found: Sequence[Double]) -> Step:
+        placements = tuple(double.placement for double in found)
+        return Step(
+            self._name,
+            adds_up=adds_up,
+            follows=self._follows,
+            for_all=for_all,
+            writes=self._mutates,
+            results=placements,
+        )
+
+    def _outcome(self, result: Any, args: tuple[Any, ...]) -> list[Tensor]:
+        """Returns the tensors that a function made or wrote to."""
+        return [args[0]] if self._name == "__setitem__" else tensors_of(result)
+
+    def _ways(self) -> list[tuple[bool, bool]]:
+        """Returns what to try: whether summands are added up, and whether numbers are those of the whole batch."""
+        numbers = (False, True) if self._follows else (False,)
+        ways = [(True, for_all) for for_all in numbers]
+        if self._shares and self._may_stay_summands():
+            ways = [(False, for_all) for for_all in numbers] + ways
+        return ways
+
+    def _may_stay_summands(self) -> bool:
+        """Says whether a sum may be taken of summands: only with others, or with numbers, none of them zero."""
+        tensors = [double for leaf, double in zip(self._leaves, self._doubles, strict=True) if isinstance(leaf, Tensor)]
+        alone = all(double is not None and double.placement == SHARE for double in tensors)
+        slices = [one for share in self._shares for one in share.slices]
+        return alone and self._name in _LINEAR and all(bool(one.any()) for one in slices)
+
+    def _call(self, reduction: GlobalReduction, args: Any, kwargs: Any) -> Any:
+        if self.takes_means:
+            return reduction.__torch_function__(self._func, (), args, kwargs)
+        return OwnDevice.__torch_function__(reduction, self._func, (), args, kwargs)
+
+    def _cloned(self) -> Any:
+        with torch.no_grad():
+            return map_leaves(_clone, (self._args, self._kwargs))
+
+    def _attempt(
+        self, before: Any, denominators: Sequence[Tensor], wanted: Sequence[Tensor], adds_up: bool, for_all: bool
+    ) -> list[Double] | None:
+        """Returns what two workers would have as results, None where those are not what all rows give."""
+        written = self._doubles[0].slices if self._mutates and self._doubles[0] is not None else ()
+        copies = [one.clone() for one in written]
+        results = []
+        for which in (0, 1):
+            reduction = GlobalReduction(self._device, denominators=denominators)
+            try:
+                with torch.no_grad():
+                    args, kwargs = self._slice_of(before, which, adds_up, for_all)
+                    results.append(self._outcome(self._call(reduction, args, kwargs), args))
+            except Exception:  # whatever the function raises for such slices: it does not work on them
+                break
+        found = self._compare(wanted, results)
+        if found is None:
+            for one, copy in zip(written, copies, strict=True):
+                one.copy_(copy)
+        return found
+
+    def _compare(self, wanted: Sequence[Tensor], results: Sequence[Sequence[Tensor]]) -> list[Double] | None:
+        """Returns the results of both slices with their placements; None if one is missing or has none."""
+        if len(results) < 2 or any(len(one) != len(wanted) for one in results):
+            return None
+        found: list[Double] = []
+        for leaf, first, second in zip(wanted, *results, strict=True):
+            placement = self._placement(leaf, first, second)
+            if placement is None:
+                return None
+            found.append(Double(placement, (first, second)))
+        return found
+
+    def _slice_of(self, before: Any, which: int, adds_up: bool, for_all: bool) -> Any:
+        positions, multiples = itertools.count(), dict(self._follows)
+
+        def prepare(leaf: Any) -> Any:
+            position = next(positions)
+            double = self._doubles[position]
+            if double is not None:
+                added = adds_up and double.placement == SHARE
+                # In place, both slices write to the double itself once the function is known to work on them.
+                return double.slices[0] + double.slices[1] if added else double.slices[which]
+            if position in multiples and not for_all:
+                return multiples[position] * self._rows[which]
+            return _clone(leaf) if self._mutates and isinstance(leaf, Tensor) else leaf
+
+        return map_leaves(prepare, before)
+
+    def _placement(self, full: Tensor, first: Tensor, second: Tensor) -> Placement:
+        """Returns what the slices' results are of the one for all rows; None: nothing that is known."""
+        if self._has_rows:
+            rows = _find_rows(full, first, second, self._rows, self._tolerance)
+            if rows is not None:
+                return rows
+        same_shape = full.shape == first.shape == second.shape
+        sums = self._name in _SUMS or (self._name in _LINEAR and bool(self._shares) and not self._has_rows)
+        if same_shape and sums and full.dtype != torch.bool and close(first + second, full, self._tolerance):
+            return SHARE
+        return None
+
+    def _draw(self) -> tuple[Step, Any, Sequence[Double | None]]:
+        """Each worker draws for its own rows: what is drawn has the rows that the argument has."""
+        double, given = self._doubles[0], self._leaves[0]
+        result = self._func(*self._args, **self._kwargs)
+        if double is None or not isinstance(double.placement, Rows) or result.shape != given.shape:
+            raise Refused(f"what {self._name} draws depends on several rows")
+        found = cut(result, double.placement, self._rows)
+        if result is given:
+            for written, part in zip(double.slices, found.slices, strict=True):
+                written.copy_(part)
+            found = double
+        return Step(self._name, results=(double.placement,)), result, [found]
+
+    def _normalise(self) -> tuple[Step, Any, Sequence[Double | None]]:
+        """Batch normalisation has statistics of all workers' rows: what it gives has the rows that its input has."""
+        result = self._call(GlobalReduction(self._device, record=True), self._args, self._kwargs)
+        double = self._doubles[0]
+        if double is None or not isinstance(double.placement, Rows) or double.placement.dim != 0:
+            raise Refused("batch normalisation gets rows elsewhere than in dim 0")
+        found = cut(result, double.placement, self._rows)
+        return Step(self._name, results=(found.placement,)), result, [found]
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """Returns the tensors in the result of a torch function."""
+    return [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
+
+
+def with_numbers(arguments: Any, follows: Sequence[tuple[int, int]], rows: int) -> Any:
+    """Returns arguments with the numbers that follow the number of rows as they are for so many."""
+    positions, multiples = itertools.count(), dict(follows)
+
+    def change(leaf: Any) -> Any:
+        position = next(positions)
+        return multiples[position] * rows if position in multiples else leaf
+
+    return map_leaves(change, arguments)
+
+
+def cut(tensor: Tensor, placement: Rows, rows: tuple[int, int]) -> Double:
+    """Returns the double of a tensor with rows that is known as a whole only."""
+    first, total = rows[0], sum(rows)
+    with torch.no_grad():
+        slices = [placement.narrow(tensor, total, *span).clone() for span in ((0, first), (first, total))]
+    return Double(placement, (slices[0], slices[1]))
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _find_rows(full: Tensor, first: Tensor, second: Tensor, rows: tuple[int, int], tolerance: float) -> Rows | None:
+    """Returns where the rows are in a result, if slices of the rows give slices of it."""
+    total = sum(rows)
+    if not full.ndim == first.ndim == second.ndim or full.layout is not torch.strided:
+        return None
+    for dim in range(full.ndim):
+        each, rest = divmod(full.shape[dim], total)
+        others = [size for place, size in enumerate(full.shape) if place != dim]
+        if rest or not each:
+            continue
+        if any(
+            part.shape[dim] != each * count or [size for place, size in enumerate(part.shape) if place != dim] != others
+            for part, count in zip((first, second), rows, strict=True)
+        ):
+            continue
+        for groups in range(1, each + 1):
+            if each % groups == 0:
+                placement = Rows(dim, groups)
+                parts = [placement.split(part, count) for part, count in zip((first, second), rows, strict=True)]
+                if close(torch.cat(parts, dim + 1), placement.split(full, total), tolerance):
+                    return placement
+    return None

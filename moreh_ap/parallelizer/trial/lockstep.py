@@ -1,0 +1,205 @@
+"""Learns where rows meet in a forward: a few rows run together, and each function also on two slices of them.
+
+Decides which functions work row by row, of which the slices' results add up, and which need the rows gathered
+(`data.row_gathering`). Must not know why a forward is tried or whether what was learned is right for the whole of it;
+`joined_probe.py` shows that.
+
+[Note: numbers]
+A forward may ask a tensor how many rows it has and do something with that number: make as many labels, divide by it.
+Such numbers are found by running fewer rows before: they are multiples of the number of rows in both runs. In a call
+they are left as they are, or made those of the whole batch, as the comparison shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moreh_ap.parallelizer.call.placement import OwnDevice
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
+from moreh_ap.parallelizer.data.row_gathering import (
+    Placement,
+    Placements,
+    Rows,
+    Step,
+    function_name,
+    is_question,
+    leaves_of,
+)
+from moreh_ap.parallelizer.trial.dry_run import Refused, state_restored
+from moreh_ap.parallelizer.trial.function_trial import DRAWS, Double, Trial, cut, tensors_of, with_numbers
+from moreh_ap.parallelizer.trial.recorded_calls import Called
+
+_HARMLESS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+"""Arguments of a module that a second call of it finds as they were; not so a cache."""
+_REFUSED = {"backward", "grad", "__set__"}
+
+
+class Lockstep(GlobalReduction):
+    """Runs a forward of some rows, and finds out what each function in it does with slices of them.
+
+    Args:
+        device: This worker's device.
+        rows: How many rows each slice has; all of them run.
+        carried: For each leaf of the arguments whether it has rows, along dim 0.
+        fewer: How many rows ran before, and what they called.
+        tolerance: Which differences are rounding; see `row_comparison.py`.
+
+    Attributes:
+        steps: What was learned, once the forward is through.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        rows: tuple[int, int],
+        carried: Sequence[bool],
+        fewer: tuple[int, Sequence[Called]],
+        tolerance: float,
+    ) -> None:
+        super().__init__(device, record=True)
+        self.steps: list[Step] = []
+        self._rows = rows
+        self._carried = carried
+        self._num_fewer, self._fewer_calls = fewer
+        self._tolerance = tolerance
+        self._position = 0
+        self._doubles = Placements()
+        self._inside: bool | None = None
+        """In a module that works row by row, whether its means over dim 0 are means over the batch."""
+
+    def begin(self, leaves: Sequence[Any]) -> None:
+        for leaf, carries in zip(leaves, self._carried, strict=True):
+            if carries:
+                self._set_rows(leaf, Rows(0))
+
+    def __enter__(self) -> Lockstep:
+        self._modules = seeing_modules(self._call_module)
+        self._modules.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        self._modules.__exit__(exc_type, exc_value, traceback)
+        super().__exit__(exc_type, exc_value, traceback)
+
+    def _set_rows(self, tensor: Tensor, placement: Rows) -> None:
+        self._doubles[tensor] = cut(tensor, placement, self._rows)
+
+    def _run(self, takes_means: bool, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function; see `GatheringReduction`."""
+        if takes_means:
+            return super().__torch_function__(func, (), args, kwargs)
+        return OwnDevice.__torch_function__(self, func, (), args, kwargs)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._inside is not None:
+            return self._run(self._inside, func, args, kwargs)
+        if is_question(func):
+            return func(*args, **kwargs)
+        name = function_name(func)
+        if name in _REFUSED:
+            raise Refused(f"the forward calls {name}, and rows depend on each other")
+        leaves = leaves_of((args, kwargs))
+        follows = self._following(name, leaves)
+        self._position += 1
+        doubles = self._doubles_of(leaves)
+        if not any(doubles) or name.startswith("new_"):
+            result = OwnDevice.__torch_function__(self, func, types, args, kwargs)
+            self.steps.append(self._of_one_device(func, args, kwargs, follows, result) if follows else Step(name))
+            return result
+        step, result, found = Trial(
+            self.device, self._rows, self._tolerance, func, name, (args, kwargs), doubles, follows
+        ).decide()
+        self._learn(step, result, found)
+        return result
+
+    def _call_module(self, call: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside is not None:
+            return call(*args, **kwargs)
+        name = module_step(module)
+        leaves = leaves_of((args, kwargs))
+        follows = self._following(name, leaves)
+        after = self._fewer_calls[self._position].after
+        self._position += 1
+        doubles = self._doubles_of(leaves)
+        if any(doubles) and all(isinstance(leaf, _HARMLESS) for leaf in leaves):
+            self._inside = False
+            try:
+                trial = Trial(self.device, self._rows, self._tolerance, call, name, (args, kwargs), doubles, follows)
+                with torch.no_grad(), state_restored(module):
+                    learned = trial.decide_on_module()
+                if learned is not None:
+                    step, found = learned
+                    self._inside = trial.takes_means
+                    result = call(*args, **kwargs)
+                    self._position = after
+                    self._learn(step, result, found)
+                    return result
+            finally:
+                self._inside = None
+        self.steps.append(Step(name, enters=True))
+        return call(*args, **kwargs)
+
+    def _learn(self, step: Step, result: Any, found: Sequence[Double | None]) -> None:
+        self.steps.append(step)
+        for leaf, double in zip(tensors_of(result), found, strict=False):  # what is written to has its doubles
+            if double is None:
+                self._doubles.forget(leaf)
+            else:
+                self._doubles[leaf] = double
+
+    def _doubles_of(self, leaves: Sequence[Any]) -> list[Double | None]:
+        return [self._doubles.get(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+    def _following(self, name: str, leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+        """Returns which numbers are multiples of the number of rows, and by what."""
+        called = self._fewer_calls[self._position] if self._position < len(self._fewer_calls) else None
+        if called is None or called.name != name or len(called.numbers) != len(leaves):
+            raise Refused("which functions the forward calls depends on the number of rows, and rows on each other")
+        total = sum(self._rows)
+        return tuple(
+            (position, int(leaf // total))
+            for position, (leaf, fewer) in enumerate(zip(leaves, called.numbers, strict=True))
+            if type(leaf) in (int, float) and fewer not in (None, leaf) and leaf * self._num_fewer == fewer * total
+            if leaf % total == 0
+        )
+
+    def _of_one_device(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, follows: tuple[tuple[int, int], ...], result: Any
+    ) -> Step:
+        """Returns the step of a function that gets numbers of rows and no rows; gives its results their rows."""
+        name, total = function_name(func), sum(self._rows)
+        if name in DRAWS:
+            return self._drawn(name, follows, result)
+        fewer = with_numbers((args, kwargs), follows, self._num_fewer)
+        placements: list[Placement] = []
+        try:
+            with torch.no_grad():
+                small = OwnDevice.__torch_function__(self, func, (), *fewer)
+        except (RuntimeError, ValueError, IndexError):
+            small = None  # as for a tensor of one device that is viewed: its entries are those of the whole batch
+        for leaf, other in zip(tensors_of(result), tensors_of(small) or tensors_of(result), strict=True):
+            grown = [dim for dim in range(leaf.ndim) if leaf.shape[dim] != other.shape[dim]]
+            placement = Rows(grown[0]) if grown and leaf.shape[grown[0]] % total == 0 else None
+            if placement is not None:
+                self._set_rows(leaf, placement)
+            placements.append(placement)
+        return Step(name, follows=follows, for_all=True, cuts=True, results=tuple(placements))
+
+    def _drawn(self, name: str, follows: tuple[tuple[int, int], ...], result: Tensor) -> Step:
+        """Returns the step of a function that draws numbers for all rows: a worker draws those of its own."""
+        sizes = {multiple * sum(self._rows) for _, multiple in follows}
+        dims = [dim for dim, size in enumerate(result.shape) if size in sizes]
+        if len(dims) != 1:
+            raise Refused(f"which dim of what {name} draws has the rows is not clear, and rows depend on each other")
+        self._set_rows(result, Rows(dims[0]))
+        return Step(name, follows=follows, results=(Rows(dims[0]),))

@@ -1,0 +1,74 @@
+"""The functions and modules that a forward calls, in order, and the numbers that they get.
+
+Decides what is noted of each. Must not know why; `lockstep.py` finds in it which numbers follow the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moreh_ap.parallelizer.call.placement import OwnDevice
+from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
+from moreh_ap.parallelizer.data.row_gathering import function_name, is_question, leaves_of
+
+
+@dataclass
+class Called:
+    """A call of a torch function or module in a forward of fewer rows.
+
+    Attributes:
+        name: The function or module.
+        numbers: The leaves of its arguments, with everything but whole numbers left out (None).
+        after: The position of the first call that is not inside it.
+    """
+
+    name: str
+    numbers: list[float | None]
+    after: int
+
+
+class NumberRecorder(OwnDevice):
+    """Records the functions and modules that a forward calls, and the numbers among their arguments.
+
+    Attributes:
+        calls: In order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.calls: list[Called] = []
+
+    def __enter__(self) -> NumberRecorder:
+        self._modules = seeing_modules(self._call_module)
+        self._modules.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._modules.__exit__(*raised)
+        super().__exit__(*raised)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not is_question(func):
+            self._record(function_name(func), args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _call_module(self, call: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        called = self._record(module_step(module), args, kwargs)
+        result = call(*args, **kwargs)
+        called.after = len(self.calls)
+        return result
+
+    def _record(self, name: str, args: Any, kwargs: Any) -> Called:
+        numbers = [leaf if type(leaf) in (int, float) else None for leaf in leaves_of((args, kwargs))]
+        called = Called(name, numbers, len(self.calls) + 1)
+        self.calls.append(called)
+        return called

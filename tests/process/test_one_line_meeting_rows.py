@@ -1,0 +1,139 @@
+"""Models that compare the rows of a batch: each worker computes its own rows and gathers them where they meet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_one_line_training import assert_same, on_both
+from torch import Tensor, nn
+
+WHOLE = "Every device computes the whole batch"
+
+
+@pytest.fixture(params=["replicate=2", "shard=2", "replicate=3"], autouse=True)
+def session(request, accelerator):
+    return accelerator(request.param)
+
+
+class TwoEncoders(nn.Module):
+    """Encodes pairs; what is compared is for the subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
+        self.right = nn.Linear(8, 6)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+
+class InBatchNegatives(TwoEncoders):
+    """The other rows are the wrong answers, as in CLIP and in retrieval."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        left_BD = F.normalize(self.left(x_BF), dim=-1)
+        scores_BB = self.temperature.exp() * left_BD @ F.normalize(self.right(y_BF), dim=-1).T
+        answers_B = torch.arange(x_BF.size(0), device=x_BF.device)
+        return (F.cross_entropy(scores_BB, answers_B) + F.cross_entropy(scores_BB.T, answers_B)) / 2, left_BD
+
+
+class SupervisedContrast(TwoEncoders):
+    """Rows of one class attract each other; the diagonal is masked by as many rows as the batch has."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        features_BD = F.normalize(self.left(x_BF), dim=-1)
+        classes_B1 = (y_BF[:, 0] > 0).long().view(-1, 1)
+        others_BB = 1 - torch.eye(features_BD.shape[0], device=x_BF.device)
+        alike_BB = (classes_B1 == classes_B1.T).float() * others_BB
+        logits_BB = features_BD @ features_BD.T * self.temperature
+        logits_BB = logits_BB - logits_BB.max(dim=1, keepdim=True)[0].detach()
+        log_BB = logits_BB - (logits_BB.exp() * others_BB).sum(1, keepdim=True).log()
+        return -((alike_BB * log_BB).sum(1) / alike_BB.sum(1).clamp(min=1)).mean(), features_BD
+
+
+class OwnNormalisation(TwoEncoders):
+    """Takes mean and variance of the batch itself, and divides by its number of rows."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_BH = self.left[0](x_BF)
+        hidden_BH = (hidden_BH - hidden_BH.mean(0)) / (hidden_BH.var(0, unbiased=False) + 1e-5).sqrt()
+        result_BD = self.left[2](hidden_BH)
+        distance = torch.cdist(result_BD, result_BD).sum() / x_BF.shape[0]
+        return F.mse_loss(result_BD, self.right(y_BF)) + 0.01 * distance, result_BD
+
+
+class BalancedExperts(TwoEncoders):
+    """The loads of two layers of experts, concatenated along the rows, are products of means over the batch."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        first_BE, second_BE = self.left(x_BF).softmax(-1), self.right(x_BF).softmax(-1)
+        gates_NE = torch.cat([first_BE, second_BE])
+        chosen_NE = F.one_hot(gates_NE.argmax(-1), 6).float()
+        loss = (first_BE - second_BE).square().sum() / x_BF.shape[0]
+        loss += 0.1 * 6 * (chosen_NE.mean(0) * gates_NE.mean(0)).sum()
+        return loss, first_BE
+
+
+class HardestRows(TwoEncoders):
+    """A recurrent layer with time first, and a loss of the hardest rows of the batch; dropout in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(8, 6)
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        steps_TBH, _ = self.recurrent(torch.stack([x_BF, y_BF, x_BF * y_BF]))
+        rows_BH = F.dropout(steps_TBH.transpose(0, 1).reshape(x_BF.shape[0], -1), 0.3, self.training)
+        return rows_BH.norm(dim=1).topk(2)[0].sum(), rows_BH
+
+
+@pytest.mark.parametrize(
+    "model_class", [InBatchNegatives, SupervisedContrast, OwnNormalisation, BalancedExperts, HardestRows]
+)
+def test_losses_are_those_of_one_device_and_each_worker_computes_its_rows(model_class, capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model = model_class().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        trace = []
+        for rows in (8, 8, 7, 12, 6):
+            x, y = torch.randn(rows, 8).to(device), torch.randn(rows, 8).to(device)
+            loss, features = model(x, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace += [loss.detach(), features.detach()]
+        trace += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        trace += list(model.state_dict().values())
+        model.eval()
+        with torch.no_grad():
+            return [*trace, *model(x, y)]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
+def test_another_way_through_the_forward_is_noticed_and_computed_as_one_device_does(capsys):
+    """A branch that the tried rows did not take: workers do not gather what others do not send."""
+
+    class Branches(TwoEncoders):
+        def forward(self, x_BF: Tensor, y_BF: Tensor) -> Tensor:
+            left_BD, right_BD = self.left(x_BF), self.right(y_BF)
+            if bool((x_BF > 90).any()):
+                left_BD = left_BD * 2
+            answers_B = torch.arange(len(x_BF), device=x_BF.device)
+            return F.cross_entropy(left_BD @ right_BD.T, answers_B)
+
+    def script(device):
+        torch.manual_seed(0)
+        model = Branches().to(device)
+        losses = []
+        for largest in (0.0, 100.0, 0.0, 100.0):
+            x, y = torch.randn(6, 8), torch.randn(6, 8)
+            x[0, 0] = max(x[0, 0].item(), largest)
+            loss = model(x.to(device), y.to(device))
+            loss.backward()
+            losses.append(torch.tensor(loss.item()))
+        return losses, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert capsys.readouterr().out.count(WHOLE) == 1
