@@ -1,0 +1,132 @@
+"""What is learned of functions in which rows meet, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moreh_ap.parallelizer.data.row_gathering import SHARE, Rows, Step
+from moreh_ap.parallelizer.trial.dry_run import Refused
+from moreh_ap.parallelizer.trial.lockstep import Lockstep
+from moreh_ap.parallelizer.trial.recorded_calls import NumberRecorder
+
+CPU = torch.device("cpu")
+ROWS = 5
+
+
+def learn(forward: Callable[[Tensor], object], width: int = 4) -> dict[str, Step]:
+    """Returns the steps of a forward of (5, width) rows by name; the last of a name counts."""
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, width)
+    fewer, recorder = x[:3].clone(), NumberRecorder(CPU)
+    with recorder:
+        forward(fewer)
+    lockstep = Lockstep(CPU, rows=(3, 2), carried=[True], fewer=(3, recorder.calls), tolerance=2e-5)
+    lockstep.begin([x])
+    with lockstep:
+        forward(x)
+    return {step.name: step for step in lockstep.steps}
+
+
+@pytest.mark.parametrize(
+    ("forward", "name", "placement"),
+    [
+        (lambda x: x.exp(), "exp", Rows(0)),
+        (lambda x: x.t(), "t", Rows(1)),
+        (lambda x: x.repeat_interleave(2, 0), "repeat_interleave", Rows(0)),
+        (lambda x: torch.cat([x, x * 2]), "cat", Rows(0, 2)),
+        (lambda x: x.sum(0), "sum", SHARE),
+        (lambda x: x.mean(0), "mean", SHARE),
+        (lambda x: F.mse_loss(x, x * 2), "mse_loss", SHARE),
+        (lambda x: x.t() @ x, "matmul", SHARE),
+        (lambda x: x.sum(0) * 2, "mul", SHARE),
+        (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm", Rows(0)),
+    ],
+)
+def test_what_workers_have_of_a_result(forward, name, placement):
+    step = learn(forward)[name]
+    assert (step.results, step.gathers) == ((placement,), False)
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (lambda x: x @ x.t(), "matmul"),
+        (lambda x: x.var(0), "var"),
+        (lambda x: x.softmax(0), "softmax"),
+        (lambda x: x.sort(dim=0), "sort"),
+        (lambda x: x.relu().max(), "max"),
+        (lambda x: (x > 0).any(), "any"),
+        (lambda x: x.sum().item() and x[0, 0].item(), "__getitem__"),
+        (lambda x: x[torch.randperm(len(x))], "__getitem__"),
+    ],
+)
+def test_rows_are_gathered_where_they_meet(forward, name):
+    step = learn(forward)[name]
+    assert step.gathers
+    assert all(placement is None for placement in step.results)
+
+
+def test_summands_are_added_up_before_anything_but_sums():
+    steps = learn(lambda x: x - x.mean(0))
+    assert steps["sub"].adds_up
+    assert steps["sub"].results == (Rows(0),)
+    steps = learn(lambda x: x.mean(0).square())
+    assert steps["square"].adds_up
+    assert steps["square"].results == (None,)
+
+
+def test_a_sum_of_zeros_may_be_anything():
+    """The largest entry of zeros looks like a sum; a summand of zero looks like one whatever is added."""
+    assert learn(lambda x: (x * 0).amax())["amax"].gathers
+    assert learn(lambda x: (x * 0).sum() + 0.0)["add"].adds_up
+
+
+def test_the_number_of_rows_is_that_of_the_batch_where_it_divides_and_of_the_slice_where_it_shapes():
+    steps = learn(lambda x: (x.sum() / x.shape[0], x.view(x.shape[0], 2, 2), torch.eye(len(x)) + x @ x.t()))
+    assert (steps["div"].follows, steps["div"].for_all) == (((1, 1),), True)
+    assert (steps["view"].follows, steps["view"].for_all) == (((1, 1),), False)
+    assert (steps["eye"].cuts, steps["eye"].results) == (True, (Rows(0),))
+
+
+def test_what_is_drawn_for_rows_has_rows():
+    steps = learn(lambda x: (torch.randn(len(x), 3), torch.rand_like(x), F.dropout(x)))
+    assert [steps[name].results for name in ("randn", "rand_like", "dropout")] == [(Rows(0),)] * 3
+
+
+def test_writing_to_rows():
+    def forward(x: Tensor) -> Tensor:
+        result = torch.zeros(len(x), 2)
+        result[:, 0] = x[:, 1]
+        result.add_(x[:, :2])
+        return result
+
+    steps = learn(forward)
+    assert not steps["__setitem__"].gathers
+    assert steps["add_"].results == (Rows(0),)
+    with pytest.raises(Refused, match="writes to rows"):
+        learn(lambda x: x.sub_(x.median(0)[0] * x.flip(0)))
+
+
+def test_a_module_that_works_row_by_row_is_one_step():
+    inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = inner(x)
+            return y @ y.t()
+
+    model = Model()
+    steps = learn(lambda x: model(x))
+    assert steps["module Model"].enters
+    assert steps["module Sequential"].results == (Rows(0),)
+    assert "linear" not in steps
+
+
+def test_a_forward_that_counts_its_rows_in_python_is_refused():
+    with pytest.raises(Refused, match="depends on the number of rows"):
+        learn(lambda x: torch.stack([x[row] for row in range(len(x))]))
