@@ -71,5 +71,9 @@ class ExactnessError(MorehError):
     """Going on would give other numbers than one device gives, so the work stops here."""
 
 
+class UnsplitError(MorehError):
+    """Every device would compute the whole batch, and ``MOREH_STRICT=1`` asks for an error instead."""
+
+
 class LoadError(MorehError):
     """A weight could not be read: a tensor is missing from its file or has another shape."""

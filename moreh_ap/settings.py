@@ -18,6 +18,7 @@ _PREFIX = "MOREH_ADVANCED_PARALLELIZATION_"
 COMPILE_THREADS_VARIABLE = _PREFIX + "MAX_PARALLEL_COMPILE_THREADS"
 DETAILED_LOG_VARIABLE = _PREFIX + "DETAILED_LOG"
 MEMORY_RATIO_VARIABLE = _PREFIX + "MEMORY_USAGE_CORRECTION_RATIO"
+STRICT_VARIABLE = "MOREH_STRICT"
 
 _CALL = "torch.moreh.option.enable_advanced_parallelization"
 _LINK = "docs/ap/advanced-settings.md"
@@ -40,6 +41,7 @@ class Options:
         max_parallel_compile_threads: Threads used while candidates are prepared.
         detailed_log: 0 normal, 1 more on the console, 2 into a file.
         memory_usage_correction_ratio: Per cent of a device's memory that a chosen plan may reserve.
+        strict: Whether a training call that every device computes whole is an error.
     """
 
     pipeline_parallel: bool = True
@@ -54,6 +56,7 @@ class Options:
     max_parallel_compile_threads: int = 16
     detailed_log: int = 0
     memory_usage_correction_ratio: int = 80
+    strict: bool = False
 
 
 def resolve_options(
@@ -91,6 +94,7 @@ def resolve_options(
         max_parallel_compile_threads=_read_variable(environment, COMPILE_THREADS_VARIABLE, 16, least=1),
         detailed_log=_read_variable(environment, DETAILED_LOG_VARIABLE, 0, least=0, most=2),
         memory_usage_correction_ratio=_read_variable(environment, MEMORY_RATIO_VARIABLE, 80, least=1, most=100),
+        strict=bool(_read_variable(environment, STRICT_VARIABLE, 0, least=0, most=1)),
     )
     if plan is not None:
         _check_plan(plan, options)

@@ -18,11 +18,10 @@ from moreh_ap.cli.script_run import run_until_first_call
 from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.integrations import transformers_families
 from moreh_ap.plan import Plan
+from moreh_ap.protocol.messages.calls import UNSPLIT
 from moreh_ap.session.verification import equivalence, reduced_model
 from moreh_ap.session.verification.equivalence import Equivalence, Subject, Training
 from moreh_ap.settings import Options
-
-_WHOLE = "Every device computes the whole batch"
 
 Prepared = tuple[Subject, Training]
 """A small model with its calls, and what one process makes of them."""
@@ -71,7 +70,7 @@ def _verify_plan(plan: Plan, prepare: Callable[[int], Prepared]) -> Equivalence:
             current = device.current()
             if current is not None:
                 current.session.synchronize()
-    if _WHOLE in said.getvalue() and found.is_verified and plan.data_parallel * plan.micro_batches > 1:
+    if UNSPLIT in said.getvalue() and found.is_verified and plan.data_parallel * plan.micro_batches > 1:
         return replace(found, reason="every device computes the whole batch")
     return found
 

@@ -7,9 +7,10 @@ Two or three rows of the real batch run together and then one by one, as if each
 the same denominators of mean losses. So that both runs compute the same function, both draw the same random numbers
 where workers will (`rng/policy.py`), and dropout is off otherwise. If every leaf of the single runs adds up to the
 leaf of the common run in one of the ways below, and the gradients of some parameters do too, rows do not depend on each
-other. Contrastive losses, a time-first LSTM, or a penalty on the weights inside forward fail here, and the forward then
-runs unsplit: slower, still right. Where normalisation took statistics of the rows, a few rows are tried once more as a
-real split call whose workers exchange statistics (`joined_probe.py`).
+other. Contrastive losses, a time-first LSTM, or a penalty on the weights inside forward fail here. Where normalisation
+took statistics of the rows, a few rows are tried once more as a real split call whose workers exchange statistics
+(`joined_probe.py`). Where that fails too, the workers learn where in the forward rows meet, and try a split call that
+gathers them there (`gathering_probe.py`). What fails in every way runs unsplit: slower, still right.
 
 What FSDP2 gathers on its way through the model is gathered by all workers at once, so rows must also take the same way:
 where one goes to some experts and another to others, the forward runs unsplit.

@@ -48,11 +48,16 @@ class Forward:
     expected: str | None = None
 
 
+UNSPLIT = "Every device computes the whole batch"
+"""How the note of a call begins of which no worker has a slice."""
+
+
 @dataclass(frozen=True)
 class ForwardReply:
     """How a forward's result nests, its leaves, and how workers shared the batch; None from a worker without a result.
 
     mode: "split" (each has its rows of the outputs), "unsplit" (each has all), "stages" (the last stage has them).
+    note: Why the batch is not split, or what else the user should know; may be empty.
     rows: How many rows of the batch the worker has; None if it has all.
     streams: Where random streams stand after the call; None if nothing was drawn from them.
     left_out: Attributes that the forward set and that are not among the leaves, such as ``encoder.cache``.

@@ -26,13 +26,12 @@ from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_split
 from moreh_ap.protocol.batch import carries_rows, row_range
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order
-from moreh_ap.protocol.messages.calls import DefineSignature, Forward, ReadsAttributes
+from moreh_ap.protocol.messages.calls import UNSPLIT, DefineSignature, Forward, ReadsAttributes
 from moreh_ap.protocol.passed_state import PASSED_STATE
 from moreh_ap.protocol.pytree import Nesting
 from moreh_ap.runtime.worker.cache_arguments import cache_tensors, without_cache
 from moreh_ap.runtime.worker.worker_model import WorkerModel
 
-_UNSPLIT = "Every device computes the whole batch"
 _NOT_CUT = "The batch is not cut into micro-batches"
 _DRAWN_APART = "Random numbers inside the model (dropout) are not those of one device: each device draws its own"
 _MAX_PREPARED = 256
@@ -193,7 +192,7 @@ class CallPreparation:
 
     def compute_unsplit(self, prepared: PreparedCall, reason: object) -> None:
         """From now on calls of this kind are computed whole by every worker."""
-        self._verdicts[prepared.kind] = SplitVerdict(False, (), f"{_UNSPLIT}: {reason}")
+        self._verdicts[prepared.kind] = SplitVerdict(False, (), f"{UNSPLIT}: {reason}")
         self.prepared.clear()
 
     def _cuts_heads(self, nesting: Nesting, local: list[bool]) -> Callable[[list[Tensor]], list[Tensor]] | None:
@@ -240,14 +239,14 @@ class CallPreparation:
         """Whether calls like this one may be split; found out once for each kind of call."""
         workers, pieces = call.axis.size, self.model.plan.micro_batches if call.grad else 1
         if workers * pieces == 1 or rows is None or rows < workers:
-            reason = f"{_UNSPLIT}: the batch has fewer rows than there are devices" if workers > 1 else ""
+            reason = f"{UNSPLIT}: the batch has fewer rows than there are devices" if workers > 1 else ""
             return SplitVerdict(False, (), reason)
         if kind not in self._verdicts:
             verdict = check_split(call, args, kwargs, rows, may_join=pieces == 1)
             if verdict.written:
                 self._require_full_parameters(verdict.written)
             if not verdict.split:
-                what = _UNSPLIT if workers > 1 else _NOT_CUT
+                what = UNSPLIT if workers > 1 else _NOT_CUT
                 verdict = replace(verdict, reason=f"{what}: {verdict.reason}")
             self._verdicts[kind] = verdict
         return self._verdicts[kind]

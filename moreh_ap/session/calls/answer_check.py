@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moreh_ap.errors import ExactnessError
-from moreh_ap.protocol.messages.calls import ReadsAttributes
+from moreh_ap.errors import ExactnessError, UnsplitError
+from moreh_ap.protocol.messages.calls import UNSPLIT, ReadsAttributes
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.outbox import Posted
@@ -49,6 +49,8 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
     found = Structure.of(reply.result())
     if found.mode != expected.mode:  # the rows now take different branches: the next call waits, and the log says so
         model.signatures.never_predict(key)
+        if _is_refused(model, found):
+            model.session.workers.fail(_unsplit(found))
     if found.attributes:  # set in some calls only: this call did not wait for it, later calls will
         model.signatures.never_predict(key)
     model.note_left_out((*found.attributes, *answered(reply.result())[0].left_out))
@@ -79,11 +81,26 @@ def learn_structure(model: RemoteModel, key: Any, replies: list[Any], *, grad: b
 
     Raises:
         ReadsPassedState: The forward has not run, since it reads attributes that earlier forwards set.
+        UnsplitError: Every device computed the whole batch of a training call, which the options refuse.
     """
     reads = next((answer for answer in replies if isinstance(answer, ReadsAttributes)), None)
     if reads is not None:
         raise ReadsPassedState(reads.names)
     structure = Structure.of(replies)
+    if grad and _is_refused(model, structure):
+        raise _unsplit(structure)
     model.signatures.learn(key, structure, grad=grad)
     model.note_left_out(answered(replies)[0].left_out)
     return structure
+
+
+def _is_refused(model: RemoteModel, structure: Structure) -> bool:
+    return model.session.options.strict and structure.note.startswith(UNSPLIT)
+
+
+def _unsplit(structure: Structure) -> UnsplitError:
+    return UnsplitError(
+        f"{structure.note}.",
+        allowed="With MOREH_STRICT=1 only training calls whose batch is split among the devices.",
+        fix="MOREH_STRICT=0 python train.py  # right, and no faster than one device",
+    )
