@@ -127,11 +127,11 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return slice(*(map_leaves(function, one) for one in (value.start, value.stop, value.step)))
     if isinstance(value, torch.Size):
         return tuple(map_leaves(function, one) for one in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(function, one) for one in value))
     if isinstance(value, (list, tuple)):
-        mapped = (map_leaves(function, one) for one in value)
-        return list(mapped) if isinstance(value, list) else tuple(mapped)
+        mapped = [map_leaves(function, one) for one in value]
+        kind = type(value)
+        takes_one = kind in (list, tuple) or kind.__module__ == "torch.return_types"
+        return kind(mapped) if takes_one else kind(*mapped)  # the latter: a named tuple
     if isinstance(value, dict):
         return {key: map_leaves(function, one) for key, one in value.items()}
     return function(value)
