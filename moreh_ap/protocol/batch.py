@@ -49,12 +49,46 @@ def slice_rows(leaves: Sequence[Any], rows: int, start: int, stop: int) -> list[
 
 def select_rows(leaves: Sequence[Any], rows: int, chosen: Sequence[int]) -> list[Any]:
     """Returns the leaves with every tensor of `rows` rows cut to the chosen rows; all others stay whole."""
-    return [_rows_of(leaf, chosen) if carries_rows(leaf, rows) else leaf for leaf in leaves]
+    return select_rows_along(leaves, row_dims(leaves, rows), chosen)
 
 
-def _rows_of(tensor: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+def select_rows_along(leaves: Sequence[Any], dims: Sequence[int | None], chosen: Sequence[int]) -> list[Any]:
+    """Returns the leaves with every tensor cut to the chosen rows along its dim; those without (None) stay whole."""
+    return [leaf if dim is None else _rows_of(leaf, dim, chosen) for leaf, dim in zip(leaves, dims, strict=True)]
+
+
+def row_dims(leaves: Sequence[Any], rows: int) -> list[int | None]:
+    """Returns for each leaf where it has rows: dim 0 if that counts them, else nowhere (None)."""
+    return [0 if carries_rows(leaf, rows) else None for leaf in leaves]
+
+
+def row_dims_elsewhere(leaves: Sequence[Any]) -> list[int | None] | None:
+    """Returns for each leaf where it has rows if the first tensor with two dims has them along dim 1, as time-first
+    models do; None if no tensor has two dims. A tensor that counts as many along dim 1 has its rows there too, and one
+    that does so along dim 0 (a mask, labels) there."""
+    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2), None)
+    if first is None:
+        return None
+    rows = first.shape[1]
+
+    def dim_of(leaf: Any) -> int | None:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return None
+        return next((dim for dim in (1, 0) if leaf.ndim > dim and leaf.shape[dim] == rows), None)
+
+    return [dim_of(leaf) for leaf in leaves]
+
+
+def rows_along(leaves: Sequence[Any], dims: Sequence[int | None]) -> int | None:
+    """Returns how many rows the leaves have along their dims; None if that is not the same for all that have any."""
+    counts = {int(leaf.shape[dim]) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _rows_of(tensor: torch.Tensor, dim: int, chosen: Sequence[int]) -> torch.Tensor:
     """The chosen rows, as far as there are as many, with the strides that the first rows have."""
-    return torch.empty_like(tensor[: len(chosen)]).copy_(tensor[list(chosen)])
+    rows = tensor.index_select(dim, torch.tensor(list(chosen), device=tensor.device))
+    return torch.empty_like(tensor.narrow(dim, 0, len(chosen))).copy_(rows)
 
 
 def carries_rows(leaf: Any, rows: int) -> bool:

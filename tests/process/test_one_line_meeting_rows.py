@@ -137,3 +137,65 @@ def test_another_way_through_the_forward_is_noticed_and_computed_as_one_device_d
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
     assert capsys.readouterr().out.count(WHOLE) == 1
+
+
+class RecurrentTimeFirst(nn.Module):
+    """Steps come first, rows second; the state that one call leaves is the start of the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.last = nn.LSTM(8, 16), nn.Linear(16, 5)
+
+    def forward(self, x_TBF: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        hidden_TBH, state = self.recurrent(x_TBF, state)
+        return self.last(hidden_TBH), state
+
+
+class TransformerTimeFirst(nn.Module):
+    """Steps come first in the inputs, and rows in the mask of what is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2)
+        self.encoder, self.last = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 5)
+
+    def forward(self, x_TBF: Tensor, padding_BT: Tensor) -> Tensor:
+        return self.last(self.encoder(x_TBF, src_key_padding_mask=padding_BT))
+
+
+@pytest.mark.parametrize("model_class", [RecurrentTimeFirst, TransformerTimeFirst])
+def test_rows_along_the_second_dim_are_split(model_class, capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model = model_class().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state, trace = None, []
+        for rows in (6, 6, 5):
+            x_TBF, y_TB = torch.randn(7, rows, 8).to(device), torch.randint(0, 5, (7, rows)).to(device)
+            if model_class is RecurrentTimeFirst:
+                scores_TBC, state = model(x_TBF, state if rows == 6 else None)
+                state = tuple(one.detach() for one in state)
+            else:
+                padding_BT = torch.zeros(rows, 7, dtype=torch.bool)
+                padding_BT[0, 5:] = True
+                scores_TBC = model(x_TBF, padding_BT.to(device))
+            loss = F.cross_entropy(scores_TBC.flatten(0, 1), y_TB.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace += [loss.detach(), scores_TBC.detach()]
+        return [*trace, *model.state_dict().values()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
+def test_the_gradient_of_an_input_with_rows_along_the_second_dim():
+    def script(device):
+        torch.manual_seed(0)
+        model = RecurrentTimeFirst().to(device)
+        x_TBF = torch.randn(7, 6, 8).to(device).requires_grad_()
+        model(x_TBF, None)[0].square().sum().backward()
+        return [x_TBF.grad, *(parameter.grad for parameter in model.parameters())]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)

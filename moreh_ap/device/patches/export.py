@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.patching import Patches, PatchGroup
+from moreh_ap.protocol.compiled_code import run_as_written
 
 
 def install(patches: Patches) -> None:
@@ -74,24 +75,16 @@ def _take_buffers(model: nn.Module, copied: nn.Module) -> None:
 def _redirect_compiler(group: PatchGroup) -> None:
     """What is compiled runs as it is written: there is nothing in the controller to make code for."""
 
-    def run_as_written() -> None:
-        stance = torch.compiler.set_stance("force_eager")
-        group.note(
-            "torch.compiler.set_stance",
-            "Runs what was compiled as it is written.",
-            lambda: stance.__exit__(None, None, None),  # as at the end of a `with` block
-        )
-
     @functools.wraps(torch.compile)
     def compile(*args: Any, **kwargs: Any) -> Any:
         if not told:
             told.append(True)
-            run_as_written()
+            run_as_written(group)
         return original_compile(*args, **kwargs)
 
     told: list[bool] = []
     if "torch._dynamo" in sys.modules:  # the import takes a second, so only scripts that compile do it
         told.append(True)
-        run_as_written()
+        run_as_written(group)
     effect = "Compiles as ever; what is compiled runs as it is written."
     original_compile = group.replace(torch, "compile", compile, effect)

@@ -55,17 +55,19 @@ class EagerForward(Execution):
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         leaves = [_own_leaf(leaf, call.grad) for leaf in leaves]
         self.inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        means = reduction or reducing(call)
+        if isinstance(means, GlobalReduction):
+            leaves = means.begin(leaves)
         args, kwargs = tree_unflatten(leaves, spec)
         forward: Forward = functools.partial(_run, call)
         if call.extensions:
             forward = extended(call.extensions, self, call.module, forward)
         self.drawing = call.random.begin(call.device, chunk)
         try:
-            means = reduction or reducing(call)
-            if isinstance(means, GlobalReduction):
-                means.begin(leaves)
             with torch.set_grad_enabled(call.grad), means, autocasting(call), self.drawing.forward():
                 result = forward(args, kwargs)
+                if isinstance(means, GlobalReduction):
+                    result = means.finish(result)
             self.drawing.end()
         except BaseException:
             recover(call.module)

@@ -127,8 +127,13 @@ class GlobalReduction(OwnDevice):
         self._meets, self._mark, self._meets_failed = meets, mark, meets_failed
         self._apart: list[Tensor] = []
 
-    def begin(self, leaves: Sequence[Any]) -> None:
-        """Told of the flat arguments of the forward before it runs."""
+    def begin(self, leaves: list[Any]) -> list[Any]:
+        """Returns the flat arguments of the forward as it gets them."""
+        return leaves
+
+    def finish(self, result: Any) -> Any:
+        """Returns the result of the forward as others get it. Called while active."""
+        return result
 
     def to_replay(self) -> Callable[[slice], OwnDevice]:
         """Returns what gives, for the sites of the part of the forward that begins here, its surroundings for later."""

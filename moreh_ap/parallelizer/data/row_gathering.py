@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.placement import OwnDevice
@@ -99,13 +100,15 @@ class Gathering:
     Attributes:
         steps: What each call of a torch function or module does, in order; those inside a module that works row by row
             are left out.
-        carried: For each leaf of the arguments whether it has rows, along dim 0.
+        dims: For each leaf of the arguments where it has rows; None: nowhere.
         rows: Rows of the batch.
+        cuts: Whether the arguments have the rows of the whole batch, and are cut to this worker's by the forward.
     """
 
     steps: tuple[Step, ...]
-    carried: tuple[bool, ...]
+    dims: tuple[int | None, ...]
     rows: int
+    cuts: bool = False
 
 
 _GETTERS_OF_TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag"}
@@ -209,10 +212,24 @@ class GatheringReduction(JoinedReduction):
         """In a module that works row by row, whether its means over dim 0 are means over the batch."""
         self._start, self._stop = row_range(axis.rank, axis.size, gathering.rows)
 
-    def begin(self, leaves: Sequence[Any]) -> None:
-        for leaf, carries in zip(leaves, self._gathering.carried, strict=True):
-            if carries:
-                self._placements[leaf] = Rows(0)
+    def begin(self, leaves: list[Any]) -> list[Any]:
+        given = list(leaves)
+        for position, dim in enumerate(self._gathering.dims):
+            if dim is not None:
+                if self._gathering.cuts:  # differentiably: its gradient is zero for the rows of others
+                    given[position] = given[position].narrow(dim, self._start, self._stop - self._start)
+                self._placements[given[position]] = Rows(dim)
+        return given
+
+    def finish(self, result: Any) -> Any:
+        """Gathers what has rows elsewhere than along dim 0: nobody else knows of such rows."""
+        self._inside = False  # what is called now is no step of the forward
+        return tree_map_only(Tensor, self._whole_unless_first, result)
+
+    def _whole_unless_first(self, leaf: Tensor) -> Tensor:
+        placement = self._placements.get(leaf)
+        is_first = placement == Rows(0) and not self._gathering.cuts
+        return leaf if is_first or not isinstance(placement, Rows) else self._gathered(leaf, placement)
 
     def to_replay(self) -> Callable[[slice], OwnDevice]:
         if self._inside is None:

@@ -20,7 +20,7 @@ from moreh_ap.parallelizer.trial.dry_run import NoDropout
 from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
 from moreh_ap.parallelizer.trial.lockstep import Lockstep
 from moreh_ap.parallelizer.trial.recorded_calls import NumberRecorder
-from moreh_ap.protocol.batch import carries_rows, row_range, select_rows
+from moreh_ap.protocol.batch import row_range
 
 
 class GatheringProbe(JoinedProbe):
@@ -31,28 +31,26 @@ class GatheringProbe(JoinedProbe):
         _, first = row_range(0, 2, number)
         fewer = NumberRecorder(self.call.device)
         self._forward(first, fewer)
-        carried = [carries_rows(leaf, self._rows) for leaf in self._leaves]
         lockstep = Lockstep(
             self.call.device,
             rows=(first, number - first),
-            carried=carried,
+            dims=self.dims,
             fewer=(first, fewer.calls),
             tolerance=self._tolerance,
         )
         self._forward(number, lockstep)
         self.steps = tuple(lockstep.steps)
-        self._carried = tuple(carried)
         super().compare_outputs()
 
     def _forward(self, number: int, mode: OwnDevice) -> None:
         """Runs the first of the chosen rows under a mode."""
         chosen = self._chosen[:number]
-        args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
+        args, kwargs = tree_unflatten(self._select(chosen), self._spec)
         with self._from_the_same_state(), NoDropout():
             EagerForward(replace(self.call, random=RandomPolicy()), args, kwargs, reduction=mode)
 
     def _reduction(self, mark: Callable[[], int] | None) -> GatheringReduction:
-        gathering = Gathering(self.steps, self._carried, len(self._chosen))
+        gathering = Gathering(self.steps, tuple(self.dims), len(self._chosen))
         return GatheringReduction(self.call.device, axis=self.call.axis, gathering=gathering, mark=mark)
 
     def _check_denominators(self, common: Sequence[Tensor], apart: Sequence[Sequence[Tensor]]) -> None:

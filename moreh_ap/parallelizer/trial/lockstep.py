@@ -45,7 +45,7 @@ class Lockstep(GlobalReduction):
     Args:
         device: This worker's device.
         rows: How many rows each slice has; all of them run.
-        carried: For each leaf of the arguments whether it has rows, along dim 0.
+        dims: For each leaf of the arguments where it has rows; None: nowhere.
         fewer: How many rows ran before, and what they called.
         tolerance: Which differences are rounding; see `row_comparison.py`.
 
@@ -58,14 +58,14 @@ class Lockstep(GlobalReduction):
         device: torch.device,
         *,
         rows: tuple[int, int],
-        carried: Sequence[bool],
+        dims: Sequence[int | None],
         fewer: tuple[int, Sequence[Called]],
         tolerance: float,
     ) -> None:
         super().__init__(device, record=True)
         self.steps: list[Step] = []
         self._rows = rows
-        self._carried = carried
+        self._dims = dims
         self._num_fewer, self._fewer_calls = fewer
         self._tolerance = tolerance
         self._position = 0
@@ -73,10 +73,11 @@ class Lockstep(GlobalReduction):
         self._inside: bool | None = None
         """In a module that works row by row, whether its means over dim 0 are means over the batch."""
 
-    def begin(self, leaves: Sequence[Any]) -> None:
-        for leaf, carries in zip(leaves, self._carried, strict=True):
-            if carries:
-                self._set_rows(leaf, Rows(0))
+    def begin(self, leaves: list[Any]) -> list[Any]:
+        for leaf, dim in zip(leaves, self._dims, strict=True):
+            if dim is not None:
+                self._set_rows(leaf, Rows(dim))
+        return leaves
 
     def __enter__(self) -> Lockstep:
         self._modules = seeing_modules(self._call_module)

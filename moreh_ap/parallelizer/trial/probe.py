@@ -37,7 +37,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     kind_of,
     random_weight,
 )
-from moreh_ap.protocol.batch import select_rows
+from moreh_ap.protocol.batch import row_dims, select_rows_along
 
 _MAX_COMPARED_PARAMETERS = 24
 
@@ -54,6 +54,7 @@ class Probe:
         args: Positional arguments with the whole batch.
         kwargs: Keyword arguments, likewise.
         rows: Rows of the batch.
+        dims: Where each leaf of the arguments has rows; None: along dim 0.
 
     Attributes:
         kinds: The kind of every leaf of the result, once outputs were compared. See `split_check.py`.
@@ -73,7 +74,14 @@ class Probe:
     The bias of an attention key has a gradient of zero but for rounding: relative to itself it is never equal.
     """
 
-    def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
+    def __init__(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rows: int,
+        dims: Sequence[int | None] | None = None,
+    ) -> None:
         self.kinds: tuple[str, ...] = ()
         self.attributes: Mapping[str, int] = {}
         self.draws: tuple[Draw, ...] = ()
@@ -82,6 +90,7 @@ class Probe:
         self.call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self._rows = rows
+        self.dims = row_dims(self._leaves, rows) if dims is None else dims
         self._chosen = self._choose_rows()
         self._tolerance = _tolerance(call)
         self.written = ""
@@ -91,6 +100,9 @@ class Probe:
         self._singles: list[EagerForward | PipelinedPass] = []
         self._weights: list[Tensor | None] = []
         self._wanted: dict[str, Tensor | None] = {}
+
+    def _select(self, chosen: Sequence[int]) -> list[Any]:
+        return select_rows_along(self._leaves, self.dims, chosen)
 
     def _choose_rows(self) -> list[int]:
         return choose_rows(self._leaves, self._rows)
@@ -104,7 +116,7 @@ class Probe:
         call = replace(self.call, grad=False)
 
         def forward(random: RandomPolicy, num_rows: int) -> None:
-            args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, self._chosen[:num_rows]), self._spec)
+            args, kwargs = tree_unflatten(self._select(self._chosen[:num_rows]), self._spec)
             recorder = GlobalReduction(call.device, record=True)
             try:
                 with self._from_the_same_state():
@@ -234,7 +246,7 @@ class Probe:
         Raises:
             Refused: A buffer becomes something else than in the first run: it gathers what it saw of the rows.
         """
-        args, kwargs = tree_unflatten(select_rows(self._leaves, self._rows, chosen), self._spec)
+        args, kwargs = tree_unflatten(self._select(chosen), self._spec)
         first = self._chosen.index(chosen[0])
         share = Share(first, first + len(chosen), len(self._chosen))
         call = replace(self.call, random=self.call.random.shared(0, share, self.draws), **changes)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_world_size, is_initialized
+from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
@@ -38,6 +39,7 @@ from moreh_ap.parallelizer.trial.dry_run import attempt, untouched
 from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe
 from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
+from moreh_ap.protocol.batch import row_dims_elsewhere, rows_along
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class SplitVerdict:
             `loss_reduction.py`.
         joined: Whether it can be split only if batch normalisation takes the statistics of all workers' rows.
         steps: What each function in it does with rows, where it can be split only if rows are gathered where they meet.
+        dims: Where each leaf of the arguments has rows, where that is not dim 0 of all that have any.
     """
 
     split: bool
@@ -68,10 +71,17 @@ class SplitVerdict:
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     written: str = ""
     steps: tuple[Step, ...] = ()
+    dims: tuple[int | None, ...] | None = None
 
 
 def check_split(
-    call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, *, may_join: bool = False
+    call: Call,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    rows: int,
+    *,
+    may_join: bool = False,
+    may_turn: bool = False,
 ) -> SplitVerdict:
     """Returns whether the forward of `call` may run on slices of the batch.
 
@@ -83,7 +93,8 @@ def check_split(
         args: Positional arguments with the whole batch.
         kwargs: Keyword arguments, likewise.
         rows: Rows of the batch.
-        may_join: Whether workers may exchange statistics of their rows inside the forward.
+        may_join: Whether workers may exchange statistics of their rows, or rows, inside the forward.
+        may_turn: Whether the rows may lie along another dim than the first.
     """
     if rows < 2:
         return SplitVerdict(False, (), "the batch has one row")
@@ -108,7 +119,22 @@ def check_split(
             _clear_gradients(call)
             gathered = compare(GatheringProbe(call, args, kwargs, rows))
             found = gathered if gathered.split else found
+            if may_turn and (not found.split or any(step.gathers for step in found.steps)):
+                found = _elsewhere(call, args, kwargs) or found
     return found
+
+
+def _elsewhere(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SplitVerdict | None:
+    """Tries a batch whose rows lie along dim 1; None if it is none, or if its rows meet as well."""
+    leaves = tree_leaves((tuple(args), dict(kwargs)))
+    dims = row_dims_elsewhere(leaves)
+    rows = None if dims is None else rows_along(leaves, dims)
+    if dims is None or rows is None or rows < call.axis.size:
+        return None
+    _clear_gradients(call)
+    found = compare(GatheringProbe(call, args, kwargs, rows, dims))
+    meet = any(step.gathers for step in found.steps)
+    return replace(found, dims=tuple(dims)) if found.split and not meet else None
 
 
 def _clear_gradients(call: Call) -> None:

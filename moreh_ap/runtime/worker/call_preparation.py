@@ -23,7 +23,7 @@ from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
 from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_split
-from moreh_ap.protocol.batch import carries_rows, row_range
+from moreh_ap.protocol.batch import carries_rows, row_range, rows_along
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import UNSPLIT, DefineSignature, Forward, ReadsAttributes
@@ -152,13 +152,18 @@ class CallPreparation:
         reads = self._reads((kind, frozenset(self.kept)), call, args, kwargs, rows)
         if reads:
             return ReadsAttributes(reads)
-        verdict = self._verdict(kind, call, args, kwargs, rows)
+        verdict = self._verdict(kind, call, args, kwargs, rows, may_turn=not any(local))
         if any(local) and not verdict.split:
             raise ExactnessError(
                 "an output of one model is an input of another, which every device computes whole",
                 "inputs that the script has read",
                 "x = x.detach().cpu().to(x.device)",
             )
+        leaves = tree_leaves((tuple(args), dict(kwargs)))
+        if verdict.dims is not None:  # the forward cuts what it gets, and gathers what it gives
+            rows, carried = rows_along(leaves, verdict.dims), [False] * len(tensors)
+            if rows is None or rows < axis.size:
+                verdict = SplitVerdict(False, (), f"{UNSPLIT}: the inputs do not have the same rows along dim 1")
         share = None
         if verdict.split:
             assert rows is not None  # a call without rows is not split
@@ -166,14 +171,19 @@ class CallPreparation:
             extensions = tuple(extension.knowing(verdict.attributes) for extension in call.extensions)
             call = replace(call, mode="split", kinds=verdict.kinds, means=verdict.means, counts=verdict.counts)
             call = replace(call, joined=verdict.joined, extensions=extensions)
-            if verdict.steps:
-                with_rows = {id(tensor) for tensor, carries in zip(tensors, carried) if carries}
-                leaf_carries = tuple(id(leaf) in with_rows for leaf in tree_leaves((tuple(args), dict(kwargs))))
-                call = replace(call, gathering=Gathering(verdict.steps, leaf_carries, rows))
+        if verdict.steps:
+            assert rows is not None
+            with_rows = {id(tensor) for tensor, carries in zip(tensors, carried) if carries}
+            dims = verdict.dims or tuple(0 if id(leaf) in with_rows else None for leaf in leaves)
+            gathering = Gathering(verdict.steps, dims, rows, cuts=verdict.dims is not None)
+            call = replace(call, gathering=gathering)
         notes = (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
-        num_own_rows = None if share is None else share.stop - share.start
-        note = ". ".join(filter(None, notes))
+        roles = Roles(axis, rows, carried, command.wants_grad, verdict.split, ". ".join(filter(None, notes)))
+        if verdict.dims is not None:
+            roles = roles._replace(rows=None)
+        elif share is not None:
+            roles = roles._replace(num_own_rows=share.stop - share.start)
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
         self.prepared[key] = PreparedCall(
@@ -181,7 +191,7 @@ class CallPreparation:
             call=call,
             execute=way_to_execute(call, model.plan, rows, meta),
             nesting=nesting,
-            roles=Roles(axis, rows, carried, command.wants_grad, verdict.split, note, num_own_rows),
+            roles=roles,
             is_cut=[verdict.split and carries and not is_local for carries, is_local in zip(carried, local)],
             cuts_heads=self._cuts_heads(nesting, local),
             keeps_no_cache=keeps_no_cache,
@@ -234,7 +244,14 @@ class CallPreparation:
         return self._reads_of[key]
 
     def _verdict(
-        self, kind: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None
+        self,
+        kind: Hashable,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rows: int | None,
+        *,
+        may_turn: bool,
     ) -> SplitVerdict:
         """Whether calls like this one may be split; found out once for each kind of call."""
         workers, pieces = call.axis.size, self.model.plan.micro_batches if call.grad else 1
@@ -242,7 +259,7 @@ class CallPreparation:
             reason = f"{UNSPLIT}: the batch has fewer rows than there are devices" if workers > 1 else ""
             return SplitVerdict(False, (), reason)
         if kind not in self._verdicts:
-            verdict = check_split(call, args, kwargs, rows, may_join=pieces == 1)
+            verdict = check_split(call, args, kwargs, rows, may_join=pieces == 1, may_turn=may_turn)
             if verdict.written:
                 self._require_full_parameters(verdict.written)
             if not verdict.split:

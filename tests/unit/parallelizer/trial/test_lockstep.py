@@ -25,7 +25,7 @@ def learn(forward: Callable[[Tensor], object], width: int = 4) -> dict[str, Step
     fewer, recorder = x[:3].clone(), NumberRecorder(CPU)
     with recorder:
         forward(fewer)
-    lockstep = Lockstep(CPU, rows=(3, 2), carried=[True], fewer=(3, recorder.calls), tolerance=2e-5)
+    lockstep = Lockstep(CPU, rows=(3, 2), dims=[0], fewer=(3, recorder.calls), tolerance=2e-5)
     lockstep.begin([x])
     with lockstep:
         forward(x)
