@@ -33,6 +33,10 @@ _DROPOUTS = {
 }
 
 
+_PLACE_OF_DROPOUT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
 class NoDropout(TorchFunctionMode):
     """While active, dropout returns what it was given."""
 
@@ -42,11 +46,14 @@ class NoDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
+        if func in _PLACE_OF_DROPOUT:
+            place = _PLACE_OF_DROPOUT[func]
+            if len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1 :])
             elif "dropout_p" in kwargs:
                 kwargs = {**kwargs, "dropout_p": 0.0}
+        if getattr(func, "__name__", "") in _RECURRENT:  # dropout between layers is the only fraction that they get
+            args = tuple(0.0 if isinstance(arg, float) else arg for arg in args)
         return func(*args, **kwargs)
 
 
