@@ -7,6 +7,8 @@ import io
 
 import pytest
 import torch
+from one_line_models import tiny_llama
+from test_one_line_training import assert_same, on_both
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -88,3 +90,25 @@ def test_profilers_record_the_script_s_process(model, tmp_path):
     with torch.autograd.profiler.profile(use_device="cuda") as seen:
         train_a_step(model, images)
     assert len(seen.function_events) > 0
+
+
+def test_a_compiled_model_trains_as_on_one_device_and_each_worker_computes_its_rows(accelerator, capsys):
+    """The code in workers would have been compiled for the few rows of the split check."""
+    accelerator("replicate=2")
+
+    def script(device):
+        torch.manual_seed(0)
+        model = tiny_llama().to(device)
+        compiled, optimizer = torch.compile(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for rows in (4, 4, 3):
+            ids = torch.randint(0, 50, (rows, 8)).to(device)
+            loss = compiled(input_ids=ids, labels=ids).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return [*losses, *model.state_dict().values()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert "Every device computes the whole batch" not in capsys.readouterr().out

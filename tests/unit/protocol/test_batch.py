@@ -57,3 +57,21 @@ def test_chosen_rows_come_in_the_order_asked_for_and_lie_in_memory_as_before():
 
 def test_workers_that_do_not_speak_have_no_rows():
     assert BatchRows((3, None, 2)).total == 5
+
+
+def test_rows_along_the_second_dim_are_those_of_the_first_tensor_that_has_one():
+    steps_TBF, padding_BT, state_LBH = torch.zeros(7, 5, 3), torch.zeros(5, 7), torch.zeros(2, 5, 4)
+    leaves = [torch.zeros(9), steps_TBF, padding_BT, state_LBH, "text", torch.zeros(3)]
+    dims = batch.row_dims_elsewhere(leaves)
+    assert dims == [None, 1, 0, 1, None, None]
+    assert batch.rows_along(leaves, dims) == 5
+    assert batch.rows_along([torch.zeros(7, 5), torch.zeros(7, 4)], [1, 1]) is None
+    assert batch.row_dims_elsewhere([torch.zeros(9)]) is None
+
+
+def test_chosen_rows_along_each_dim_keep_the_order_in_memory():
+    first, second = torch.arange(12).view(4, 3), torch.arange(12).view(3, 4).t()
+    chosen = batch.select_rows_along([first, second, "text"], [0, 1, None], [0, 2])
+    assert chosen[0].tolist() == [[0, 1, 2], [6, 7, 8]]
+    assert chosen[1].tolist() == [[0, 8], [1, 9], [2, 10], [3, 11]]
+    assert chosen[1].stride() == (1, 4)
