@@ -106,7 +106,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Sets the compiler to eager at once if it has been imported.",
-        ("torch._dynamo", "device/patches"),
+        ("torch._dynamo", "device/patches protocol"),
     ),
     *_names(
         "The module that `torch.compile` wraps.",

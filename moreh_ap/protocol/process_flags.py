@@ -2,6 +2,10 @@
 
 A script sets them where it runs (``torch.set_default_dtype``, ``torch.set_float32_matmul_precision``, `sdpa_kernel`);
 workers have to have them too. Decides which they are. Must not know how they travel.
+
+What was compiled by `torch.compile` runs as it is written in every process of ours. In the controller compiled code
+would find no entries in tensors; in a worker it would have been made for other surroundings (torch function modes) than
+those of the next call.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.backends import cuda, cudnn
+
+from moreh_ap.patching import Patches, PatchGroup
 
 Flags = tuple[Any, ...]
 """A value for each flag, in a fixed order; None where PyTorch does not tell."""
@@ -68,3 +74,19 @@ def _value_of(flag: _Flag) -> Any:
         return flag.get()
     except RuntimeError:  # precision was set in two ways that contradict each other
         return None
+
+
+def run_as_written(group: PatchGroup) -> None:
+    """Makes PyTorch run compiled functions as they are written. Imports the compiler."""
+    stance = torch.compiler.set_stance("force_eager")
+    group.note(
+        "torch.compiler.set_stance",
+        "Runs what was compiled as it is written.",
+        lambda: stance.__exit__(None, None, None),  # as at the end of a `with` block
+    )
+
+
+def install(patches: Patches) -> None:
+    """Has compiled code run as it is written once a model brings the compiler along."""
+    group = patches.group("Compiled code would be made for surroundings that the next call does not have.")
+    group.when_imported("torch._dynamo", lambda _: run_as_written(group))

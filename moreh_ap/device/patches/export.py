@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.patching import Patches, PatchGroup
-from moreh_ap.protocol.compiled_code import run_as_written
+from moreh_ap.protocol.process_flags import run_as_written
 
 
 def install(patches: Patches) -> None:

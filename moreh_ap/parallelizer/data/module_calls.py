@@ -29,7 +29,7 @@ def seeing_modules(on_module: OnModule) -> Iterator[None]:
         """Shows the call of a module to the forward's surroundings."""
         return on_module(functools.partial(before, self), self, args, kwargs)
 
-    before = patches.group("rows of a batch meet in some modules and not in others").replace(
+    before = patches.group("Rows of a batch meet in some modules and not in others.").replace(
         nn.Module, "__call__", __call__
     )
     try:

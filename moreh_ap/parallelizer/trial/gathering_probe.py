@@ -26,6 +26,8 @@ from moreh_ap.protocol.batch import row_range
 class GatheringProbe(JoinedProbe):
     """Learns where rows meet, then runs as `JoinedProbe` does."""
 
+    _least_rounding = 0.0
+
     def compare_outputs(self) -> None:
         number = len(self._chosen)
         _, first = row_range(0, 2, number)

@@ -179,11 +179,15 @@ class CallPreparation:
             call = replace(call, gathering=gathering)
         notes = (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
-        roles = Roles(axis, rows, carried, command.wants_grad, verdict.split, ". ".join(filter(None, notes)))
-        if verdict.dims is not None:
-            roles = roles._replace(rows=None)
-        elif share is not None:
-            roles = roles._replace(num_own_rows=share.stop - share.start)
+        roles = Roles(
+            axis,
+            rows if verdict.dims is None else None,
+            carried,
+            command.wants_grad,
+            verdict.split,
+            ". ".join(filter(None, notes)),
+            share.stop - share.start if share is not None and verdict.dims is None else None,
+        )
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
         self.prepared[key] = PreparedCall(

@@ -6,14 +6,14 @@ from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.call import own_collectives
 from moreh_ap.parallelizer.data import unused_parameters
 from moreh_ap.patching import Patches
-from moreh_ap.protocol import compiled_code, pytree
+from moreh_ap.protocol import process_flags, pytree
 
 
 def install() -> Patches:
     """Make them, and return the registry that takes them back."""
     patches = Patches()
     pytree.install(patches)
-    compiled_code.install(patches)
+    process_flags.install(patches)
     transformers_worker.install(patches)
     transformers_worker.note_recorded(patches)
     own_collectives.install(patches)
