@@ -168,8 +168,8 @@ class Outbox:
                     self._gathered = []
                 commands.append(command)
                 posted.append(promise)
-            while self._released:
-                commands.append(self._released.popleft())
+            releases = [self._released.popleft() for _ in range(len(self._released))]
+            commands += releases
             if not commands:
                 return
             if self.state.current is SessionState.REPLAYABLE:
@@ -178,10 +178,11 @@ class Outbox:
             try:
                 reply = self._send(commands, posted)
             except Exception as error:  # a lost worker, or an earlier command's error, of any class
+                self._released.extend(releases)
                 if self.recovered(error, times_restarted):
                     return  # this message is in the journal, so it was replayed with the others
                 raise
-        self._listen(reply, times_restarted)
+        self._listen(reply, times_restarted, releases)
 
     def recovered(self, error: Exception, times_restarted: int) -> bool:
         """Replays the journal on other workers, if `on_error` provides them; returns whether it did.
@@ -229,12 +230,27 @@ class Outbox:
             promise.sent(reply, index)
         return reply
 
-    def _listen(self, reply: Reply, times_restarted: int) -> None:
-        """Counts the reply when it arrives, unless its workers were replaced meanwhile."""
-        reply.add_done_callback(lambda done: self._answered(done) if times_restarted == self.times_restarted else None)
+    def _listen(self, reply: Reply, times_restarted: int, releases: Sequence[Any] = ()) -> None:
+        """Counts the reply when it arrives, unless its workers were replaced meanwhile.
+
+        What a message was to free is freed with the next one if the message fails: workers skip commands after an error.
+        """
+
+        def answered(done: Future[Any]) -> None:
+            if times_restarted != self.times_restarted:
+                return
+            if has_failed(done):
+                self._released.extend(releases)
+            self._answered(done)
+
+        reply.add_done_callback(answered)
 
     def release(self, command: Any) -> None:
-        """Sends a command that frees something, with the next message."""
+        """Sends a command that frees something, with the next message, and again if a worker may have skipped it.
+
+        Args:
+            command: Harmless when it is executed twice.
+        """
         self._released.append(command)
 
     def post_clear(self, gradients: Sequence[StateRef]) -> None:

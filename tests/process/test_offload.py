@@ -19,6 +19,8 @@ from moreh_ap.plan import Plan
 from moreh_ap.runtime.worker.optimizer_offload import OffloadedState
 from moreh_ap.session.models.remote_optimizer import elementwise_optimizers
 
+pytestmark = pytest.mark.rotating  # one more plan each
+
 BUCKETS = [1, 100, 10**9]
 
 

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.rotating  # one more way to set an attribute each
+
 PLANS = ["replicate=2", "shard=2", "replicate=2,recompute=full"]
 
 

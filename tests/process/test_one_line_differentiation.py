@@ -9,6 +9,8 @@ from one_line_models import OwnTransformer, tiny_llama
 from test_one_line_training import assert_same, batches, on_both
 from torch import nn
 
+pytestmark = pytest.mark.rotating  # one more kind of derivative each
+
 
 @pytest.fixture(params=["replicate=2", "shard=2"], autouse=True)
 def session(request, accelerator):

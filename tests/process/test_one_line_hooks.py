@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from moreh_ap.errors import UnsupportedError
 
+pytestmark = pytest.mark.rotating  # one more kind of hook each
+
 
 @pytest.fixture(params=["replicate=2", "shard=2"], autouse=True)
 def session(request, accelerator):

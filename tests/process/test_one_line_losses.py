@@ -15,6 +15,8 @@ from torch import nn
 
 from moreh_ap.session.traffic import SlowPathWarning, Traffic
 
+pytestmark = pytest.mark.rotating  # one more loss each
+
 CLASSES, POSITIONS, ROWS, WIDTH = 500, 24, 6, 16
 
 

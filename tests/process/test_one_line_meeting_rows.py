@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.rotating  # one more model or plan each
+
 WHOLE = "Every device computes the whole batch"
 
 

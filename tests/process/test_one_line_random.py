@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from one_line_models import VOCABULARY, ragged_batches, tiny_gpt2
 from torch import nn
 
+pytestmark = pytest.mark.rotating  # one more way to draw each
+
 
 class Recurrent(nn.Module):
     """Dropout on embeddings, between layers (where the rows are in the second dim), and on the output."""

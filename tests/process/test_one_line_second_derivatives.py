@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from moreh_ap import device
 from moreh_ap.errors import UnsupportedError
 
+pytestmark = pytest.mark.rotating  # one more way to ask for them each
+
 
 @pytest.fixture(autouse=True)
 def session(accelerator):

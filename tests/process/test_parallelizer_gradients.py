@@ -11,6 +11,8 @@ from parallelizer_models import ROWS, loss_of, make_batch, make_model
 from parallelizer_team import Team
 from torch import nn
 
+pytestmark = pytest.mark.rotating  # the same under one more plan or order each
+
 PLANS = ["replicate=2", "shard=2", "replicate=3", "shard=3", "replicate=2,shard=2"]
 
 

@@ -19,6 +19,8 @@ from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.recompute import apply_recompute
 from moreh_ap.plan import Plan
 
+pytestmark = pytest.mark.rotating  # one more model or plan each
+
 KINDS = ["selective", "full", "2"]
 MODELS = ["llama", "gpt2 with dropout", "own", "own with dropout"]
 

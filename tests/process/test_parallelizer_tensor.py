@@ -11,6 +11,8 @@ import torch
 from families import VOCABULARY
 from parallelizer_team import Team
 
+pytestmark = pytest.mark.rotating  # one more family each
+
 FAMILIES = [
     "gpt2", "llama2", "llama3", "mistral", "qwen2", "qwen3", "opt", "gpt_neox", "gemma", "phi3", "mixtral",
     "qwen3_moe", "bert", "t5", "own_transformer", "nanogpt",

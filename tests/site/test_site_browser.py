@@ -46,6 +46,7 @@ def window(chromium, address):
     context.close()
 
 
+@pytest.mark.rotating  # one more page each
 @pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("name", nav_pages())
 def test_page_fits_the_screen_and_reports_nothing(window, site, address, name, language):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moreh_ap.protocol.messages.models import ReleaseModel
 from moreh_ap.protocol.messages.state import ClearGradients
 from moreh_ap.protocol.messages.stream import DefineList, Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef
@@ -138,3 +139,13 @@ def test_a_definition_is_told_anew_after_a_failure():
     assert outbox.submit(Synchronize()).failed()
     assert outbox.list_id(grads("a")) != number and outbox.times_forgotten == 1
     assert outbox.list_id(grads("a")) == outbox.list_id(grads("a")), "only once"
+
+
+def test_what_a_failed_message_was_to_free_is_freed_with_the_next():
+    workers = Workers(fails_at=0)
+    outbox = Outbox(workers)
+    outbox.release(ReleaseModel("model"))
+    assert outbox.submit(Synchronize()).failed()
+    outbox.submit(Synchronize())
+    outbox.submit(Synchronize())
+    assert [ReleaseModel("model") in message for message in workers.told] == [True, True, False]
