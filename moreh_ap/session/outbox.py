@@ -233,7 +233,7 @@ class Outbox:
     def _listen(self, reply: Reply, times_restarted: int, releases: Sequence[Any] = ()) -> None:
         """Counts the reply when it arrives, unless its workers were replaced meanwhile.
 
-        What a message was to free is freed with the next one if the message fails: workers skip commands after an error.
+        What a message was to free is freed with the next one if it fails: workers skip commands after an error.
         """
 
         def answered(done: Future[Any]) -> None:
