@@ -150,6 +150,14 @@ def _measured(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
     )
 
 
+def own_process_line(name: str, step_megaflops: float, num_devices: int) -> str:
+    """Returns the line for a model that is too small for workers."""
+    return info(
+        f"{name} runs in this process: a step of {step_megaflops:.2g} MFLOP takes less time than messages to "
+        f"{num_devices} workers take (a larger call moves it to them)"
+    )
+
+
 def candidate_lines(choice: Choice) -> Iterable[str]:
     """Yields a line with the predictions for each candidate, for detailed logs."""
     for candidate in choice.candidates:

@@ -58,6 +58,18 @@ class Options:
     memory_usage_correction_ratio: int = 80
     strict: bool = False
 
+    @property
+    def leaves_layout_open(self) -> bool:
+        """Whether nothing says how a model is to be laid out, so that a small one need not be on the workers at all."""
+        wishes = (
+            self.plan,
+            self.autotune,
+            self.strict,
+            not self.pipeline_parallel,
+            self.activation_recomputation is True,
+        )
+        return not any(wishes) and self.num_stages == self.num_micro_batches == self.distribute_parameter == "auto"
+
 
 def resolve_options(
     environment: Mapping[str, str],

@@ -30,7 +30,11 @@ class RedirectMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Left on another thread's stack, the mode lets every call pass once the accelerator is disabled.
-        return redirect(func, args, kwargs or {}) if IN_FORCE.backend is not None else func(*args, **(kwargs or {}))
+        if IN_FORCE.backend is None:
+            return func(*args, **(kwargs or {}))
+        if types and all(kind is VirtualTensor for kind in types):
+            return VirtualTensor.__torch_function__(func, types, args, kwargs)  # as it would be once the mode is off
+        return redirect(func, args, kwargs or {})
 
 
 def in_mode(function: Callable[..., Any]) -> Callable[..., Any]:

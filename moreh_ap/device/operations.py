@@ -7,6 +7,8 @@ provide `Value.runner`.
 
 from __future__ import annotations
 
+import enum
+import functools
 import threading
 from typing import Any
 
@@ -44,8 +46,19 @@ _TAKES_BOTH_DEVICES = {
     aten.index_put_.default,
     aten._index_put_impl_.default,
 }
+# Not plain: these ask for a device, or may change the shape of their first argument.
+_NOT_PLAIN = {aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor, aten.resize_.default}
 # Arguments that an operation changes although its schema does not declare it.
 _WRITES_UNSAID = {aten.native_batch_norm.default: ("running_mean", "running_var")}
+
+
+class _Form(enum.Enum):
+    """What a plain operation does with memory. See [Note: plain operations]."""
+
+    NEW = "its results are new tensors"
+    VIEW = "its result is a view of its first argument"
+    IN_PLACE = "it changes its first argument, a tensor, and returns it"
+    IN_PLACE_EACH = "it changes each tensor of its first argument, a list, and returns nothing"
 
 
 class _Asked(threading.local):
@@ -63,6 +76,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         RuntimeError: CPU and accelerator tensors are mixed, as PyTorch raises it.
     """
+    result = _compute_plain(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
     if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
         with torch.inference_mode(False):  # in inference mode too, a view of an ordinary tensor is an ordinary tensor
             return run(func, args, kwargs)
@@ -94,6 +110,76 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         if replaced is not None:
             return replaced
     return _compute_here(func, args, kwargs, device)
+
+
+@functools.cache
+def _form_of(func: Any) -> _Form | None:
+    """Returns the form of an operation; None if it is not a plain one."""
+    if func in _ALIASES or func in _NEEDS_ONLY_METADATA or func in _WRITES_UNSAID or func in _NOT_PLAIN:
+        return None
+    schema, is_written = func._schema, _is_written
+    if func.is_view:
+        return _Form.VIEW if [str(value.type) for value in schema.returns] == ["Tensor"] else None
+    if not any(map(is_written, schema.arguments)):
+        return _Form.NEW if all(value.alias_info is None for value in schema.returns) else None
+    first, *others = schema.arguments
+    if not is_written(first) or any(map(is_written, others)) or torch.Tag.inplace_view in func.tags:
+        return None
+    if str(first.type) == "Tensor":
+        return _Form.IN_PLACE if len(schema.returns) == 1 else None
+    return None if schema.returns else _Form.IN_PLACE_EACH
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _compute_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the result of a plain operation; NotImplemented if it is none.
+
+    [Note: plain operations]
+    Most operations of a script (and all of a model that runs in the controller) take accelerator tensors whose values
+    are here, in their positional arguments or in lists there, and numbers. For these nothing has to be looked for in
+    nested arguments, which would take several times as long as a small operation itself.
+    """
+    form = _form_of(func)
+    if form is None or "device" in kwargs:
+        return NotImplemented
+    if form is _Form.VIEW and (torch.is_inference_mode_enabled() or not isinstance(args[0], VirtualTensor)):
+        return NotImplemented
+    host_args: list[Any] = []
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, Tensor):
+            host = _here(arg)
+            if host is None:
+                return NotImplemented
+            host_args.append(host)
+        elif type(arg) in (list, tuple) and arg and any(isinstance(element, Tensor) for element in arg):
+            hosts = [_here(element) if isinstance(element, Tensor) else element for element in arg]
+            if any(host is None and element is not None for host, element in zip(hosts, arg)):
+                return NotImplemented
+            host_args.append(hosts)
+        else:
+            host_args.append(arg)
+    host_kwargs = dict(zip(kwargs, host_args[len(args) :])) if kwargs else kwargs
+    result = func(*host_args[: len(args)], **host_kwargs)
+    if form is _Form.IN_PLACE:
+        return args[0]
+    if form is _Form.NEW:
+        return place(result) if type(result) is Tensor else _wrap(result, ACCELERATOR)
+    if form is _Form.IN_PLACE_EACH:
+        return None
+    view = place(result)
+    view._cell.has_views = args[0]._cell.has_views = True
+    return view
+
+
+def _here(tensor: Tensor) -> Tensor | None:
+    """Returns the value of an accelerator tensor that is in the controller, or a CPU number; None for others."""
+    if not isinstance(tensor, VirtualTensor):
+        return tensor if tensor.dim() == 0 else None
+    cell = tensor._cell
+    return cell.value.tensor if type(cell.value) is Here and cell.device is ACCELERATOR else None
 
 
 def _common_device(func: Any, virtual: list[VirtualTensor], leaves: list[Any]) -> torch.device:

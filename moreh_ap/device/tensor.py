@@ -41,20 +41,21 @@ class VirtualTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, cell: Cell, like: Tensor, requires_grad: bool = False) -> VirtualTensor:
         """Makes a handle on `cell` with the shape, strides and dtype of `like`, which may be a meta tensor."""
-        is_compressed = like.layout in _COMPRESSED  # PyTorch has no wrapper for this layout
+        layout = like.layout
+        is_compressed = layout is not torch.strided and layout in _COMPRESSED  # PyTorch has no wrapper for these
         handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
             strides=None if is_compressed else like.stride(),
             storage_offset=None if is_compressed else like.storage_offset(),
             dtype=like.dtype,
-            layout=torch.sparse_coo if is_compressed else like.layout,
+            layout=torch.sparse_coo if is_compressed else layout,
             device=CPU,
             requires_grad=requires_grad,
         )
         handle._use(cell)
         if is_compressed:
-            handle._compressed = like.layout
+            handle._compressed = layout
         return handle  # type: ignore[no-any-return]
 
     def _use(self, cell: Cell) -> None:
@@ -295,7 +296,8 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return cls.torch_dispatch(func, args, kwargs or {})
+        with torch._C.DisableTorchFunction():  # in a backward the mode that redirects "cuda" would see each attribute
+            return cls.torch_dispatch(func, args, kwargs or {})
 
 
 def _hand_gradient_on(parameter: VirtualTensor) -> None:

@@ -199,7 +199,10 @@ class Cell:
     def new_user(self) -> CellUser:
         """Returns a user of this cell; the caller keeps it as long as it keeps the cell."""
         user = CellUser()
-        self._users = (*(known for known in self._users if known() is not None), weakref.ref(user))
+        if self._users:
+            self._users = (*(known for known in self._users if known() is not None), weakref.ref(user))
+        else:
+            self._users = (weakref.ref(user),)
         return user
 
     def has_others(self, user: CellUser) -> bool:

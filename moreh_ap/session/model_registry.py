@@ -16,6 +16,7 @@ from moreh_ap.protocol.messages.stream import ImportModules
 from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import replaying
+from moreh_ap.session.own_process.small_models import SmallModels
 from moreh_ap.session.planning import first_call
 from moreh_ap.session.planning.autotune import tune
 from moreh_ap.session.planning.oom_recovery import Recovery
@@ -35,6 +36,7 @@ class ModelRegistry:
         self.routes: weakref.WeakKeyDictionary[nn.Module, Route] = weakref.WeakKeyDictionary()
         self._session = session
         self._recovery = Recovery(session)
+        self._small = SmallModels(session, self.routes)
         self._models: list[RemoteModel] = []
         self._announced: set[str] = set()
         # A module that was moved at once (``model.cuda()``) is one model even if a submodule is called first.
@@ -108,6 +110,8 @@ class ModelRegistry:
             return None  # parameters on both sides: it runs here, its submodules on the accelerator do not
         root = self._with_all_that_share(root)
         refuse_compiled(root)
+        if self._session.trial_plan is None and self._small.take(root, module, (args, kwargs)):
+            return None
         self._bring_back(root)
         model = self._lay_out(root, (module, args, kwargs))
         self._models.append(model)

@@ -24,6 +24,7 @@ from moreh_ap.integrations.adamw import AdamW
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, DescribeOptimizer, LoadOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
 from moreh_ap.session.models.parameter_gradients import expected_will_do
+from moreh_ap.session.own_process.host_step import step_on_values
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import ModelState, OnWorkers, StateHolder
 from moreh_ap.states import SessionState
@@ -219,7 +220,7 @@ def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Calla
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         refs = worker_refs(optimizer)
         if refs is None:
-            return original(optimizer, closure)
+            return None if closure is None and step_on_values(optimizer, original) else original(optimizer, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

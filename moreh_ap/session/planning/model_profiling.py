@@ -64,13 +64,13 @@ def profile_model(root: nn.Module, shape: TransformerShape | None, call: tuple[A
         call: Arguments of the first call; only the shapes of tensors are used.
     """
     tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    positions = _positions(tensors)
+    positions = positions_of(tensors)
     if shape is not None:
         return profile_of(shape, positions)
     return _counted(root, positions)
 
 
-def _positions(tensors: list[Tensor]) -> int:
+def positions_of(tensors: list[Tensor]) -> int:
     """Returns how many positions a row has: of a sequence of ids or vectors, or the pixels of a picture."""
     first = tensors[0] if tensors else None
     if first is None or first.dim() < 2 or (first.is_floating_point() and first.dim() == 2):

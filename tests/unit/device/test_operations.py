@@ -92,3 +92,53 @@ def test_arguments_that_an_operation_changes_are_found_said_or_unsaid():
     assert written(aten._foreach_add_.Scalar, [x, mean], 1) == [id(x), id(mean)]
     args = (image, None, None, mean, variance, True, 0.1, 1e-5)
     assert written(aten.native_batch_norm.default, *args) == [id(mean), id(variance)]
+
+
+# -- plain operations: the same with and without looking for tensors in nested arguments ---------------------------
+
+
+def _numbers():
+    return torch.arange(6.0).reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, y: x + y,
+        lambda x, y: torch.add(x, y, alpha=2),
+        lambda x, y: x * torch.tensor(2.0),
+        lambda x, y: torch.cat([x, y], dim=1),
+        lambda x, y: x.max(dim=1).indices,
+        lambda x, y: x[[1, 0]],
+        lambda x, y: torch.where(x > 2, x, y),
+        lambda x, y: x.mul_(y).add_(1),
+        lambda x, y: [x, torch._foreach_add_([x, y], 1.0)][0] + y,
+        lambda x, y: torch.stack(torch._foreach_mul([x, y], [2.0, 3.0])),
+        lambda x, y: x.split(2, dim=1)[0],
+        lambda x, y: [x, x.t().add_(1)][0],
+        lambda x, y: [x, x.t_()][0],
+        lambda x, y: torch.add(x, y, out=y),
+        lambda x, y: [y, y.copy_(x)][0],
+        lambda x, y: torch.nn.functional.batch_norm(x, y[0], y[1].clone(), training=True) + y[0],
+    ],
+)
+def test_plain_operations_give_what_the_complete_way_gives(compute, monkeypatch):
+    expected = compute(_numbers(), _numbers() + 1)
+    fast = compute(_numbers().cuda(), (_numbers() + 1).cuda())
+    with monkeypatch.context() as patch:
+        patch.setattr(operations, "_compute_plain", lambda *_: NotImplemented)
+        complete = compute(_numbers().cuda(), (_numbers() + 1).cuda())
+    assert fast.is_cuda and complete.is_cuda
+    assert torch.equal(fast.cpu(), expected) and torch.equal(complete.cpu(), expected)
+
+
+def test_plain_operations_do_not_search_nested_arguments(monkeypatch):
+    x = _numbers().cuda()
+    monkeypatch.setattr(operations, "tree_leaves", None)
+    assert (x @ x.t() + 1).relu().sum().item() == 87.0
+
+
+def test_what_shares_memory_with_a_view_is_not_replaced():
+    x = _numbers().cuda()
+    row = x[0]
+    assert x._cell.has_views and row._cell.has_views

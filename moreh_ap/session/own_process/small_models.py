@@ -1,0 +1,160 @@
+"""Which models run in the script's own process: those whose computation takes less time than messages to workers.
+
+Decides by the size of a call, and by the time that the first calls took. Must not know how a call is computed: a model
+that has not been laid out on the workers has its values in the controller, where the operations of its forward,
+backward and optimizer run one by one (`device/operations.py`).
+
+[Note: small models]
+A step on workers costs the controller and each worker some milliseconds beside the computation: commands, answers,
+collectives. An operation on accelerator tensors in the controller costs some 40 microseconds beside its computation. So
+a model stays here while a training step has few operations and few floating-point operations. Once a call is larger the
+model is laid out on the workers, with its values and the optimizer's state, as at any other first call.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from moreh_ap import log
+from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.values import Here, InFile, Later
+from moreh_ap.session.planning.model_profiling import positions_of
+from moreh_ap.session.session import Session
+
+MAX_STEP_FLOPS = 1e8
+"""A training step of this size takes some 5 ms on one core of 2026 and about as long on two workers, messages included
+(`docs/benchmarks.md`, small models)."""
+
+MAX_PARTS = 24
+"""Modules with parameters. Each stands for several operations of a forward and twice as many of a backward."""
+
+MAX_FORWARD_S = 4e-3
+"""How long a forward may take here: one with a loop in Python has more operations than it has modules."""
+
+_NUM_TIMED = 3  # the first calls, of which the fastest counts: one may import or allocate
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+class SmallModels:
+    """The models that run in this process.
+
+    Args:
+        session: Its options say whether models may stay here.
+        routes: Takes a route for each module that runs here, until the script moves a module.
+    """
+
+    def __init__(self, session: Session, routes: MutableMapping[nn.Module, Route]) -> None:
+        self._session, self._routes = session, routes
+        self._outgrown: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._announced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def take(self, root: nn.Module, module: nn.Module, call: Call) -> bool:
+        """Returns whether `root` runs here from now on; `module` of it is about to be called.
+
+        Args:
+            root: A model all of whose parameters and buffers are on the accelerator.
+            module: The root or a part of it.
+            call: Positional and keyword arguments.
+        """
+        if not self._session.options.leaves_layout_open or root in self._outgrown or not _is_small(root, call):
+            return False
+        tensors = [*root.parameters(), *root.buffers()]
+        if not all(isinstance(t, VirtualTensor) and isinstance(t._cell.value, (Here, InFile)) for t in tensors):
+            return False
+        for tensor in tensors:
+            tensor._cell.read_here()  # type: ignore[attr-defined]
+        for part in root.modules():
+            self._routes[part] = _Plain(part)
+        self._routes[module] = _Timed(self, root, module)
+        if root not in self._announced:
+            self._announced.add(root)
+            megaflops = step_flops(root, call) / 1e6
+            print(log.own_process_line(type(root).__name__, megaflops, self._session.num_devices), flush=True)
+        return True
+
+    def outgrown(self, root: nn.Module) -> None:
+        """Records that `root` goes to the workers: its calls take too long here."""
+        self._outgrown.add(root)
+        self.forget(root)
+
+    def forget(self, root: nn.Module) -> None:
+        """Has the next call of `root` decide again."""
+        for part in root.modules():
+            self._routes.pop(part, None)
+
+
+class _Plain:
+    """The route of a part of a model that runs here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self._module()
+        assert module is not None  # it is being called
+        return module._call_impl(*args, **kwargs)
+
+
+class _Timed:
+    """The route of a model that runs here, or of the part by which the script calls it: notices calls that are large.
+
+    Args:
+        models: Is told that the model has outgrown this process.
+        root: The model.
+        module: What is called.
+    """
+
+    def __init__(self, models: SmallModels, root: nn.Module, module: nn.Module) -> None:
+        self._models, self._root, self._module = models, weakref.ref(root), weakref.ref(module)
+        self._flops_per_position = step_flops_per_position(root)
+        self._seconds: list[float] = []
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        root, module = self._root(), self._module()
+        assert root is not None and module is not None
+        if self._flops_per_position * _positions((args, kwargs)) > MAX_STEP_FLOPS or not _values_are_here(args, kwargs):
+            self._models.forget(root)
+            return NotImplemented
+        if len(self._seconds) == _NUM_TIMED:
+            return module._call_impl(*args, **kwargs)
+        began = time.perf_counter()
+        result = module._call_impl(*args, **kwargs)
+        self._seconds.append(time.perf_counter() - began)
+        if len(self._seconds) == _NUM_TIMED and min(self._seconds) > MAX_FORWARD_S:
+            self._models.outgrown(root)
+        return result
+
+
+def step_flops(root: nn.Module, call: Call) -> float:
+    """Returns the floating-point operations of a training step with this call: six for each parameter and position."""
+    return step_flops_per_position(root) * _positions(call)
+
+
+def step_flops_per_position(root: nn.Module) -> float:
+    """Returns the floating-point operations of a training step for one position of one row."""
+    return 6.0 * sum(parameter.numel() for parameter in root.parameters())
+
+
+def _is_small(root: nn.Module, call: Call) -> bool:
+    num_parts = sum(1 for part in root.modules() if any(p is not None for p in part._parameters.values()))
+    return num_parts <= MAX_PARTS and step_flops(root, call) <= MAX_STEP_FLOPS and _values_are_here(*call)
+
+
+def _positions(call: Call) -> int:
+    """Returns the positions of all rows: of sequences, or the pixels of pictures."""
+    tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    return tensors[0].shape[0] * positions_of(tensors) if tensors else 1
+
+
+def _values_are_here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether no argument is on the workers, where another model left it."""
+    virtual = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor)]
+    return all(isinstance(tensor._cell.value, (Here, InFile, Later)) for tensor in virtual)
