@@ -19,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-llm test test-unit notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
+.PHONY: help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-llm test test-unit test-frameworks notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
 
 help:  ## show this text
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 26
@@ -73,6 +73,15 @@ test: $(INSTALLED)  ## run every test that this machine can run, and name the sl
 
 test-unit: $(INSTALLED)  ## run the tests that need no process of their own
 	@$(IN_LANES) tests/unit
+
+# One environment a group: frameworks ask for versions of the same packages that do not go together.
+FRAMEWORKS ?= $(basename $(notdir $(wildcard tests/frameworks/requirements/*.txt)))
+
+test-frameworks: $(INSTALLED)  ## quick starts of other frameworks, FRAMEWORKS="lightning keras" for some of their groups
+	@for group in $(FRAMEWORKS); do \
+		scripts/framework_environment.sh $(VENV) $$group && \
+		.venv-frameworks/$$group/bin/python -m pytest -q --timeout 600 tests/frameworks || failed="$$failed $$group"; done; \
+	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 # CPU workers everywhere. tqdm warns of a package for progress bars, which no notebook shows.
 notebooks: $(INSTALLED)  ## run every notebook and compare what it prints with what is in it
@@ -128,4 +137,4 @@ clean:  ## remove what builds and tests left
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the environment too
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-frameworks

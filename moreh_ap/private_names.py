@@ -67,11 +67,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Calls PyTorch on tensors of our class without being called back.",
-        ("torch._C.DisableTorchFunction", "device parallelizer/pipeline session/calls session/models"),
-        (
-            "torch._C.DisableTorchFunctionSubclass",
-            "device parallelizer/call parallelizer/tensor protocol session/calls",
-        ),
+        ("torch._C.DisableTorchFunction", "device parallelizer/pipeline session/calls session/models session/own_process"),
+        ("torch._C.DisableTorchFunctionSubclass", "device parallelizer/call parallelizer/tensor protocol session/calls"),
     ),
     *_names(
         "Has views of split tensors made below autograd noticed.",
@@ -235,6 +232,15 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.nn.Module._buffers", "device/patches parallelizer/state parallelizer/trial session session/models"),
         ("torch.nn.Module._modules", "parallelizer/pipeline session/models"),
         ("torch.nn.Module._parameters", "*"),
+    ),
+    *_names(
+        "Calls a module that runs in this process, past the replacement of its `__call__`.",
+        ("torch.nn.Module._call_impl", "session/own_process"),
+    ),
+    *_names(
+        "A step that a script's hooks look at is not run on the values.",
+        ("torch.optim.Optimizer._optimizer_step_post_hooks", "session/own_process"),
+        ("torch.optim.Optimizer._optimizer_step_pre_hooks", "session/own_process"),
     ),
     *_names(
         "Not an attribute for the workers: a compiled call stays here.",

@@ -29,6 +29,8 @@ from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.model_settings import Settings
 from moreh_ap.protocol.module_attributes import Attributes, full_name
 from moreh_ap.protocol.pytree import Nesting
+from moreh_ap.protocol.script_globals import PATH as GLOBALS
+from moreh_ap.protocol.script_globals import GlobalsOfModel
 from moreh_ap.protocol.skeleton import unpickle_attribute, unpickle_skeleton
 from moreh_ap.runtime.worker.cache_arguments import without_cache
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
@@ -67,6 +69,7 @@ class WorkerModel:
         self._kernel_formats = KernelFormats(self.module)
         self._values: dict[tuple[str, str], Any] = {}
         self._originals: dict[tuple[str, str], Any] = {}
+        self._globals: dict[tuple[int, str], GlobalsOfModel] = {}
         keep_parameters(self.module)
         # Under other plans a part of a model, or of its rows, sets a part of what one device would find: then it is
         # only noticed.
@@ -98,7 +101,7 @@ class WorkerModel:
         """Set attributes of submodules; ``config.name`` reaches into a transformers config."""
         self.settings.set({(path, name): pickled for path, name, pickled in changes})
         for path, name, pickled in changes:
-            holder, last = _holder_of(self.module, path, name)
+            holder, last = self._holder_of(self.module, path, name)
             self._originals.setdefault((path, name), getattr(holder, last, None))
             self._values[path, name] = unpickle_attribute(pickled, self.module)
             self._set_attribute(path, name, self._values[path, name])
@@ -117,8 +120,27 @@ class WorkerModel:
     def _set_attribute(self, path: str, name: str, value: Any) -> None:
         for root in (self.module, self.meta_module):
             if root is not None:
-                holder, last = _holder_of(root, path, name)
+                holder, last = self._holder_of(root, path, name)
                 setattr(holder, last, value)
+
+    def _holder_of(self, root: nn.Module, path: str, name: str) -> tuple[Any, str]:
+        """Returns the object of which an attribute is set, and the attribute.
+
+        ``config.name`` reaches into a configuration; a path of globals stands for the variables of a Python module.
+        """
+        if path.startswith(GLOBALS):
+            return self._globals_of(root, path), name
+        holder: Any = root.get_submodule(path)
+        *through, last = name.split(".")
+        for step in through:
+            holder = getattr(holder, step)
+        return holder, last
+
+    def _globals_of(self, root: nn.Module, path: str) -> GlobalsOfModel:
+        key = id(root), path
+        if key not in self._globals:
+            self._globals[key] = GlobalsOfModel(root, path)
+        return self._globals[key]
 
     def moment(self) -> Moment:
         """What is set now: what a call that is computed later has to be computed with."""
@@ -227,15 +249,6 @@ class WorkerModel:
             gradients, self.gradients_aside = self.gradients_aside, None
         for name, parameter in self.parameters.items():
             parameter.grad = gradients[name]
-
-
-def _holder_of(root: nn.Module, path: str, name: str) -> tuple[Any, str]:
-    """The object of which an attribute is set, and the attribute: ``config.name`` reaches into a configuration."""
-    holder: Any = root.get_submodule(path)
-    *through, last = name.split(".")
-    for step in through:
-        holder = getattr(holder, step)
-    return holder, last
 
 
 def _alias(gradient: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from moreh_ap.protocol.pytree import flatten, pickle_treespec
 from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
 from moreh_ap.session import script_line
 from moreh_ap.session.models.container_attributes import Containers
+from moreh_ap.session.models.global_changes import GlobalChanges, warn_of_writes
 from moreh_ap.session.models.parameter_gradients import Gradients
 from moreh_ap.session.models.script_hooks import ScriptHooks
 from moreh_ap.session.models.signatures import Signatures, pickle_constants
@@ -87,6 +88,9 @@ class RemoteModel:
         self._changes: list[tuple[str, str, Any]] = []
         self._containers = Containers(dict(root.named_modules()))
         self._members = _registered_members(self.modules)
+        self._globals = GlobalChanges(root) or None
+        if not on_trial:
+            warn_of_writes(root)
         self._warned_of: set[str] = set()
         self.left_out: dict[str, None] = {}  # attributes that forwards set on the workers only, in their order
         self.passes_state = False
@@ -211,6 +215,8 @@ class RemoteModel:
             for path, name, value in self._containers.take_changes():
                 if not self._is_passed_on(full_name(path, name), value):
                     self._changes.append((path, name, value))
+        if self._globals is not None:
+            self._changes += self._globals.take()
         if self._changes:
             changes = tuple((path, name, pickle_attribute(value, self._path_of)) for path, name, value in self._changes)
             self._changes = []

@@ -22,7 +22,7 @@ class Talkative(nn.Module):
         return self.last(self.words(ids)).mean()
 
 
-torch.moreh.option.enable_advanced_parallelization()
+torch.moreh.option.enable_advanced_parallelization(plan="replicate=2")
 model = Talkative().cuda()
 model(torch.ones(4, 6, dtype=torch.long).cuda()).item()
 print("after the forward")
