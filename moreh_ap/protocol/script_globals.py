@@ -111,7 +111,7 @@ def written_by(root: nn.Module) -> Iterator[Write]:
 
 
 def form_of(value: Any, depth: int = _MAX_DEPTH) -> Hashable | None:
-    """Returns what is equal as long as `value` is; None for what is not compared: tensors, modules, large containers."""
+    """Returns what is equal as long as `value` is; None for what is not compared: tensors, modules, long containers."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if depth == 0:
@@ -192,7 +192,7 @@ def _is_record(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_of_script(name: str) -> bool:
-    """Returns whether a Python module is the script's own: none of an installed library, of Python or of this package."""
+    """Returns whether a Python module is the script's own: not of an installed library, Python or this package."""
     if name in ("__main__", "__mp_main__"):
         return True
     file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,8 @@ class ModelRegistry:
         self._session = session
         self._recovery = Recovery(session)
         self._small = SmallModels(session, self.routes)
-        self._models: list[RemoteModel] = []
+        # Weak: a model goes with its module, as on one device.
+        self._models: weakref.WeakSet[RemoteModel] = weakref.WeakSet()
         self._announced: set[str] = set()
         # A module that was moved at once (``model.cuda()``) is one model even if a submodule is called first.
         self._root_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -53,7 +55,7 @@ class ModelRegistry:
     def _release_those_that_left(self) -> None:
         self.routes.clear()
         for model in [model for model in self._models if model.has_left()]:
-            self._models.remove(model)
+            self._models.discard(model)
             model.release()
 
     def _announce(self, root: nn.Module) -> None:
@@ -91,7 +93,7 @@ class ModelRegistry:
             if not model.is_out_of_date() and model.contains(module):
                 path = model.path_of(module)
                 if not model.script_hooks.any:  # a call with hooks may have to be repeated, see `call_module`
-                    self.routes[module] = functools.partial(call_on_route, model, path)
+                    self.routes[module] = functools.partial(call_on_route, weakref.ref(model), path)
                 return model, path
             return self._build(module if not model.contains(module) else model.root, module, args, kwargs)
         return self._build(self._moved_root(module), module, args, kwargs)
@@ -113,8 +115,10 @@ class ModelRegistry:
         if self._session.trial_plan is None and self._small.take(root, module, (args, kwargs)):
             return None
         self._bring_back(root)
+        if self._models:
+            gc.collect()  # frees models that the script has dropped: they are reference cycles
         model = self._lay_out(root, (module, args, kwargs))
-        self._models.append(model)
+        self._models.add(model)
         self._session.job.has_model(type(root).__name__, str(model.plan))
         return model, model.path_of(module)
 

@@ -149,6 +149,8 @@ class ModelOnWorkers(Protocol):
 
     def note_structure(self) -> None: ...
 
+    def is_released(self) -> bool: ...
+
 
 class ModelState(StateHolder):
     """Holds the parameters and buffers of one model, whose `gradients` know which exist.
@@ -161,14 +163,13 @@ class ModelState(StateHolder):
 
     def __init__(self, session: Session, model: ModelOnWorkers) -> None:
         super().__init__(session)
-        self._model = weakref.ref(model)
+        self._model = model  # lives as long as one of its parameters
 
     def live_model(self) -> Any:
         """The model of these parameters."""
-        model = self._model()
-        if model is None:
+        if self._model.is_released():
             raise RuntimeError("this parameter belongs to a model that has left the accelerator")
-        return model
+        return self._model
 
     def no_longer_keeps(self, value: Any) -> None:
         self.live_model().note_structure()

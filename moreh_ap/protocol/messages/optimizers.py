@@ -39,3 +39,10 @@ class LoadOptimizer:
 
     owner: str
     state: dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ReleaseOptimizer:
+    """Forget an optimizer with its state."""
+
+    owner: str

@@ -17,7 +17,13 @@ from moreh_ap.parallelizer.data.norms import total_norm
 from moreh_ap.parallelizer.mesh import Position
 from moreh_ap.parallelizer.state.loading import Wanted, local_shard, read
 from moreh_ap.parallelizer.state.state_shard import StateShard
-from moreh_ap.protocol.messages.optimizers import BuildOptimizer, DescribeOptimizer, LoadOptimizer, StepOptimizer
+from moreh_ap.protocol.messages.optimizers import (
+    BuildOptimizer,
+    DescribeOptimizer,
+    LoadOptimizer,
+    ReleaseOptimizer,
+    StepOptimizer,
+)
 from moreh_ap.protocol.messages.state import ClearGradients, ClipGradients, GradientNorm
 from moreh_ap.protocol.messages.tensors import SavedTensor, TensorData
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
@@ -39,6 +45,7 @@ class OptimizerCommands:
             BuildOptimizer: self._build,
             StepOptimizer: self._step,
             DescribeOptimizer: lambda command: self._optimizers[command.owner].describe(),
+            ReleaseOptimizer: self._release,
             LoadOptimizer: lambda command: self._optimizers[command.owner].load(command.state),
             GradientNorm: self._norm,
             ClipGradients: self._clip,
@@ -51,6 +58,9 @@ class OptimizerCommands:
         owners = {ref.owner for group in command.groups for ref in group}
         offload = any(models[owner].plan.offload == "optimizer" for owner in owners)
         self._optimizers[command.owner] = WorkerOptimizer(command, groups, self._tables.device, offload=offload)
+
+    def _release(self, command: ReleaseOptimizer) -> None:
+        self._optimizers.pop(command.owner, None)
 
     def _step(self, command: StepOptimizer) -> None:
         self._optimizers[command.owner].step(command.changes)

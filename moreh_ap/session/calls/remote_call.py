@@ -209,14 +209,15 @@ class Call:
         return data
 
 
-def call_on_route(model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_on_route(reference: weakref.ref[RemoteModel], path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the submodule at `path` of a model that the registry found earlier, as `call_remotely` does.
 
     Returns:
         The result, its tensors as promises; NotImplemented if the script has changed the model since, or uses more than
         plain calls: hooks, attributes that forwards set, caches that it passes back.
     """
-    if not model.is_current() or model.may_be_called_again() or torch_modules._has_any_global_hook():
+    model = reference()
+    if model is None or not model.is_current() or model.may_be_called_again() or torch_modules._has_any_global_hook():
         return NotImplemented
     try:
         call, structure, leaves = send_call(model, path, args, kwargs)

@@ -1,4 +1,4 @@
-"""Global variables of the script that a model on the workers reads: what changed since the last call, and what it loses.
+"""Global variables of the script that a model on the workers reads, and those that it changes.
 
 Decides when the workers are told of a value, and of which variable the script is warned. Which variables there are is
 for `protocol/script_globals.py` to know.
@@ -29,7 +29,7 @@ class GlobalChanges:
         return bool(self._known)
 
     def take(self) -> list[tuple[str, str, Any]]:
-        """Returns path, name and value of each variable that changed since the last time, or since the model was sent."""
+        """Returns path, name and value of each variable that changed since the last time."""
         changes = []
         for key, (variable, before) in self._known.items():
             value = variable.namespace.get(variable.name)
@@ -48,7 +48,7 @@ def warn_of_writes(root: nn.Module) -> None:
         code = writes[0].function.__code__
         script_line.warn(
             f"{writes[0].function.__qualname__} (line {code.co_firstlineno} of {code.co_filename}) changes the global "
-            f"variable{'s' if len(names) > 1 else ''} {', '.join(names)} in the workers; in the script nothing changes. "
+            f"variable{'s' if len(names) > 1 else ''} {', '.join(names)} in the workers; in the script it stays. "
             "Return the value from forward(), keep it as an attribute of the module, or collect it in a hook. "
             "See: docs/limits.md#models"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import pickle
+import weakref
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class RemoteModel:
         self.session, self.root = session, root
         self.owner = f"model{session.outbox.new_id()}"
         self.phase = StateMachine(ModelPhase.CURRENT)
+        self._free = weakref.finalize(self, session.outbox.release, ReleaseModel(self.owner))
         self.settings = Settings()  # of attributes and frozen parameters: the structure of calls depends on them
         self._set_plan(plan)
         self.modules = list(root.modules())
@@ -98,10 +100,12 @@ class RemoteModel:
         self._path_of = {id(module): path for path, module in root.named_modules()}
         self._built: Posted
         self._placements: dict[str, str] | None = None
+        self.first_layout: Any = None  # `oom_recovery` keeps there what it needs until the first step
         self._first_call: tuple[nn.Module, Any, Any] | None = call
         self._build()
         self._take_gradients()
-        session.outbox.state.when_left(SessionState.REPLAYABLE, self._forget_first_call)
+        forget = weakref.WeakMethod(self._forget_first_call)  # weak: the state outlives the model
+        session.outbox.state.when_left(SessionState.REPLAYABLE, lambda: (forget() or _do_nothing)())
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -338,9 +342,16 @@ class RemoteModel:
         )
 
     def release(self) -> None:
-        """Has the workers free the model."""
+        """Has the workers free the model, as they do when the script has dropped it."""
         self.phase.enter(ModelPhase.RELEASED)
-        self.session.outbox.release(ReleaseModel(self.owner))
+        self._free()
+
+    def is_released(self) -> bool:
+        return self.phase.current is ModelPhase.RELEASED
+
+
+def _do_nothing() -> None:
+    """In place of a method whose object is gone."""
 
 
 def _hook_keys(modules: list[nn.Module]) -> list[tuple[int, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,13 @@ from torch.optim import Optimizer
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import InFile
 from moreh_ap.integrations.adamw import AdamW
-from moreh_ap.protocol.messages.optimizers import BuildOptimizer, DescribeOptimizer, LoadOptimizer, StepOptimizer
+from moreh_ap.protocol.messages.optimizers import (
+    BuildOptimizer,
+    DescribeOptimizer,
+    LoadOptimizer,
+    ReleaseOptimizer,
+    StepOptimizer,
+)
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
 from moreh_ap.session.models.parameter_gradients import expected_will_do
 from moreh_ap.session.own_process.host_step import step_on_values
@@ -53,6 +60,7 @@ class RemoteOptimizer:
     def __init__(self, session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRef, ...], ...]) -> None:
         self.session, self.refs = session, refs
         self.owner = f"optimizer{session.outbox.new_id()}"
+        weakref.finalize(self, session.outbox.release, ReleaseOptimizer(self.owner))
         self._sent = [_hyper_parameters(group) for group in optimizer.param_groups]
         accepted = inspect.signature(type(optimizer).__init__).parameters
         defaults = {key: _plain(value) for key, value in optimizer.defaults.items() if key in accepted}

@@ -17,6 +17,7 @@ next run choose better.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,10 +46,9 @@ Values = list[tuple[VirtualTensor, Value]]
 
 
 @dataclass
-class _Model:
-    """A model before its first step: its present plan, and its values before they went to the workers."""
+class _FirstLayout:
+    """Of a model before its first step: its present plan, and its values before they went to the workers."""
 
-    remote: RemoteModel
     planned: Planned
     values: Values
 
@@ -62,7 +62,8 @@ class Recovery:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._models: list[_Model] = []
+        # Weak: a model goes with its module, and its first layout with it.
+        self._models: weakref.WeakSet[RemoteModel] = weakref.WeakSet()
         self._largest: Planned | None = None
         session.outbox.on_error = self._on_error
         session.lay_out_again = self.lay_out_again
@@ -76,8 +77,14 @@ class Recovery:
         state = self._session.outbox.state
         if state.current is SessionState.REPLAYABLE:
             if not self._models:
-                state.when_left(SessionState.REPLAYABLE, self._models.clear)
-            self._models.append(_Model(remote, planned, values))
+                state.when_left(SessionState.REPLAYABLE, self._forget)
+            remote.first_layout = _FirstLayout(planned, values)
+            self._models.add(remote)
+
+    def _forget(self) -> None:
+        for remote in self._models:
+            remote.first_layout = None
+        self._models.clear()
 
     def _on_error(self, error: Exception) -> Restart | None:
         journal = self._session.outbox.journal
@@ -87,7 +94,7 @@ class Recovery:
             oom_records.remember(self._largest.expected, error)
             raise type(error)(f"{oom_records.first_line(error)}\n{_too_late(self._largest)}") from error
         # It is unknown which of several models took too much: the largest gets another plan.
-        model = max(self._models, key=lambda one: _needed_bytes(one.planned))
+        model = max((remote.first_layout for remote in self._models), key=lambda one: _needed_bytes(one.planned))
         failed = model.planned.expected
         oom_records.remember(failed, error)
         try:
@@ -112,7 +119,7 @@ class Recovery:
             not suit another plan, or `plan` does not fit.
         """
         journal = self._session.outbox.journal
-        model = next((one for one in self._models if one.remote is remote), None)
+        model = remote.first_layout if remote in self._models else None
         if model is None or journal.state.current is not SessionState.REPLAYABLE or model.planned.is_given:
             return False
         before, task = model.planned.plan, model.planned.task
@@ -130,15 +137,16 @@ class Recovery:
     def _restart(self, workers: WorkerGroup, planned: Planned) -> Restart:
         """Resets all models for a replay on `workers`; `planned` is the model with the new plan."""
         write_selected(planned.plan, planned.task)
-        for one in self._models:
-            one.remote.laid_out_again(one.planned.plan)
-            self._session.job.has_model(type(one.remote.root).__name__, str(one.planned.plan))
+        for remote in self._models:
+            plan = remote.first_layout.planned.plan
+            remote.laid_out_again(plan)
+            self._session.job.has_model(type(remote.root).__name__, str(plan))
         self._session.watch = Watch(self._session.outbox, planned.expected, self._session.stop_watching)
         return Restart(workers, self._changed())
 
     def _changed(self) -> Callable[[Any], Any]:
         """Returns the change to each command of the journal: models are built under their present plans."""
-        plans = {one.remote.owner: one.remote for one in self._models}
+        plans = {remote.owner: remote for remote in self._models}
 
         def change(command: Any) -> Any:
             if not isinstance(command, BuildModel) or command.owner not in plans:
@@ -150,8 +158,8 @@ class Recovery:
 
     def _give_up(self) -> None:
         """Puts all values back, so that the script can continue with a smaller batch after the error."""
-        for one in self._models:
-            for tensor, value in one.values:
+        for remote in self._models:
+            for tensor, value in remote.first_layout.values:
                 tensor._cell.value = value
         self._session.outbox.state.enter(SessionState.UNREPLAYABLE)
         self._session.outbox.restart(Restart(self._session.restart_workers(), lambda command: command))

@@ -58,8 +58,9 @@ def _nms(boxes_N4, scores_N, iou_threshold):
     while len(left):
         best, left = left[0], left[1:]
         kept.append(int(best))
-        corners = torch.maximum(boxes_N4[best, :2], boxes_N4[left, :2]), torch.minimum(boxes_N4[best, 2:], boxes_N4[left, 2:])
-        shared = (corners[1] - corners[0]).clamp(min=0).prod(dim=1)
+        first_corner = torch.maximum(boxes_N4[best, :2], boxes_N4[left, :2])
+        last_corner = torch.minimum(boxes_N4[best, 2:], boxes_N4[left, 2:])
+        shared = (last_corner - first_corner).clamp(min=0).prod(dim=1)
         left = left[shared <= iou_threshold * (areas_N[best] + areas_N[left] - shared)]
     return torch.tensor(kept, dtype=torch.long)
 
