@@ -6,24 +6,30 @@ for `protocol/script_globals.py` to know.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from torch import nn
 
-from moreh_ap.protocol.script_globals import form_of, read_by, written_by
+from moreh_ap.protocol.script_globals import GlobalName, form_of, read_by, written_by
 from moreh_ap.session import script_line
 
 
 class GlobalChanges:
-    """Compares global variables with what the workers have: they got a copy with the model.
+    """Compares global variables with what the workers have.
+
+    They got those of the script itself with the model; modules that it imports they have imported too, with the values
+    that the variables had at first.
 
     Args:
         root: The model, as it is sent.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        found = list(read_by(root))
-        self._known = {(id(variable.namespace), variable.name): (variable, form) for variable, form in found}
+        self._known: dict[tuple[int, str], tuple[GlobalName, Hashable]] = {}
+        for variable, form in read_by(root):
+            sent = form if variable.namespace.get("__name__") == "__main__" else None
+            self._known[id(variable.namespace), variable.name] = variable, sent
 
     def __bool__(self) -> bool:
         return bool(self._known)
