@@ -13,7 +13,8 @@ together: which slices of the whole are which slices of what this worker holds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -138,7 +139,7 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
     tensors = _tensors_by_name(module)
     held = {id(tensors[same[0]]) for same in names}
     aside = modules_aside(module)
-    with torch.no_grad():
+    with torch.no_grad(), _keeping_parameters(module):
         module._apply(lambda t: torch.empty_like(t, device=device) if id(t) in held else t)
     if aside:
         now = _tensors_by_name(module)
@@ -153,6 +154,17 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
             setattr(module.get_submodule(path), leaf, tensor)
     for submodule in fsdp_modules(module):
         submodule._apply(lambda t: t, recurse=False)  # FSDP2 looks its parameters up again
+
+
+@contextlib.contextmanager
+def _keeping_parameters(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters that move stay the same objects: a model may have them in objects that are no modules."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(before or not fsdp_modules(module))
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _overlaps(item: Wanted) -> list[Piece]:
