@@ -42,7 +42,7 @@ class VirtualTensor(torch.Tensor):
     def __new__(cls, cell: Cell, like: Tensor, requires_grad: bool = False) -> VirtualTensor:
         """Makes a handle on `cell` with the shape, strides and dtype of `like`, which may be a meta tensor."""
         is_compressed = like.layout in _COMPRESSED  # PyTorch has no wrapper for this layout
-        handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        handle = torch._C.TensorBase._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
             strides=None if is_compressed else like.stride(),
@@ -295,6 +295,8 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if len(types) > 1 and not all(issubclass(kind, VirtualTensor) for kind in types):
+            return NotImplemented  # a library's class with tensors inside: its own rule comes next
         return cls.torch_dispatch(func, args, kwargs or {})
 
 
