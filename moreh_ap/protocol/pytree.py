@@ -137,6 +137,11 @@ def _register_as_whole(cls: Any) -> None:
     add_node(cls, object_graphs.take_apart, _fill)
 
 
+def is_taken_apart_as_whole(cls: type) -> bool:
+    """Whether objects of a class lead back to themselves, as far as is known."""
+    return cls in _AS_WHOLE
+
+
 def _fill(parts: Any, graph: ObjectGraph) -> Any:
     made = graph.fill(parts)
     _register_as_whole(type(made))  # another class of the same name, where a library makes its classes when asked
@@ -248,6 +253,23 @@ def register_containers(treespec: TreeSpec) -> None:
         register(treespec.type)
     for child in treespec.children():
         register_containers(child)
+
+
+def nest_alike(first: TreeSpec, second: TreeSpec) -> bool:
+    """Whether two results nest alike, but for the number of rows that an object (a `TensorDict`) says it has."""
+    if first == second:
+        return True
+    is_same_kind = first.type is second.type and _alike(first.context, second.context)
+    children, others = first.children(), second.children()
+    return is_same_kind and len(children) == len(others) and all(map(nest_alike, children, others))
+
+
+def _alike(first: Any, second: Any) -> bool:
+    if type(first) is dict and type(second) is dict and first.keys() == second.keys():
+        return all(_alike(value, second[key]) for key, value in first.items())
+    if isinstance(first, torch.Size) and isinstance(second, torch.Size):
+        return first[1:] == second[1:]
+    return bool(first == second)
 
 
 def _hides_tensors(value: Any) -> bool:

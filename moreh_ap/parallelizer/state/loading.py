@@ -13,8 +13,8 @@ together: which slices of the whole are which slices of what this worker holds.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -137,9 +137,10 @@ def _names_by_tensor(module: nn.Module) -> list[list[str]]:
 def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -> None:
     """Gives the tensors of `names` memory on `device`, without values, and ties again what that took apart."""
     tensors = _tensors_by_name(module)
-    held = {id(tensors[same[0]]) for same in names}
-    aside = modules_aside(module)
-    with torch.no_grad(), _keeping_parameters(module):
+    to_fill = {id(tensors[same[0]]): tensors[same[0]] for same in names}
+    aside, is_sharded = modules_aside(module), bool(fsdp_modules(module))
+    held = set(to_fill) if is_sharded else _allocate_in_place(to_fill.values(), device)
+    with torch.no_grad():
         module._apply(lambda t: torch.empty_like(t, device=device) if id(t) in held else t)
     if aside:
         now = _tensors_by_name(module)
@@ -156,15 +157,21 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
         submodule._apply(lambda t: t, recurse=False)  # FSDP2 looks its parameters up again
 
 
-@contextlib.contextmanager
-def _keeping_parameters(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters that move stay the same objects: a model may have them in objects that are no modules."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(before or not fsdp_modules(module))
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+def _allocate_in_place(tensors: Iterable[torch.Tensor], device: torch.device) -> set[int]:
+    """Gives tensors memory without putting others in their place, and returns the `id`s of those that stay without.
+
+    A model may have its parameters in objects that are no modules (variables of Keras), or rely on them otherwise when
+    it moves them.
+    """
+    left = set()
+    for tensor in tensors:
+        if weakref.getweakrefcount(tensor):  # PyTorch does not swap such a tensor
+            left.add(id(tensor))
+            continue
+        made = torch.empty_like(tensor, device=device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        torch.utils.swap_tensors(tensor, nn.Parameter(made, tensor.requires_grad) if is_parameter else made)
+    return left
 
 
 def _overlaps(item: Wanted) -> list[Piece]:
