@@ -79,7 +79,8 @@ class EagerForward(Execution):
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         result = _run(self.call, args, kwargs)
-        self.returned = place_of(result, args, kwargs)
+        if id(result) in map(id, (*args, *kwargs.values())):
+            self.returned = place_of(result, args, kwargs)
         return result
 
     def _keep(self, result: Any) -> None:
