@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol import pytree as pytree_module
-from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
+from moreh_ap.protocol.pytree import flatten, nest_alike, pickle_treespec, unpickle_treespec
 
 
 class Batch:
@@ -92,6 +92,14 @@ def test_a_circle_through_objects_of_two_classes_and_a_dataclass() -> None:
     ring.following = point
     made = again((ring, torch.ones(1)))[0]
     assert made.following.y["ring"] is made and made.following.x.shape == (1,) and torch.equal(made.x, torch.ones(2))
+
+
+def test_results_nest_alike_but_for_the_rows_they_say_they_have() -> None:
+    def spec(size: list[int], name: str = "x") -> Any:
+        return TreeSpec(dict, {"size": torch.Size(size), "name": name}, [])
+
+    assert nest_alike(spec([4, 2]), spec([1, 2])) and nest_alike(spec([]), spec([]))
+    assert not nest_alike(spec([4, 2]), spec([4, 3])) and not nest_alike(spec([4]), spec([4], "y"))
 
 
 def test_what_cannot_be_taken_apart_is_refused():
