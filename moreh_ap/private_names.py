@@ -68,10 +68,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Calls PyTorch on tensors of our class without being called back.",
         ("torch._C.DisableTorchFunction", "device parallelizer/pipeline session/calls session/models"),
-        (
-            "torch._C.DisableTorchFunctionSubclass",
-            "device parallelizer/call parallelizer/tensor protocol session/calls",
-        ),
+        ("torch._C.DisableTorchFunctionSubclass", "device parallelizer/call parallelizer/tensor protocol session/calls"),
     ),
     *_names(
         "Has views of split tensors made below autograd noticed.",
@@ -312,7 +309,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "How arguments and results nest; PyTorch has no public module for it.",
-        ("torch.utils._pytree", "integrations protocol"),
+        ("torch.utils._pytree", "integrations protocol protocol/objects"),
         ("torch.utils._pytree.SUPPORTED_NODES", "integrations protocol"),
         ("torch.utils._pytree.TreeSpec", "integrations parallelizer/pipeline protocol session/models"),
         ("torch.utils._pytree.tree_flatten", "*"),

@@ -24,6 +24,7 @@ from moreh_ap.errors import UnsupportedError
 
 ACCELERATOR = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+_make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # `wrapped_tensors` replaces it
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -42,7 +43,7 @@ class VirtualTensor(torch.Tensor):
     def __new__(cls, cell: Cell, like: Tensor, requires_grad: bool = False) -> VirtualTensor:
         """Makes a handle on `cell` with the shape, strides and dtype of `like`, which may be a meta tensor."""
         is_compressed = like.layout in _COMPRESSED  # PyTorch has no wrapper for this layout
-        handle = torch._C.TensorBase._make_wrapper_subclass(  # type: ignore[attr-defined]
+        handle = _make_wrapper_subclass(
             cls,
             like.size(),
             strides=None if is_compressed else like.stride(),

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moreh_ap.device import legacy_types
 from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor, to_accelerator, to_host
@@ -97,7 +96,7 @@ def _cast_unread(tensor: VirtualTensor, dtype: torch.dtype) -> VirtualTensor:
 
 def move(tensor: Tensor, device: Any) -> Tensor:
     """Returns `tensor` on `device`; the same object if it is already there."""
-    if type(tensor) not in ORDINARY and is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in ORDINARY and hasattr(tensor, "__tensor_flatten__"):
         return _move_parts(tensor, device)
     if is_accelerator(device):
         if not isinstance(tensor, VirtualTensor):
@@ -109,8 +108,6 @@ def move(tensor: Tensor, device: Any) -> Tensor:
         return to_host(tensor) if tensor.is_cuda else tensor
     with torch._C.DisableTorchFunctionSubclass():
         return torch.Tensor.to(tensor, device)
-
-
 
 
 def _move_parts(tensor: Any, device: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""Tensors of a library's own class with tensors inside (quantized values and their scales) that are on the accelerator.
+"""Tensors of a library's own class, with tensors inside (quantized values, their scales), on the accelerator.
 
 The tensors inside are virtual. The class makes itself with `Tensor._make_wrapper_subclass` and the device of what is
-inside; as with `VirtualTensor`, that device is Python's only, since a build of PyTorch without CUDA has no guard for it.
+inside; as with `VirtualTensor`, that device is Python's only: builds of PyTorch without CUDA have no guard for it.
 """
 
 from __future__ import annotations

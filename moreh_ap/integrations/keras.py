@@ -1,8 +1,8 @@
 """Keras on PyTorch: calls that ask a layer for shapes stay in the script's process.
 
-Keras calls a layer with stand-ins of tensors (`KerasTensor`) when a functional model is built, then with tensors on meta,
-inside a scope that hides the layer's variables. None of them is data, so there is nothing for workers to compute. Must
-not import keras before the script does.
+When a functional model is built, Keras calls each layer with stand-ins of tensors (`KerasTensor`), then with tensors on
+meta, inside a scope that hides the layer's variables. None of them is data, so there is nothing for workers to compute.
+Must not import keras before the script does.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ from torch.utils._pytree import TreeSpec
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.patching import Patches
-from moreh_ap.protocol import object_graphs
 from moreh_ap.protocol.messages.tensors import TensorSlot
-from moreh_ap.protocol.object_graphs import ObjectGraph
+from moreh_ap.protocol.objects import object_graphs
+from moreh_ap.protocol.objects.object_graphs import ObjectGraph
 
 _PROTOCOL = 2  # the first by which an object is its class, arguments of `__new__`, and state
 

@@ -39,8 +39,8 @@ class TensorStub:
 def pickle_skeleton(module: nn.Module) -> bytes:
     """`module` without the values of its parameters and buffers; classes defined in ``__main__`` travel by value.
 
-    What cannot be pickled, such as a lock or an open file, travels as `NotSent`. A module whose class pickles it in a way
-    of its own, into a file of values, travels by its attributes.
+    What cannot be pickled, such as a lock or an open file, travels as `NotSent`. A module whose class pickles it as a
+    file of values travels by its attributes.
     """
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     stubs = {

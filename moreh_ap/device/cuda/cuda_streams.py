@@ -128,7 +128,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
     )
     group.replace(torch.accelerator, "current_stream", stream)
     group.replace(torch.Tensor, "record_stream", _record_stream)
-    # Libraries take this function when they are imported, where `torch.cuda.is_available()`; builds without CUDA have none.
+    # Libraries take this function at their import, where `torch.cuda.is_available()`; builds without CUDA have none.
     name, effect = "_cuda_getCurrentRawStream", "Returns the number of the only stream."
     group.put(vars(torch._C), name, _current_raw_stream, f"torch._C.{name}", effect)
 

@@ -48,7 +48,7 @@ def _redirect(group: PatchGroup, holder: ModuleType, name: str) -> None:
             _take_buffers(model, copied)
         return exported
 
-    # `torch.jit.script` finds names of a class's annotations and decorators in the frame that called it: ours is one more.
+    # `torch.jit.script` looks for the names that a class uses in the frame that called it: ours is one more.
     looks_names_up = "_frames_up" in inspect.signature(getattr(holder, name)).parameters
     original = group.replace(holder, name, export, "Works on a copy on the CPU of a model on the accelerator.")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from moreh_ap.protocol.returned_arguments import Place
+from moreh_ap.protocol.objects.returned_arguments import Place
 
 Forward = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 """Runs a module on positional and keyword arguments."""

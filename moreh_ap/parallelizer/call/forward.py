@@ -23,8 +23,8 @@ from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
+from moreh_ap.protocol.objects.returned_arguments import place_of
 from moreh_ap.protocol.pytree import flatten
-from moreh_ap.protocol.returned_arguments import place_of
 
 
 class EagerForward(Execution):

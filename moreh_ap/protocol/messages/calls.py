@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, RowShardRef, StateRef, TensorData
+from moreh_ap.protocol.objects.returned_arguments import Place
 from moreh_ap.protocol.process_flags import Flags
-from moreh_ap.protocol.returned_arguments import Place
 from moreh_ap.protocol.rng_state import Streams
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from moreh_ap.integrations.transformers_worker import hand_caches_back
-from moreh_ap.protocol.returned_arguments import hand_back
+from moreh_ap.protocol.objects.returned_arguments import hand_back
 from moreh_ap.protocol.rng_state import Streams
 from moreh_ap.session.calls import double_backward, output_watchers, row_shard_rules
 from moreh_ap.session.calls.answer_check import ReadsPassedState

@@ -26,8 +26,8 @@ from moreh_ap.protocol.hook_records import Report
 from moreh_ap.protocol.memory_format import Order, empty_in_order
 from moreh_ap.protocol.messages.calls import DefineSignature, ForwardReply
 from moreh_ap.protocol.messages.tensors import LeafReply, TensorSlot
+from moreh_ap.protocol.objects.returned_arguments import Place
 from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
-from moreh_ap.protocol.returned_arguments import Place
 from moreh_ap.session.outbox import Outbox
 
 _MAX_STRUCTURES = 4096

@@ -1,4 +1,4 @@
-"""Classifies small graphs with PyTorch Geometric: message passing over batches of its loader, pooled to one row a graph.
+"""Classifies small graphs with PyTorch Geometric: message passing over batches of its loader, pooled to a row a graph.
 
 With --ap it has the one line; prints losses and the accuracy.
 """

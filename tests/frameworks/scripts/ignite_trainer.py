@@ -26,7 +26,12 @@ def main():
     train_loader = DataLoader(TensorDataset(pictures[:64], classes[:64]), batch_size=16, shuffle=True)
     val_loader = DataLoader(TensorDataset(pictures[64:], classes[64:]), batch_size=16)
     model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4)
+        nn.Conv2d(1, 8, 3, bias=False),  # RMSprop would make large steps of rounding in front of the normalisation
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 4),
     ).to(device)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.005)
     criterion = nn.CrossEntropyLoss()

@@ -1,4 +1,4 @@
-"""Keras 3 on PyTorch: a functional model with `compile`, `fit`, `evaluate` and `predict`, which moves to the device itself.
+"""Keras 3 on PyTorch: a functional model with `compile`, `fit`, `evaluate` and `predict`; it finds the device itself.
 
 With --ap it has the one line; prints losses and accuracies.
 """
@@ -41,9 +41,7 @@ def main():
     h = layers.Dense(32, activation="relu")(h)
     outputs = layers.Dense(5, activation="softmax")(h)
     model = keras.Model(inputs, outputs)
-    model.compile(
-        optimizer=keras.optimizers.Adam(1e-2), loss="sparse_categorical_crossentropy", metrics=["accuracy"]
-    )
+    model.compile(optimizer=keras.optimizers.Adam(1e-2), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     model.fit(x[:64], y[:64], batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[PrintLosses()])
     loss, accuracy = model.evaluate(x[64:], y[64:], batch_size=16, verbose=0)
     print(f"held out: loss {loss:.6f}\naccuracy {accuracy:.6f}")

@@ -22,7 +22,8 @@ from transformers import (
     TrainingArguments,
 )
 
-WORDS = "a the red blue cat dog bird sings runs sleeps quickly slowly today here there".split()
+WORDS = ["a", "the", "red", "blue", "cat", "dog", "bird", "sings"]
+WORDS += ["runs", "sleeps", "quickly", "slowly", "today", "here", "there"]
 
 
 def main():

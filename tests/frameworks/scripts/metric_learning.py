@@ -1,6 +1,6 @@
-"""Learns embeddings with pytorch-metric-learning: a miner with a triplet loss, then ArcFace, and the accuracy calculator.
+"""Learns embeddings with pytorch-metric-learning: a miner with a triplet loss, ArcFace, NT-Xent.
 
-With --ap it has the one line; prints losses and the precision.
+With --ap it has the one line; prints losses.
 """
 
 import sys

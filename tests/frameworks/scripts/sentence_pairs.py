@@ -17,7 +17,8 @@ from sentence_transformers.losses import MultipleNegativesRankingLoss
 from sentence_transformers.models import Pooling, Transformer
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-WORDS = "a the red blue cat dog bird sings runs sleeps quickly slowly today here there".split()
+WORDS = ["a", "the", "red", "blue", "cat", "dog", "bird", "sings"]
+WORDS += ["runs", "sleeps", "quickly", "slowly", "today", "here", "there"]
 
 
 def tiny_bert(folder):

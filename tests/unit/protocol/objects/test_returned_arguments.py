@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moreh_ap.protocol.returned_arguments import hand_back, place_of
+from moreh_ap.protocol.objects.returned_arguments import hand_back, place_of
 
 
 class Batch:
