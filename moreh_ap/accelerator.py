@@ -12,7 +12,7 @@ from moreh_ap import accelerator_models, device, log
 from moreh_ap.device import checkpoint_tensors
 from moreh_ap.device.patches.install import install
 from moreh_ap.errors import OptionError
-from moreh_ap.integrations import accelerate, transformers
+from moreh_ap.integrations import accelerate, keras, transformers
 from moreh_ap.local.jobs import Job
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.model_registry import ModelRegistry
@@ -79,6 +79,7 @@ class Accelerator:
         self._patches = install(SessionBackend(self.session, self.models))
         transformers.install(self._patches, checkpoint_tensors)
         accelerate.install(self._patches)
+        keras.install(self._patches)
 
     def in_use(self) -> bool:
         """True once a model has moved to the workers."""

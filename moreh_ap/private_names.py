@@ -324,7 +324,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "How arguments and results nest; PyTorch has no public module for it.",
-        ("torch.utils._pytree", "integrations protocol"),
+        ("torch.utils._pytree", "integrations protocol protocol/objects"),
         ("torch.utils._pytree.SUPPORTED_NODES", "integrations protocol"),
         ("torch.utils._pytree.TreeSpec", "integrations parallelizer/pipeline protocol session/models"),
         ("torch.utils._pytree.tree_flatten", "*"),

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_m
 from torch.utils import _device as torch_device_context
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moreh_ap.device import autocast, transfers
+from moreh_ap.device import autocast, transfers, wrapped_tensors
 from moreh_ap.device.operations import ASKED
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, place, to_accelerator
 from moreh_ap.device.transfers import is_accelerator, move
@@ -212,6 +212,8 @@ _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
     torch.Tensor.untyped_storage: _untyped_storage,
     torch.Tensor.data_ptr: _data_ptr,
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__: wrapped_tensors.device_of,  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__: wrapped_tensors.is_cuda,  # type: ignore[attr-defined]
     torch.Tensor.backward: _backward_of_tensor,
     torch.autograd.backward: _backward,
     torch.autograd.grad: _grad,

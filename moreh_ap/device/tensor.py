@@ -24,6 +24,7 @@ from moreh_ap.errors import UnsupportedError
 
 ACCELERATOR = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+_make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # `wrapped_tensors` replaces it
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -43,7 +44,7 @@ class VirtualTensor(torch.Tensor):
         """Makes a handle on `cell` with the shape, strides and dtype of `like`, which may be a meta tensor."""
         layout = like.layout
         is_compressed = layout is not torch.strided and layout in _COMPRESSED  # PyTorch has no wrapper for these
-        handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        handle = _make_wrapper_subclass(
             cls,
             like.size(),
             strides=None if is_compressed else like.stride(),
@@ -296,6 +297,8 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if len(types) > 1 and not all(issubclass(kind, VirtualTensor) for kind in types):
+            return NotImplemented  # a library's class with tensors inside: its own rule comes next
         with torch._C.DisableTorchFunction():  # in a backward the mode that redirects "cuda" would see each attribute
             return cls.torch_dispatch(func, args, kwargs or {})
 

@@ -14,6 +14,8 @@ from moreh_ap.device import legacy_types
 from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor, to_accelerator, to_host
 from moreh_ap.device.values import InFile
 
+ORDINARY = (Tensor, torch.nn.Parameter, VirtualTensor)
+
 
 def is_accelerator(device: Any) -> bool:
     """Returns whether `device` (a string, index or `torch.device`) means the accelerator.
@@ -94,6 +96,8 @@ def _cast_unread(tensor: VirtualTensor, dtype: torch.dtype) -> VirtualTensor:
 
 def move(tensor: Tensor, device: Any) -> Tensor:
     """Returns `tensor` on `device`; the same object if it is already there."""
+    if type(tensor) not in ORDINARY and hasattr(tensor, "__tensor_flatten__"):
+        return _move_parts(tensor, device)
     if is_accelerator(device):
         if not isinstance(tensor, VirtualTensor):
             return tensor if tensor.device.type == "meta" else to_accelerator(tensor)
@@ -104,6 +108,19 @@ def move(tensor: Tensor, device: Any) -> Tensor:
         return to_host(tensor) if tensor.is_cuda else tensor
     with torch._C.DisableTorchFunctionSubclass():
         return torch.Tensor.to(tensor, device)
+
+
+def _move_parts(tensor: Any, device: Any) -> Tensor:
+    """Moves the tensors inside a tensor of a library's own class (quantized values and their scales)."""
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    moved = {name: move(part, device) for name, part in parts.items()}
+    if all(moved[name] is part for name, part in parts.items()):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        size, strides = tensor.size(), tensor.stride()
+    made: Tensor = type(tensor).__tensor_unflatten__(moved, context, size, strides)
+    return made
 
 
 def type_as(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

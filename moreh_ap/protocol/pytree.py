@@ -5,7 +5,8 @@ the process; `install` has what is added to it taken back.
 
 [Note: objects]
 A batch of a data library or a `torch.distributions.Normal` is taken apart as pickle would do it: what its class is made
-with, and its state, nest on. What is put together again is another object with equal attributes.
+with, and its state, nest on. What is put together again is another object with equal attributes. Objects that lead back
+to themselves do not nest: of their classes, `object_graphs` takes every object apart as a whole.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from torch.utils._pytree import TreeSpec
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.patching import Patches
 from moreh_ap.protocol.messages.tensors import TensorSlot
+from moreh_ap.protocol.objects import object_graphs
+from moreh_ap.protocol.objects.object_graphs import ObjectGraph
 
 _PROTOCOL = 2  # the first by which an object is its class, arguments of `__new__`, and state
 
@@ -48,6 +51,7 @@ def install(patches: Patches) -> None:
 def _remove_added() -> None:
     unpickle_treespec.cache_clear()
     _BY_ATTRIBUTES.clear()
+    _AS_WHOLE.clear()
     while _ADDED:
         cls = _ADDED.pop()
         if cls in pytree.SUPPORTED_NODES:
@@ -72,7 +76,13 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
         try:
             leaves, treespec = pytree.tree_flatten(tree)
         except RecursionError:
-            raise _refusal("An object", "that leads back to itself") from None
+            circular = object_graphs.class_in_circle(tree, _ADDED.__contains__)
+            if circular is None:
+                raise _refusal("An object", "that leads back to itself") from None
+            _register_as_whole(circular)
+            continue
+        except pickle.PicklingError:
+            raise _refusal("An object with a module inside", "that leads back to itself") from None
         strangers = [leaf for leaf in leaves if _is_stranger(leaf)]
         if not strangers:
             return leaves, treespec
@@ -113,7 +123,29 @@ def register(cls: Any) -> None:
     if dataclasses.is_dataclass(cls):
         _register_dataclass(cls)
     else:
-        add_node(cls, _reduce, lambda parts, function: _rebuild(cls, function, *parts))
+        add_node(cls, _reduce, lambda parts, function: _put_together(cls, parts, function))
+
+
+def _register_as_whole(cls: Any) -> None:
+    """Make pytrees take instances of a class apart as a whole; so far they may have been by their parts."""
+    if cls in _AS_WHOLE:
+        return
+    if cls in _ADDED:
+        pytree._deregister_pytree_node(cls)
+        _ADDED.remove(cls)
+    _AS_WHOLE.add(cls)
+    add_node(cls, object_graphs.take_apart, _fill)
+
+
+def is_taken_apart_as_whole(cls: type) -> bool:
+    """Whether objects of a class lead back to themselves, as far as is known."""
+    return cls in _AS_WHOLE
+
+
+def _fill(parts: Any, graph: ObjectGraph) -> Any:
+    made = graph.fill(parts)
+    _register_as_whole(type(made))  # another class of the same name, where a library makes its classes when asked
+    return made
 
 
 def _register_dataclass(cls: Any) -> None:
@@ -122,7 +154,9 @@ def _register_dataclass(cls: Any) -> None:
     def take_apart(value: Any) -> tuple[list[Any], None]:
         return [getattr(value, name) for name in names], None
 
-    def put_together(values: Any, context: None) -> Any:
+    def put_together(values: Any, context: Any) -> Any:
+        if isinstance(context, ObjectGraph):  # taken apart in a process that has met a circle
+            return _fill(values, context)
         made = object.__new__(cls)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(made, name, value)
@@ -138,6 +172,12 @@ def _reduce(value: Any) -> tuple[list[Any], Any]:
     if function is copyreg.__newobj__:  # type: ignore[attr-defined]
         function, arguments = None, arguments[1:]
     return [arguments, state, None if items is None else list(items), None if pairs is None else dict(pairs)], function
+
+
+def _put_together(cls: Any, parts: Any, function: Any) -> Any:
+    if isinstance(function, ObjectGraph):  # taken apart in a process that has met a circle
+        return _fill(parts, function)
+    return _rebuild(cls, function, *parts)
 
 
 def _rebuild(cls: Any, function: Any, arguments: Any, state: Any, items: Any, pairs: Any) -> Any:
@@ -174,6 +214,7 @@ def register_by_attributes(cls: type, *always: str) -> None:
 
 
 _BY_ATTRIBUTES: set[type] = set()
+_AS_WHOLE: set[type] = set()
 
 
 def _take_attributes(value: Any, always: tuple[str, ...]) -> tuple[list[Any], Any]:
@@ -206,10 +247,29 @@ def _put_attributes(cls: Any, values: Any, context: Any) -> Any:
 
 def register_containers(treespec: TreeSpec) -> None:
     """Make known the classes of a nesting that another process took apart."""
-    if treespec.type is not None and treespec.type not in pytree.SUPPORTED_NODES:
+    if isinstance(treespec.context, ObjectGraph):
+        _register_as_whole(treespec.type)
+    elif treespec.type is not None and treespec.type not in pytree.SUPPORTED_NODES:
         register(treespec.type)
     for child in treespec.children():
         register_containers(child)
+
+
+def nest_alike(first: TreeSpec, second: TreeSpec) -> bool:
+    """Whether two results nest alike, but for the number of rows that an object (a `TensorDict`) says it has."""
+    if first == second:
+        return True
+    is_same_kind = first.type is second.type and _alike(first.context, second.context)
+    children, others = first.children(), second.children()
+    return is_same_kind and len(children) == len(others) and all(map(nest_alike, children, others))
+
+
+def _alike(first: Any, second: Any) -> bool:
+    if type(first) is dict and type(second) is dict and first.keys() == second.keys():
+        return all(_alike(value, second[key]) for key, value in first.items())
+    if isinstance(first, torch.Size) and isinstance(second, torch.Size):
+        return first[1:] == second[1:]
+    return bool(first == second)
 
 
 def _hides_tensors(value: Any) -> bool:

@@ -39,15 +39,21 @@ class TensorStub:
 def pickle_skeleton(module: nn.Module) -> bytes:
     """`module` without the values of its parameters and buffers; classes defined in ``__main__`` travel by value.
 
-    What cannot be pickled, such as a lock or an open file, travels as `NotSent`.
+    What cannot be pickled, such as a lock or an open file, travels as `NotSent`. A module whose class pickles it as a
+    file of values travels by its attributes.
     """
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     stubs = {
         id(tensor): TensorStub(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, name in parameters)
         for name, tensor in {**buffers, **parameters}.items()
     }
-    buffer = io.BytesIO()
-    _SkeletonPickler(buffer, stubs, set(map(id, module.modules()))).dump(module)
+    registered = set(map(id, module.modules()))
+    for by_attributes in (False, True):
+        buffer = io.BytesIO()
+        pickler = _SkeletonPickler(buffer, stubs, registered, by_attributes=by_attributes)
+        pickler.dump(module)
+        if pickler.met.issuperset(stubs):
+            break
     return buffer.getvalue()
 
 
@@ -113,9 +119,33 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
             return _itself, (obj._torchdynamo_inline,)  # the function of Python that it was made from
         reduce = self.dispatch_table.get(type(obj))
         try:
-            return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
+            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
+            return _with_attributes_first(obj, reduced) if isinstance(obj, (list, dict)) else reduced
         except (TypeError, RuntimeError, pickle.PicklingError):  # objects of C++ raise a RuntimeError
             return NotSent, (f"a {type(obj).__qualname__}",)
+
+
+def _with_attributes_first(container: Any, reduced: Any) -> Any:
+    """`reduced`, but a container of a class whose own methods put items in has its attributes before them."""
+    is_plain = all(getattr(type(container), name, None) in _OF_CONTAINERS for name in ("extend", "__setitem__"))
+    if is_plain or reduced[0] is not copyreg.__newobj__ or hasattr(container, "__setstate__"):  # type: ignore[attr-defined]
+        return reduced
+    made, arguments, attributes, *_ = reduced
+    items = list(container) if isinstance(container, list) else dict(container)
+    return made, arguments, (attributes, items), None, None, _fill_container
+
+
+_OF_CONTAINERS = (None, list.extend, list.__setitem__, dict.__setitem__)
+
+
+def _fill_container(container: Any, given: Any) -> None:
+    attributes, items = given
+    if attributes:
+        vars(container).update(attributes)
+    if isinstance(container, list):
+        list.extend(container, items)
+    else:
+        dict.update(container, items)
 
 
 def _is_renamed(kind: type) -> bool:
@@ -156,15 +186,17 @@ class _AttributeUnpickler(pickle.Unpickler):
 
 
 class _SkeletonPickler(_Pickler):
-    def __init__(self, file: Any, stubs: dict[int, TensorStub], registered: set[int]) -> None:
+    def __init__(self, file: Any, stubs: dict[int, TensorStub], registered: set[int], *, by_attributes: bool) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._stubs, self._registered = stubs, registered
+        self._stubs, self._registered, self._by_attributes = stubs, registered, by_attributes
+        self.met: set[int] = set()
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return None
         stub = self._stubs.get(id(obj))
         if stub is not None:
+            self.met.add(id(obj))
             return stub
         # A tensor that is an ordinary attribute of a module travels with its value.
         return TensorData.of(obj.detach().cpu(), on_device=obj.device.type != "cpu")
@@ -176,6 +208,8 @@ class _SkeletonPickler(_Pickler):
                 return NotSent, (f"a {type(obj).__qualname__}", why)
             if parametrize.is_parametrized(obj):
                 return _reduce_parametrized(obj)
+            if self._by_attributes and type(obj).__reduce__ is not object.__reduce__:
+                return object.__new__, (type(obj),), vars(obj).copy()
             return _without_new(super().reducer_override(obj))
         return super().reducer_override(obj)
 

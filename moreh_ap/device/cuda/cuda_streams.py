@@ -128,6 +128,9 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
     )
     group.replace(torch.accelerator, "current_stream", stream)
     group.replace(torch.Tensor, "record_stream", _record_stream)
+    # Libraries take this function at their import, where `torch.cuda.is_available()`; builds without CUDA have none.
+    name, effect = "_cuda_getCurrentRawStream", "Returns the number of the only stream."
+    group.put(vars(torch._C), name, _current_raw_stream, f"torch._C.{name}", effect)
 
 
 @contextlib.contextmanager
@@ -138,6 +141,11 @@ def _use(stream: CommandStream | None) -> Iterator[None]:
 
 def _select(stream: CommandStream) -> None:
     """Selects the only stream."""
+
+
+def _current_raw_stream(device: int = 0) -> int:
+    """Returns the number of the only stream, which is that of CUDA's default stream."""
+    return 0
 
 
 def _record_stream(tensor: Tensor, stream: CommandStream) -> None:

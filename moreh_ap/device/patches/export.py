@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,8 @@ def install(patches: Patches) -> None:
 def _redirect(group: PatchGroup, holder: ModuleType, name: str) -> None:
     @functools.wraps(getattr(holder, name))
     def export(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if looks_names_up and len(args) < 2:  # the second is `_frames_up`
+            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
         if not _is_on_accelerator(model):
             return original(model, *args, **kwargs)
         args, kwargs = tree_map_only(VirtualTensor, VirtualTensor.to_host, (args, kwargs))
@@ -45,6 +48,8 @@ def _redirect(group: PatchGroup, holder: ModuleType, name: str) -> None:
             _take_buffers(model, copied)
         return exported
 
+    # `torch.jit.script` looks for the names that a class uses in the frame that called it: ours is one more.
+    looks_names_up = "_frames_up" in inspect.signature(getattr(holder, name)).parameters
     original = group.replace(holder, name, export, "Works on a copy on the CPU of a model on the accelerator.")
 
 

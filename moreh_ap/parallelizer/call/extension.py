@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from moreh_ap.protocol.objects.returned_arguments import Place
+
 Forward = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 """Runs a module on positional and keyword arguments."""
 
@@ -25,6 +27,7 @@ class Findings:
         attribute_kinds: The kinds of these leaves, where they are known. See [Note: kinds] in `call.py`.
         left_out: Names of attributes that it set and that are not among `attributes`.
         gathered: Names of attributes, lists and the like, to which it added.
+        returned: Which argument it returned, if any; see `returned_arguments.py`.
     """
 
     num_own: int | None = None
@@ -32,6 +35,7 @@ class Findings:
     attribute_kinds: tuple[str, ...] = ()
     left_out: Sequence[str] = ()
     gathered: Sequence[str] = ()
+    returned: Place | None = None
 
 
 class CallExtension:

@@ -6,7 +6,6 @@ would. Must not know the controller, messages, or what extensions of a call do.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -24,6 +23,7 @@ from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
+from moreh_ap.protocol.objects.returned_arguments import place_of
 from moreh_ap.protocol.pytree import flatten
 
 
@@ -59,7 +59,7 @@ class EagerForward(Execution):
         if isinstance(means, GlobalReduction):
             leaves = means.begin(leaves)
         args, kwargs = tree_unflatten(leaves, spec)
-        forward: Forward = functools.partial(_run, call)
+        forward: Forward = self._run
         if call.extensions:
             forward = extended(call.extensions, self, call.module, forward)
         self.drawing = call.random.begin(call.device, chunk)
@@ -76,6 +76,12 @@ class EagerForward(Execution):
             settle(call.module)
         self.drew = self.drawing.moved()
         self._keep(result)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        result = _run(self.call, args, kwargs)
+        if id(result) in map(id, (*args, *kwargs.values())):
+            self.returned = place_of(result, args, kwargs)
+        return result
 
     def _keep(self, result: Any) -> None:
         """Sets what is known of the result, whose history is kept for a backward."""

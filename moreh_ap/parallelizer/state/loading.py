@@ -13,6 +13,7 @@ together: which slices of the whole are which slices of what this worker holds.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -136,8 +137,9 @@ def _names_by_tensor(module: nn.Module) -> list[list[str]]:
 def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -> None:
     """Gives the tensors of `names` memory on `device`, without values, and ties again what that took apart."""
     tensors = _tensors_by_name(module)
-    held = {id(tensors[same[0]]) for same in names}
-    aside = modules_aside(module)
+    to_fill = {id(tensors[same[0]]): tensors[same[0]] for same in names}
+    aside, is_sharded = modules_aside(module), bool(fsdp_modules(module))
+    held = set(to_fill) if is_sharded else _allocate_in_place(to_fill.values(), device)
     with torch.no_grad():
         module._apply(lambda t: torch.empty_like(t, device=device) if id(t) in held else t)
     if aside:
@@ -153,6 +155,23 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
             setattr(module.get_submodule(path), leaf, tensor)
     for submodule in fsdp_modules(module):
         submodule._apply(lambda t: t, recurse=False)  # FSDP2 looks its parameters up again
+
+
+def _allocate_in_place(tensors: Iterable[torch.Tensor], device: torch.device) -> set[int]:
+    """Gives tensors memory without putting others in their place, and returns the `id`s of those that stay without.
+
+    A model may have its parameters in objects that are no modules (variables of Keras), or rely on them otherwise when
+    it moves them.
+    """
+    left = set()
+    for tensor in tensors:
+        if weakref.getweakrefcount(tensor):  # PyTorch does not swap such a tensor
+            left.add(id(tensor))
+            continue
+        made = torch.empty_like(tensor, device=device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        torch.utils.swap_tensors(tensor, nn.Parameter(made, tensor.requires_grad) if is_parameter else made)
+    return left
 
 
 def _overlaps(item: Wanted) -> list[Piece]:

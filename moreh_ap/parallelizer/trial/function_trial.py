@@ -110,7 +110,8 @@ class Trial:
     def decide_on_module(self) -> tuple[Step, Sequence[Double | None]] | None:
         """Returns the step of a module that works row by row, and what its results are; None if rows meet in it."""
         with GlobalReduction(self._device, record=True) if self.takes_means else nullcontext() as full:
-            wanted = tensors_of(self._func(*self._args, **self._kwargs))
+            args, kwargs = map_leaves(lambda leaf: leaf, (self._args, self._kwargs))  # a module may add to a dict
+            wanted = tensors_of(self._func(*args, **kwargs))
         denominators = full.global_denominators if full is not None else ()
         for adds_up, for_all in self._ways() if wanted and self._has_rows else ():
             results = []

@@ -38,6 +38,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     random_weight,
 )
 from moreh_ap.protocol.batch import row_dims, select_rows_along
+from moreh_ap.protocol.pytree import nest_alike
 
 _MAX_COMPARED_PARAMETERS = 24
 
@@ -152,7 +153,7 @@ class Probe:
         if common.gathered:
             raise Refused(f"attribute {common.gathered[0]} gathers what it sees of the rows")
         self.has_unknown = common.runs_in_stages and any(map(is_unknown, common.outputs))
-        if any(treespec != common.treespec for treespec, _ in singles):
+        if not all(nest_alike(treespec, common.treespec) for treespec, _ in singles):
             raise Refused("the result of one row nests differently from that of several")
         self.kinds = tuple(
             kind_of(name, leaf, [outputs[index] for _, outputs in singles], self._tolerance_of(index))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, RowShardRef, StateRef, TensorData
+from moreh_ap.protocol.objects.returned_arguments import Place
 from moreh_ap.protocol.process_flags import Flags
 from moreh_ap.protocol.rng_state import Streams
 
@@ -61,6 +62,7 @@ class ForwardReply:
     rows: How many rows of the batch the worker has; None if it has all.
     streams: Where random streams stand after the call; None if nothing was drawn from them.
     left_out: Attributes that the forward set and that are not among the leaves, such as ``encoder.cache``.
+    returned: Which argument the forward returned, if any; see `returned_arguments.py`.
     """
 
     pickled_treespec: bytes
@@ -70,6 +72,7 @@ class ForwardReply:
     rows: int | None = None
     streams: Streams | None = None
     left_out: tuple[str, ...] = ()
+    returned: Place | None = None
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,8 @@ class WorkerCall:
         run, roles = self._run, self._roles
         mode = "unsplit" if not roles.is_split else "stages" if run.runs_in_stages else "split"
         nesting = pickle_treespec(run.treespec)
-        reply = ForwardReply(nesting, leaves, mode, roles.note, roles.num_own_rows, self._streams, self._left_out)
+        found = roles.note, roles.num_own_rows, self._streams, self._left_out, run.returned
+        reply = ForwardReply(nesting, leaves, mode, *found)
         return reply if self._answers else None
 
     def output(self, index: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from moreh_ap.integrations.transformers_worker import hand_caches_back
+from moreh_ap.protocol.objects.returned_arguments import hand_back
 from moreh_ap.protocol.rng_state import Streams
 from moreh_ap.session.calls import double_backward, output_watchers, row_shard_rules
 from moreh_ap.session.calls.answer_check import ReadsPassedState
@@ -36,6 +37,8 @@ class ExtendedCalls:
             result = model.script_hooks.run(call, structure.treespec, result, len(leaves), hooks_done)
         if structure.has_cache and call.takes_cache:
             hand_caches_back((*args, *kwargs.values()), result)
+        if structure.returned is not None:
+            result = hand_back(structure.returned, args, kwargs, result)
         if model.left_out:
             model.warn_of_attributes()
         return result

@@ -26,6 +26,7 @@ from moreh_ap.protocol.hook_records import Report
 from moreh_ap.protocol.memory_format import Order, empty_in_order
 from moreh_ap.protocol.messages.calls import DefineSignature, ForwardReply
 from moreh_ap.protocol.messages.tensors import LeafReply, TensorSlot
+from moreh_ap.protocol.objects.returned_arguments import Place
 from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
 from moreh_ap.session.outbox import Outbox
 
@@ -66,6 +67,7 @@ class Structure:
         attributes: Attributes that the forward set; their values are the last leaves.
         is_report: Whether the result is a `Report`, with records of hooks or of attributes that were set.
         has_cache: Whether a key-value cache of transformers is in the result.
+        returned: Which argument is the result, if any; see `returned_arguments.py`.
     """
 
     treespec: TreeSpec
@@ -77,6 +79,7 @@ class Structure:
     attributes: tuple[str, ...] = ()
     is_report: bool = False
     has_cache: bool = False
+    returned: Place | None = None
 
     @staticmethod
     def of(replies: list[ForwardReply | None]) -> Structure:
@@ -114,6 +117,7 @@ class Structure:
             attributes=tuple(treespec.children()[-1].context) if treespec.context is Report else (),
             is_report=treespec.context is Report,
             has_cache=contains_cache(treespec),
+            returned=first_answer.returned,
         )
 
     def promises_the_same(self, other: Structure) -> bool:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from moreh_ap import log
 from moreh_ap.errors import PlanError, WorkerLostError
@@ -76,7 +75,7 @@ def require_verification(session: Session, root: nn.Module, call: reduced_model.
 
 
 def _rows(call: reduced_model.Call) -> int | None:
-    leaves = tree_leaves(call[1:])
+    leaves, _ = flatten(call[1:])
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
+from moreh_ap.protocol import pytree as pytree_module
+from moreh_ap.protocol.pytree import flatten, nest_alike, pickle_treespec, unpickle_treespec
 
 
 class Batch:
@@ -22,6 +24,12 @@ class Batch:
 
 class Point:
     __slots__ = ("x", "y")
+
+
+@dataclass
+class Ring:
+    x: torch.Tensor
+    following: Any
 
 
 class Fields(dict[str, Any]):
@@ -55,13 +63,56 @@ def test_objects_nest():
     assert made.fields["b"][1] == 7
 
 
+def test_an_object_that_leads_back_to_itself_is_one_afterwards() -> None:
+    shared = torch.ones(3)
+    graph = Batch(x=shared, size=4)
+    graph.storage = Batch(owner=graph, x=shared, inner={"y": torch.zeros(2)})
+    leaves, treespec = flatten([graph, 5])
+    assert sorted(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)) == [2, 3]
+    assert treespec == flatten([graph, 5])[1]
+    made = again([graph, 5])[0]
+    assert made is not graph and made.storage.owner is made and made.size == 4
+    assert made.x is made.storage.x and torch.equal(made.x, shared)
+    assert torch.equal(made.storage.inner["y"], torch.zeros(2))
+
+
+def test_another_process_takes_such_an_object_apart_likewise() -> None:
+    graph = Batch(x=torch.ones(3))
+    graph.self = graph
+    leaves, treespec = flatten(graph)
+    data = pickle_treespec(treespec)
+    pytree_module._remove_added()  # as in a process that has not met the class
+    made = tree_unflatten(leaves, unpickle_treespec(data))
+    assert len(tree_leaves(made)) == 1 and tree_leaves(made)[0] is leaves[0]
+
+
+def test_a_circle_through_objects_of_two_classes_and_a_dataclass() -> None:
+    point, ring = Point(), Ring(torch.ones(2), None)
+    point.x, point.y = torch.zeros(1), Fields(ring=ring)
+    ring.following = point
+    made = again((ring, torch.ones(1)))[0]
+    assert made.following.y["ring"] is made and made.following.x.shape == (1,) and torch.equal(made.x, torch.ones(2))
+
+
+def test_results_nest_alike_but_for_the_rows_they_say_they_have() -> None:
+    def spec(size: list[int], name: str = "x") -> Any:
+        return TreeSpec(dict, {"size": torch.Size(size), "name": name}, [])
+
+    assert nest_alike(spec([4, 2]), spec([1, 2])) and nest_alike(spec([]), spec([]))
+    assert not nest_alike(spec([4, 2]), spec([4, 3])) and not nest_alike(spec([4]), spec([4], "y"))
+
+
 def test_what_cannot_be_taken_apart_is_refused():
-    circle = Batch(tensor=torch.ones(1))
-    circle.self = circle
+    circle: list[Any] = [torch.ones(1)]
+    circle.append(circle)
     with pytest.raises(UnsupportedError, match="A Linear with tensors inside"):
         flatten([nn.Linear(2, 2)])
     with pytest.raises(UnsupportedError, match="leads back to itself"):
         flatten([circle])
+    owner = Batch(tensor=torch.ones(1), module=nn.Linear(2, 2))
+    owner.self = owner
+    with pytest.raises(UnsupportedError, match="with a module inside that leads back to itself"):
+        flatten([owner])
     tensor = torch.ones(1)
     with pytest.raises(UnsupportedError, match="A function with tensors inside"):
         flatten([lambda: tensor])

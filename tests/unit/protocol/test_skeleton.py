@@ -75,3 +75,58 @@ def test_an_attribute_refers_to_the_modules_of_the_worker_s_model():
     value = {"forward": script[0].forward, "compiled": torch.compile(script[1].forward), "root": script}
     arrived = unpickle_attribute(pickle_attribute(value, path_of), worker)
     assert arrived == {"forward": worker[0].forward, "compiled": worker[1].forward, "root": worker}
+
+
+class SavesItself(nn.Module):
+    """Pickles itself as a file of values, of which a skeleton would have no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def __reduce__(self):
+        return SavesItself, ()
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class TrackedList(list):
+    """Tells a tracker what is put in."""
+
+    def __init__(self, values, tracker):
+        self.tracker = tracker
+        super().__init__(values)
+
+    def extend(self, values):
+        self.tracker.update(values)
+        super().extend(values)
+
+    append = None
+
+
+class TrackedDict(dict):
+    def __init__(self, values, tracker):
+        self.tracker = tracker
+        super().__init__(values)
+
+    def __setitem__(self, key, value):
+        self.tracker.add(value)
+        super().__setitem__(key, value)
+
+
+def test_a_module_that_would_save_its_values_arrives_by_its_attributes():
+    model = nn.Sequential(SavesItself())
+    copy = unpickle_skeleton(pickle_skeleton(model), torch.device("cpu"))
+    assert [name for name, _ in copy.named_parameters()] == ["0.layer.weight", "0.layer.bias"]
+    assert all(parameter.is_meta for parameter in copy.parameters())
+
+
+def test_containers_that_track_what_is_put_in_arrive_with_their_trackers():
+    model, tracker = nn.Linear(2, 2), set()
+    model.kept = TrackedList([1, 2], tracker)
+    model.named = TrackedDict({"a": 3}, tracker)
+    copy = unpickle_skeleton(pickle_skeleton(model), torch.device("cpu"))
+    assert copy.kept == [1, 2] and copy.named == {"a": 3}
+    assert type(copy.kept) is TrackedList and type(copy.named) is TrackedDict
+    assert copy.kept.tracker is copy.named.tracker == set()

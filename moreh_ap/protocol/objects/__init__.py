@@ -1,0 +1,1 @@
+"""Arguments and results that are objects: those that lead back to themselves, and those that a forward returns."""
