@@ -89,6 +89,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._C._autograd._get_current_graph_task_keep_graph", "session/calls"),
     ),
     *_names(
+        "Whether a tensor's class of a library's has its turn with a function.",
+        ("torch._C._is_torch_function_enabled", "device"),
+    ),
+    *_names(
         "Under a transform of `torch.func` a model is computed in the controller.",
         ("torch._C._functorch.peek_interpreter_stack", "device/patches"),
     ),

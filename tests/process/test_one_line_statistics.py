@@ -154,3 +154,43 @@ def test_random_numbers_in_forward_are_own_ones_for_each_row_and_follow_the_seed
     torch.manual_seed(1)
     assert torch.equal(first, model(x, 1.0).detach().cpu()) and not torch.equal(first, second)
     assert len({tuple(row) for row in first.tolist()}) == 8, "two workers drew the same"
+
+
+class CountedRows(nn.Module):
+    """Takes labels that name the row to which each belongs, as detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x, rows, labels):
+        scores = self.norm(self.inlet(x))
+        return F.cross_entropy(scores[rows], labels)
+
+
+def test_labels_that_count_rows_of_the_batch_are_an_error_in_a_share_and_the_call_is_unsplit(capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model, x = CountedRows().to(device), torch.randn(8, 4).to(device)
+        rows, labels = torch.tensor([0, 2, 3, 3, 5, 6, 7, 7, 7]).to(device), torch.randint(0, 6, (9,)).to(device)
+        losses = []
+        for _ in range(2):
+            losses.append(model(x, rows, labels))
+            losses[-1].backward()
+        return torch.stack(losses).detach(), [parameter.grad for parameter in model.parameters()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE in capsys.readouterr().out
+
+
+def test_a_running_mean_that_is_zero_but_for_rounding(capsys):
+    def script(device):
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=0.01), nn.Conv2d(8, 16, 1, bias=False)]
+        model = nn.Sequential(*layers, nn.BatchNorm2d(16, momentum=0.01), nn.ReLU(), nn.Conv2d(16, 2, 4)).to(device)
+        loss = model(torch.randn(8, 3, 6, 6).to(device)).square().mean()
+        loss.backward()
+        return loss.detach(), [parameter.grad for parameter in model.parameters() if parameter.ndim > 1]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from moreh_ap.device import tensor_classes
 from moreh_ap.device.cuda import cuda_functions, cuda_generator, cuda_rng, cuda_streams, cuda_types, cudnn
 from moreh_ap.device.patches import (
     data_loading,
@@ -43,6 +44,7 @@ def install(backend: WorkerBackend) -> Patches:
     sparse_adam.install(patches)
     export.install(patches)
     profilers.install(patches)
+    tensor_classes.install(patches)
     modules.install(patches, backend)
     optimizer_steps.install(patches, backend)
     return patches
