@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moreh_ap.device import autocast, transfers
 from moreh_ap.device.operations import ASKED
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, place, to_accelerator
-from moreh_ap.device.tensor_classes import call_classed, is_classed
+from moreh_ap.device.tensor_classes import ORDINARY, call_classed, is_classed
 from moreh_ap.device.transfers import is_accelerator, move
 from moreh_ap.device.worker_backend import IN_FORCE
 
@@ -32,7 +32,7 @@ class RedirectMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if IN_FORCE.backend is None:  # left on another thread's stack, the mode lets every call pass
             return func(*args, **(kwargs or {}))
-        if types and is_classed(types):
+        if types and not ORDINARY.issuperset(types) and is_classed(types):
             with RedirectMode():
                 return call_classed(func, types, args, kwargs or {})
         return redirect(func, args, kwargs or {})

@@ -21,7 +21,8 @@ from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.patching import Patches
 
 _HIDDEN = ("_cell", "_user")
-_ORDINARY = {Tensor, torch.nn.Parameter, VirtualTensor}
+ORDINARY = {Tensor, torch.nn.Parameter, VirtualTensor}
+"""Classes of tensors that are none of a library's."""
 
 
 class _Wanted(threading.local):
@@ -30,7 +31,8 @@ class _Wanted(threading.local):
     kind: type[ClassedTensor] | None = None
 
 
-_WANTED = _Wanted()
+WANTED = _Wanted()
+"""Read where an alias is made (`operations`)."""
 
 
 class ClassedTensor(VirtualTensor):
@@ -67,7 +69,7 @@ class ClassedTensor(VirtualTensor):
 @functools.cache
 def class_on_accelerator(kind: type[Tensor]) -> type[ClassedTensor]:
     """Returns the class of tensors on the accelerator that stands for `kind`."""
-    bases = (ClassedTensor,) if kind in _ORDINARY else (kind, ClassedTensor)
+    bases = (ClassedTensor,) if kind in ORDINARY else (kind, ClassedTensor)
     body = {"__slots__": (), "library_class": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return cast(type[ClassedTensor], types.new_class(kind.__name__, bases, exec_body=lambda own: own.update(body)))
 
@@ -90,17 +92,11 @@ def with_class(result: Any, kind: type[Tensor]) -> Any:
     return tree_map(converted, result)
 
 
-def make_alias(tensor: VirtualTensor) -> VirtualTensor:
-    """Returns another tensor with the cell of `tensor`: of the class that is wanted, else without a library's."""
-    kind = _WANTED.kind
-    return VirtualTensor(tensor._cell, tensor) if kind is None else VirtualTensor.__new__(kind, tensor._cell, tensor)
-
-
 def is_classed(kinds: Any) -> bool:
     """Returns whether classes of tensors are asked, and a library's is among those of a function's arguments."""
-    if _ORDINARY.issuperset(kinds) or not torch._C._is_torch_function_enabled():
-        return False
-    return any(isinstance(kind, type) and issubclass(kind, Tensor) and kind not in _ORDINARY for kind in kinds)
+    return torch._C._is_torch_function_enabled() and any(
+        isinstance(kind, type) and issubclass(kind, Tensor) and kind not in ORDINARY for kind in kinds
+    )
 
 
 def call_classed(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -135,10 +131,10 @@ def install(patches: Patches) -> None:
     def as_subclass(self: Tensor, cls: type[Tensor]) -> Tensor:
         """Makes of a tensor on the accelerator one that is of the class and on the accelerator."""
         library_class = _library_class(cls)
-        outer, _WANTED.kind = _WANTED.kind, class_on_accelerator(library_class)
+        outer, WANTED.kind = WANTED.kind, class_on_accelerator(library_class)
         try:
             return original(self, library_class)  # type: ignore[no-any-return]
         finally:
-            _WANTED.kind = outer
+            WANTED.kind = outer
 
     original = group.replace(Tensor, "as_subclass", as_subclass)

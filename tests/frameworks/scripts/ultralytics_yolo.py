@@ -17,6 +17,7 @@ if options.ap:
 import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
 from ultralytics import YOLO  # noqa: E402
+from ultralytics.utils import LOGGER  # noqa: E402
 
 MODEL = """
 nc: 2
@@ -63,6 +64,7 @@ def main():
     folder = Path.cwd() / ("ap" if options.ap else "reference")
     data = made_up_data(folder)
     (folder / "tiny.yaml").write_text(MODEL)
+    LOGGER.setLevel("ERROR")
     torch.manual_seed(0)
     model = YOLO(str(folder / "tiny.yaml"))
     model.add_callback("on_train_batch_end", print_losses)
