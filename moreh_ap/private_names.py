@@ -67,14 +67,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Calls PyTorch on tensors of our class without being called back.",
-        (
-            "torch._C.DisableTorchFunction",
-            "device parallelizer/pipeline session/calls session/models session/own_process",
-        ),
-        (
-            "torch._C.DisableTorchFunctionSubclass",
-            "device parallelizer/call parallelizer/tensor protocol session/calls",
-        ),
+        ("torch._C.DisableTorchFunction", "device parallelizer/pipeline session/calls session/models session/own_process"),
+        ("torch._C.DisableTorchFunctionSubclass", "device parallelizer/call parallelizer/tensor protocol session/calls"),
     ),
     *_names(
         "Has views of split tensors made below autograd noticed.",
@@ -90,6 +84,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Keeps the graph of a call on workers where backward keeps that of the script.",
         ("torch._C._autograd._get_current_graph_task_keep_graph", "session/calls"),
+    ),
+    *_names(
+        "Whether a tensor's class of a library's has its turn with a function.",
+        ("torch._C._is_torch_function_enabled", "device"),
     ),
     *_names(
         "Under a transform of `torch.func` a model is computed in the controller.",

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moreh_ap.device import autocast, transfers, wrapped_tensors
 from moreh_ap.device.operations import ASKED
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, place, to_accelerator
+from moreh_ap.device.tensor_classes import ORDINARY, call_classed, is_classed
 from moreh_ap.device.transfers import is_accelerator, move
 from moreh_ap.device.worker_backend import IN_FORCE
 
@@ -29,11 +30,13 @@ class RedirectMode(TorchFunctionMode):
     """While this mode is active, "cuda" means the accelerator in every PyTorch call of the thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Left on another thread's stack, the mode lets every call pass once the accelerator is disabled.
-        if IN_FORCE.backend is None:
+        if IN_FORCE.backend is None:  # left on another thread's stack, the mode lets every call pass
             return func(*args, **(kwargs or {}))
         if types and all(kind is VirtualTensor for kind in types):
             return VirtualTensor.__torch_function__(func, types, args, kwargs)  # as it would be once the mode is off
+        if types and not ORDINARY.issuperset(types) and is_classed(types):
+            with RedirectMode():
+                return call_classed(func, types, args, kwargs or {})
         return redirect(func, args, kwargs or {})
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from moreh_ap.device.tensor import ACCELERATOR, CPU, VirtualTensor, place
+from moreh_ap.device.tensor_classes import WANTED
 from moreh_ap.device.values import MAX_DEFERRED_ELEMENTS, Cell, Here, InFile, Later, Value, View
 
 aten = torch.ops.aten
@@ -83,7 +84,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         with torch.inference_mode(False):  # in inference mode too, a view of an ordinary tensor is an ordinary tensor
             return run(func, args, kwargs)
     if func in _ALIASES or (func is aten.view.default and args[0].size() == torch.Size(args[1])):
-        return VirtualTensor(args[0]._cell, args[0])
+        kind = WANTED.kind or VirtualTensor
+        return VirtualTensor.__new__(kind, args[0]._cell, args[0])
     leaves = tree_leaves((args, kwargs))
     virtual = [leaf for leaf in leaves if isinstance(leaf, VirtualTensor)]
     device = _common_device(func, virtual, leaves)

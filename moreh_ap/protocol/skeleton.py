@@ -75,6 +75,24 @@ def unpickle_attribute(data: bytes, model: nn.Module) -> Any:
     return _AttributeUnpickler(io.BytesIO(data), model).load()
 
 
+def pickle_object(value: Any, path_of: Mapping[int, str], device: torch.device) -> bytes:
+    """An object that a forward has set on a module, as it travels back to the script; the same bytes if it is the same.
+
+    Args:
+        value: The object.
+        path_of: As for `pickle_attribute`.
+        device: The device of the process that has it: the script reads of its own.
+    """
+    buffer = io.BytesIO()
+    _ObjectPickler(buffer, path_of, device).dump(value)
+    return buffer.getvalue()
+
+
+def unpickle_object(data: bytes, model: nn.Module, device: torch.device) -> Any:
+    """The object that was pickled, its tensors on `device`, with the modules of `model` in their places."""
+    return _ObjectUnpickler(io.BytesIO(data), model, device).load()
+
+
 class NotSent:
     """Stands in a worker for an object that stays in the script; whoever uses it is told.
 
@@ -183,6 +201,43 @@ class _AttributeUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: str) -> nn.Module:
         return self._model.get_submodule(pid)
+
+
+@dataclass(frozen=True)
+class _DeviceOfObject:
+    """Stands for the device that a model is on."""
+
+
+class _ObjectPickler(_AttributePickler):
+    def __init__(self, file: Any, path_of: Mapping[int, str], device: torch.device) -> None:
+        super().__init__(file, path_of)
+        self._device = device
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.device) and obj.type == self._device.type:
+            return _DeviceOfObject()
+        if isinstance(obj, Tensor):
+            return TensorData.of(obj.detach().cpu(), on_device=obj.device.type == self._device.type)
+        return super().persistent_id(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if isinstance(reduced, tuple) and reduced[0] is NotSent:
+            raise pickle.PicklingError(f"{reduced[1][0]} cannot be pickled")
+        return reduced
+
+
+class _ObjectUnpickler(_AttributeUnpickler):
+    def __init__(self, file: Any, model: nn.Module, device: torch.device) -> None:
+        super().__init__(file, model)
+        self._device = device
+
+    def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, _DeviceOfObject):
+            return self._device
+        if isinstance(pid, TensorData):
+            return pid.tensor().to(self._device if pid.on_device else "cpu")
+        return super().persistent_load(pid)
 
 
 class _SkeletonPickler(_Pickler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 import warnings
 
 import pytest
@@ -248,7 +249,7 @@ class Now(nn.Module):
         x = self.inner(x)
         if look.item() > 0:
             self.looked = x.detach()
-        self.norm = nn.Identity
+        self.norm = threading.Lock()  # cannot be copied to another process
         return x
 
 
@@ -434,3 +435,50 @@ def test_a_weight_computed_by_forward_among_the_parameters_trains_what_it_was_co
 
     assert_same(*on_both(script))
     assert "UserWarning" not in capfd.readouterr().err  # of the gradient of what is no leaf
+
+
+class Criterion:
+    """A loss in an object of its own: made by the model at its first call, weakened by the script after an epoch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.head, self.device = model.head, next(model.parameters()).device
+        self.weight, self.scale = 1.0, torch.full((3,), 0.5, device=self.device)
+
+    def __call__(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return self.weight * ((scores - targets) * self.scale).square().mean()
+
+    def update(self) -> None:
+        self.weight /= 2
+
+
+class MakesItsCriterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        if getattr(self, "criterion", None) is None:
+            self.criterion = Criterion(self)
+        return self.criterion(self.head(x), targets)
+
+
+@pytest.mark.parametrize("plan", PLANS[:2])
+def test_an_object_that_a_forward_has_set_is_found_and_what_the_script_does_to_it_counts(accelerator, plan):
+    accelerator(plan)
+
+    def script(device):
+        torch.manual_seed(0)
+        model, losses = MakesItsCriterion().to(device), []
+        x, targets = torch.randn(6, 4).to(device), torch.randn(6, 3).to(device)
+        for _ in range(3):
+            losses.append(model(x, targets))
+            losses[-1].backward()
+            assert model.criterion.head is model.head and model.criterion.scale.device.type == torch.device(device).type
+            assert model.criterion.device.type == torch.device(device).type
+            losses.append(model.criterion(model.head(x), targets).detach())
+            model.criterion.update()
+        return torch.stack(losses).detach(), [parameter.grad for parameter in model.parameters()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(*on_both(script))

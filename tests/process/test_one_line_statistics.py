@@ -154,3 +154,44 @@ def test_random_numbers_in_forward_are_own_ones_for_each_row_and_follow_the_seed
     torch.manual_seed(1)
     assert torch.equal(first, model(x, 1.0).detach().cpu()) and not torch.equal(first, second)
     assert len({tuple(row) for row in first.tolist()}) == 8, "two workers drew the same"
+
+
+class NeedsItsFirstRow(nn.Module):
+    """Raises an error without the first row of the batch, as detectors do whose labels count its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        if x[0, 0] != 9.0:
+            raise IndexError("the first row is not there")
+        return self.norm(self.inlet(x))
+
+
+def test_rows_that_raise_an_error_on_one_worker_alone_leave_no_other_waiting(capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model, x = NeedsItsFirstRow().to(device), torch.randn(8, 4)
+        x[0, 0] = 9.0
+        losses = []
+        for _ in range(2):
+            losses.append(model(x.to(device)).square().mean())
+            losses[-1].backward()
+        return torch.stack(losses).detach(), [parameter.grad for parameter in model.parameters()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE in capsys.readouterr().out
+
+
+def test_a_running_mean_that_is_zero_but_for_rounding(capsys):
+    def script(device):
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=0.01), nn.Conv2d(8, 16, 1, bias=False)]
+        model = nn.Sequential(*layers, nn.BatchNorm2d(16, momentum=0.01), nn.ReLU(), nn.Conv2d(16, 2, 4)).to(device)
+        loss = model(torch.randn(8, 3, 6, 6).to(device)).square().mean()
+        loss.backward()
+        return loss.detach(), [parameter.grad for parameter in model.parameters() if parameter.ndim > 1]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out

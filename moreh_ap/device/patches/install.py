@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from moreh_ap.device import wrapped_tensors
+from moreh_ap.device import tensor_classes, wrapped_tensors
 from moreh_ap.device.cuda import cuda_functions, cuda_generator, cuda_rng, cuda_streams, cuda_types, cudnn
 from moreh_ap.device.patches import (
     data_loading,
@@ -45,6 +45,7 @@ def install(backend: WorkerBackend) -> Patches:
     export.install(patches)
     profilers.install(patches)
     wrapped_tensors.install(patches)
+    tensor_classes.install(patches)
     modules.install(patches, backend)
     optimizer_steps.install(patches, backend)
     return patches

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moreh_ap.device import lazy_modules, transfers
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor
+from moreh_ap.device.tensor_classes import ClassedTensor, result_of_module
 from moreh_ap.device.torchscript import refuse_compiled
 from moreh_ap.device.worker_backend import WorkerBackend
 from moreh_ap.errors import UnsupportedError
@@ -31,7 +32,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
         if route is not None:
             result = route(args, kwargs)
             if result is not NotImplemented:
-                return result
+                return result_of_module(result, args, kwargs) if _have_classes(args, kwargs) else result
         parameter = next(module.parameters(), None)
         if parameter is None or is_transformed:
             return original_call(module, *args, **kwargs)
@@ -47,7 +48,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
             module.cuda()  # scripts of the platform call a model with accelerator inputs without moving it first
         result = backend.call_module(module, args, kwargs)
         if result is not NotImplemented:
-            return result
+            return result_of_module(result, args, kwargs) if _have_classes(args, kwargs) else result
         if isinstance(parameter, VirtualTensor) and not parameter.is_cuda:
             module._apply(_read_into_controller)  # the model stays on the CPU
         return original_call(module, *args, **kwargs)
@@ -94,6 +95,11 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
             backend.note_attribute(module, name, value)
 
     original_set = group.replace(nn.Module, "__setattr__", set_attribute)
+
+
+def _have_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether an argument is a tensor of a library's class."""
+    return any(isinstance(argument, ClassedTensor) for argument in (*args, *kwargs.values()))
 
 
 def _let_go_of_graphs(module: nn.Module) -> None:

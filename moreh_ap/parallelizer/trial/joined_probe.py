@@ -19,15 +19,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import local_shard
+from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt
 from moreh_ap.parallelizer.trial.probe import Probe, Result
+from moreh_ap.parallelizer.trial.row_comparison import close
 from moreh_ap.protocol.pytree import pickle_treespec, unpickle_treespec
 
 MAX_ROWS = 16
@@ -73,6 +77,14 @@ class JoinedProbe(Probe):
     def _tolerance_of(self, output: int) -> float:
         return max(self._tolerance, min(_ROUNDING * self._output_rounding[output], _MOST_ROUNDING))
 
+    def _is_same_buffer(self, name: str, value: Tensor) -> bool:
+        """The running mean behind a linear layer whose inputs are normalised is zero but for rounding: it is compared
+        with the largest entry of the others of its name."""
+        _, _, last = name.rpartition(".")
+        alike = [buffer for other, buffer in self._buffers.items() if other.rpartition(".")[2] == last]
+        largest = max(float(torch.linalg.vector_norm(one.float(), torch.inf)) for one in alike if one.numel())
+        return close(value, self._buffers[name], self._tolerance, self._noise * self._tolerance * largest)
+
     def _is_rounding(self, name: str, got: Tensor, want: Tensor, noise: float) -> bool:
         explained = max(self._least_rounding, min(_ROUNDING * self._gradient_rounding[name], _MOST_ROUNDING))
         return (
@@ -83,6 +95,7 @@ class JoinedProbe(Probe):
 
     def _run_apart(self, denominators: Sequence[Tensor]) -> tuple[list[Result], list[Sequence[Tensor]]]:
         call, axis = self.call, self.call.axis
+        self._refuse_what_fails_alone()
         mark = replace(call.random, draws=self.draws).fingerprint()
         reduction = self._reduction(mark)
         each = len(self._chosen) // axis.size
@@ -98,6 +111,27 @@ class JoinedProbe(Probe):
         ]
         return results, [counted for _, _, counted in found]
 
+    def _refuse_what_fails_alone(self) -> None:
+        """Runs each worker's rows without the others: an error in the run below would leave those waiting for it.
+
+        Raises:
+            Refused: The rows of a worker raise an error by themselves, as where labels count rows of the batch.
+        """
+        call, axis = self.call, self.call.axis
+        each = len(self._chosen) // axis.size
+        args, kwargs = tree_unflatten(self._select(self._chosen[axis.rank * each :][:each]), self._spec)
+
+        def run() -> None:
+            with self._from_the_same_state(), NoDropout():
+                alone = replace(call, random=RandomPolicy(), grad=False)
+                EagerForward(alone, args, kwargs, reduction=_WithoutStatistics(call.device, record=True))
+
+        reason = attempt(run, call.module)
+        failed = torch.tensor(int(reason != ""), device=call.device)
+        dist.all_reduce(failed, group=axis.group)
+        if failed.item():
+            raise Refused(reason or "the rows of another worker raised an error by themselves")
+
     def _reduction(self, mark: Callable[[], int] | None) -> JoinedReduction:
         call = self.call
         return JoinedReduction(call.device, axis=call.axis, counts=call.counts, mark=mark)
@@ -107,6 +141,17 @@ class JoinedProbe(Probe):
 
     def _backward_apart(self) -> None:
         self._go_back(self._singles[0], self._share_of(self.call.axis.rank, self.call.axis.size))
+
+
+class _WithoutStatistics(GlobalReduction):
+    """Leaves batch normalisation out, which refuses a single value a channel."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            return (args[0] if args else (kwargs or {})["input"]).clone()
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _perturbed(leaf: Any) -> Any:

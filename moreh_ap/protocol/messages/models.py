@@ -44,6 +44,15 @@ class ChangeModule:
 
 
 @dataclass(frozen=True)
+class ReadObjects:
+    """Answer attributes that forwards have set and that are not made of tensors and plain values alone: pickled objects
+    by full name, without those that cannot be pickled."""
+
+    owner: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SetRequiresGrad:
     """Freeze or unfreeze parameters."""
 

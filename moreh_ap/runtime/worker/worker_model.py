@@ -6,6 +6,8 @@ The mathematics is the parallelizer's; this module translates between messages a
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,11 +29,11 @@ from moreh_ap.protocol.memory_format import KernelFormats
 from moreh_ap.protocol.messages.models import BuildModel, ExampleCall
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.model_settings import Settings
-from moreh_ap.protocol.module_attributes import Attributes, full_name
+from moreh_ap.protocol.module_attributes import Attributes, full_name, num_leaves
 from moreh_ap.protocol.pytree import Nesting
 from moreh_ap.protocol.script_globals import PATH as GLOBALS
 from moreh_ap.protocol.script_globals import GlobalsOfModel
-from moreh_ap.protocol.skeleton import unpickle_attribute, unpickle_skeleton
+from moreh_ap.protocol.skeleton import pickle_object, unpickle_attribute, unpickle_skeleton
 from moreh_ap.runtime.worker.cache_arguments import without_cache
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
 
@@ -116,6 +118,18 @@ class WorkerModel:
         changed = list(self.unseen.changed(self._marks))
         self._marks = self.unseen.marks()
         return changed
+
+    def pickled_objects(self, names: tuple[str, ...]) -> dict[str, bytes]:
+        """Attributes as they travel to the script, without those that cannot be pickled."""
+        path_of, found = {id(module): path for path, module in self.module.named_modules()}, {}
+        for name in names:
+            path, _, last = name.rpartition(".")
+            with contextlib.suppress(pickle.PicklingError, TypeError, AttributeError, RuntimeError):
+                value = getattr(self.module.get_submodule(path), last)
+                if num_leaves(value) is not None:
+                    continue  # what is set under a plan that does not answer it may be a part of it
+                found[name] = pickle_object(value, path_of, self.device.torch_device)
+        return found
 
     def _set_attribute(self, path: str, name: str, value: Any) -> None:
         for root in (self.module, self.meta_module):

@@ -25,6 +25,7 @@ from moreh_ap.protocol.messages.models import (
     BuildModel,
     ChangeModule,
     ExampleCall,
+    ReadObjects,
     ReleaseModel,
     SetKernelFormats,
     SetRequiresGrad,
@@ -38,6 +39,7 @@ from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
 from moreh_ap.session import script_line
 from moreh_ap.session.models.container_attributes import Containers
 from moreh_ap.session.models.global_changes import GlobalChanges, warn_of_writes
+from moreh_ap.session.models.object_attributes import ObjectAttributes
 from moreh_ap.session.models.parameter_gradients import Gradients
 from moreh_ap.session.models.script_hooks import ScriptHooks
 from moreh_ap.session.models.signatures import Signatures, pickle_constants
@@ -98,6 +100,7 @@ class RemoteModel:
         self.passes_state = False
         self._passed_on: dict[str, set[str]] = {}
         self._path_of = {id(module): path for path, module in root.named_modules()}
+        self._objects = ObjectAttributes(root, self._path_of)
         self._built: Posted
         self._placements: dict[str, str] | None = None
         self.first_layout: Any = None  # `oom_recovery` keeps there what it needs until the first step
@@ -221,6 +224,8 @@ class RemoteModel:
                     self._changes.append((path, name, value))
         if self._globals is not None:
             self._changes += self._globals.take()
+        if self._objects.known:
+            self._changes += self._objects.take_changes()
         if self._changes:
             changes = tuple((path, name, pickle_attribute(value, self._path_of)) for path, name, value in self._changes)
             self._changes = []
@@ -299,11 +304,15 @@ class RemoteModel:
         self.left_out.update(dict.fromkeys(names))
 
     def warn_of_attributes(self) -> None:
-        """Warns once for each attribute that a forward has set on the workers only, where the script cannot read it."""
+        """Has the script find what a forward has set on the workers: an object as a copy, once; else warns, once."""
         news = [name for name in self.left_out if name not in {*self._warned_of, *self.script_hooks.attributes}]
         self.left_out.clear()
         self._warned_of.update(news)
-        if news and not self.script_hooks.is_silent:
+        if not news or self.script_hooks.is_silent:
+            return
+        copied = self._objects.put(self.session.outbox.submit(ReadObjects(self.owner, tuple(news))).result())
+        news = [name for name in news if name not in copied]
+        if news:
             script_line.warn(
                 f"forward() of {type(self.root).__name__} sets {', '.join(news)} in the workers; in the script "
                 "the attribute stays what it was. Return the value from forward(), or register it as a buffer. "

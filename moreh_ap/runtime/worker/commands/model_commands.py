@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import gc
 
-from moreh_ap.protocol.messages.models import BuildModel, ChangeModule, ReleaseModel, SetKernelFormats, SetRequiresGrad
+from moreh_ap.protocol.messages.models import (
+    BuildModel,
+    ChangeModule,
+    ReadObjects,
+    ReleaseModel,
+    SetKernelFormats,
+    SetRequiresGrad,
+)
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.worker_model import WorkerModel
@@ -23,6 +30,7 @@ class ModelCommands:
             BuildModel: self._build,
             ReleaseModel: self._release,
             ChangeModule: lambda command: self._models[command.owner].change(command.changes),
+            ReadObjects: lambda command: self._models[command.owner].pickled_objects(command.names),
             SetRequiresGrad: lambda command: self._models[command.owner].set_requires_grad(command.requires_grad),
             SetKernelFormats: lambda command: self._models[command.owner].set_kernel_formats(command.formats),
         }
