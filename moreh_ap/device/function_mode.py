@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.device import autocast, transfers, wrapped_tensors
 from moreh_ap.device.operations import ASKED
-from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, place, to_accelerator
-from moreh_ap.device.tensor_classes import ORDINARY, call_classed, is_classed
+from moreh_ap.device.tensor import ORDINARY, VirtualTensor, has_accelerator_tensor, place, to_accelerator
+from moreh_ap.device.tensor_classes import call_classed, is_classed
 from moreh_ap.device.transfers import is_accelerator, move
 from moreh_ap.device.worker_backend import IN_FORCE
 

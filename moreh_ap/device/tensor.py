@@ -303,6 +303,10 @@ class VirtualTensor(torch.Tensor):
             return cls.torch_dispatch(func, args, kwargs or {})
 
 
+ORDINARY = frozenset({Tensor, torch.nn.Parameter, VirtualTensor})
+"""Classes of tensors that are none of a library's."""
+
+
 def _hand_gradient_on(parameter: VirtualTensor) -> None:
     value = parameter._cell.value
     if value.owner is not None and value.owner.keeps_gradient(value):

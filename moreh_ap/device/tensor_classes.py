@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.device.tensor import ORDINARY, VirtualTensor
 from moreh_ap.patching import Patches
 
 _HIDDEN = ("_cell", "_user")
-ORDINARY = {Tensor, torch.nn.Parameter, VirtualTensor}
-"""Classes of tensors that are none of a library's."""
 
 
 class _Wanted(threading.local):

@@ -14,8 +14,6 @@ from moreh_ap.device import legacy_types
 from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor, to_accelerator, to_host
 from moreh_ap.device.values import InFile
 
-ORDINARY = (Tensor, torch.nn.Parameter, VirtualTensor)
-
 
 def is_accelerator(device: Any) -> bool:
     """Returns whether `device` (a string, index or `torch.device`) means the accelerator.
@@ -96,7 +94,7 @@ def _cast_unread(tensor: VirtualTensor, dtype: torch.dtype) -> VirtualTensor:
 
 def move(tensor: Tensor, device: Any) -> Tensor:
     """Returns `tensor` on `device`; the same object if it is already there."""
-    if type(tensor) not in ORDINARY and hasattr(tensor, "__tensor_flatten__"):
+    if not isinstance(tensor, VirtualTensor) and hasattr(tensor, "__tensor_flatten__"):
         return _move_parts(tensor, device)
     if is_accelerator(device):
         if not isinstance(tensor, VirtualTensor):

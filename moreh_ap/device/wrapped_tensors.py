@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.device.tensor import ACCELERATOR
-from moreh_ap.device.transfers import ORDINARY, is_accelerator
+from moreh_ap.device.tensor import ACCELERATOR, ORDINARY
+from moreh_ap.device.transfers import is_accelerator
 from moreh_ap.patching import Patches
 
 _MARK = "_moreh_on_accelerator"

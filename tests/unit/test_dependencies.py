@@ -30,6 +30,8 @@ def imported(folders: Iterable[str]) -> set[str]:
     """Names of the top-level modules that files import, except for Python's own, files beside them and `tests/unit`."""
     found, beside = set(), {"moreh", "moreh_ap", "unit"}
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        if (ROOT / "tests" / "frameworks") in path.parents:
+            continue  # its environments are listed in `requirements`
         if path.parts[len(ROOT.parts)] not in ("moreh", "moreh_ap"):
             beside.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

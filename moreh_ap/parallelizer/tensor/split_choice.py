@@ -48,7 +48,7 @@ from moreh_ap.parallelizer.tensor.structure import (
 )
 from moreh_ap.parallelizer.tensor.vocabulary_ends import find_vocabulary
 from moreh_ap.protocol.blocks import block_lists
-from moreh_ap.protocol.replaced_forwards import has_another_forward
+from moreh_ap.protocol.script_code.replaced_forwards import has_another_forward
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SMALLEST_GATHERED = 4

@@ -31,8 +31,8 @@ from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.model_settings import Settings
 from moreh_ap.protocol.module_attributes import Attributes, full_name, num_leaves
 from moreh_ap.protocol.pytree import Nesting
-from moreh_ap.protocol.script_globals import PATH as GLOBALS
-from moreh_ap.protocol.script_globals import GlobalsOfModel
+from moreh_ap.protocol.script_code.script_globals import PATH as GLOBALS
+from moreh_ap.protocol.script_code.script_globals import GlobalsOfModel
 from moreh_ap.protocol.skeleton import pickle_object, unpickle_attribute, unpickle_skeleton
 from moreh_ap.runtime.worker.cache_arguments import without_cache
 from moreh_ap.runtime.worker.worker_device import WorkerDevice

@@ -1,7 +1,7 @@
 """Global variables of the script that a model on the workers reads, and those that it changes.
 
 Decides when the workers are told of a value, and of which variable the script is warned. Which variables there are is
-for `protocol/script_globals.py` to know.
+for `protocol/script_code/script_globals.py` to know.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from moreh_ap.protocol.script_globals import GlobalName, form_of, read_by, written_by
+from moreh_ap.protocol.script_code.script_globals import GlobalName, form_of, read_by, written_by
 from moreh_ap.session import script_line
 
 

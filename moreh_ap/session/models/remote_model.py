@@ -39,6 +39,7 @@ from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
 from moreh_ap.session import script_line
 from moreh_ap.session.models.container_attributes import Containers
 from moreh_ap.session.models.global_changes import GlobalChanges, warn_of_writes
+from moreh_ap.session.models.model_structure import hook_keys, registered_members, usual_strides
 from moreh_ap.session.models.object_attributes import ObjectAttributes
 from moreh_ap.session.models.parameter_gradients import Gradients
 from moreh_ap.session.models.script_hooks import ScriptHooks
@@ -83,15 +84,15 @@ class RemoteModel:
         # Autograd enters a remote call through this leaf: a call joins no parameter to the controller's graph.
         self.anchor = torch.zeros((), requires_grad=True)
         self.script_hooks = ScriptHooks(root, plan, on_trial, session.script_only_hooks)
-        self._hook_keys = _hook_keys(self.modules)
+        self.hook_keys = hook_keys(self.modules)
         self._training = self._training_flags()
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         self._kernels = {name: parameter for name, parameter in self.parameters.items() if parameter.ndim >= 4}
-        self._kernel_strides = [_usual_strides(kernel) for kernel in self._kernels.values()]
+        self._kernel_strides = [usual_strides(kernel) for kernel in self._kernels.values()]
         self._config = self._config_snapshot()
         self._changes: list[tuple[str, str, Any]] = []
         self._containers = Containers(dict(root.named_modules()))
-        self._members = _registered_members(self.modules)
+        self._members = registered_members(self.modules)
         self._globals = GlobalChanges(root) or None
         if not on_trial:
             warn_of_writes(root)
@@ -332,13 +333,13 @@ class RemoteModel:
         """Returns whether the module tree, or the hooks on it, differ from those on the workers."""
         if self.phase.current is not ModelPhase.CURRENT:
             return True
-        if _hook_keys(self.modules) == self._hook_keys and not self._has_other_members():
+        if hook_keys(self.modules) == self.hook_keys and not self._has_other_members():
             return False
         self.phase.enter(ModelPhase.OUTDATED)
         return True
 
     def _has_other_members(self) -> bool:
-        members = _registered_members(self.modules)
+        members = registered_members(self.modules)
         return len(members) != len(self._members) or any(map(operator.is_not, members, self._members))
 
     # -- leaving ---------------------------------------------------------------------------------------------------
@@ -363,30 +364,6 @@ def _do_nothing() -> None:
     """In place of a method whose object is gone."""
 
 
-def _hook_keys(modules: list[nn.Module]) -> list[tuple[int, ...]]:
-    """Returns the keys of all hooks of the modules, to notice a change."""
-    return [
-        (
-            number,
-            *submodule._forward_pre_hooks,
-            *submodule._forward_hooks,
-            *submodule._backward_pre_hooks,
-            *submodule._backward_hooks,
-        )
-        for number, submodule in enumerate(modules)
-        if submodule._forward_hooks
-        or submodule._forward_pre_hooks
-        or submodule._backward_hooks
-        or submodule._backward_pre_hooks
-    ]
-
-
-def _registered_members(modules: list[nn.Module]) -> list[nn.Module | Tensor | None]:
-    """Returns all registered submodules, parameters and buffers: ``layers.insert(0, layer)`` sets no attribute."""
-    own = (registry for module in modules for registry in (module._modules, module._parameters, module._buffers))
-    return [member for registry in own for member in registry.values()]
-
-
 def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:
     module, args, kwargs = call
     if module is not root:
@@ -399,7 +376,3 @@ def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:
     constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     tensors = (TensorData.of(on_host(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
     return ExampleCall(pickle_treespec(treespec), pickle_constants(constants), tuple(tensors))
-
-
-def _usual_strides(tensor: Tensor) -> tuple[int, ...]:
-    return torch.empty(tensor.shape, device="meta").stride()

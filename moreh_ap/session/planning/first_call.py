@@ -21,7 +21,7 @@ from moreh_ap.errors import PlanError, WorkerLostError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search import verified_kinds
 from moreh_ap.protocol.pytree import flatten
-from moreh_ap.protocol.replaced_forwards import has_another_forward
+from moreh_ap.protocol.script_code.replaced_forwards import has_another_forward
 from moreh_ap.session.models.script_hooks import ScriptHooks
 from moreh_ap.session.planning.plan_selection import Planned, choose_plan_for
 from moreh_ap.session.rng_streams import AcceleratorGenerator

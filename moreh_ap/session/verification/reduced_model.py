@@ -20,7 +20,7 @@ from moreh_ap.integrations.transformers_reduced import cut_config, depth_with_ev
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.protocol.pytree import flatten
-from moreh_ap.protocol.replaced_forwards import has_another_forward
+from moreh_ap.protocol.script_code.replaced_forwards import has_another_forward
 from moreh_ap.session.verification.equivalence import Subject, Training, as_a_fresh_process, reference
 
 SEED = 2024

@@ -21,7 +21,7 @@ from torch import nn
 
 from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.plan import Plan
-from moreh_ap.protocol.replaced_forwards import own_forwards
+from moreh_ap.protocol.script_code.replaced_forwards import own_forwards
 from moreh_ap.session.verification.equivalence import Equivalence
 from moreh_ap.version import __version__
 

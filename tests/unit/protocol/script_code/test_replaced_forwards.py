@@ -8,7 +8,7 @@ import types
 import torch
 from torch import nn
 
-from moreh_ap.protocol.replaced_forwards import has_another_forward
+from moreh_ap.protocol.script_code.replaced_forwards import has_another_forward
 
 
 def test_wrapping_a_forward_is_not_replacing_it():

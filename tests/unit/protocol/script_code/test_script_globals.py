@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from moreh_ap.protocol.script_globals import PATH, GlobalsOfModel, form_of, functions_of, read_by, written_by
+from moreh_ap.protocol.script_code.script_globals import (
+    PATH,
+    GlobalsOfModel,
+    form_of,
+    functions_of,
+    read_by,
+    written_by,
+)
 
 SCALE, UNUSED = 2.0, 1.0
 SETTINGS = argparse.Namespace(gain=1.0, sizes=[1, 2])
