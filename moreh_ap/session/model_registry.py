@@ -112,7 +112,7 @@ class ModelRegistry:
             return None  # parameters on both sides: it runs here, its submodules on the accelerator do not
         root = self._with_all_that_share(root)
         refuse_compiled(root)
-        if self._session.trial_plan is None and self._small.take(root, module, (args, kwargs)):
+        if self._session.trial_plan is None and self._small.take(root, (args, kwargs)):
             return None
         self._bring_back(root)
         if self._models:

@@ -13,6 +13,7 @@ model is laid out on the workers, with its values and the optimizer's state, as 
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, MutableMapping
@@ -56,13 +57,12 @@ class SmallModels:
         self._outgrown: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._announced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def take(self, root: nn.Module, module: nn.Module, call: Call) -> bool:
-        """Returns whether `root` runs here from now on; `module` of it is about to be called.
+    def take(self, root: nn.Module, call: Call) -> bool:
+        """Returns whether `root` runs here from now on.
 
         Args:
             root: A model all of whose parameters and buffers are on the accelerator.
-            module: The root or a part of it.
-            call: Positional and keyword arguments.
+            call: Positional and keyword arguments of its next call, or of that of a part.
         """
         if not self._session.options.leaves_layout_open or root in self._outgrown or not _is_small(root, call):
             return False
@@ -71,9 +71,9 @@ class SmallModels:
             return False
         for tensor in tensors:
             tensor._cell.read_here()  # type: ignore[attr-defined]
+        model = _Model(root)
         for part in root.modules():
-            self._routes[part] = _Plain(part)
-        self._routes[module] = _Timed(self, root, module)
+            self._routes[part] = _Route(self, model, part)
         if root not in self._announced:
             self._announced.add(root)
             megaflops = step_flops(root, call) / 1e6
@@ -91,46 +91,60 @@ class SmallModels:
             self._routes.pop(part, None)
 
 
-class _Plain:
-    """The route of a part of a model that runs here."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self._module()
-        assert module is not None  # it is being called
-        return module._call_impl(*args, **kwargs)
-
-
-class _Timed:
-    """The route of a model that runs here, or of the part by which the script calls it: notices calls that are large.
+class _Model:
+    """What is known of a model that runs here.
 
     Args:
-        models: Is told that the model has outgrown this process.
         root: The model.
-        module: What is called.
     """
 
-    def __init__(self, models: SmallModels, root: nn.Module, module: nn.Module) -> None:
-        self._models, self._root, self._module = models, weakref.ref(root), weakref.ref(module)
-        self._flops_per_position = step_flops_per_position(root)
-        self._seconds: list[float] = []
+    def __init__(self, root: nn.Module) -> None:
+        self.root = weakref.ref(root)
+        self.flops_per_position = step_flops_per_position(root)
+        self.seconds: list[float] = []
+
+
+class _Route:
+    """The route of a part of a model that runs here: notices calls by the script that are large, or take long.
+
+    Args:
+        models: Is told that a model has outgrown this process.
+        model: The model.
+        module: The part.
+    """
+
+    def __init__(self, models: SmallModels, model: _Model, module: nn.Module) -> None:
+        self._models, self._model, self._module = models, model, weakref.ref(module)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        root, module = self._root(), self._module()
-        assert root is not None and module is not None
-        if self._flops_per_position * _positions((args, kwargs)) > MAX_STEP_FLOPS or not _values_are_here(args, kwargs):
+        module, model = self._module(), self._model
+        assert module is not None  # it is being called
+        if _INSIDE.a_call:
+            return module._call_impl(*args, **kwargs)
+        root = model.root()
+        assert root is not None
+        if model.flops_per_position * _positions((args, kwargs)) > MAX_STEP_FLOPS or not _values_are_here(args, kwargs):
             self._models.forget(root)
             return NotImplemented
-        if len(self._seconds) == _NUM_TIMED:
-            return module._call_impl(*args, **kwargs)
-        began = time.perf_counter()
-        result = module._call_impl(*args, **kwargs)
-        self._seconds.append(time.perf_counter() - began)
-        if len(self._seconds) == _NUM_TIMED and min(self._seconds) > MAX_FORWARD_S:
-            self._models.outgrown(root)
+        _INSIDE.a_call, began = True, time.perf_counter()
+        try:
+            result = module._call_impl(*args, **kwargs)
+        finally:
+            _INSIDE.a_call = False
+        if len(model.seconds) < _NUM_TIMED:
+            model.seconds.append(time.perf_counter() - began)
+            if len(model.seconds) == _NUM_TIMED and min(model.seconds) > MAX_FORWARD_S:
+                self._models.outgrown(root)
         return result
+
+
+class _Inside(threading.local):
+    """Whether this thread is in a call of a model that runs here."""
+
+    a_call = False
+
+
+_INSIDE = _Inside()
 
 
 def step_flops(root: nn.Module, call: Call) -> float:

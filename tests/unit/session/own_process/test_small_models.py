@@ -37,7 +37,7 @@ def call(rows):
 
 def test_a_small_model_is_taken_and_said_once(model, capsys):
     models = small()
-    assert models.take(model, model, call(8)) and models.take(model, model, call(8))
+    assert models.take(model, call(8)) and models.take(model, call(8))
     assert set(models._routes) == set(model.modules())
     assert capsys.readouterr().out.count("Sequential runs in this process: a step of 0.0028 MFLOP") == 1
 
@@ -56,30 +56,42 @@ def test_a_small_model_is_taken_and_said_once(model, capsys):
     ],
 )
 def test_a_script_that_says_how_models_are_laid_out_has_them_on_the_workers(model, options):
-    assert not small(options).take(model, model, call(8))
-    assert small(replace(Options(), devices=8)).take(model, model, call(8))
+    assert not small(options).take(model, call(8))
+    assert small(replace(Options(), devices=8)).take(model, call(8))
 
 
 def test_a_large_call_and_a_model_of_many_parts_are_not_small(model):
     rows = int(MAX_STEP_FLOPS / small_models.step_flops_per_position(model))
-    assert small().take(model, model, call(rows)) and not small().take(model, model, call(rows + 1))
+    assert small().take(model, call(rows)) and not small().take(model, call(rows + 1))
     deep = on_accelerator(nn.Sequential(*(nn.Linear(2, 2) for _ in range(25))))
-    assert not small().take(deep, deep, ((torch.zeros(1, 2).cuda(),), {}))
+    assert not small().take(deep, ((torch.zeros(1, 2).cuda(),), {}))
 
 
 def test_the_route_computes_until_a_call_is_large(model):
     models = small()
-    models.take(model, model, call(8))
+    models.take(model, call(8))
     route = models._routes[model]
     assert route(*call(8)).shape == (8, 2)
     assert route(*call(10**6)) is NotImplemented
     assert not models._routes, "the next call decides again"
 
 
+def test_the_route_of_a_part_asks_only_if_the_script_calls_it(model):
+    models = small()
+    models.take(model, call(8))
+    wide = ((torch.zeros(10**6, 4).cuda(),), {})
+    assert models._routes[model[1]](*wide) is NotImplemented
+    models.take(model, call(8))
+    inside = []
+    model[0].register_forward_hook(lambda *_: inside.append(models._routes[model[1]](*wide)))
+    assert models._routes[model](*call(8)).shape == (8, 2)
+    assert inside[0].shape == (10**6, 4) and models._routes
+
+
 def test_a_model_whose_forwards_take_long_goes_to_the_workers(model, monkeypatch):
     monkeypatch.setattr(small_models, "MAX_FORWARD_S", 0.0)
     models = small()
-    models.take(model, model, call(8))
+    models.take(model, call(8))
     for _ in range(3):
         models._routes[model](*call(8))
-    assert not models._routes and not models.take(model, model, call(8))
+    assert not models._routes and not models.take(model, call(8))
