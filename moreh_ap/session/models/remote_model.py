@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from moreh_ap.device.tensor import VirtualTensor, on_host
+from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Value
-from moreh_ap.errors import PlanError, UnsupportedError
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.memory_format import kernel_format
 from moreh_ap.protocol.messages.models import (
@@ -30,20 +30,19 @@ from moreh_ap.protocol.messages.models import (
     SetKernelFormats,
     SetRequiresGrad,
 )
-from moreh_ap.protocol.messages.tensors import StateRef, TensorData, TensorSlot
+from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.model_settings import Settings
 from moreh_ap.protocol.module_attributes import full_name
 from moreh_ap.protocol.passed_state import PASSED_STATE
-from moreh_ap.protocol.pytree import flatten, pickle_treespec
 from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
 from moreh_ap.session import script_line
 from moreh_ap.session.models.container_attributes import Containers
+from moreh_ap.session.models.first_example import example_of
 from moreh_ap.session.models.global_changes import GlobalChanges, warn_of_writes
-from moreh_ap.session.models.model_structure import hook_keys, registered_members, usual_strides
 from moreh_ap.session.models.object_attributes import ObjectAttributes
 from moreh_ap.session.models.parameter_gradients import Gradients
 from moreh_ap.session.models.script_hooks import ScriptHooks
-from moreh_ap.session.models.signatures import Signatures, pickle_constants
+from moreh_ap.session.models.signatures import Signatures
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import ModelState, OnWorkers
@@ -84,15 +83,15 @@ class RemoteModel:
         # Autograd enters a remote call through this leaf: a call joins no parameter to the controller's graph.
         self.anchor = torch.zeros((), requires_grad=True)
         self.script_hooks = ScriptHooks(root, plan, on_trial, session.script_only_hooks)
-        self.hook_keys = hook_keys(self.modules)
+        self.hook_keys = _hook_keys(self.modules)
         self._training = self._training_flags()
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         self._kernels = {name: parameter for name, parameter in self.parameters.items() if parameter.ndim >= 4}
-        self._kernel_strides = [usual_strides(kernel) for kernel in self._kernels.values()]
+        self._kernel_strides = [_usual_strides(kernel) for kernel in self._kernels.values()]
         self._config = self._config_snapshot()
         self._changes: list[tuple[str, str, Any]] = []
         self._containers = Containers(dict(root.named_modules()))
-        self._members = registered_members(self.modules)
+        self._members = _registered_members(self.modules)
         self._globals = GlobalChanges(root) or None
         if not on_trial:
             warn_of_writes(root)
@@ -124,7 +123,7 @@ class RemoteModel:
         """
         if self.plan.pipeline == 1 or self._first_call is None:
             return None
-        return _example(self.root, self._first_call)
+        return example_of(self.root, self._first_call)
 
     def _forget_first_call(self) -> None:
         self._first_call = None
@@ -333,13 +332,13 @@ class RemoteModel:
         """Returns whether the module tree, or the hooks on it, differ from those on the workers."""
         if self.phase.current is not ModelPhase.CURRENT:
             return True
-        if hook_keys(self.modules) == self.hook_keys and not self._has_other_members():
+        if _hook_keys(self.modules) == self.hook_keys and not self._has_other_members():
             return False
         self.phase.enter(ModelPhase.OUTDATED)
         return True
 
     def _has_other_members(self) -> bool:
-        members = registered_members(self.modules)
+        members = _registered_members(self.modules)
         return len(members) != len(self._members) or any(map(operator.is_not, members, self._members))
 
     # -- leaving ---------------------------------------------------------------------------------------------------
@@ -364,15 +363,29 @@ def _do_nothing() -> None:
     """In place of a method whose object is gone."""
 
 
-def _example(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:
-    module, args, kwargs = call
-    if module is not root:
-        raise PlanError(
-            f"a pipeline is cut at the first call of the model, and a part of it ({type(module).__name__}) came first",
-            "a first call of the model itself",
-            f"model(...)  # model: the {type(root).__name__}",
+def _hook_keys(modules: list[nn.Module]) -> list[tuple[int, ...]]:
+    """Returns the keys of all hooks of the modules, to notice a change."""
+    return [
+        (
+            number,
+            *submodule._forward_pre_hooks,
+            *submodule._forward_hooks,
+            *submodule._backward_pre_hooks,
+            *submodule._backward_hooks,
         )
-    leaves, treespec = flatten((args, kwargs))
-    constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    tensors = (TensorData.of(on_host(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
-    return ExampleCall(pickle_treespec(treespec), pickle_constants(constants), tuple(tensors))
+        for number, submodule in enumerate(modules)
+        if submodule._forward_hooks
+        or submodule._forward_pre_hooks
+        or submodule._backward_hooks
+        or submodule._backward_pre_hooks
+    ]
+
+
+def _registered_members(modules: list[nn.Module]) -> list[nn.Module | Tensor | None]:
+    """Returns all registered submodules, parameters and buffers: ``layers.insert(0, layer)`` sets no attribute."""
+    own = (registry for module in modules for registry in (module._modules, module._parameters, module._buffers))
+    return [member for registry in own for member in registry.values()]
+
+
+def _usual_strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty(tensor.shape, device="meta").stride()
