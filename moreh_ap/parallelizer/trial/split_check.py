@@ -52,7 +52,7 @@ class SplitVerdict:
         attributes: The kinds of the leaves of each attribute that the forward sets.
         reason: Why it cannot be split; empty where it can.
         draws: Of everything drawn from a common stream, how the rows lie in it; empty without such a stream.
-        written: A parameter that the forward itself changes; empty where it changes none.
+        written: A parameter that the forward itself changes first; empty where it changes none.
         means: Whether it takes means over the batch.
         counts: Whether it can be split only if numbers of true elements are denominators. See [Note: counts] in
             `loss_reduction.py`.
@@ -162,9 +162,8 @@ def compare(probe: Probe) -> SplitVerdict:
     for name, number in reversed(list(probe.attributes.items())):
         kinds, attributes[name] = kinds[: len(kinds) - number], kinds[len(kinds) - number :]
     last = _of_last_stage(kinds, call)
-    return SplitVerdict(
-        True, last, "", probe.takes_means, call.counts, probe.is_joined, probe.draws, attributes, steps=probe.steps
-    )
+    found = SplitVerdict(True, last, "", probe.takes_means, call.counts, probe.is_joined, probe.draws, attributes)
+    return replace(found, written=probe.written, steps=probe.steps)
 
 
 def everywhere(ok: bool, call: Call) -> bool:
