@@ -134,7 +134,15 @@ def _elsewhere(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     _clear_gradients(call)
     found = compare(GatheringProbe(call, args, kwargs, rows, dims))
     meet = any(step.gathers for step in found.steps)
-    return replace(found, dims=tuple(dims)) if found.split and not meet else None
+    if not found.split or meet:
+        return None
+    attributes = {name: _gathered(kinds) for name, kinds in found.attributes.items()}
+    return replace(found, dims=tuple(dims), kinds=_gathered(found.kinds), attributes=attributes)
+
+
+def _gathered(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the kinds of a result whose rows are gathered at the end of the forward, as those of such a batch are."""
+    return tuple("same" if kind == "rows" else kind for kind in kinds)
 
 
 def _clear_gradients(call: Call) -> None:

@@ -188,7 +188,7 @@ def rendered(model):
 
 train("rendered", volume, rendered)
 
-# -- objects that lead back to themselves; a dict that forward fills and returns; averages kept in frozen parameters ----
+# -- objects that lead back to themselves; a dict that forward fills and returns; averages in frozen parameters --------
 
 
 class Storage:
@@ -220,7 +220,7 @@ class Centring(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Linear(6, 8)
+        self.body = nn.Linear(6, 8, bias=False)  # a bias has no gradient but rounding
         self.average = nn.Parameter(torch.zeros(8), requires_grad=False)
 
     def forward(self, batch):
