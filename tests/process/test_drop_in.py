@@ -26,7 +26,7 @@ pytestmark = pytest.mark.rotating  # one more script each
         ("drop_in_diffusion.py", 6),
         ("drop_in_rl.py", 17),
         ("drop_in_sequences.py", 16),
-        ("drop_in_objects.py", 22),
+        ("drop_in_objects.py", 29),
         ("drop_in_penalties.py", 27),
         ("drop_in_surgery.py", 41),
         ("drop_in_second_derivatives.py", 24),

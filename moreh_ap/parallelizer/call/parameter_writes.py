@@ -5,7 +5,9 @@ runs, or what its rows are.
 
 [Note: whole]
 Where rows are shared, a worker would change its copy by what it sees of its rows (an embedding with `max_norm`, a
-codebook that follows averages). So a forward that changes a parameter runs whole, and every copy is changed alike.
+codebook that follows averages). So a forward that changes a trainable parameter runs whole, and every copy is changed
+alike. One without a gradient that is changed in place is state of the model, as a buffer is (the moving averages of
+Keras' normalisation): whether workers change it alike is compared.
 
 [Note: in another's place]
 After ``self.weight = nn.Parameter(value)`` one process has a parameter of which no optimizer knows. Workers keep theirs
@@ -38,6 +40,7 @@ class WrittenParameters(TorchDispatchMode):
 
     Attributes:
         names: The parameters that were written.
+        state: What became of those among them that have no gradient and were written in place.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -47,6 +50,7 @@ class WrittenParameters(TorchDispatchMode):
         self._before: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._values: dict[str, Tensor] = {}
         self.names: list[str] = []
+        self.state: dict[str, Tensor] = {}
 
     def __enter__(self) -> WrittenParameters:
         self._before = {name: (parameter, parameter.detach()) for name, parameter in self._plain().items()}
@@ -62,7 +66,10 @@ class WrittenParameters(TorchDispatchMode):
                 parameter.data = before
         for name, value in self._values.items():
             if name in self._before:  # what FSDP2 gathered for the forward is not kept
-                self._before[name][1].copy_(value)
+                parameter, before = self._before[name]
+                if not parameter.requires_grad and self.names.count(name) == 1:
+                    self.state[name] = before.clone()
+                before.copy_(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

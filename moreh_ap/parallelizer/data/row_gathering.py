@@ -133,8 +133,8 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         mapped = [map_leaves(function, one) for one in value]
         kind = type(value)
-        takes_one = kind in (list, tuple) or kind.__module__ == "torch.return_types"
-        return kind(mapped) if takes_one else kind(*mapped)  # the latter: a named tuple
+        is_named = issubclass(kind, tuple) and kind is not tuple and kind.__module__ != "torch.return_types"
+        return kind(*mapped) if is_named else kind(mapped)
     if isinstance(value, dict):
         return {key: map_leaves(function, one) for key, one in value.items()}
     return function(value)

@@ -96,6 +96,7 @@ class Probe:
         self._tolerance = _tolerance(call)
         self.written = ""
         self._writes_nothing = False
+        self._state: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
         self._ways: list[BlockTrace] = []
         self._singles: list[EagerForward | PipelinedPass] = []
@@ -244,16 +245,19 @@ class Probe:
         """Puts buffers, attributes and parameters back after the block.
 
         Raises:
-            Refused: Parameters were changed: workers would change them by what they see of the rows.
+            Refused: Trainable parameters were changed: workers would change them by what they see of the rows.
         """
         module = self.call.module
         writes = None if self._writes_nothing else WrittenParameters(module)
         with state_restored(module), writes or nullcontext():
             yield
         self._writes_nothing = writes is None or not writes.names
+        self._state = {} if writes is None else writes.state
         if writes is not None and writes.names:
             self.written = writes.names[0]
-            raise Refused(f"the forward changes parameter {self.written}")
+            trainable = next((name for name in writes.names if name not in writes.state), None)
+            if trainable is not None:
+                raise Refused(f"the forward changes parameter {trainable}")
 
     def _run(
         self,
@@ -289,11 +293,12 @@ class Probe:
             done.outputs = [*done.outputs[:own], *set_by_forward]
         if leaves is not None:
             return done
+        after.update(self._state)
         self._ways.append(way)
         self._buffers = self._buffers or after
         for name, value in after.items():
-            if not self._is_same_buffer(name, value):
-                raise Refused(f"buffer {name} gathers what it sees of the rows")
+            if name not in self._buffers or not self._is_same_buffer(name, value):
+                raise Refused(f"{name} gathers what it sees of the rows")
         return done
 
     def _check_ways(self) -> None:

@@ -52,7 +52,7 @@ class SplitVerdict:
         attributes: The kinds of the leaves of each attribute that the forward sets.
         reason: Why it cannot be split; empty where it can.
         draws: Of everything drawn from a common stream, how the rows lie in it; empty without such a stream.
-        written: A parameter that the forward itself changes; empty where it changes none.
+        written: A parameter that the forward itself changes first; empty where it changes none.
         means: Whether it takes means over the batch.
         counts: Whether it can be split only if numbers of true elements are denominators. See [Note: counts] in
             `loss_reduction.py`.
@@ -134,7 +134,15 @@ def _elsewhere(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     _clear_gradients(call)
     found = compare(GatheringProbe(call, args, kwargs, rows, dims))
     meet = any(step.gathers for step in found.steps)
-    return replace(found, dims=tuple(dims)) if found.split and not meet else None
+    if not found.split or meet:
+        return None
+    attributes = {name: _gathered(kinds) for name, kinds in found.attributes.items()}
+    return replace(found, dims=tuple(dims), kinds=_gathered(found.kinds), attributes=attributes)
+
+
+def _gathered(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the kinds of a result whose rows are gathered at the end of the forward, as those of such a batch are."""
+    return tuple("same" if kind == "rows" else kind for kind in kinds)
 
 
 def _clear_gradients(call: Call) -> None:
@@ -162,9 +170,8 @@ def compare(probe: Probe) -> SplitVerdict:
     for name, number in reversed(list(probe.attributes.items())):
         kinds, attributes[name] = kinds[: len(kinds) - number], kinds[len(kinds) - number :]
     last = _of_last_stage(kinds, call)
-    return SplitVerdict(
-        True, last, "", probe.takes_means, call.counts, probe.is_joined, probe.draws, attributes, steps=probe.steps
-    )
+    found = SplitVerdict(True, last, "", probe.takes_means, call.counts, probe.is_joined, probe.draws, attributes)
+    return replace(found, written=probe.written, steps=probe.steps)
 
 
 def everywhere(ok: bool, call: Call) -> bool:

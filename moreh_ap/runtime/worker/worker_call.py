@@ -107,11 +107,11 @@ class CallCommands:
         prepared = known or preparation.prepare(key, signature, command, tensors, local, random)
         if isinstance(prepared, ReadsAttributes):
             return prepared
-        versions = [buffer._version for buffer in model.module.buffers()]
+        versions = preparation.versions()
         try:
             run = self._run(prepared, tensors, random)
         except Diverged as divergence:
-            if versions != [buffer._version for buffer in model.module.buffers()]:
+            if versions != preparation.versions():
                 raise ExactnessError(
                     f"{divergence}, and it changes buffers",
                     "such a forward without buffers that it changes",

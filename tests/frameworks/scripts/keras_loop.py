@@ -37,6 +37,9 @@ def main():
             loss.backward()
             optimizer.step()
             print(f"loss {loss.item():.6f}")
+    with torch.no_grad():
+        logits = model(features.to(device), training=False)  # with the averages that the normalisation has kept
+        print(f"held out: loss {criterion(logits, classes.to(device)).item():.6f}")
 
 
 if __name__ == "__main__":

@@ -52,3 +52,12 @@ def test_what_asks_for_no_entries():
     assert all(map(is_question, questions))
     assert not any(map(is_question, [Tensor.item, Tensor.T.__get__, Tensor.is_nonzero, torch.eye, Tensor.__bool__]))
     assert function_name(Tensor.T.__get__) == "T.__get__"
+
+
+class Tracked(list[int]):
+    """Made with one list, as containers of libraries are."""
+
+
+def test_a_list_of_a_librarys_class_stays_a_list_of_that_class() -> None:
+    mapped = map_leaves(lambda leaf: leaf + 1, Tracked([0, 2]))
+    assert type(mapped) is Tracked and mapped == [1, 3]

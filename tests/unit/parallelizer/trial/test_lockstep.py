@@ -130,3 +130,22 @@ def test_a_module_that_works_row_by_row_is_one_step():
 def test_a_forward_that_counts_its_rows_in_python_is_refused():
     with pytest.raises(Refused, match="depends on the number of rows"):
         learn(lambda x: torch.stack([x[row] for row in range(len(x))]))
+
+
+class Filling(nn.Module):
+    """Adds what it computes to the dict that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        features["embedding"] = self.layer(features["x"])
+        return features
+
+
+def test_a_module_that_adds_to_the_dict_it_is_given_is_one_step() -> None:
+    model = Filling()
+    steps = learn(lambda x: (embedding := model({"x": x})["embedding"]) @ embedding.t())
+    assert steps["module Filling"].results == (Rows(0), Rows(0))
+    assert steps["matmul"].gathers
