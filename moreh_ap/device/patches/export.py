@@ -34,6 +34,8 @@ def install(patches: Patches) -> None:
 def _redirect(group: PatchGroup, holder: ModuleType, name: str) -> None:
     @functools.wraps(getattr(holder, name))
     def export(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == "script" and len(args) < 2:  # it looks for names of annotations where it was called, one frame up
+            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
         if not _is_on_accelerator(model):
             return original(model, *args, **kwargs)
         args, kwargs = tree_map_only(VirtualTensor, VirtualTensor.to_host, (args, kwargs))
