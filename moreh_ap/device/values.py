@@ -182,6 +182,9 @@ class CellUser:
 
     __slots__ = ("__weakref__",)
 
+    def __reduce__(self) -> Any:
+        return _nothing, ()  # as a cell
+
 
 class Cell:
     """The slot that aliases of one virtual tensor share: in-place operations put a new value into it.
@@ -195,6 +198,10 @@ class Cell:
         self.value, self.device = value, device
         self.has_views = False  # True once another cell shares the memory: then the value must not be replaced
         self._users: tuple[weakref.ref[CellUser], ...] = ()
+
+    def __reduce__(self) -> Any:
+        """Libraries copy the attributes of tensors to others: such a copy is of no use, and is not saved."""
+        return _nothing, ()
 
     def new_user(self) -> CellUser:
         """Returns a user of this cell; the caller keeps it as long as it keeps the cell."""
@@ -224,3 +231,7 @@ class Cell:
                 # Another tensor may have deferred an operation on this value: a private copy keeps the old numbers.
                 self.value = Here(tensor.clone() if tensor.numel() <= MAX_DEFERRED_ELEMENTS else tensor)
         return self.value
+
+
+def _nothing() -> None:
+    return None

@@ -95,3 +95,9 @@ def test_results_of_a_model_are_of_the_class_of_its_arguments(picture):
     assert modules._have_classes((), {"picture": there}) and not modules._have_classes((result,), {})
     found = tensor_classes.result_of_module(result, (there,), {})["logits"]
     assert isinstance(found, Picture) and found.is_cuda
+
+
+def test_attributes_of_an_accelerator_tensor_that_are_copied_to_another_do_not_keep_it_from_being_saved():
+    plain = torch.ones(2).as_subclass(Picture)
+    plain.__dict__ = copy.copy(torch.ones(2, device="cuda").__dict__)  # as fastai keeps what a tensor was known by
+    assert torch.equal(pickle.loads(pickle.dumps(plain)), plain)
