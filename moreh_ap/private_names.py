@@ -67,14 +67,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Calls PyTorch on tensors of our class without being called back.",
-        (
-            "torch._C.DisableTorchFunction",
-            "device parallelizer/pipeline session/calls session/models session/own_process",
-        ),
-        (
-            "torch._C.DisableTorchFunctionSubclass",
-            "device parallelizer/call parallelizer/tensor protocol session/calls",
-        ),
+        ("torch._C.DisableTorchFunction", "device parallelizer/pipeline session/calls session/models session/own_process"),
+        ("torch._C.DisableTorchFunctionSubclass", "device parallelizer/call parallelizer/tensor protocol session/calls"),
     ),
     *_names(
         "Has views of split tensors made below autograd noticed.",
@@ -321,6 +315,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Changes shapes of virtual tensors without being called back.",
         ("torch.utils._mode_utils.no_dispatch", "device"),
+    ),
+    *_names(
+        "Collates tensors of a library's class by its own function.",
+        ("torch.utils.data._utils.collate", "device/patches"),
     ),
     *_names(
         "Follows operations below autograd.",
