@@ -98,6 +98,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._C._get_tracing_state", "device/patches"),
     ),
     *_names(
+        "Batches of a library's tensors are put together by its own function.",
+        ("torch.utils.data._utils.collate", "device/patches"),
+    ),
+    *_names(
         "Exchanges what two tensor objects are, as `torch.utils.swap_tensors`.",
         ("torch._C._swap_tensor_impl", "device"),
     ),

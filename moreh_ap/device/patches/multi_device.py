@@ -105,8 +105,8 @@ def _refuse_process_groups(group: PatchGroup) -> None:
             raise UnsupportedError(
                 f"init_process_group({backend!r}) for {world_size} process(es): with the one line a script is one "
                 "process, and the workers have a group of their own.",
-                allowed="No process group; or backend='gloo' with world_size=1, rank=0 and an init_method. Where a trainer of "
-                "a library makes the group: its strategy for one device.",
+                allowed="No process group; or backend='gloo' with world_size=1, rank=0 and an init_method. Where a "
+                "library's trainer makes the group: its strategy for one device.",
                 fix="# delete init_process_group, DistributedSampler and DistributedDataParallel; start with python",
                 link="docs/limits.md#plans-and-machines",
             )

@@ -23,13 +23,15 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
     """Defines the operators when torchvision is looked for, once, and leaves the finding to others."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if fullname != "torchvision":
-            return
-        sys.meta_path.remove(self)
-        import torch
+        if fullname == "torchvision":
+            import torch
 
-        if torch.version.cuda is None:
-            _define()
+            if torch.version.cuda is None:
+                _define()
+        elif fullname == "torchvision._meta_registrations":  # imported after the module that looks for its library
+            sys.meta_path.remove(self)
+            if _library is not None:
+                sys.modules["torchvision.extension"]._has_ops = lambda: True
 
 
 def _define() -> None:
