@@ -103,14 +103,11 @@ class CallPreparation:
         self.prepared: dict[Hashable, PreparedCall] = {}
         self.kept: set[str] = set()
         """Attributes that forwards have set so far."""
-        self._written: list[Tensor] = []
+        self.written: list[Tensor] = []
+        """Of the parameters that a forward changes, those that it changes first."""
         self._verdicts: dict[Hashable, SplitVerdict] = {}
         self._reads_of: dict[Hashable, tuple[str, ...]] = {}
         self._drops = draws_random_numbers(model.module)
-
-    def versions(self) -> list[int]:
-        """Returns how often what forwards change has been changed."""
-        return [tensor._version for tensor in (*self.model.module.buffers(), *self._written)]
 
     def prepare(
         self,
@@ -271,7 +268,7 @@ class CallPreparation:
             verdict = check_split(call, args, kwargs, rows, may_join=pieces == 1, may_turn=may_turn)
             if verdict.written:
                 self._require_full_parameters(verdict.written)
-                self._written = [self.model.module.get_parameter(verdict.written)]
+                self.written = [self.model.module.get_parameter(verdict.written)]
             if not verdict.split:
                 what = UNSPLIT if workers > 1 else _NOT_CUT
                 verdict = replace(verdict, reason=f"{what}: {verdict.reason}")

@@ -107,11 +107,11 @@ class CallCommands:
         prepared = known or preparation.prepare(key, signature, command, tensors, local, random)
         if isinstance(prepared, ReadsAttributes):
             return prepared
-        versions = preparation.versions()
+        versions = [tensor._version for tensor in (*model.module.buffers(), *preparation.written)]
         try:
             run = self._run(prepared, tensors, random)
         except Diverged as divergence:
-            if versions != preparation.versions():
+            if versions != [tensor._version for tensor in (*model.module.buffers(), *preparation.written)]:
                 raise ExactnessError(
                     f"{divergence}, and it changes buffers",
                     "such a forward without buffers that it changes",

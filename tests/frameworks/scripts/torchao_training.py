@@ -23,7 +23,7 @@ def main():
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
     base = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
     quantize_(model, QATConfig(base, step="prepare"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)  # Adam makes steps of rounding, and 4 bits see them
     for _ in range(5):
         classes = torch.randint(0, 8, (16,))
         rows = torch.randn(16, 64) + classes[:, None] / 4
