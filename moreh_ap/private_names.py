@@ -67,8 +67,14 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Calls PyTorch on tensors of our class without being called back.",
-        ("torch._C.DisableTorchFunction", "device parallelizer/pipeline session/calls session/models session/own_process"),
-        ("torch._C.DisableTorchFunctionSubclass", "device parallelizer/call parallelizer/tensor protocol session/calls"),
+        (
+            "torch._C.DisableTorchFunction",
+            "device parallelizer/pipeline session/calls session/models session/own_process",
+        ),
+        (
+            "torch._C.DisableTorchFunctionSubclass",
+            "device parallelizer/call parallelizer/tensor protocol session/calls",
+        ),
     ),
     *_names(
         "Has views of split tensors made below autograd noticed.",
