@@ -25,6 +25,7 @@ WORK = {
     "threading._active",  # the threads that run
     "torch._dynamo.eval_frame.cached_backends",  # those that `torch.compile` was called with
     "torch._dynamo.mutation_guard.GenerationTracker.generation",  # a counter
+    "torch.jit._builtins._builtin_table",  # operators that were looked up
     "torch._opaque_base._FakeScriptObject_cls",  # imported when first needed
     "torch.utils.hooks.RemovableHandle.next_id",  # a counter
     "transformers.models.llama.configuration_llama.LlamaConfig.__slotnames__",  # pickle's, of a class
