@@ -27,7 +27,7 @@ def main():
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            print(f"{make.__name__}: loss {loss.item():.6f}")
+            print(f"loss {loss.item():.6f} with {make.__name__}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Lets torchvision of PyPI be imported beside a PyTorch without CUDA, and computes two of its operators in Python.
+"""Lets torchvision of PyPI be imported beside a PyTorch without CUDA, and computes `nms` in Python.
 
 PyPI's torchvision is built for CUDA: beside a CPU build of PyTorch its library is not loaded, and importing it fails
-since its operators are missing. Test environments import this module at their start (a `.pth` file names it); it does
-nothing until torchvision is imported, and nothing where torchvision's own library is loaded.
+since its operators are missing. It has `roi_align` in Python itself. Test environments import this module at their
+start (a `.pth` file names it); it does nothing until torchvision is imported, and nothing where torchvision's own
+library is loaded.
 """
 
 from __future__ import annotations
@@ -10,28 +11,22 @@ from __future__ import annotations
 import importlib.abc
 import sys
 
-_UNUSED = (
-    "_roi_align_backward", "roi_pool", "_roi_pool_backward", "ps_roi_align", "_ps_roi_align_backward", "ps_roi_pool",
-    "_ps_roi_pool_backward", "deform_conv2d", "_deform_conv2d_backward", "qroi_align",
-)  # fmt: skip
-"""Operators for whose names torchvision registers shapes when it is imported."""
-
 _library = None
 
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """Defines the operators when torchvision is looked for, once, and leaves the finding to others."""
+    """Defines the operator when torchvision is looked for, once, and leaves the finding to others."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname == "torchvision":
             import torch
 
-            if torch.version.cuda is None:
+            if torch.version.cuda is None and _library is None:  # others look whether torchvision is there, without it
                 _define()
         elif fullname == "torchvision._meta_registrations":  # imported after the module that looks for its library
             sys.meta_path.remove(self)
             if _library is not None:
-                sys.modules["torchvision.extension"]._has_ops = lambda: True
+                sys.modules["torchvision.extension"]._assert_has_ops = lambda: None
 
 
 def _define() -> None:
@@ -41,14 +36,7 @@ def _define() -> None:
     _library = library = torch.library.Library("torchvision", "DEF")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define(
-        "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
-        "int sampling_ratio, bool aligned) -> Tensor"
-    )
-    for name in _UNUSED:
-        library.define(f"{name}(Tensor input) -> Tensor")
     library.impl("nms", _nms, "CPU")
-    library.impl("roi_align", _roi_align, "CompositeImplicitAutograd")
 
 
 def _nms(boxes_N4, scores_N, iou_threshold):
@@ -65,12 +53,6 @@ def _nms(boxes_N4, scores_N, iou_threshold):
         shared = (last_corner - first_corner).clamp(min=0).prod(dim=1)
         left = left[shared <= iou_threshold * (areas_N[best] + areas_N[left] - shared)]
     return torch.tensor(kept, dtype=torch.long)
-
-
-def _roi_align(input, rois, spatial_scale, pooled_height, pooled_width, sampling_ratio, aligned):
-    from torchvision.ops.roi_align import _roi_align as in_python
-
-    return in_python(input, rois, spatial_scale, pooled_height, pooled_width, sampling_ratio, aligned)
 
 
 if not any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path):
