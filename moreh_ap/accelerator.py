@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -19,6 +20,8 @@ from moreh_ap.session.model_registry import ModelRegistry
 from moreh_ap.session.rng_streams import AcceleratorGenerator, ProcessGenerator
 from moreh_ap.session.session import Session
 from moreh_ap.session.session_backend import SessionBackend
+from moreh_ap.session.verification import reference_worker
+from moreh_ap.session.verification.first_steps_check import FirstStepsCheck
 from moreh_ap.settings import Options
 from moreh_ap.states import AcceleratorState, StateMachine
 from moreh_ap.version import __version__
@@ -75,6 +78,11 @@ class Accelerator:
 
         generator = ProcessGenerator() if device_type == "cpu" else AcceleratorGenerator()
         self.session = Session(options, start_workers, job, generator)
+        if options.check_steps:
+            start_reference = functools.partial(
+                reference_worker.start, num_devices, device_type, threads, torch.cuda.device_count(), _slow_imports()
+            )
+            self.session.check = FirstStepsCheck(self.session, start_reference, options.check_steps)
         self.models = ModelRegistry(self.session)
         self._patches = install(SessionBackend(self.session, self.models))
         transformers.install(self._patches, checkpoint_tensors)

@@ -6,7 +6,7 @@ what was found and returns text, and only the two writers touch a file. The plan
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from moreh_ap.plan import Plan
@@ -156,6 +156,18 @@ def own_process_line(name: str, step_megaflops: float, num_devices: int) -> str:
         f"{name} runs in this process: a step of {step_megaflops:.2g} MFLOP takes less time than messages to "
         f"{num_devices} workers take (a larger call moves it to them)"
     )
+
+
+def first_steps_line(num_done: int, num_steps: int, worst: Mapping[str, float]) -> str:
+    """Returns the line that ends the comparison of the first steps with one device.
+
+    Args:
+        num_done: Steps that were compared.
+        num_steps: Steps that were asked for.
+        worst: The largest relative difference of each kind.
+    """
+    found = ", ".join(f"{kind} within {relative:.1e}" for kind, relative in worst.items())
+    return info(f"MOREH_CHECK={num_steps}: {num_done} steps compared with one device: {found}")
 
 
 def candidate_lines(choice: Choice) -> Iterable[str]:

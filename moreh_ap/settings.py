@@ -19,6 +19,7 @@ COMPILE_THREADS_VARIABLE = _PREFIX + "MAX_PARALLEL_COMPILE_THREADS"
 DETAILED_LOG_VARIABLE = _PREFIX + "DETAILED_LOG"
 MEMORY_RATIO_VARIABLE = _PREFIX + "MEMORY_USAGE_CORRECTION_RATIO"
 STRICT_VARIABLE = "MOREH_STRICT"
+CHECK_VARIABLE = "MOREH_CHECK"
 
 _CALL = "torch.moreh.option.enable_advanced_parallelization"
 _LINK = "docs/ap/advanced-settings.md"
@@ -42,6 +43,7 @@ class Options:
         detailed_log: 0 normal, 1 more on the console, 2 into a file.
         memory_usage_correction_ratio: Per cent of a device's memory that a chosen plan may reserve.
         strict: Whether a training call that every device computes whole is an error.
+        check_steps: Number of first steps that one more worker computes alone, to be compared.
     """
 
     pipeline_parallel: bool = True
@@ -57,6 +59,7 @@ class Options:
     detailed_log: int = 0
     memory_usage_correction_ratio: int = 80
     strict: bool = False
+    check_steps: int = 0
 
     @property
     def leaves_layout_open(self) -> bool:
@@ -65,6 +68,7 @@ class Options:
             self.plan,
             self.autotune,
             self.strict,
+            self.check_steps > 0,
             not self.pipeline_parallel,
             self.activation_recomputation is True,
         )
@@ -107,6 +111,7 @@ def resolve_options(
         detailed_log=_read_variable(environment, DETAILED_LOG_VARIABLE, 0, least=0, most=2),
         memory_usage_correction_ratio=_read_variable(environment, MEMORY_RATIO_VARIABLE, 80, least=1, most=100),
         strict=bool(_read_variable(environment, STRICT_VARIABLE, 0, least=0, most=1)),
+        check_steps=_read_variable(environment, CHECK_VARIABLE, 0, least=0),
     )
     if plan is not None:
         _check_plan(plan, options)

@@ -99,6 +99,7 @@ class Outbox:
     Attributes:
         state: Whether the journal has all that the workers were told since the first model.
         journal: What was sent since a model was built, until it has been trained for a step.
+        on_sent: Called with the commands of each message, and the promises of their results; None: nobody is.
         on_error: Called with an error before the script gets it: returns how to replay the journal, or None if the
             script has to get the error; it may raise a better one.
         times_restarted: The number of replays.
@@ -109,6 +110,7 @@ class Outbox:
     def __init__(self, workers: WorkerGroup) -> None:
         self.state = StateMachine(SessionState.EMPTY)
         self.journal = Journal(self.state)
+        self.on_sent: Callable[[Sequence[Any], Sequence[Posted]], object] | None = None
         self.on_error: Callable[[Exception], Restart | None] | None = None
         self.times_restarted = 0
         self._workers = workers
@@ -174,6 +176,8 @@ class Outbox:
                 return
             if self.state.current is SessionState.REPLAYABLE:
                 self.journal.note(tuple(commands), tuple(posted))
+            if self.on_sent is not None:
+                self.on_sent(commands, posted)
             times_restarted = self.times_restarted
             try:
                 reply = self._send(commands, posted)

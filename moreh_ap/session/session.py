@@ -7,7 +7,7 @@ that is `model`, `call` and `optimizer`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -32,6 +32,16 @@ class StepObserver(Protocol):
     def stepped(self) -> None: ...
 
 
+class StepCheck(Protocol):
+    """Called with the parameters before and after every optimizer step that is sent, and before they are clipped."""
+
+    def before_change(self, parameters: Iterable[Tensor]) -> None: ...
+
+    def after_step(self, parameters: Iterable[Tensor]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Session:
     """Owns the workers and the order of their commands.
 
@@ -52,6 +62,7 @@ class Session:
         self.outbox = Outbox(self.workers)
         self.traffic = Traffic()
         self.watch: StepObserver | None = None
+        self.check: StepCheck | None = None
         self.trial_plan: Plan | None = None  # see `trying`
         self._devices: list[DeviceInfo] | None = None
         self.extensions: CallExtensions  # set by `session_backend`
@@ -89,6 +100,8 @@ class Session:
 
     def close(self) -> None:
         """Ends the workers."""
+        if self.check is not None:
+            self.check.close()
         self.workers.close()
         self.job.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -66,6 +67,36 @@ class SetKernelFormats:
 
     owner: str
     formats: dict[str, torch.memory_format]
+
+
+@dataclass(frozen=True)
+class RecordModules:
+    """Sum up what each submodule of a model returns from now on, until `ReadModuleSums`."""
+
+    owner: str
+
+
+@dataclass(frozen=True)
+class ReadModuleSums:
+    """Stop, and answer a `ModuleSum` for each submodule that returned something, in the order of their first ends."""
+
+    owner: str
+
+
+class ModuleSum(NamedTuple):
+    """The outputs of one submodule on one worker, all its calls together.
+
+    Attributes:
+        path: Where it is in the model.
+        num_elements: Elements of its floating-point outputs.
+        total: Their sum.
+        squares: The sum of their squares.
+    """
+
+    path: str
+    num_elements: int
+    total: float
+    squares: float
 
 
 @dataclass(frozen=True)

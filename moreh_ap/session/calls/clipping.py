@@ -38,6 +38,8 @@ def clipping_on_workers(session: Session, original: ClipGradNorm) -> ClipGradNor
         foreach: bool | None = None,
     ) -> Tensor:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if session.check is not None:
+            session.check.before_change(listed)
         found = None if error_if_nonfinite else _gradients_of(listed)
         if found is None:
             # PyTorch warns of a generator that yields nothing, for which it looks at the type.

@@ -119,6 +119,11 @@ class Gradients:
         self._settle(expected_suffices=True)
         return tuple(StateRef(self._owner, "grad", name) for name in names if name in self._present)
 
+    def names(self) -> frozenset[str]:
+        """Returns the parameters that have a gradient; may wait."""
+        self._settle(expected_suffices=False)
+        return frozenset(self._present)
+
     def set(self, name: str, gradient: Tensor | None) -> None:
         """Clears the gradient of `name`, or replaces it by a tensor of the parameter's shape."""
         if gradient is None:

@@ -88,6 +88,8 @@ class RemoteOptimizer:
     def step(self, optimizer: Optimizer) -> None:
         """Runs one step on the workers with the current hyper-parameters; does not wait."""
         self.adopt_new_state(optimizer)
+        if self.session.check is not None:
+            self.session.check.before_change(_parameters(optimizer))
         self._note_values(optimizer)
         current = [_hyper_parameters(group) for group in optimizer.param_groups]
         if self._unsent:
@@ -108,10 +110,12 @@ class RemoteOptimizer:
             )
         if self.session.watch is not None:
             self.session.watch.stepped()
+        if self.session.check is not None:
+            self.session.check.after_step(_parameters(optimizer))
         optimizer.state.forget()  # type: ignore[attr-defined]
 
     def _note_values(self, optimizer: Optimizer) -> None:
-        values = [p._cell.value for group in optimizer.param_groups for p in group["params"]]
+        values = [p._cell.value for p in _parameters(optimizer)]
         if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
             return
         self._values, self._names = values, {}
@@ -124,7 +128,7 @@ class RemoteOptimizer:
             self._adopt_state(optimizer)
 
     def _adopt_state(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = _parameters(optimizer)
         state = {
             index: {key: _encode(value) for key, value in optimizer.state[parameter].items()}
             for index, parameter in enumerate(parameters)
@@ -285,6 +289,10 @@ def _remote_of(session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRe
         remote = RemoteOptimizer(session, optimizer, refs)
         optimizer.__dict__["_moreh_remote"] = remote
     return remote
+
+
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 
+from moreh_ap.parallelizer.call.module_sums import ModuleSums
 from moreh_ap.protocol.messages.models import (
     BuildModel,
     ChangeModule,
+    ModuleSum,
+    ReadModuleSums,
     ReadObjects,
+    RecordModules,
     ReleaseModel,
     SetKernelFormats,
     SetRequiresGrad,
@@ -23,12 +27,15 @@ class ModelCommands:
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
         self._models = tables.models
+        self._recording: dict[str, ModuleSums] = {}
 
     def handlers(self) -> Handlers:
         """Returns what executes each command."""
         return {
             BuildModel: self._build,
             ReleaseModel: self._release,
+            RecordModules: self._record,
+            ReadModuleSums: self._sums,
             ChangeModule: lambda command: self._models[command.owner].change(command.changes),
             ReadObjects: lambda command: self._models[command.owner].pickled_objects(command.names),
             SetRequiresGrad: lambda command: self._models[command.owner].set_requires_grad(command.requires_grad),
@@ -41,6 +48,12 @@ class ModelCommands:
         self._tables.preparations[command.owner] = CallPreparation(model)
         self._tables.clock.restart()
         return model.placements()
+
+    def _record(self, command: RecordModules) -> None:
+        self._recording[command.owner] = ModuleSums(self._models[command.owner].module)
+
+    def _sums(self, command: ReadModuleSums) -> tuple[ModuleSum, ...]:
+        return self._recording.pop(command.owner).close()
 
     def _release(self, command: ReleaseModel) -> None:
         self._forget(command.owner)
