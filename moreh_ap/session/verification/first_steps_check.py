@@ -300,7 +300,7 @@ class FirstStepsCheck:
             f"Step {self._num_done + 1}: {what} differs on {self._session.num_devices} devices and on one.{place}",
             allowed="Rounding: what one device computes, in another order.",
             fix="MOREH_NUM_DEVICES=1 python train.py  # until the reason is known; please report the model",
-            link="docs/verify.md#the-first-steps-of-a-script",
+            link="docs/verify.md#first-steps",
         )
 
 
