@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from user_script import SCRIPTS, UserScript
 
+SPLIT = {"MOREH_STRICT": "1"}  # a training call that every device computes whole is an error
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 
 def both(script: str, folder: Path) -> tuple[list[str], list[str]]:
     """What `script` prints for its user with the one line on two devices, and on one CPU without it."""
     with (
-        UserScript(script, "--ap", cwd=folder, MOREH_NUM_DEVICES="2") as ours,
+        UserScript(script, "--ap", cwd=folder, MOREH_NUM_DEVICES="2", **SPLIT) as ours,
         UserScript(script, cwd=folder) as reference,
     ):
         return _for_the_user(ours.succeed()), _for_the_user(reference.succeed())
@@ -44,7 +45,7 @@ class BothInTurn:
 
     def _run(self, folder: Path, *commands: list[str]) -> list[list[str]]:
         if not self._processes:
-            self._processes = InTurn(self._folder, self._plan), InTurn(self._folder)
+            self._processes = InTurn(self._folder, self._plan, **SPLIT), InTurn(self._folder)
         try:
             for process, command in zip(self._processes, commands):
                 process.start(folder, *command)
@@ -64,8 +65,8 @@ class BothInTurn:
 class InTurn:
     """A process that runs one script after the other; arguments as `UserScript`'s, for `in_turn.py`."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self._script = UserScript("in_turn.py", *arguments, cwd=folder, text=None, MOREH_NUM_DEVICES="2")
+    def __init__(self, folder: Path, *arguments: str, **variables: str) -> None:
+        self._script = UserScript("in_turn.py", *arguments, cwd=folder, text=None, MOREH_NUM_DEVICES="2", **variables)
         self._num_started = self._begin = self._begin_err = 0
 
     def start(self, folder: Path, script: str, *arguments: str) -> None:

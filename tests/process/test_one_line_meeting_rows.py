@@ -165,6 +165,29 @@ class TransformerTimeFirst(nn.Module):
         return self.last(self.encoder(x_TBF, src_key_padding_mask=padding_BT))
 
 
+class FlatRows(RecurrentTimeFirst):
+    """Its result has the rows of each step after those of the step before, along one dim."""
+
+    def forward(self, x_TBF: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        scores_TBC, state = super().forward(x_TBF, state)
+        return scores_TBC.view(-1, 5), state
+
+
+def test_the_number_of_steps_changes_from_call_to_call(capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model, trace = FlatRows().to(device), []
+        for steps in (5, 7, 4, 7):
+            x_TBF, y_N = torch.randn(steps, 4, 8).to(device), torch.randint(0, 5, (steps * 4,)).to(device)
+            scores_NC, _ = model(x_TBF, None)
+            F.cross_entropy(scores_NC, y_N).backward()
+            trace += [scores_NC.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+        return trace
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("model_class", [RecurrentTimeFirst, TransformerTimeFirst])
 def test_rows_along_the_second_dim_are_split(model_class, capsys):
     def script(device):

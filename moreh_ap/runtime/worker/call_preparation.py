@@ -92,7 +92,9 @@ class CallPreparation:
     """What is known of a model's calls.
 
     Calls of one kind may differ in the sizes of their tensors: the same is true of them (whether slices add up, which
-    attributes are read). Of calls that do not differ in sizes either, `prepared` has everything by `Forward`'s key.
+    attributes are read). Where rows lie in each tensor that a forward computes depends on sizes, so forwards that gather
+    rows are tried once for each combination of sizes other than the number of rows. Of calls that do not differ in
+    sizes either, `prepared` has everything by `Forward`'s key.
 
     Args:
         model: The model.
@@ -106,6 +108,8 @@ class CallPreparation:
         self.written: list[Tensor] = []
         """Of the parameters that a forward changes, those that it changes first."""
         self._verdicts: dict[Hashable, SplitVerdict] = {}
+        self._gathering: dict[Hashable, Sequence[int | None]] = {}
+        """Where each leaf of the arguments has rows, of kinds whose verdicts are those of certain sizes."""
         self._reads_of: dict[Hashable, tuple[str, ...]] = {}
         self._drops = draws_random_numbers(model.module)
 
@@ -154,14 +158,16 @@ class CallPreparation:
         reads = self._reads((kind, frozenset(self.kept)), call, args, kwargs, rows)
         if reads:
             return ReadsAttributes(reads)
-        verdict = self._verdict(kind, call, args, kwargs, rows, may_turn=not any(local))
-        if any(local) and not verdict.split:
+        leaves = tree_leaves((tuple(args), dict(kwargs)))
+        with_rows = {id(tensor) for tensor, carries in zip(tensors, carried) if carries}
+        first_dims = tuple(0 if id(leaf) in with_rows else None for leaf in leaves)
+        verdict = self._verdict(kind, call, args, kwargs, rows, first_dims, may_turn=not any(local))
+        if any(local) and not verdict.split and axis.size > 1:
             raise ExactnessError(
                 "an output of one model is an input of another, which every device computes whole",
                 "inputs that the script has read",
                 "x = x.detach().cpu().to(x.device)",
             )
-        leaves = tree_leaves((tuple(args), dict(kwargs)))
         if verdict.dims is not None:  # the forward cuts what it gets, and gathers what it gives
             rows, carried = rows_along(leaves, verdict.dims), [False] * len(tensors)
             if rows is None or rows < axis.size:
@@ -175,9 +181,7 @@ class CallPreparation:
             call = replace(call, joined=verdict.joined, extensions=extensions)
         if verdict.steps:
             assert rows is not None
-            with_rows = {id(tensor) for tensor, carries in zip(tensors, carried) if carries}
-            dims = verdict.dims or tuple(0 if id(leaf) in with_rows else None for leaf in leaves)
-            gathering = Gathering(verdict.steps, dims, rows, cuts=verdict.dims is not None)
+            gathering = Gathering(verdict.steps, verdict.dims or first_dims, rows, cuts=verdict.dims is not None)
             call = replace(call, gathering=gathering)
         notes = (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
@@ -193,7 +197,7 @@ class CallPreparation:
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
         self.prepared[key] = PreparedCall(
-            kind=kind,
+            kind=self._kind_of_verdict(kind, leaves),
             call=call,
             execute=way_to_execute(call, model.plan, rows, meta),
             nesting=nesting,
@@ -249,6 +253,14 @@ class CallPreparation:
             self._reads_of[key] = tuple(sorted(find_passed_state(call, args, kwargs, rows, names)))
         return self._reads_of[key]
 
+    def _kind_of_verdict(self, kind: Hashable, leaves: Sequence[Any]) -> Hashable:
+        """What calls have in common that may be split likewise."""
+        if kind not in self._gathering:
+            return kind
+        tensors = [(leaf, dim) for leaf, dim in zip(leaves, self._gathering[kind]) if isinstance(leaf, Tensor)]
+        sizes = tuple(tuple(size for at, size in enumerate(leaf.shape) if at != dim) for leaf, dim in tensors)
+        return kind, sizes
+
     def _verdict(
         self,
         kind: Hashable,
@@ -256,6 +268,7 @@ class CallPreparation:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         rows: int | None,
+        first_dims: tuple[int | None, ...],
         *,
         may_turn: bool,
     ) -> SplitVerdict:
@@ -264,7 +277,8 @@ class CallPreparation:
         if workers * pieces == 1 or rows is None or rows < workers:
             reason = f"{UNSPLIT}: the batch has fewer rows than there are devices" if workers > 1 else ""
             return SplitVerdict(False, (), reason)
-        if kind not in self._verdicts:
+        leaves = tree_leaves((tuple(args), dict(kwargs)))
+        if self._kind_of_verdict(kind, leaves) not in self._verdicts:
             verdict = check_split(call, args, kwargs, rows, may_join=pieces == 1, may_turn=may_turn)
             if verdict.written:
                 self._require_full_parameters(verdict.written)
@@ -272,8 +286,10 @@ class CallPreparation:
             if not verdict.split:
                 what = UNSPLIT if workers > 1 else _NOT_CUT
                 verdict = replace(verdict, reason=f"{what}: {verdict.reason}")
-            self._verdicts[kind] = verdict
-        return self._verdicts[kind]
+            if verdict.steps:
+                self._gathering.setdefault(kind, verdict.dims or first_dims)
+            self._verdicts[self._kind_of_verdict(kind, leaves)] = verdict
+        return self._verdicts[self._kind_of_verdict(kind, leaves)]
 
     def _require_full_parameters(self, name: str) -> None:
         """Refuse a forward that changes a parameter, where a worker has a part of it, or a forward runs twice."""
