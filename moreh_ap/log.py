@@ -158,15 +158,16 @@ def own_process_line(name: str, step_megaflops: float, num_devices: int) -> str:
     )
 
 
-def first_steps_line(num_done: int, num_steps: int, worst: Mapping[str, float]) -> str:
+def first_steps_line(num_done: int, num_steps: int, worst: Mapping[str, tuple[float, str]]) -> str:
     """Returns the line that ends the comparison of the first steps with one device.
 
     Args:
         num_done: Steps that were compared.
         num_steps: Steps that were asked for.
-        worst: The largest relative difference of each kind.
+        worst: The largest relative difference of each kind, and the tensor that has it if one is to be named.
     """
-    found = ", ".join(f"{kind} within {relative:.1e}" for kind, relative in worst.items())
+    names = {kind: f" ({name})" if name else "" for kind, (_, name) in worst.items()}
+    found = ", ".join(f"{kind} within {relative:.1e}{names[kind]}" for kind, (relative, _) in worst.items())
     return info(f"MOREH_CHECK={num_steps}: {num_done} steps compared with one device: {found}")
 
 

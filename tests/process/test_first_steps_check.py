@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from user_script import UserScript
 
-CHECKED = re.compile(r"MOREH_CHECK=2: 2 steps compared with one device: outputs within (\S+), gradients within (\S+), ")
+CHECKED = re.compile(r"MOREH_CHECK=2: 2 steps compared with one device: outputs within (\S+), gradients within (\S+) ")
 
 
 def run(folder: Path, *arguments: str) -> UserScript:

@@ -93,8 +93,8 @@ class CallPreparation:
 
     Calls of one kind may differ in the sizes of their tensors: the same is true of them (whether slices add up, which
     attributes are read). Where rows lie in each tensor that a forward computes depends on sizes, so forwards that
-    gather rows are tried once for each combination of sizes other than the number of rows. Of calls that do not differ in
-    sizes either, `prepared` has everything by `Forward`'s key.
+    gather rows are tried once for each combination of sizes other than the number of rows. Of calls that do not differ
+    in sizes either, `prepared` has everything by `Forward`'s key.
 
     Args:
         model: The model.

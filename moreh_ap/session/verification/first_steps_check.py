@@ -84,7 +84,7 @@ class FirstStepsCheck:
         self._is_reduced = False  # whether a call since the last step was computed in 16 bits
         self._is_over = False
         self._failure: ReferenceFailed | None = None
-        self._worst = {"outputs": 0.0, "gradients": 0.0, "parameters": 0.0}
+        self._worst = {"outputs": (0.0, ""), "gradients": (0.0, ""), "parameters": (0.0, "")}
         session.outbox.on_sent = self._tell
         # Steps that run on the workers call `before_change` and `after_step` themselves, the others by these hooks.
         self._hooks = (
@@ -205,8 +205,8 @@ class FirstStepsCheck:
             if values is None:
                 continue
             got, expected = values
-            difference = Difference.of("output", got, expected)
-            self._note("outputs", difference.relative(SMALLEST_OUTPUT))
+            difference = Difference.of("", got, expected)
+            self._note("outputs", [difference], SMALLEST_OUTPUT)
             if is_wrong_output(difference, self._computes_in_16_bits(call)):
                 numbers = f"{got.item():.7g} and {expected.item():.7g}" if got.numel() == 1 else str(difference)
                 what = "a loss" if got.numel() == 1 else f"an output of shape {tuple(got.shape)}"
@@ -232,8 +232,7 @@ class FirstStepsCheck:
             found = {ref: num_bytes for ref, num_bytes in refs.items() if ref.name in present}
             sizes.update({StateRef(ref.owner, "grad", ref.name): num_bytes for ref, num_bytes in found.items()})
         differences = list(self._differences(sizes, takes_over=True))
-        smallest = smallest_gradient(differences)
-        self._note("gradients", max((one.relative(smallest) for one in differences), default=0.0))
+        self._note("gradients", differences, smallest_gradient(differences))
         wrong = [] if self._is_reduced else wrong_gradients(differences)
         if wrong:  # a backward begins at the end of the model
             raise self._wrong(f"the gradient of {wrong[-1].name} ({wrong[-1]})", wrong[-1].name.rpartition(".")[0])
@@ -247,7 +246,7 @@ class FirstStepsCheck:
                 if isinstance(value, OnWorkers) and buffer.is_floating_point():
                     sizes[value.ref] = buffer.nbytes
         differences = list(self._differences(sizes, takes_over=False))
-        self._note("parameters", max((one.relative(SMALLEST_STATE) for one in differences), default=0.0))
+        self._note("parameters", differences, SMALLEST_STATE)
         wrong = wrong_states(differences)
         if wrong:
             raise self._wrong(f"after the step {wrong[0].name} ({wrong[0]})", wrong[0].name.rpartition(".")[0])
@@ -272,8 +271,9 @@ class FirstStepsCheck:
     def _plan_of(self, call: _Call) -> Plan:
         return self._plans[self._owners[call.forward.signature]]
 
-    def _note(self, kind: str, relative: float) -> None:
-        self._worst[kind] = max(self._worst[kind], relative)
+    def _note(self, kind: str, differences: Sequence[Difference], smallest: float) -> None:
+        found = [(one.relative(smallest), one.name) for one in differences]
+        self._worst[kind] = max([self._worst[kind], *found])
 
     def _begins_in(self, call: _Call, index: int) -> str | None:
         """Returns the submodule at which a forward begins to differ: it runs again, and outputs are summed up."""
