@@ -63,17 +63,17 @@ class ReportedHook:
     """
 
     def __init__(self, number: int, hook: Callable[..., Any] | None) -> None:
-        self._number, self._hook = number, hook
+        self._number, self.hook = number, hook
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         seen = RECORDER.seen
         if seen is not None:
             seen.append((self._number, given, [(tensor, tensor._version) for tensor in _tensors(given)]))
-        if self._hook is None:
+        if self.hook is None:
             return None
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                return self._hook(module, *given)
+                return self.hook(module, *given)
         except Exception as error:
             if seen is None:
                 raise
@@ -88,13 +88,13 @@ class QuietHook:
     """
 
     def __init__(self, hook: Callable[..., Any] | None) -> None:
-        self._hook = hook
+        self.hook = hook
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
-        if self._hook is None:
+        if self.hook is None:
             return None
         with contextlib.redirect_stdout(io.StringIO()):
-            return self._hook(module, *given)
+            return self.hook(module, *given)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
