@@ -14,7 +14,8 @@ import functools
 import logging
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -25,19 +26,8 @@ from moreh_ap.protocol.script_code.value_forms import is_alike, is_of_script, is
 PATH, CLOSURE, HOOK = "globals of ", "closure of ", "hook "
 """Begin what stands for the path of a submodule in a change of a variable; a module, a function or a hook follows."""
 
-_CHANGING = {
-    "append",
-    "extend",
-    "insert",
-    "add",
-    "update",
-    "setdefault",
-    "pop",
-    "popitem",
-    "remove",
-    "clear",
-    "appendleft",
-}
+_FILLING = {"append", "extend", "insert", "add", "update", "remove", "clear", "appendleft"}
+_CHANGING = {*_FILLING, "setdefault", "pop", "popitem"}
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, property)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -117,12 +107,14 @@ def read_by(root: nn.Module) -> list[Variable]:
         cells = _cells_of(function)
         instructions = _instructions(function.__code__)
         for at, instruction in enumerate(instructions):
-            name = instruction.argval
+            name, following = instruction.argval, instructions[at + 1 : at + 3]
             if instruction.opname == "LOAD_GLOBAL" and name in function.__globals__:
-                for variable in _reached(function.__globals__, name, instructions[at + 1 : at + 3]):
+                for variable in _reached(function.__globals__, name, following):
                     add(variable)
             elif instruction.opname == "LOAD_DEREF" and name in cells:
-                add(Variable(f"{CLOSURE}{_title(function)}", cells[name], name))
+                variable = Variable(f"{CLOSURE}{_title(function)}", cells[name], name)
+                if not _is_filled(variable.value(), following):
+                    add(variable)
     for place, hook in _hooks_of(root).items():
         state = _state_of(hook)
         for name in _names_read(hook):
@@ -178,9 +170,8 @@ class VariablesOfModel:
 
     def __setattr__(self, name: str, value: Any) -> None:
         for holder in self._holders:
-            is_of_class_not_there = "." in name and not hasattr(holder, name)
             # Others may know an object that is there.
-            if not is_of_class_not_there and not is_alike(getattr(holder, name, None), value):
+            if holder.may_have(name) and not is_alike(getattr(holder, name, None), value):
                 setattr(holder, name, value)
 
 
@@ -213,17 +204,22 @@ class _Names:
         else:
             setattr(holder, last, value)
 
+    def may_have(self, name: str) -> bool:
+        """Returns whether there is a place for a name: any in a dictionary, but not in a closure, nor in a class."""
+        holder, _ = self._within(name)
+        return holder is not None and not isinstance(holder, _CellsByName)
+
     def _within(self, name: str) -> tuple[Any, str]:
         """Returns what has the last name of a dotted one, and that."""
         holder = vars(self)["_holder"]
         if isinstance(holder, _CellsByName):
-            return holder.cells.get(name, holder), name
+            return holder.get(name, holder), name
         first, dot, last = name.partition(".")
         return (holder.get(first), last) if dot else (holder, name)
 
 
-class _CellsByName(NamedTuple):
-    cells: dict[str, types.CellType]
+class _CellsByName(dict[str, types.CellType]):
+    """The cells of one function's closure."""
 
 
 def _holders_of(root: nn.Module, path: str) -> list[Any]:
@@ -255,7 +251,7 @@ def _reached(namespace: dict[str, Any], name: str, following: Sequence[dis.Instr
         is_settings = is_of_script(value.__module__) and not issubclass(value, (nn.Module, enum.Enum))
         if is_settings and attribute is not None and not isinstance(getattr(value, attribute, print), _CALLABLE):
             yield Variable(path, namespace, f"{name}.{attribute}")
-    elif not _stays(name, value):
+    elif not _stays(name, value) and not _is_filled(value, following):
         yield Variable(path, namespace, name)
 
 
@@ -265,16 +261,23 @@ def _stays(name: str, value: Any) -> bool:
     return isinstance(value, (nn.Module, logging.Logger)) or (is_of_library and getattr(value, "__name__", "") == name)
 
 
+def _is_filled(value: Any, following: Sequence[dis.Instruction], methods: Collection[str] = _FILLING) -> bool:
+    """Returns whether a value is a container, and instructions that follow its loading change it without reading it."""
+    if not isinstance(value, (list, dict, set, deque)):
+        return False
+    steps = [(one.opname, one.argval) for one in following]
+    is_method = any(op in ("LOAD_ATTR", "LOAD_METHOD") and arg in methods for op, arg in steps[:1])
+    return is_method or any(op == "STORE_SUBSCR" for op, _ in steps)
+
+
 def _is_changed(value: Any, following: Sequence[dis.Instruction]) -> bool:
     """Returns whether instructions that follow the loading of a value change it in place."""
-    steps = [(one.opname, one.argval) for one in following]
-    if isinstance(value, (list, dict, set)) or hasattr(value, "appendleft"):
-        is_method = any(op in ("LOAD_ATTR", "LOAD_METHOD") and arg in _CHANGING for op, arg in steps[:1])
-        return is_method or any(op == "STORE_SUBSCR" for op, _ in steps)
+    if isinstance(value, (list, dict, set, deque)):
+        return _is_filled(value, following, _CHANGING)
     is_class = isinstance(value, type) and is_of_script(value.__module__)
     if not (is_class or is_record(value)):
         return False
-    first, second = [*(op for op, _ in steps), "", ""][:2]
+    first, second = [*(one.opname for one in following), "", ""][:2]
     return first == "STORE_ATTR" or (first in ("COPY", "DUP_TOP") and second == "LOAD_ATTR")  # STATE.count += 1
 
 
@@ -311,7 +314,7 @@ def _cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
 
 
 def _title(function: types.FunctionType) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
+    return f"{function.__module__}.{function.__qualname__} (line {function.__code__.co_firstlineno})"
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
@@ -366,10 +369,11 @@ def _names_read(hook: Any) -> list[str]:
     while waiting:
         function = waiting.pop()
         seen.add(function)
-        for instruction in _instructions(function.__code__):
+        instructions = _instructions(function.__code__)
+        for at, instruction in enumerate(instructions):
             if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
                 continue
-            if instruction.argval in state:
+            if instruction.argval in state and not _is_filled(state[instruction.argval], instructions[at + 1 : at + 3]):
                 found[instruction.argval] = None
             waiting += [one for one in _functions_in(getattr(type(owner), instruction.argval, None)) if one not in seen]
     return list(found)

@@ -34,6 +34,7 @@ from moreh_ap.protocol.pytree import Nesting
 from moreh_ap.protocol.script_code.script_globals import VariablesOfModel, is_variable
 from moreh_ap.protocol.skeleton import pickle_object, unpickle_attribute, unpickle_skeleton
 from moreh_ap.runtime.worker.cache_arguments import without_cache
+from moreh_ap.runtime.worker.unseen_changes import UnseenChanges
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
 
 
@@ -78,6 +79,8 @@ class WorkerModel:
         attributes = Attributes(self.module) or None
         self.unseen = None if answers_attributes else attributes
         self._marks = {} if self.unseen is None else self.unseen.marks()
+        looks_at_backward = answers_attributes and self.plan.recompute == "none"
+        self.unseen_changes = UnseenChanges(self.module, attributes if looks_at_backward else None)
         reports = Reports(self.module, attributes if answers_attributes else None)
         self.extensions = (*self.applied.extensions, reports) if reports.is_needed else self.applied.extensions
 

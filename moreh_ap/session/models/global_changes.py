@@ -92,7 +92,7 @@ class _Known:
         name, instead = self.variable.name, "Make it an attribute of the model, or an argument of the call."
         text = ""
         if not self.is_sent:
-            function = self.variable.path.rpartition(".")[2]
+            function = self.variable.path.rpartition(".")[2].partition(" ")[0]
             text = f"{name} has changed, which several functions named {function} read, each its own: the workers have "
             text += "their first values."
         elif self._is_late:
@@ -132,4 +132,4 @@ def warn_of_writes(root: nn.Module) -> None:
 
 def _wants_gradient(tensor: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.requires_grad
+        return tensor.requires_grad and tensor.is_leaf

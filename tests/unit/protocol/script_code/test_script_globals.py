@@ -112,7 +112,7 @@ def test_what_a_forward_reads_of_modules_and_classes_is_found():
 def test_what_a_forward_reads_of_the_function_around_it_is_found():
     model, set_scale = made(2.0, [])
     found = {variable.name: variable for variable in read_by(model)}
-    assert set(found) == {"scale", "seen"}
+    assert set(found) == {"scale"}
     set_scale(3.0)
     assert found["scale"].value() == 3.0
     VariablesOfModel(model, found["scale"].path).scale = 4.0
@@ -160,3 +160,27 @@ def test_an_object_that_is_alike_stays_since_others_know_it(monkeypatch):
     assert globals()["WEIGHT"] is queue
     variables.WEIGHT = collections.deque([2])
     assert globals()["WEIGHT"] is not queue
+
+
+def test_what_a_hook_only_fills_is_not_read():
+    model, kept, store = nn.Linear(1, 1), [], {}
+
+    def double(module, args, output):
+        kept.append(output)
+        store["output"] = output
+        return 2 * output
+
+    model.register_forward_hook(double)
+    assert read_by(model) == []
+    model.register_forward_hook(lambda module, args, output: kept[-1])
+    assert names(read_by(model)) == {"kept"}
+
+
+def test_a_function_without_the_variable_stays():
+    first, second = (lambda scale: lambda *_: scale)(1.0), (lambda gain: lambda *_: gain)(1.0)
+    model = nn.Linear(1, 1)
+    model.register_forward_hook(first)
+    model.register_forward_hook(second)
+    for variable in read_by(model):
+        setattr(VariablesOfModel(model, variable.path), variable.name, 2.0)
+    assert (first(), second()) == (2.0, 2.0)
