@@ -288,15 +288,16 @@ class WorkerCall:
         few = run.is_computed and shape.numel() * shape.element_size() <= MAX_INLINE_BYTES
         tensor_parallel = self.model.applied.tensor if index in self._in_cache else None
         layout = None if tensor_parallel is None else tensor_parallel.cache_layout(shape)
-        data = None
+        data, laid_out = None, shape
         if with_data or few:
             sends = self._answers and (kind != "same" or self._roles.axis.rank == 0)
             value = run.outputs[index]
             if layout is not None or type(value) is not Tensor:  # every worker that holds a part takes part
                 value = full_tensor(value, layout, self.model.applied.position.tensor.group)
+            laid_out = value  # a run on meta, which `shape` is of where calls run later, knows no memory formats
             data = bytes_of(value) if sends else b""
         is_operand = kind in ("rows", "same") and layout is None
-        is_usual = layout is not None or (shape.layout is torch.strided and shape.is_contiguous())
+        is_usual = layout is not None or (laid_out.layout is torch.strided and laid_out.is_contiguous())
         return LeafReply(
             kind,
             tuple(shape.shape) if layout is None else full_shape(shape, layout),
@@ -304,7 +305,7 @@ class WorkerCall:
             run.differentiable[index],
             data,
             is_operand,
-            () if is_usual else memory_order(shape),
+            () if is_usual else memory_order(laid_out),
         )
 
     def backward(

@@ -291,6 +291,9 @@ class OutputValue(Value):
             return False
         return reply.failed() or answered(reply.result())[0].leaves[self.index].data is not None
 
+    def is_order_known(self) -> bool:
+        return not self.call.model.runs_after_answer  # else it was promised by a run on meta, which knows no formats
+
     def runner(self) -> Any:
         return self.session.extensions.run_on_row_shards if self.located() is not None else None
 

@@ -115,6 +115,7 @@ class RemoteModel:
         self.plan = plan
         # With a pipeline or micro-batches a forward runs after its reply, which cannot contain its random states.
         self.runs_after_answer = plan.pipeline > 1 or plan.micro_batches > 1
+        self.session.runs_after_answer |= self.runs_after_answer
 
     def example(self) -> ExampleCall | None:
         """Returns the first call as workers need it to cut the model into stages; None for a plan without a pipeline.
