@@ -14,8 +14,8 @@ from torch import Tensor
 from moreh_ap.device.values import Cell, Here, View
 
 _UNREADABLE = (1 << 62) | (1 << 55)
-"""Added to what identifies a memory: no process has anything there, and one that reads there is ended by a signal. On x86-64
-an address has at most 57 bits; on ARM the highest eight are ignored, and the next one says that it is the kernel's."""
+"""Added to what identifies a memory: no process has anything there, and one that reads there is ended by a signal. On
+x86-64 an address has at most 57 bits; on ARM the highest eight are ignored, and the next one is the kernel's."""
 
 
 class AddressOnly:
