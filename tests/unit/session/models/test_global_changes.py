@@ -10,12 +10,18 @@ from torch import nn
 
 from moreh_ap.session.models.global_changes import GlobalChanges, warn_of_writes
 
+GENERATOR = torch.Generator()
 MASK, LARGE, TRAINED = torch.ones(2), [0] * 100_000, [nn.Parameter(torch.ones(1))]
 
 
 class Net(nn.Module):
     def forward(self, x):
         return x * MASK + LARGE[0]
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        return x + torch.rand(2, generator=GENERATOR)
 
 
 class Trained(nn.Module):
@@ -78,6 +84,8 @@ def test_a_variable_of_one_of_several_functions_is_warned_of():
 def test_a_tensor_outside_of_the_model_that_wants_a_gradient_is_warned_of():
     with pytest.warns(UserWarning, match=r"reads TRAINED, outside of the model, which requires a gradient"):
         warn_of_writes(Trained())
+    with pytest.warns(UserWarning, match=r"reads GENERATOR, a random number generator outside of the model"):
+        warn_of_writes(Draws())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_writes(Net())
