@@ -131,8 +131,8 @@ def warn_of_writes(root: nn.Module) -> None:
     drawn_from = [one.name for one in read_by(root) if isinstance(one.value(), torch.Generator)]
     if drawn_from:
         script_line.warn(
-            f"forward() reads {', '.join(sorted(drawn_from))}, a random number generator outside of the model: the workers "
-            "draw from copies of it. Draw before the call, or from the accelerator's own stream. "
+            f"forward() reads {', '.join(sorted(drawn_from))}, a random number generator outside of the model: the "
+            "workers draw from copies of it. Draw before the call, or from the accelerator's own stream. "
             "See: docs/limits.md#models"
         )
 
