@@ -71,10 +71,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "torch._C.DisableTorchFunction",
             "device parallelizer/pipeline session/calls session/models session/own_process",
         ),
-        (
-            "torch._C.DisableTorchFunctionSubclass",
-            "device parallelizer/call parallelizer/tensor protocol session/calls",
-        ),
+        ("torch._C.DisableTorchFunctionSubclass", "*"),
     ),
     *_names(
         "Has views of split tensors made below autograd noticed.",
@@ -235,10 +232,16 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Runs hooks of the script where the module is called.",
-        ("torch.nn.Module._backward_hooks", "session/models session/verification"),
-        ("torch.nn.Module._backward_pre_hooks", "session/models session/verification"),
-        ("torch.nn.Module._forward_hooks", "parallelizer/call session/models session/verification"),
-        ("torch.nn.Module._forward_pre_hooks", "parallelizer/call session/models session/verification"),
+        ("torch.nn.Module._backward_hooks", "protocol/script_code session/models session/verification"),
+        ("torch.nn.Module._backward_pre_hooks", "protocol/script_code session/models session/verification"),
+        (
+            "torch.nn.Module._forward_hooks",
+            "parallelizer/call protocol/script_code session/models session/verification",
+        ),
+        (
+            "torch.nn.Module._forward_pre_hooks",
+            "parallelizer/call protocol/script_code session/models session/verification",
+        ),
         ("torch.nn.Module._is_full_backward_hook", "session/models"),
     ),
     *_names(
@@ -377,6 +380,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Names the script's line in a warning, and the line of a forward that ranks compare.",
-        ("sys._getframe", "parallelizer/data session"),
+        ("sys._getframe", "parallelizer/data protocol/script_code session"),
     ),
 )

@@ -18,7 +18,16 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from moreh_ap.device.tensor import ACCELERATOR, CPU, VirtualTensor, place
 from moreh_ap.device.tensor_classes import WANTED
-from moreh_ap.device.values import MAX_DEFERRED_ELEMENTS, Cell, Here, InFile, Later, Value, View
+from moreh_ap.device.values import (
+    MAX_DEFERRED_ELEMENTS,
+    MIN_DIMS_OF_UNKNOWN_ORDER,
+    Cell,
+    Here,
+    InFile,
+    Later,
+    Value,
+    View,
+)
 
 aten = torch.ops.aten
 
@@ -37,6 +46,13 @@ _NEEDS_ONLY_METADATA = {
     aten.new_full.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
+}
+# What they return lies in memory as their argument does, and random numbers are handed out in that order.
+_FOLLOWS_ORDER = {
+    aten.empty_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
 }
 # PyTorch accepts a CPU tensor beside a CUDA tensor in these operations.
 _TAKES_BOTH_DEVICES = {
@@ -97,7 +113,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         if result is not NotImplemented:
             return result
     if func in _NEEDS_ONLY_METADATA:
-        stand_in = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype)
+        like = _in_known_order(args[0], values[0]) if func in _FOLLOWS_ORDER else args[0]
+        stand_in = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
         return _wrap(func(stand_in, *args[1:], **kwargs), device)
     if func.is_view and not isinstance(values[0], (Here, InFile)) and isinstance(args[0], VirtualTensor):
         view = _view_of_absent(func, args, kwargs, device)
@@ -200,6 +217,15 @@ def _common_device(func: Any, virtual: list[VirtualTensor], leaves: list[Any]) -
 
 def _is_on_cpu(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device.type == "cpu"
+
+
+def _in_known_order(tensor: VirtualTensor, value: Value) -> Tensor:
+    """Returns what tells how the dims of a tensor lie in memory: its value if that was promised in another order."""
+    if tensor.dim() < MIN_DIMS_OF_UNKNOWN_ORDER:
+        return tensor
+    if isinstance(value, Here):
+        return value.tensor
+    return tensor if value.is_order_known() else tensor.host_value()
 
 
 def _wrap(result: Any, device: torch.device) -> Any:

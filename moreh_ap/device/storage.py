@@ -13,6 +13,10 @@ from torch import Tensor
 
 from moreh_ap.device.values import Cell, Here, View
 
+_UNREADABLE = (1 << 62) | (1 << 55)
+"""Added to what identifies a memory: no process has anything there, and one that reads there is ended by a signal. On
+x86-64 an address has at most 57 bits; on ARM the highest eight are ignored, and the next one is the kernel's."""
+
 
 class AddressOnly:
     """Replaces a storage: its size and address.
@@ -32,9 +36,10 @@ class AddressOnly:
     def of(cls, cell: Cell, handle: Tensor) -> AddressOnly:
         """Returns the handle on the storage of the tensor `handle` on `cell`."""
         device, value = cell.device, cell.value
+        hides = 0 if device.type == "cpu" and isinstance(value, Here) else _UNREADABLE
         if isinstance(value, Here):
             held = value.tensor.untyped_storage()
-            return cls(held.data_ptr(), held.nbytes(), device, value.tensor.data_ptr())
+            return cls(hides + held.data_ptr(), held.nbytes(), device, hides + value.tensor.data_ptr())
         while isinstance(cell.value, View):
             cell = cell.value.base
         with torch._C.DisableTorchFunctionSubclass():
@@ -42,7 +47,7 @@ class AddressOnly:
             last = int(sum((size - 1) * stride for size, stride in zip(handle.size(), handle.stride())))
             size_bytes = offset_bytes + (last + 1) * handle.element_size() if handle.numel() else 0
         address = cell.value.tensor.untyped_storage().data_ptr() if isinstance(cell.value, Here) else id(cell)
-        return cls(address, size_bytes, device, address + offset_bytes)
+        return cls(hides + address, size_bytes, device, hides + address + offset_bytes)
 
     def untyped_storage(self) -> AddressOnly:
         """Returns itself: typed storages have this method too."""

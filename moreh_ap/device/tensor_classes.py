@@ -65,11 +65,35 @@ class ClassedTensor(VirtualTensor):
 
 
 @functools.cache
+def _metaclass(of_library: type[type]) -> type[type]:
+    """Returns a class of classes of ours: each is equal to the library's, so that tables find ``type(tensor)``."""
+
+    def __eq__(cls: type, other: object) -> bool:
+        return isinstance(other, type) and _own_library_class(cls) is _own_library_class(other)
+
+    def __hash__(cls: type) -> int:
+        own = _own_library_class(cls)
+        return type.__hash__(cls) if own is cls else hash(own)
+
+    body = {"__eq__": __eq__, "__hash__": __hash__}
+    return types.new_class(of_library.__name__, (of_library,), exec_body=lambda own: own.update(body))
+
+
+def _own_library_class(kind: type) -> type:
+    """Returns which class of a library one of ours stands for; of other classes, also of derived ones, themselves."""
+    own: type = vars(kind).get("library_class", kind) if kind is not ClassedTensor else kind
+    return own
+
+
+@functools.cache
 def class_on_accelerator(kind: type[Tensor]) -> type[ClassedTensor]:
     """Returns the class of tensors on the accelerator that stands for `kind`."""
-    bases = (ClassedTensor,) if kind in ORDINARY else (kind, ClassedTensor)
+    is_ordinary = kind in ORDINARY
+    bases = (ClassedTensor,) if is_ordinary else (kind, ClassedTensor)
+    settings = {} if is_ordinary else {"metaclass": _metaclass(cast(Any, type(kind)))}
     body = {"__slots__": (), "library_class": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return cast(type[ClassedTensor], types.new_class(kind.__name__, bases, exec_body=lambda own: own.update(body)))
+    made = types.new_class(kind.__name__, bases, settings, exec_body=lambda own: own.update(body))
+    return cast(type[ClassedTensor], made)
 
 
 def _library_class(kind: type[Tensor]) -> type[Tensor]:

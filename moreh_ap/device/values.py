@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_DEFERRED_ELEMENTS = 4096  # larger tensors are computed at once: deferring them would only keep memory alive
 
+MIN_DIMS_OF_UNKNOWN_ORDER = 4  # `channels_last` is an order of pictures and videos
+
 
 class Value:
     """The source of a virtual tensor's numbers."""
@@ -38,6 +40,10 @@ class Value:
     def ready(self) -> bool:
         """Returns whether `read` would return without waiting for a worker."""
         raise NotImplementedError
+
+    def is_order_known(self) -> bool:
+        """Returns whether the dims of the value will lie in memory as those of its tensor say."""
+        return True
 
     def read(self) -> Tensor:
         """Returns the full value as a CPU tensor; may wait. The caller must not change it without calling `write`."""
@@ -115,6 +121,9 @@ class Later(Value):
 
     def ready(self) -> bool:
         return self._compute_chain(wait=False)
+
+    def is_order_known(self) -> bool:
+        return all(value.is_order_known() for value in self._inputs)
 
     def read(self) -> Tensor:
         self._compute_chain(wait=True)

@@ -5,8 +5,8 @@ Decides how that is noticed in a worker, so that it can be answered with the res
 [Note: hooks run twice]
 A hook of the script runs in every worker, on its rows: what it returns counts there, and what it keeps may be read by
 the model's own code. Whatever it keeps for the script would be lost. So the worker answers what the hook was given, as
-further leaves of the result, and the hook runs once more where the script is, on whole tensors; what it prints in a
-worker is dropped, and what it returns there.
+further leaves of the result, and the hook runs once more where the script is, on whole tensors; what it prints or
+writes in a worker is dropped, and what it returns where the script is.
 
 [Note: attributes]
 What a forward sets on parts of the model (``self.last_loss = loss``) is answered in the same way, if it is made of
@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from moreh_ap.protocol.script_code.written_files import writing_nothing
 
 
 class Report(NamedTuple):
@@ -63,17 +65,17 @@ class ReportedHook:
     """
 
     def __init__(self, number: int, hook: Callable[..., Any] | None) -> None:
-        self._number, self._hook = number, hook
+        self._number, self.hook = number, hook
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         seen = RECORDER.seen
         if seen is not None:
             seen.append((self._number, given, [(tensor, tensor._version) for tensor in _tensors(given)]))
-        if self._hook is None:
+        if self.hook is None:
             return None
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                return self._hook(module, *given)
+            with contextlib.redirect_stdout(io.StringIO()), writing_nothing():
+                return self.hook(module, *given)
         except Exception as error:
             if seen is None:
                 raise
@@ -81,20 +83,20 @@ class ReportedHook:
 
 
 class QuietHook:
-    """Stands for a backward hook of the script in a worker: it prints where the script is.
+    """Stands for a backward hook of the script in a worker: it prints, and writes files, where the script is.
 
     Args:
         hook: What to run here; None where it could not be sent.
     """
 
     def __init__(self, hook: Callable[..., Any] | None) -> None:
-        self._hook = hook
+        self.hook = hook
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
-        if self._hook is None:
+        if self.hook is None:
             return None
-        with contextlib.redirect_stdout(io.StringIO()):
-            return self._hook(module, *given)
+        with contextlib.redirect_stdout(io.StringIO()), writing_nothing():
+            return self.hook(module, *given)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

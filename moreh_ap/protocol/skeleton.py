@@ -70,9 +70,15 @@ def pickle_attribute(value: Any, path_of: Mapping[int, str]) -> bytes:
     return buffer.getvalue()
 
 
-def unpickle_attribute(data: bytes, model: nn.Module) -> Any:
-    """The attribute that was pickled, with the modules of `model` in the places of those in the script."""
-    return _AttributeUnpickler(io.BytesIO(data), model).load()
+def unpickle_attribute(data: bytes, model: nn.Module, device: torch.device | str = "cpu") -> Any:
+    """The attribute that was pickled, with the modules of `model` in the places of those in the script.
+
+    Args:
+        data: The pickle.
+        model: The worker's model.
+        device: Where the worker has what the script has on the accelerator.
+    """
+    return _AttributeUnpickler(io.BytesIO(data), model, device).load()
 
 
 def pickle_object(value: Any, path_of: Mapping[int, str], device: torch.device) -> bytes:
@@ -190,16 +196,20 @@ class _AttributePickler(_Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._path_of = path_of
 
-    def persistent_id(self, obj: Any) -> str | None:
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor) and obj.device.type != "cpu" and not obj.requires_grad:
+            return TensorData.of(obj.detach().cpu())
         return self._path_of.get(id(obj)) if isinstance(obj, nn.Module) else None
 
 
 class _AttributeUnpickler(pickle.Unpickler):
-    def __init__(self, file: Any, model: nn.Module) -> None:
+    def __init__(self, file: Any, model: nn.Module, device: torch.device | str) -> None:
         super().__init__(file)
-        self._model = model
+        self._model, self._device = model, device
 
-    def persistent_load(self, pid: str) -> nn.Module:
+    def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, TensorData):
+            return pid.tensor().to(self._device if pid.on_device else "cpu")
         return self._model.get_submodule(pid)
 
 
@@ -228,16 +238,8 @@ class _ObjectPickler(_AttributePickler):
 
 
 class _ObjectUnpickler(_AttributeUnpickler):
-    def __init__(self, file: Any, model: nn.Module, device: torch.device) -> None:
-        super().__init__(file, model)
-        self._device = device
-
     def persistent_load(self, pid: Any) -> Any:
-        if isinstance(pid, _DeviceOfObject):
-            return self._device
-        if isinstance(pid, TensorData):
-            return pid.tensor().to(self._device if pid.on_device else "cpu")
-        return super().persistent_load(pid)
+        return self._device if isinstance(pid, _DeviceOfObject) else super().persistent_load(pid)
 
 
 class _SkeletonPickler(_Pickler):

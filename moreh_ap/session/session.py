@@ -67,6 +67,7 @@ class Session:
         self._devices: list[DeviceInfo] | None = None
         self.extensions: CallExtensions  # set by `session_backend`
         self.lay_out_again: Callable[[Any, Plan, str], bool] | None = None  # see `recovery`
+        self.runs_after_answer = False  # whether a model's outputs are promised before they are computed
         self.script_only_hooks: set[int] = set()  # see `script_hooks.RunsInScriptOnly`
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,11 @@ from moreh_ap.session.session import Session
 
 SCALE, SEEN = 1.0, []
 SETTINGS = argparse.Namespace(gain=1.0)
+MASK, RECENT, LONG = torch.ones(3), collections.deque([1.0], maxlen=2), [1.0] * 200
+
+
+class Config:
+    gain = 1.0
 
 
 def scaled(x):
@@ -60,3 +66,54 @@ def test_the_script_is_warned_of_a_variable_that_a_forward_changes(accelerator: 
     with pytest.warns(UserWarning, match=r"Counting.forward \(line \d+ of .*\) changes the global variable SEEN"):
         Counting().cuda()(torch.ones(8, 4).cuda())
     assert SEEN == []
+
+
+class Wide(Net):
+    def forward(self, x):
+        return self.layer(x) * MASK.to(x.device) * RECENT[-1] * LONG[150] * Config.gain
+
+
+class Scaling:
+    """A hook that computes with what it keeps, and counts."""
+
+    def __init__(self) -> None:
+        self.gain, self.num_calls = 1.0, 0
+
+    def __call__(self, module, args, output):
+        self.num_calls += 1
+        return output * self.gain + self.num_calls
+
+
+def train_wide(device: str) -> list[float]:
+    global MASK
+    MASK, offset = torch.ones(3, device=device), 0.0
+    Config.gain = 1.0
+
+    class Enclosing(Wide):
+        def forward(self, x):
+            return super().forward(x) + offset
+
+    torch.manual_seed(0)
+    model, losses, scaling = Enclosing().to(device), [], Scaling()
+    model.layer.register_forward_hook(scaling)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        loss = model(torch.ones(8, 4, device=device)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        MASK[step % 3] = 1.5 + step
+        offset, Config.gain, LONG[150] = 0.1 * step, 1.0 / (1 + step), 1.0 - 0.1 * step
+        RECENT.append(1.0 + step)
+        scaling.gain = 1.0 + 0.1 * step
+    LONG[150], RECENT[-1] = 1.0, 1.0
+    return losses
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_tensors_long_lists_objects_and_what_hooks_keep_are_those_of_now(
+    accelerator: Callable[[str], Session], plan: str
+):
+    accelerator(plan)
+    assert train_wide("cuda") == pytest.approx(train_wide("cpu"), rel=1e-5)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from moreh_ap.parallelizer.data.fsdp import recover, settle
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.shared_draws import UnsharedDraw
+from moreh_ap.parallelizer.trial.outside_state import outside_restored
 from moreh_ap.protocol.module_attributes import has_memory, own_attributes
 
 _DROPOUTS = {
@@ -59,7 +60,7 @@ class NoDropout(TorchFunctionMode):
 
 @contextlib.contextmanager
 def state_restored(module: nn.Module) -> Iterator[None]:
-    """Puts buffers, their values, and what `forward` may set (``self.hidden = hidden``) back after the block."""
+    """Puts buffers, their values, and what `forward` and hooks may set (``self.hidden = hidden``) back after it."""
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     before = [(submodule, dict(submodule._buffers), own_attributes(submodule)) for submodule in module.modules()]
     kept = [value for _, _, attributes in before for value in attributes.values()]
@@ -67,7 +68,8 @@ def state_restored(module: nn.Module) -> Iterator[None]:
     values += [(tensor, tensor.detach().clone()) for tensor in tensors if has_memory(tensor)]
     containers = [(value, value.copy()) for value in kept if type(value) in (list, dict, set)]
     try:
-        yield
+        with outside_restored(module):
+            yield
     finally:
         for submodule, buffers, attributes in before:
             submodule._buffers.clear()

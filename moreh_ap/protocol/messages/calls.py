@@ -63,6 +63,7 @@ class ForwardReply:
     streams: Where random streams stand after the call; None if nothing was drawn from them.
     left_out: Attributes that the forward set and that are not among the leaves, such as ``encoder.cache``.
     returned: Which argument the forward returned, if any; see `returned_arguments.py`.
+    warnings: What the script is warned of, each once: the workers did something that it does not see.
     """
 
     pickled_treespec: bytes
@@ -73,6 +74,7 @@ class ForwardReply:
     streams: Streams | None = None
     left_out: tuple[str, ...] = ()
     returned: Place | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,77 +1,91 @@
-"""Global variables of the script that the forwards of a model use: which there are, and whether they have changed.
+"""Variables outside of a model that its forwards use: which there are, and which of them the forwards change.
 
-Decides which functions a forward may come to, which of the names they read can be compared from call to call, and which
-they change. Must not know how changes travel.
+They are globals of the script's Python modules, attributes of its classes (``CFG.gain``), and variables of enclosing
+functions. Hooks whose return value counts read such variables too, and attributes of their own object. Decides which
+functions a forward may come to, and which names they read. How values are compared is for `value_forms.py` to say; how
+changes travel is not known here.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import dis
+import enum
 import functools
+import logging
 import sys
-import sysconfig
 import types
-from collections.abc import Hashable, Iterator
-from pathlib import Path
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-PATH = "globals of "
-"""Begins what stands for the path of a submodule in a change of a global variable; the name of its module follows."""
+from moreh_ap.protocol.hook_records import QuietHook, ReportedHook
+from moreh_ap.protocol.script_code.value_forms import is_alike, is_of_script, is_record
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_MAX_LENGTH, _MAX_DEPTH = 64, 4
-_CHANGING = {
-    "append",
-    "extend",
-    "insert",
-    "add",
-    "update",
-    "setdefault",
-    "pop",
-    "popitem",
-    "remove",
-    "clear",
-    "appendleft",
-}
+PATH, CLOSURE, HOOK = "globals of ", "closure of ", "hook "
+"""Begin what stands for the path of a submodule in a change of a variable; a module, a function or a hook follows."""
+
+_FILLING = {"append", "extend", "insert", "add", "update", "remove", "clear", "appendleft"}
+_CHANGING = {*_FILLING, "setdefault", "pop", "popitem"}
+_CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, property)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-class GlobalName(NamedTuple):
-    """A global variable: the dictionary that holds it, and its name."""
+class Variable(NamedTuple):
+    """A variable outside of the model.
 
-    namespace: dict[str, Any]
+    Attributes:
+        path: What stands for the path of a submodule where it is changed as an attribute is.
+        holder: What has it: the namespace of a Python module, the cell of a closure, the attributes of an object.
+        name: Its name there; an attribute of a class has the name of the class in front (``CFG.gain``).
+    """
+
+    path: str
+    holder: Any
     name: str
 
     @property
-    def path(self) -> str:
-        """What stands for the path of a submodule where it is changed as an attribute is."""
-        return f"{PATH}{self.namespace.get('__name__', '')}"
+    def is_imported(self) -> bool:
+        """Whether workers have imported it with its Python module, and not got it with the model."""
+        return self.path.startswith(PATH) and self.path != f"{PATH}__main__"
+
+    def value(self) -> Any:
+        """Returns its present value; None if it has none."""
+        return getattr(_Names(self.holder), self.name, None)
+
+    def set(self, value: Any) -> None:
+        """Sets it."""
+        setattr(_Names(self.holder), self.name, value)
 
 
 class Write(NamedTuple):
-    """A place where a function changes a global variable of the script."""
+    """A place where a function changes a variable outside of it."""
 
     name: str
     function: types.FunctionType
 
 
-def functions_of(root: nn.Module) -> list[types.FunctionType]:
-    """Returns the script's functions that a call of `root` may come to: its forwards and what these name."""
+def functions_of(root: nn.Module, with_hooks: bool = False) -> list[types.FunctionType]:
+    """Returns the script's functions that a call of `root` may come to: its forwards and what these name.
+
+    Args:
+        root: The model.
+        with_hooks: Also functions of hooks that return something: what others read, no result depends on.
+    """
     modules = list(root.modules())
     methods: dict[str, list[types.FunctionType]] = {}
     for kind in dict.fromkeys(kind for module in modules for kind in type(module).__mro__):
-        for name, member in vars(kind).items() if _is_of_script(kind.__module__) else ():
+        for name, member in vars(kind).items() if is_of_script(kind.__module__) else ():
             methods.setdefault(name, []).extend(_functions_in(member))
     own = [value for module in modules for value in vars(module).values()]
     waiting = [*methods.get("forward", ()), *(one for value in own for one in _functions_in(value))]
+    if with_hooks:
+        waiting += [function for hook in _hooks_of(root).values() for function in _functions_of_hook(hook)]
     found: dict[types.FunctionType, None] = {}
     while waiting:
         function = waiting.pop()
-        if function in found or not _is_of_script(function.__module__):
+        if function in found or not is_of_script(function.__module__):
             continue
         found[function] = None
         for instruction in _instructions(function.__code__):
@@ -82,79 +96,192 @@ def functions_of(root: nn.Module) -> list[types.FunctionType]:
     return list(found)
 
 
-def read_by(root: nn.Module) -> Iterator[tuple[GlobalName, Hashable]]:
-    """Yields the global variables that calls of `root` read, each with its present form; see `form_of`."""
-    seen = set()
-    for function in functions_of(root):
-        for instruction in _instructions(function.__code__):
-            variable = GlobalName(function.__globals__, instruction.argval)
-            key = id(function.__globals__), instruction.argval
-            if instruction.opname == "LOAD_GLOBAL" and key not in seen and variable.name in variable.namespace:
-                seen.add(key)
-                form = form_of(variable.namespace[variable.name])
-                if form is not None:
-                    yield variable, form
+def read_by(root: nn.Module) -> list[Variable]:
+    """Returns the variables outside of `root` that its calls, and hooks that count in them, read."""
+    found: dict[tuple[str, str, int], Variable] = {}
+
+    def add(variable: Variable) -> None:
+        found.setdefault((variable.path, variable.name, id(variable.holder)), variable)
+
+    for function in functions_of(root, with_hooks=True):
+        cells = _cells_of(function)
+        instructions = _instructions(function.__code__)
+        for at, instruction in enumerate(instructions):
+            name, following = instruction.argval, instructions[at + 1 : at + 3]
+            if instruction.opname == "LOAD_GLOBAL" and name in function.__globals__:
+                for variable in _reached(function.__globals__, name, following):
+                    add(variable)
+            elif instruction.opname == "LOAD_DEREF" and name in cells:
+                variable = Variable(f"{CLOSURE}{_title(function)}", cells[name], name)
+                if not _is_filled(variable.value(), following):
+                    add(variable)
+    for place, hook in _hooks_of(root).items():
+        state = _state_of(hook)
+        for name in _names_read(hook):
+            add(Variable(f"{HOOK}{place}", state, name))
+    return list(found.values())
+
+
+def kept_outside(root: nn.Module) -> list[Variable]:
+    """Returns what a call of `root` may change outside of it: variables that it reads, and all that hooks keep."""
+    read = [variable for variable in read_by(root) if not variable.path.startswith(HOOK)]
+    states = ((place, _state_of(hook)) for place, hook in _hooks_of(root).items())
+    return [*read, *(Variable(f"{HOOK}{place}", state, name) for place, state in states for name in state)]
 
 
 def written_by(root: nn.Module) -> Iterator[Write]:
-    """Yields the places where calls of `root` change a global variable: by assignment, or as a list or dict."""
+    """Yields the places where calls of `root` change a variable: by assignment, or as a list, dict or object."""
     for function in functions_of(root):
-        instructions = list(_instructions(function.__code__))
+        cells = _cells_of(function)
+        instructions = _instructions(function.__code__)
         for at, instruction in enumerate(instructions):
+            name, following = instruction.argval, instructions[at + 1 : at + 3]
             if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                yield Write(instruction.argval, function)
-            elif instruction.opname == "LOAD_GLOBAL" and _is_container(function.__globals__.get(instruction.argval)):
-                following = [(one.opname, one.argval) for one in instructions[at + 1 : at + 3]]
-                is_method = any(op in ("LOAD_ATTR", "LOAD_METHOD") and arg in _CHANGING for op, arg in following[:1])
-                if is_method or any(op == "STORE_SUBSCR" for op, _ in following):
-                    yield Write(instruction.argval, function)
+                is_written = True
+            elif instruction.opname == "LOAD_GLOBAL":
+                is_written = _is_changed(function.__globals__.get(name), following)
+            elif instruction.opname == "STORE_DEREF":
+                is_written = name in cells
+            else:
+                is_read = instruction.opname == "LOAD_DEREF" and name in cells
+                is_written = is_read and _is_changed(getattr(_Names(cells[name]), name, None), following)
+            if is_written:
+                yield Write(name, function)
 
 
-def form_of(value: Any, depth: int = _MAX_DEPTH) -> Hashable | None:
-    """Returns what is equal as long as `value` is; None for what is not compared: tensors, modules, long containers."""
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if depth == 0:
-        return None
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
-        parts = list(value.items()) if isinstance(value, dict) else value
-    elif isinstance(value, (argparse.Namespace, types.SimpleNamespace)) or _is_record(value):
-        parts = list(vars(value).items())
-    else:
-        return None
-    if len(parts) > _MAX_LENGTH:
-        return None
-    forms = [form_of(part, depth - 1) for part in parts]
-    if any(form is None for form in forms):
-        return None
-    return type(value), frozenset(forms) if isinstance(value, (set, frozenset)) else tuple(forms)
-
-
-class GlobalsOfModel:
-    """The global variables of one Python module as the functions of a model see them, as attributes.
+class VariablesOfModel:
+    """Variables as the functions of a model see them, as attributes: those of one Python module, function or hook.
 
     Args:
         root: The model.
-        path: `GlobalName.path` of one of them.
+        path: `Variable.path` of one of them.
     """
 
-    _namespaces: list[dict[str, Any]]
+    _holders: list[_Names]
 
     def __init__(self, root: nn.Module, path: str) -> None:
-        name = path.removeprefix(PATH)
-        namespaces = [function.__globals__ for function in functions_of(root)]
-        found = {id(one): one for one in namespaces if one.get("__name__", "") == name}
-        vars(self)["_namespaces"] = list(found.values())
+        vars(self)["_holders"] = [_Names(holder) for holder in _holders_of(root, path)]
 
     def __getattr__(self, name: str) -> Any:
-        for namespace in self._namespaces:
-            if name in namespace:
-                return namespace[name]
+        for holder in self._holders:
+            if hasattr(holder, name):
+                return getattr(holder, name)
         raise AttributeError(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        for namespace in self._namespaces:
-            namespace[name] = value
+        for holder in self._holders:
+            # Others may know an object that is there.
+            if holder.may_have(name) and not is_alike(getattr(holder, name, None), value):
+                setattr(holder, name, value)
+
+
+def is_variable(path: str) -> bool:
+    """Returns whether a path stands for variables outside of the model."""
+    return path.startswith((PATH, CLOSURE, HOOK))
+
+
+class _Names:
+    """The names in a dictionary, or in the cells of a closure by their names, as attributes."""
+
+    def __init__(self, holder: Any) -> None:
+        vars(self)["_holder"] = holder
+
+    def __getattr__(self, name: str) -> Any:
+        holder, last = self._within(name)
+        try:
+            if isinstance(holder, types.CellType):
+                return holder.cell_contents
+            return holder[last] if isinstance(holder, dict) else getattr(holder, last)
+        except (KeyError, ValueError):  # a cell without a value
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        holder, last = self._within(name)
+        if isinstance(holder, types.CellType):
+            holder.cell_contents = value
+        elif isinstance(holder, dict):
+            holder[last] = value
+        else:
+            setattr(holder, last, value)
+
+    def may_have(self, name: str) -> bool:
+        """Returns whether there is a place for a name: any in a dictionary, but not in a closure, nor in a class."""
+        holder, _ = self._within(name)
+        return holder is not None and not isinstance(holder, _CellsByName)
+
+    def _within(self, name: str) -> tuple[Any, str]:
+        """Returns what has the last name of a dotted one, and that."""
+        holder = vars(self)["_holder"]
+        if isinstance(holder, _CellsByName):
+            return holder.get(name, holder), name
+        first, dot, last = name.partition(".")
+        return (holder.get(first), last) if dot else (holder, name)
+
+
+class _CellsByName(dict[str, types.CellType]):
+    """The cells of one function's closure."""
+
+
+def _holders_of(root: nn.Module, path: str) -> list[Any]:
+    """Returns what has the variables of a path: dictionaries, or cells."""
+    functions = functions_of(root, with_hooks=True)
+    if path.startswith(PATH):
+        name = path.removeprefix(PATH)
+        namespaces = [function.__globals__ for function in functions]
+        if name != "__main__" and name in sys.modules:
+            namespaces.append(vars(sys.modules[name]))
+        return list({id(one): one for one in namespaces if one.get("__name__", "") == name}.values())
+    if path.startswith(CLOSURE):
+        title = path.removeprefix(CLOSURE)
+        return [_CellsByName(_cells_of(function)) for function in functions if _title(function) == title]
+    hook = _hooks_of(root).get(path.removeprefix(HOOK))
+    return [] if hook is None else [_state_of(hook)]
+
+
+def _reached(namespace: dict[str, Any], name: str, following: Sequence[dis.Instruction]) -> Iterator[Variable]:
+    """Yields the variable that a function reads where it loads a global name, and perhaps an attribute of it."""
+    value = namespace[name]
+    is_followed = bool(following) and following[0].opname in ("LOAD_ATTR", "LOAD_METHOD")
+    attribute = following[0].argval if is_followed else None
+    path = f"{PATH}{namespace.get('__name__', '')}"
+    if isinstance(value, types.ModuleType):
+        if attribute in vars(value) and is_of_script(value.__name__):
+            yield from _reached(vars(value), str(attribute), following[1:])
+    elif isinstance(value, type):
+        is_settings = is_of_script(value.__module__) and not issubclass(value, (nn.Module, enum.Enum))
+        if is_settings and attribute is not None and not isinstance(getattr(value, attribute, print), _CALLABLE):
+            yield Variable(path, namespace, f"{name}.{attribute}")
+    elif not _stays(name, value) and not _is_filled(value, following):
+        yield Variable(path, namespace, name)
+
+
+def _stays(name: str, value: Any) -> bool:
+    """Returns whether no script puts something else in the place of a value: a function of a library, a logger."""
+    is_of_library = isinstance(value, _CALLABLE) and not is_of_script(getattr(value, "__module__", None) or "builtins")
+    return isinstance(value, (nn.Module, logging.Logger)) or (is_of_library and getattr(value, "__name__", "") == name)
+
+
+def _is_filled(value: Any, following: Sequence[dis.Instruction], methods: Collection[str] = _FILLING) -> bool:
+    """Returns whether a value is a container, and instructions that follow its loading change it without reading it."""
+    if not isinstance(value, (list, dict, set, deque)):
+        return False
+    steps = [(one.opname, one.argval) for one in following]
+    is_method = any(op in ("LOAD_ATTR", "LOAD_METHOD") and arg in methods for op, arg in steps[:1])
+    return is_method or any(op == "STORE_SUBSCR" for op, _ in steps)
+
+
+def _is_changed(value: Any, following: Sequence[dis.Instruction]) -> bool:
+    """Returns whether instructions that follow the loading of a value change it in place."""
+    if isinstance(value, (list, dict, set, deque)):
+        return _is_filled(value, following, _CHANGING)
+    is_class = isinstance(value, type) and is_of_script(value.__module__)
+    if not (is_class or is_record(value)):
+        return False
+    first, second = [*(one.opname for one in following), "", ""][:2]
+    return first == "STORE_ATTR" or (first in ("COPY", "DUP_TOP") and second == "LOAD_ATTR")  # STATE.count += 1
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
 
 
 def _functions_in(member: Any) -> list[types.FunctionType]:
@@ -162,7 +289,7 @@ def _functions_in(member: Any) -> list[types.FunctionType]:
     if isinstance(member, property):
         return [one for part in (member.fget, member.fset) for one in _functions_in(part)]
     if isinstance(member, type):
-        is_ours = _is_of_script(member.__module__) and not issubclass(member, nn.Module)
+        is_ours = is_of_script(member.__module__) and not issubclass(member, nn.Module)
         return [one for part in vars(member).values() for one in _functions_in(part)] if is_ours else []
     if isinstance(member, functools.partial):
         return _functions_in(member.func)
@@ -170,34 +297,83 @@ def _functions_in(member: Any) -> list[types.FunctionType]:
     return [function] if isinstance(function, types.FunctionType) else []
 
 
-def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """Yields the instructions of a function and of the functions inside it."""
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _instructions(constant)
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, dict, set)) or hasattr(value, "appendleft")
-
-
-def _is_record(value: Any) -> bool:
-    """Returns whether `value` is an object of the script with nothing but attributes: settings, a counter."""
-    kind = type(value)
-    if isinstance(value, (type, nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
-        return False
-    return dataclasses.is_dataclass(value) or (_is_of_script(kind.__module__) and kind.__bases__ == (object,))
-
-
 @functools.lru_cache(maxsize=4096)
-def _is_of_script(name: str) -> bool:
-    """Returns whether a Python module is the script's own: not of an installed library, Python or this package."""
-    if name in ("__main__", "__mp_main__"):
-        return True
-    file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
-    if file is None or name.partition(".")[0] in ("moreh_ap", "moreh"):
-        return False
-    installed = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    path = Path(file)
-    return not any(path.is_relative_to(folder) for folder in installed) and "site-packages" not in path.parts
+def _instructions(code: types.CodeType) -> tuple[dis.Instruction, ...]:
+    """Returns the instructions of a function and of the functions inside it."""
+    inside = (
+        one for constant in code.co_consts if isinstance(constant, types.CodeType) for one in _instructions(constant)
+    )
+    return (*dis.get_instructions(code), *inside)
+
+
+def _cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
+    """Returns what holds the variables of enclosing functions; what ``super()`` needs is none."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    cells.pop("__class__", None)
+    return cells
+
+
+def _title(function: types.FunctionType) -> str:
+    return f"{function.__module__}.{function.__qualname__} (line {function.__code__.co_firstlineno})"
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def _hooks_of(root: nn.Module) -> dict[str, Any]:
+    """Returns the hooks on a model, in a worker those that stand behind the ones there, by their places."""
+    found = {}
+    for path, module in root.named_modules():
+        for where in _HOOKS:
+            for key, hook in getattr(module, where).items():
+                is_stand_in = isinstance(hook, (ReportedHook, QuietHook))
+                found[f"{where} {key} of {path}"] = hook.hook if is_stand_in else hook
+    return found
+
+
+def _functions_of_hook(hook: Any) -> list[types.FunctionType]:
+    """Returns the script's function of a hook that may return something."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    is_function = isinstance(hook, (types.FunctionType, types.MethodType))
+    found = _functions_in(hook if is_function else vars(type(hook)).get("__call__"))
+    return [one for one in found if is_of_script(one.__module__) and _returns_something(one.__code__)]
+
+
+def _returns_something(code: types.CodeType) -> bool:
+    before = None
+    for instruction in dis.get_instructions(code):
+        is_constant = instruction.opname == "RETURN_CONST" and instruction.argval is not None
+        is_none = before is not None and before.opname == "LOAD_CONST" and before.argval is None
+        if is_constant or (instruction.opname == "RETURN_VALUE" and not is_none):
+            return True
+        before = instruction
+    return False
+
+
+def _state_of(hook: Any) -> dict[str, Any]:
+    """Returns the attributes of the object whose method a hook is."""
+    if isinstance(hook, functools.partial):
+        return hook.keywords
+    owner = hook.__self__ if isinstance(hook, types.MethodType) else hook
+    return {} if isinstance(owner, (nn.Module, types.FunctionType, type)) else getattr(owner, "__dict__", {})
+
+
+def _names_read(hook: Any) -> list[str]:
+    """Returns which attributes of its object a hook that may return something reads, itself or through its methods."""
+    state, waiting, seen = _state_of(hook), _functions_of_hook(hook), set()
+    if isinstance(hook, functools.partial):
+        return list(state) if waiting else []
+    owner = hook.__self__ if isinstance(hook, types.MethodType) else hook
+    found: dict[str, None] = {}
+    while waiting:
+        function = waiting.pop()
+        seen.add(function)
+        instructions = _instructions(function.__code__)
+        for at, instruction in enumerate(instructions):
+            if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                continue
+            if instruction.argval in state and not _is_filled(state[instruction.argval], instructions[at + 1 : at + 3]):
+                found[instruction.argval] = None
+            waiting += [one for one in _functions_in(getattr(type(owner), instruction.argval, None)) if one not in seen]
+    return list(found)

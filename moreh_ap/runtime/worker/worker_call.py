@@ -48,6 +48,7 @@ from moreh_ap.protocol.messages.tensors import (
 )
 from moreh_ap.protocol.process_flags import Flags, set_process_flags
 from moreh_ap.protocol.pytree import pickle_treespec
+from moreh_ap.protocol.script_code.written_files import WRITTEN
 from moreh_ap.runtime.worker.cache_arguments import without_cache
 from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
@@ -123,7 +124,10 @@ class CallCommands:
             run = self._run(prepared, tensors, random)  # where one worker's rows raised, this raises on all
         preparation.kept.update(run.attributes)
         left_out = run.left_out if model.unseen is None else [*run.left_out, *model.changed_unseen()]
+        if WRITTEN:
+            model.unseen_changes.note_files()
         call = self._calls[command.call_id] = WorkerCall(model, run, prepared.roles, command.expected, left_out)
+        call.kind = prepared.kind
         return call.reply()
 
     @staticmethod
@@ -173,7 +177,9 @@ class CallCommands:
         if command.separate or model.gradients_aside is not None:
             model.put_gradients_aside(command.separate)
         gradients = [self._gradient(data) for data in command.gradients]
-        call.backward(gradients, command.retain_graph, command.watched)
+        unseen = model.unseen_changes
+        with nullcontext() if call.kind in unseen.known else unseen.looking_at_backward(call.kind):
+            call.backward(gradients, command.retain_graph, command.watched)
         found = bytes([parameter.grad is not None for parameter in model.parameters.values()])
         return found + call.input_gradient_flags()
 
@@ -223,6 +229,7 @@ class WorkerCall:
         knows_nesting = model.applied.tensor is not None and run.treespec is not None
         self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
         self._input_gradients: dict[int, Tensor | None] = {}
+        self.kind: Hashable = None  # what calls have in common of which the same is true
         self._streams = current_streams() if run.drew else None
         self._moment = model.moment() if model.runs_later else None
 
@@ -236,7 +243,9 @@ class WorkerCall:
         run, roles = self._run, self._roles
         mode = "unsplit" if not roles.is_split else "stages" if run.runs_in_stages else "split"
         nesting = pickle_treespec(run.treespec)
-        found = roles.note, roles.num_own_rows, self._streams, self._left_out, run.returned
+        warnings = tuple(self.model.unseen_changes.warnings)
+        self.model.unseen_changes.warnings.clear()
+        found = roles.note, roles.num_own_rows, self._streams, self._left_out, run.returned, warnings
         reply = ForwardReply(nesting, leaves, mode, *found)
         return reply if self._answers else None
 
@@ -279,15 +288,16 @@ class WorkerCall:
         few = run.is_computed and shape.numel() * shape.element_size() <= MAX_INLINE_BYTES
         tensor_parallel = self.model.applied.tensor if index in self._in_cache else None
         layout = None if tensor_parallel is None else tensor_parallel.cache_layout(shape)
-        data = None
+        data, laid_out = None, shape
         if with_data or few:
             sends = self._answers and (kind != "same" or self._roles.axis.rank == 0)
             value = run.outputs[index]
             if layout is not None or type(value) is not Tensor:  # every worker that holds a part takes part
                 value = full_tensor(value, layout, self.model.applied.position.tensor.group)
+            laid_out = value  # a run on meta, which `shape` is of where calls run later, knows no memory formats
             data = bytes_of(value) if sends else b""
         is_operand = kind in ("rows", "same") and layout is None
-        is_usual = layout is not None or (shape.layout is torch.strided and shape.is_contiguous())
+        is_usual = layout is not None or (laid_out.layout is torch.strided and laid_out.is_contiguous())
         return LeafReply(
             kind,
             tuple(shape.shape) if layout is None else full_shape(shape, layout),
@@ -295,7 +305,7 @@ class WorkerCall:
             run.differentiable[index],
             data,
             is_operand,
-            () if is_usual else memory_order(shape),
+            () if is_usual else memory_order(laid_out),
         )
 
     def backward(

@@ -31,10 +31,10 @@ from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.model_settings import Settings
 from moreh_ap.protocol.module_attributes import Attributes, full_name, num_leaves
 from moreh_ap.protocol.pytree import Nesting
-from moreh_ap.protocol.script_code.script_globals import PATH as GLOBALS
-from moreh_ap.protocol.script_code.script_globals import GlobalsOfModel
+from moreh_ap.protocol.script_code.script_globals import VariablesOfModel, is_variable
 from moreh_ap.protocol.skeleton import pickle_object, unpickle_attribute, unpickle_skeleton
 from moreh_ap.runtime.worker.cache_arguments import without_cache
+from moreh_ap.runtime.worker.unseen_changes import UnseenChanges
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
 
 
@@ -71,7 +71,7 @@ class WorkerModel:
         self._kernel_formats = KernelFormats(self.module)
         self._values: dict[tuple[str, str], Any] = {}
         self._originals: dict[tuple[str, str], Any] = {}
-        self._globals: dict[tuple[int, str], GlobalsOfModel] = {}
+        self._variables: dict[tuple[int, str], VariablesOfModel] = {}
         keep_parameters(self.module)
         # Under other plans a part of a model, or of its rows, sets a part of what one device would find: then it is
         # only noticed.
@@ -79,6 +79,8 @@ class WorkerModel:
         attributes = Attributes(self.module) or None
         self.unseen = None if answers_attributes else attributes
         self._marks = {} if self.unseen is None else self.unseen.marks()
+        looks_at_backward = answers_attributes and self.plan.recompute == "none"
+        self.unseen_changes = UnseenChanges(self.module, attributes if looks_at_backward else None)
         reports = Reports(self.module, attributes if answers_attributes else None)
         self.extensions = (*self.applied.extensions, reports) if reports.is_needed else self.applied.extensions
 
@@ -105,7 +107,7 @@ class WorkerModel:
         for path, name, pickled in changes:
             holder, last = self._holder_of(self.module, path, name)
             self._originals.setdefault((path, name), getattr(holder, last, None))
-            self._values[path, name] = unpickle_attribute(pickled, self.module)
+            self._values[path, name] = unpickle_attribute(pickled, self.module, self.device.torch_device)
             self._set_attribute(path, name, self._values[path, name])
         if self.unseen is not None:  # what the script sets, no forward has set
             now = self.unseen.marks()
@@ -140,21 +142,21 @@ class WorkerModel:
     def _holder_of(self, root: nn.Module, path: str, name: str) -> tuple[Any, str]:
         """Returns the object of which an attribute is set, and the attribute.
 
-        ``config.name`` reaches into a configuration; a path of globals stands for the variables of a Python module.
+        ``config.name`` reaches into a configuration; some paths stand for variables outside of the model.
         """
-        if path.startswith(GLOBALS):
-            return self._globals_of(root, path), name
+        if is_variable(path):
+            return self._variables_of(root, path), name
         holder: Any = root.get_submodule(path)
         *through, last = name.split(".")
         for step in through:
             holder = getattr(holder, step)
         return holder, last
 
-    def _globals_of(self, root: nn.Module, path: str) -> GlobalsOfModel:
+    def _variables_of(self, root: nn.Module, path: str) -> VariablesOfModel:
         key = id(root), path
-        if key not in self._globals:
-            self._globals[key] = GlobalsOfModel(root, path)
-        return self._globals[key]
+        if key not in self._variables:
+            self._variables[key] = VariablesOfModel(root, path)
+        return self._variables[key]
 
     def moment(self) -> Moment:
         """What is set now: what a call that is computed later has to be computed with."""

@@ -7,6 +7,7 @@ from moreh_ap.parallelizer.call import own_collectives
 from moreh_ap.parallelizer.data import unused_parameters
 from moreh_ap.patching import Patches
 from moreh_ap.protocol import process_flags, pytree
+from moreh_ap.protocol.script_code import written_files
 
 
 def install() -> Patches:
@@ -18,4 +19,5 @@ def install() -> Patches:
     transformers_worker.note_recorded(patches)
     own_collectives.install(patches)
     unused_parameters.install(patches)
+    written_files.install(patches)
     return patches

@@ -53,7 +53,8 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
             model.session.workers.fail(_unsplit(found))
     if found.attributes:  # set in some calls only: this call did not wait for it, later calls will
         model.signatures.never_predict(key)
-    model.note_left_out((*found.attributes, *answered(reply.result())[0].left_out))
+    answer = answered(reply.result())[0]
+    model.note_left_out((*found.attributes, *answer.left_out), answer.warnings)
     if found.draws and not expected.draws:
         model.signatures.never_predict(key)
         model.session.workers.fail(
@@ -90,7 +91,8 @@ def learn_structure(model: RemoteModel, key: Any, replies: list[Any], *, grad: b
     if grad and _is_refused(model, structure):
         raise _unsplit(structure)
     model.signatures.learn(key, structure, grad=grad)
-    model.note_left_out(answered(replies)[0].left_out)
+    answer = answered(replies)[0]
+    model.note_left_out(answer.left_out, answer.warnings)
     return structure
 
 

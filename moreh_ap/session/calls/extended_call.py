@@ -39,7 +39,7 @@ class ExtendedCalls:
             hand_caches_back((*args, *kwargs.values()), result)
         if structure.returned is not None:
             result = hand_back(structure.returned, args, kwargs, result)
-        if model.left_out:
+        if model.left_out or model.warnings:
             model.warn_of_attributes()
         return result
 

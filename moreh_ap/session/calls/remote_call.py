@@ -224,7 +224,7 @@ def call_on_route(reference: weakref.ref[RemoteModel], path: str, args: tuple[An
     except ReadsPassedState as forward:
         model.pass_on(path, forward.names)
         return NotImplemented
-    uses_more = structure.is_report or model.left_out or structure.returned is not None
+    uses_more = structure.is_report or model.left_out or model.warnings or structure.returned is not None
     if uses_more or (structure.has_cache and call.takes_cache):
         return model.session.extensions.finish(call, leaves, args, kwargs)
     return tree_unflatten(leaves, structure.treespec)
@@ -290,6 +290,9 @@ class OutputValue(Value):
         if reply is None or not reply.done():
             return False
         return reply.failed() or answered(reply.result())[0].leaves[self.index].data is not None
+
+    def is_order_known(self) -> bool:
+        return not self.call.model.runs_after_answer  # else it was promised by a run on meta, which knows no formats
 
     def runner(self) -> Any:
         return self.session.extensions.run_on_row_shards if self.located() is not None else None

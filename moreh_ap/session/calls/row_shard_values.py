@@ -90,6 +90,9 @@ class RowShardedValue(Value):
     def ready(self) -> bool:
         return self._reply is not None and self._reply.done()
 
+    def is_order_known(self) -> bool:
+        return not self.session.runs_after_answer
+
     def read(self) -> Tensor:
         if self._reply is not None:
             answers = [answer[self._index] for answer in self._reply.result() if answer is not None]
@@ -127,6 +130,9 @@ class RowShardedView(View):
 
     def runner(self) -> Callable[[Any, Any, Any], Any] | None:
         return self._shard.runner() if self.located() is not None else None
+
+    def is_order_known(self) -> bool:
+        return self._shard.is_order_known()
 
     def located(self) -> Located | None:
         """Where the workers' views are; None once the base has another value."""

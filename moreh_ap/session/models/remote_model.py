@@ -97,6 +97,7 @@ class RemoteModel:
             warn_of_writes(root)
         self._warned_of: set[str] = set()
         self.left_out: dict[str, None] = {}  # attributes that forwards set on the workers only, in their order
+        self.warnings: dict[str, None] = {}  # of what else forwards do on the workers only, in their order
         self.passes_state = False
         self._passed_on: dict[str, set[str]] = {}
         self._path_of = {id(module): path for path, module in root.named_modules()}
@@ -114,6 +115,7 @@ class RemoteModel:
         self.plan = plan
         # With a pipeline or micro-batches a forward runs after its reply, which cannot contain its random states.
         self.runs_after_answer = plan.pipeline > 1 or plan.micro_batches > 1
+        self.session.runs_after_answer |= self.runs_after_answer
 
     def example(self) -> ExampleCall | None:
         """Returns the first call as workers need it to cut the model into stages; None for a plan without a pipeline.
@@ -299,15 +301,19 @@ class RemoteModel:
         """Records that hooks have changed containers of submodules in the controller as on the workers."""
         self._containers.take_changes()
 
-    def note_left_out(self, names: tuple[str, ...]) -> None:
-        """Records attributes that a forward set and that did not come to the controller, or not in time."""
+    def note_left_out(self, names: tuple[str, ...], warnings: tuple[str, ...] = ()) -> None:
+        """Records attributes that a forward set and that did not come to the controller, or not in time; warnings."""
         self.left_out.update(dict.fromkeys(names))
+        self.warnings.update(dict.fromkeys(warnings))
 
     def warn_of_attributes(self) -> None:
         """Has the script find what a forward has set on the workers: an object as a copy, once; else warns, once."""
+        for text in [] if self.script_hooks.is_silent else [one for one in self.warnings if one not in self._warned_of]:
+            script_line.warn(text)
         news = [name for name in self.left_out if name not in {*self._warned_of, *self.script_hooks.attributes}]
+        self._warned_of.update(news, self.warnings)
         self.left_out.clear()
-        self._warned_of.update(news)
+        self.warnings.clear()
         if not news or self.script_hooks.is_silent:
             return
         copied = self._objects.put(self.session.outbox.submit(ReadObjects(self.owner, tuple(news))).result())

@@ -11,10 +11,10 @@ from moreh_ap.device.values import Cell, Value
 class Promised(Value):
     """A value that arrives when the test says so; reading it earlier is an error."""
 
-    __slots__ = ("arrived", "tensor")
+    __slots__ = ("arrived", "is_order_known", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.arrived = tensor, False
+        self.tensor, self.arrived, self.is_order_known = tensor, False, lambda: True
 
     def ready(self) -> bool:
         return self.arrived

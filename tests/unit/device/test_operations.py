@@ -142,3 +142,15 @@ def test_what_shares_memory_with_a_view_is_not_replaced():
     x = _numbers().cuda()
     row = x[0]
     assert x._cell.has_views and row._cell.has_views
+
+
+def test_random_numbers_are_in_the_order_that_a_promise_turns_out_to_have():
+    channels_last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    for like in (torch.empty_like, torch.rand_like):
+        value, promised = promise(torch.randn(2, 3, 4, 4))
+        assert like(promised).stride() == promised.stride()  # waits for nothing
+        value.tensor, value.is_order_known = channels_last, lambda: False
+        with pytest.raises(AssertionError, match="waited for a value"):
+            like(promised)
+        value.arrived = True
+        assert like(promised).stride() == like(promised).stride() == channels_last.stride()

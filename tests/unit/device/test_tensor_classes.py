@@ -101,3 +101,21 @@ def test_attributes_of_an_accelerator_tensor_that_are_copied_to_another_do_not_k
     plain = torch.ones(2).as_subclass(Picture)
     plain.__dict__ = copy.copy(torch.ones(2, device="cuda").__dict__)  # as fastai keeps what a tensor was known by
     assert torch.equal(pickle.loads(pickle.dumps(plain)), plain)
+
+
+def test_a_table_of_the_library_finds_the_class(picture):
+    class Other(Tensor):
+        pass
+
+    kind = type(picture.cuda())
+    table = {Picture: "picture", Other: "other", Tensor: "tensor"}
+    assert table[kind] == "picture" and {kind: 1}[Picture] == 1
+    assert kind == Picture and Picture == kind and kind in (Other, Picture) and kind is not Picture
+    assert kind != Other and kind != Tensor and kind != VirtualTensor and kind not in {Other, Tensor}
+    other = type(torch.ones(1).as_subclass(Other).cuda())
+    assert kind != other and other == Other
+
+    class Derived(kind):
+        pass
+
+    assert Derived != kind and Derived != Picture and len({Derived, kind, Picture}) == 2

@@ -1,0 +1,56 @@
+"""What the script's code does in a worker and the script does not see, in words for a warning there.
+
+Decides what is looked at: files that a forward writes, and numbers that change in a backward (a forward that an adjoint
+method runs there, with a counter in it). Must not know how the script is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from moreh_ap.protocol.module_attributes import Attributes
+from moreh_ap.protocol.script_code.written_files import take_written
+
+
+class UnseenChanges:
+    """Warnings of one model.
+
+    Args:
+        module: The model.
+        attributes: Its attributes, if those that change in a backward are looked at.
+
+    Attributes:
+        warnings: Those that the script was not told of yet.
+        known: The kinds of calls of which a backward has been looked at.
+    """
+
+    def __init__(self, module: nn.Module, attributes: Attributes | None) -> None:
+        self._title, self._attributes = f"forward() of {type(module).__name__}", attributes
+        self.warnings: list[str] = []
+        self.known: set[Hashable] = set()
+
+    def note_files(self) -> None:
+        """Has the script warned of files that were written."""
+        for file in take_written():
+            self.warnings.append(
+                f"{self._title} writes {file} in every worker, each for its rows of the batch, and in trial runs "
+                "before the first call. Return what is to be written, or write it in a forward hook, which writes in "
+                "the script alone. See: docs/limits.md#models"
+            )
+
+    @contextmanager
+    def looking_at_backward(self, kind: Hashable) -> Iterator[None]:
+        """Has the script warned of numbers among the attributes that change inside."""
+        self.known.add(kind)
+        before = {} if self._attributes is None else self._attributes.marks()
+        yield
+        changed = [] if self._attributes is None else self._attributes.changed(before).items()
+        names = [name for name, value in changed if isinstance(value, (bool, int, float)) and name in before]
+        if names:
+            self.warnings.append(
+                f"{self._title} changes {', '.join(names)} when it runs in a backward, which only the workers see. "
+                "Count in the script, or compute without the adjoint method. See: docs/limits.md#models"
+            )
