@@ -1,7 +1,7 @@
 """Variables outside of a model that its forwards use: which there are, and which of them the forwards change.
 
-They are globals of the script's Python modules, attributes of its classes (``CFG.gain``), and variables of enclosing
-functions. Hooks whose return value counts read such variables too, and attributes of their own object. Decides which
+They are globals of the script's Python modules, attributes of its classes (``CFG.gain``) and of the classes of the
+model, and variables of enclosing functions. Hooks whose return value counts read such variables too, and attributes of their own object. Decides which
 functions a forward may come to, and which names they read. How values are compared is for `value_forms.py` to say; how
 changes travel is not known here.
 """
@@ -23,12 +23,13 @@ from torch import nn
 from moreh_ap.protocol.hook_records import QuietHook, ReportedHook
 from moreh_ap.protocol.script_code.value_forms import is_alike, is_of_script, is_record
 
-PATH, CLOSURE, HOOK = "globals of ", "closure of ", "hook "
-"""Begin what stands for the path of a submodule in a change of a variable; a module, a function or a hook follows."""
+PATH, CLASS, CLOSURE, HOOK = "globals of ", "class ", "closure of ", "hook "
+"""Begin what stands for the path of a submodule in a change of a variable; the name of what has it follows."""
 
 _FILLING = {"append", "extend", "insert", "add", "update", "remove", "clear", "appendleft"}
 _CHANGING = {*_FILLING, "setdefault", "pop", "popitem"}
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, property)
+_NO_SETTING = (*_CALLABLE, classmethod, staticmethod, type)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -48,7 +49,8 @@ class Variable(NamedTuple):
     @property
     def is_imported(self) -> bool:
         """Whether workers have imported it with its Python module, and not got it with the model."""
-        return self.path.startswith(PATH) and self.path != f"{PATH}__main__"
+        is_own = self.path == f"{PATH}__main__" or self.path.startswith(f"{CLASS}__main__.")
+        return self.path.startswith((PATH, CLASS)) and not is_own
 
     def value(self) -> Any:
         """Returns its present value; None if it has none."""
@@ -103,6 +105,7 @@ def read_by(root: nn.Module) -> list[Variable]:
     def add(variable: Variable) -> None:
         found.setdefault((variable.path, variable.name, id(variable.holder)), variable)
 
+    kinds = _classes_of(root)
     for function in functions_of(root, with_hooks=True):
         cells = _cells_of(function)
         instructions = _instructions(function.__code__)
@@ -115,6 +118,10 @@ def read_by(root: nn.Module) -> list[Variable]:
                 variable = Variable(f"{CLOSURE}{_title(function)}", cells[name], name)
                 if not _is_filled(variable.value(), following):
                     add(variable)
+            elif instruction.opname == "LOAD_ATTR":
+                for path, kind in kinds.items():
+                    if not isinstance(vars(kind).get(name, print), _NO_SETTING) and not name.startswith("__"):
+                        add(Variable(path, kind, name))
     for place, hook in _hooks_of(root).items():
         state = _state_of(hook)
         for name in _names_read(hook):
@@ -177,7 +184,7 @@ class VariablesOfModel:
 
 def is_variable(path: str) -> bool:
     """Returns whether a path stands for variables outside of the model."""
-    return path.startswith((PATH, CLOSURE, HOOK))
+    return path.startswith((PATH, CLASS, CLOSURE, HOOK))
 
 
 class _Names:
@@ -231,11 +238,19 @@ def _holders_of(root: nn.Module, path: str) -> list[Any]:
         if name != "__main__" and name in sys.modules:
             namespaces.append(vars(sys.modules[name]))
         return list({id(one): one for one in namespaces if one.get("__name__", "") == name}.values())
+    if path.startswith(CLASS):
+        return [_classes_of(root)[path]]
     if path.startswith(CLOSURE):
         title = path.removeprefix(CLOSURE)
         return [_CellsByName(_cells_of(function)) for function in functions if _title(function) == title]
     hook = _hooks_of(root).get(path.removeprefix(HOOK))
     return [] if hook is None else [_state_of(hook)]
+
+
+def _classes_of(root: nn.Module) -> dict[str, type]:
+    """Returns the script's classes that modules of a model are of, by what stands for the path of a submodule."""
+    kinds = (kind for module in root.modules() for kind in type(module).__mro__ if is_of_script(kind.__module__))
+    return {f"{CLASS}{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
 
 
 def _reached(namespace: dict[str, Any], name: str, following: Sequence[dis.Instruction]) -> Iterator[Variable]:
