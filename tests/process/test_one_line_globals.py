@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -119,3 +120,40 @@ def test_tensors_long_lists_objects_and_what_hooks_keep_are_those_of_now(
 ):
     accelerator(plan)
     assert train_wide("cuda") == pytest.approx(train_wide("cpu"), rel=1e-5)
+
+
+OUTSIDE = nn.Linear(4, 3)
+
+
+class Calling(Net):
+    def forward(self, x):
+        return self.layer(x) + OUTSIDE(x.to(OUTSIDE.weight.device)).detach().to(x.device)
+
+
+def train_calling(device: str) -> list[float]:
+    torch.manual_seed(0)
+    torch.nn.init.normal_(OUTSIDE.weight)
+    model, losses = Calling().to(device), []
+    for step in range(3):
+        losses.append(model(torch.ones(8, 4, device=device)).pow(2).mean().item())
+        with torch.no_grad():
+            OUTSIDE.weight.fill_(float(step))
+    return losses
+
+
+def test_a_module_outside_of_the_model_is_that_of_now(accelerator: Callable[[str], Session]):
+    accelerator("replicate=2")
+    assert train_calling("cuda") == pytest.approx(train_calling("cpu"), rel=1e-5)
+
+
+def test_the_script_is_warned_of_a_module_outside_on_the_accelerator_that_changes(
+    accelerator: Callable[[str], Session], monkeypatch: pytest.MonkeyPatch
+):
+    accelerator("replicate=2")
+    monkeypatch.setattr(sys.modules[__name__], "OUTSIDE", nn.Linear(4, 3).cuda())
+    model = Calling().cuda()
+    model(torch.ones(8, 4).cuda()).sum().item()
+    with torch.no_grad():
+        OUTSIDE.weight.zero_()
+    with pytest.warns(UserWarning, match="The module OUTSIDE, outside of the model, has changed"):
+        model(torch.ones(8, 4).cuda()).sum().item()

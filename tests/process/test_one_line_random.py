@@ -53,6 +53,20 @@ class WithGpt2(nn.Module):
         return self.gpt2(input_ids=ids, labels=labels).loss
 
 
+class OwnGenerator(nn.Module):
+    """Noise from a generator that the model keeps, and dropout from the common stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.drop, self.head = nn.Embedding(VOCABULARY, 8), nn.Dropout(0.2), nn.Linear(8, VOCABULARY)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, ids, labels):
+        hidden = self.drop(self.embedding(ids))
+        hidden = hidden + torch.randn(hidden.shape, generator=self.generator).to(hidden.device)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
 def train(make, device, steps=4):
     """Losses, and what the script draws for itself between them, from one seed."""
     torch.manual_seed(0)
@@ -81,6 +95,8 @@ def train(make, device, steps=4):
         ("replicate=2,micro_batches=2", Recurrent),
         ("shard=2,recompute=full", WithGpt2),
         ("replicate=3", WithGpt2),
+        ("replicate=2", OwnGenerator),
+        ("shard=2", OwnGenerator),
     ],
 )
 def test_a_model_that_draws_has_the_losses_of_one_process(accelerator, plan, make):

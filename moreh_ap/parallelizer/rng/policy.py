@@ -179,8 +179,9 @@ class Drawing:
         return self._host != _host_position()
 
     def moved(self) -> bool:
-        """Says whether anything was drawn from the host's streams, or from PyTorch's on the CPU."""
-        return self.moved_host() or self._stream != _stream_position()
+        """Says whether anything was drawn: from the host's streams, PyTorch's on the CPU, a generator of the model."""
+        has_shared = self._shared is not None and self._shared.has_drawn()
+        return has_shared or self.moved_host() or self._stream != _stream_position()
 
 
 def current_streams() -> Streams:

@@ -209,7 +209,7 @@ class SharedDraws(TorchFunctionMode):
     def draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of an operation that draws, for the rows that are computed here."""
         drawn = _drawn_shape(func, args, kwargs)
-        rows = None if self._is_drawing else self._rows_of(func._opname, len(drawn))
+        rows = None if self._is_drawing else self._rows_of(func._opname, len(drawn), kwargs.get("generator"))
         if rows is None:
             return func(*args, **kwargs)
         dim = rows.dim
@@ -230,6 +230,10 @@ class SharedDraws(TorchFunctionMode):
         own = whole.narrow(dim, share.start * entries, (share.stop - share.start) * entries)
         return args[0].copy_(own) if func._schema.is_mutable else own.clone()
 
+    def has_drawn(self) -> bool:
+        """Says whether anything was drawn so far, be it from a generator of the model."""
+        return self._next > 0
+
     def end(self) -> None:
         """The forward is over.
 
@@ -241,9 +245,10 @@ class SharedDraws(TorchFunctionMode):
                 f"a forward draws random numbers {self._next} times, and {len(self._draws)} times before"
             )
 
-    def _rows_of(self, name: str, num_dims: int) -> Rows | None:
+    def _rows_of(self, name: str, num_dims: int, generator: torch.Generator | None) -> Rows | None:
         """How the rows lie in what is drawn next. See [Note: which dim has the rows]."""
-        number = self._number_of.setdefault(hash(state_of_stream()), self._next)
+        own = b"" if generator is None else generator.get_state().numpy().tobytes()
+        number = self._number_of.setdefault(hash((state_of_stream(), own)), self._next)
         if number == self._next:
             self._next += 1
         found = {draw.rows for draw in self._draws if (draw.name, draw.num_dims) == (name, num_dims)}
@@ -275,11 +280,12 @@ class _Sharing(TorchDispatchMode):
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Says whether an operation draws from the common stream; a generator of the model's own is its own affair.
+    """Says whether an operation draws: from the common stream, or from a generator of the model, of which all workers
+    have a copy in the same state.
 
     Fused attention is marked as one that draws, and does only with a probability above zero.
     """
-    if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = [argument.name for argument in func._schema.arguments]
     if "dropout_p" not in names:

@@ -66,6 +66,7 @@ def state_restored(module: nn.Module) -> Iterator[None]:
     kept = [value for _, _, attributes in before for value in attributes.values()]
     tensors = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is None)
     values += [(tensor, tensor.detach().clone()) for tensor in tensors if has_memory(tensor)]
+    generators = [(value, value.get_state()) for value in kept if isinstance(value, torch.Generator)]
     containers = [(value, value.copy()) for value in kept if type(value) in (list, dict, set)]
     try:
         with outside_restored(module):
@@ -79,6 +80,8 @@ def state_restored(module: nn.Module) -> Iterator[None]:
             vars(submodule).update(attributes)
         for container, contents in containers:
             _refill(container, contents)
+        for generator, state in generators:
+            generator.set_state(state)
         for buffer, value in values:
             if not torch.equal(buffer, value):
                 buffer.data.copy_(value)  # `.data`: a graph that has kept the buffer is not told of the change

@@ -1,9 +1,9 @@
 """Variables outside of a model that its forwards use: which there are, and which of them the forwards change.
 
 They are globals of the script's Python modules, attributes of its classes (``CFG.gain``) and of the classes of the
-model, and variables of enclosing functions. Hooks whose return value counts read such variables too, and attributes of their own object. Decides which
-functions a forward may come to, and which names they read. How values are compared is for `value_forms.py` to say; how
-changes travel is not known here.
+model, and variables of enclosing functions. Hooks whose return value counts read such variables too, and attributes of
+their own object. Decides which functions a forward may come to, and which names they read. How values are compared is
+for `value_forms.py` to say; how changes travel is not known here.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _reached(namespace: dict[str, Any], name: str, following: Sequence[dis.Instr
 def _stays(name: str, value: Any) -> bool:
     """Returns whether no script puts something else in the place of a value: a function of a library, a logger."""
     is_of_library = isinstance(value, _CALLABLE) and not is_of_script(getattr(value, "__module__", None) or "builtins")
-    return isinstance(value, (nn.Module, logging.Logger)) or (is_of_library and getattr(value, "__name__", "") == name)
+    return isinstance(value, logging.Logger) or (is_of_library and getattr(value, "__name__", "") == name)
 
 
 def _is_filled(value: Any, following: Sequence[dis.Instruction], methods: Collection[str] = _FILLING) -> bool:

@@ -1,8 +1,8 @@
 """What tells whether a value of the script has changed between two calls, without keeping the value.
 
 Decides how closely a value is looked at: plain values, and small containers of them, are their own form; tensors are
-compared by identity and version; modules, functions and classes by identity; everything else by what pickle makes of
-it. Must not know whose values they are.
+compared by identity and version, modules by those of their tensors; functions and classes by identity; everything else
+by what pickle makes of it. Must not know whose values they are.
 """
 
 from __future__ import annotations
@@ -81,6 +81,10 @@ def form_of(value: Any) -> Hashable:
     form = _plain_form(value)
     if form is not None:
         return form
+    if isinstance(value, nn.Module):
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = [*value.parameters(), *value.buffers()]
+        return Same(value), tuple([(Same(tensor), _version_of(tensor)) for tensor in tensors])
     if isinstance(value, _FIXED) or type(value) is object:
         return Same(value)
     pickled = _pickled_form(value)

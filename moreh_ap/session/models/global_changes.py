@@ -36,7 +36,8 @@ class GlobalChanges:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        variables = [variable for variable in read_by(root) if not isinstance(variable.value(), nn.Module)]
+        own = {*root.modules()}
+        variables = [variable for variable in read_by(root) if not _is_in(variable.value(), own)]
         # Functions that one function has made have the same name: which of them a worker would change, nobody knows.
         places = Counter((variable.path, variable.name) for variable in variables)
         self._known = [_Known(one, is_one_of_several=places[one.path, one.name] > 1) for one in variables]
@@ -59,15 +60,16 @@ class _Known:
 
     def __init__(self, variable: Variable, is_one_of_several: bool) -> None:
         self.variable = variable
-        self.is_sent = not (is_one_of_several and variable.path.startswith(CLOSURE))
         value = variable.value()
+        self._is_on_device = isinstance(value, nn.Module) and _is_on_device(value)
+        self.is_sent = not self._is_on_device and not (is_one_of_several and variable.path.startswith(CLOSURE))
         form = form_of(value)
         self._is_compared = is_stable(value, form)
         self._form: Hashable | None = form if self._is_compared else Same(value)
         self._is_large = isinstance(form, PickledForm) and form.num_bytes > _MAX_BYTES
         # Functions, and what cannot be pickled as a whole, a worker's import has made too.
         is_sent_first = form.is_whole if isinstance(form, PickledForm) else not isinstance(form, Same)
-        if variable.is_imported and self._is_compared and is_sent_first:
+        if variable.is_imported and self._is_compared and is_sent_first and self.is_sent:
             self._form = None
         self._call = self._looked_at = 0
         self._is_late = self._warned = False
@@ -91,7 +93,9 @@ class _Known:
         """Warns, once, if a change does not reach the workers, not in time, or not back."""
         name, instead = self.variable.name, "Make it an attribute of the model, or an argument of the call."
         text = ""
-        if not self.is_sent:
+        if self._is_on_device:
+            text = f"The module {name}, outside of the model, has changed: the workers have its first values."
+        elif not self.is_sent:
             function = self.variable.path.rpartition(".")[2].partition(" ")[0]
             text = f"{name} has changed, which several functions named {function} read, each its own: the workers have "
             text += "their first values."
@@ -129,12 +133,25 @@ def warn_of_writes(root: nn.Module) -> None:
             "See: docs/limits.md#models"
         )
     drawn_from = [one.name for one in read_by(root) if isinstance(one.value(), torch.Generator)]
+    own = [(type(part).__name__, name, value) for part in root.modules() for name, value in vars(part).items()]
+    drawn_from += [f"{kind}.{name}" for kind, name, value in own if isinstance(value, torch.Generator)]
     if drawn_from:
         script_line.warn(
-            f"forward() reads {', '.join(sorted(drawn_from))}, a random number generator outside of the model: the "
-            "workers draw from copies of it. Draw before the call, or from the accelerator's own stream. "
-            "See: docs/limits.md#models"
+            f"forward() reads {', '.join(sorted(drawn_from))}, a random number generator of its own: the workers draw "
+            "from copies of it, and the script's stays in its state. Draw before the call, or from the accelerator's "
+            "own stream. See: docs/limits.md#models"
         )
+
+
+def _is_on_device(module: nn.Module) -> bool:
+    """Returns whether a module has tensors on the accelerator, which are not sent as values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(not tensor.is_cpu for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _is_in(value: Any, modules: set[nn.Module]) -> bool:
+    """Returns whether a value is one of the modules, or has one of them."""
+    return isinstance(value, nn.Module) and not modules.isdisjoint(value.modules())
 
 
 def _wants_gradient(tensor: torch.Tensor) -> bool:

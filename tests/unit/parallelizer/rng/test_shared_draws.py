@@ -111,9 +111,14 @@ def test_fused_attention_without_dropout_draws_nothing():
     assert recorded(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), heads) == ()
 
 
-def test_a_generator_of_the_model_s_own_is_left_alone():
-    generator = torch.Generator().manual_seed(3)
-    assert recorded(lambda x: x + torch.rand(x.shape, generator=generator)) == ()
+def test_parts_draw_from_a_generator_of_the_model_what_the_batch_draws():
+    generator = torch.Generator()
+
+    def forward(x):  # every worker's copy is in the same state
+        generator.manual_seed(3)
+        return x + torch.rand(x.shape, generator=generator) * torch.rand(x.shape, generator=generator)
+
+    torch.testing.assert_close(in_parts(forward, recorded(forward), (1, 3)), forward(BATCH))
 
 
 def permuted(x):

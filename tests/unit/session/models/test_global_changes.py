@@ -84,7 +84,7 @@ def test_a_variable_of_one_of_several_functions_is_warned_of():
 def test_a_tensor_outside_of_the_model_that_wants_a_gradient_is_warned_of():
     with pytest.warns(UserWarning, match=r"reads TRAINED, outside of the model, which requires a gradient"):
         warn_of_writes(Trained())
-    with pytest.warns(UserWarning, match=r"reads GENERATOR, a random number generator outside of the model"):
+    with pytest.warns(UserWarning, match=r"reads GENERATOR, a random number generator of its own"):
         warn_of_writes(Draws())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
