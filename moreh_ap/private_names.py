@@ -86,7 +86,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Keeps the graph of a call on workers where backward keeps that of the script.",
-        ("torch._C._autograd._get_current_graph_task_keep_graph", "session/calls"),
+        ("torch._C._autograd._get_current_graph_task_keep_graph", "session/calls session/own_process"),
     ),
     *_names(
         "Whether a tensor's class of a library's has its turn with a function.",
@@ -232,15 +232,21 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Runs hooks of the script where the module is called.",
-        ("torch.nn.Module._backward_hooks", "protocol/script_code session/models session/verification"),
-        ("torch.nn.Module._backward_pre_hooks", "protocol/script_code session/models session/verification"),
+        (
+            "torch.nn.Module._backward_hooks",
+            "protocol/script_code session/models session/own_process session/verification",
+        ),
+        (
+            "torch.nn.Module._backward_pre_hooks",
+            "protocol/script_code session/models session/own_process session/verification",
+        ),
         (
             "torch.nn.Module._forward_hooks",
-            "parallelizer/call protocol/script_code session/models session/verification",
+            "parallelizer/call protocol/script_code session/models session/own_process session/verification",
         ),
         (
             "torch.nn.Module._forward_pre_hooks",
-            "parallelizer/call protocol/script_code session/models session/verification",
+            "parallelizer/call protocol/script_code session/models session/own_process session/verification",
         ),
         ("torch.nn.Module._is_full_backward_hook", "session/models"),
     ),
@@ -281,7 +287,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Calls that PyTorch would run global hooks around stay in the controller.",
-        ("torch.nn.modules.module._has_any_global_hook", "session/calls"),
+        ("torch.nn.modules.module._has_any_global_hook", "session/calls session/own_process"),
     ),
     *_names(
         "Replaced: `DataParallel` finds no device to scatter to.",

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +52,23 @@ def in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def without_redirection() -> Iterator[None]:
+    """While active, PyTorch calls are not looked at, and ``device="cuda"`` is an error.
+
+    Where PyTorch has CUDA, calls go on being redirected: nothing may come to be on a GPU of this process.
+    """
+    mode = _pop_mode() if _len_torch_function_stack() == 1 and not torch.backends.cuda.is_built() else None
+    if mode is not None and type(mode) is not RedirectMode:
+        _push_mode(mode)
+        mode = None
+    try:
+        yield
+    finally:
+        if mode is not None:
+            _push_mode(mode)
 
 
 def remove_mode(mode: RedirectMode) -> None:

@@ -93,6 +93,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         RuntimeError: CPU and accelerator tensors are mixed, as PyTorch raises it.
     """
+    if func is aten.detach.default and not torch.is_inference_mode_enabled():  # autograd's, once for each gradient
+        return VirtualTensor.__new__(WANTED.kind or VirtualTensor, args[0]._cell, args[0])
     result = _compute_plain(func, args, kwargs)
     if result is not NotImplemented:
         return result

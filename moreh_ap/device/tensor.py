@@ -127,7 +127,8 @@ class VirtualTensor(torch.Tensor):
         owner = self._cell.value.owner
         if owner is not None and owner.keeps_gradient(self._cell.value):
             return owner.gradient_of(self._cell.value)
-        return torch.Tensor.grad.__get__(self)  # type: ignore[union-attr]
+        with torch._C.DisableTorchFunction():
+            return torch.Tensor.grad.__get__(self)  # type: ignore[union-attr]
 
     @grad.setter
     def grad(self, new: Tensor | None) -> None:
@@ -135,7 +136,8 @@ class VirtualTensor(torch.Tensor):
         if owner is not None and owner.keeps_gradient(self._cell.value):
             owner.set_gradient(self._cell.value, new)
         else:
-            torch.Tensor.grad.__set__(self, new)  # type: ignore[union-attr]
+            with torch._C.DisableTorchFunction():
+                torch.Tensor.grad.__set__(self, new)  # type: ignore[union-attr]
 
     def hand_gradient_on(self) -> Tensor | None:
         """Removes and returns the gradient that the controller's autograd has accumulated, if any."""
@@ -339,7 +341,8 @@ def to_accelerator(tensor: Tensor) -> VirtualTensor:
 
 def place(tensor: Tensor) -> VirtualTensor:
     """Returns an accelerator tensor that wraps `tensor` without a copy; the caller must not keep `tensor`."""
-    return VirtualTensor(Cell(Here(tensor), ACCELERATOR), tensor)
+    with torch._C.DisableTorchFunction():
+        return VirtualTensor(Cell(Here(tensor), ACCELERATOR), tensor)
 
 
 def to_host(tensor: VirtualTensor) -> Tensor:

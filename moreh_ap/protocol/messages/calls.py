@@ -52,6 +52,9 @@ class Forward:
 UNSPLIT = "Every device computes the whole batch"
 """How the note of a call begins of which no worker has a slice."""
 
+FEWER_ROWS = "the batch has fewer rows than there are devices"
+"""How such a note ends if nobody could have split the batch."""
+
 
 @dataclass(frozen=True)
 class ForwardReply:

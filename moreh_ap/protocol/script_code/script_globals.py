@@ -367,11 +367,14 @@ def _returns_something(code: types.CodeType) -> bool:
 
 
 def _state_of(hook: Any) -> dict[str, Any]:
-    """Returns the attributes of the object whose method a hook is."""
+    """Returns the attributes of the object whose method a hook is, or of which it is a call."""
     if isinstance(hook, functools.partial):
         return hook.keywords
     owner = hook.__self__ if isinstance(hook, types.MethodType) else hook
-    return {} if isinstance(owner, (nn.Module, types.FunctionType, type)) else getattr(owner, "__dict__", {})
+    is_of_torch = type(owner).__module__.startswith("torch.")  # FSDP's own state, which no trial may put back
+    if is_of_torch or isinstance(owner, (nn.Module, types.FunctionType, type)):
+        return {}
+    return getattr(owner, "__dict__", {})
 
 
 def _names_read(hook: Any) -> list[str]:

@@ -26,7 +26,7 @@ from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_split
 from moreh_ap.protocol.batch import carries_rows, row_range, rows_along
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order
-from moreh_ap.protocol.messages.calls import UNSPLIT, DefineSignature, Forward, ReadsAttributes
+from moreh_ap.protocol.messages.calls import FEWER_ROWS, UNSPLIT, DefineSignature, Forward, ReadsAttributes
 from moreh_ap.protocol.passed_state import PASSED_STATE
 from moreh_ap.protocol.pytree import Nesting
 from moreh_ap.runtime.worker.cache_arguments import cache_tensors, without_cache
@@ -275,7 +275,7 @@ class CallPreparation:
         """Whether calls like this one may be split; found out once for each kind of call."""
         workers, pieces = call.axis.size, self.model.plan.micro_batches if call.grad else 1
         if workers * pieces == 1 or rows is None or rows < workers:
-            reason = f"{UNSPLIT}: the batch has fewer rows than there are devices" if workers > 1 else ""
+            reason = f"{UNSPLIT}: {FEWER_ROWS}" if workers > 1 else ""
             return SplitVerdict(False, (), reason)
         leaves = tree_leaves((tuple(args), dict(kwargs)))
         if self._kind_of_verdict(kind, leaves) not in self._verdicts:

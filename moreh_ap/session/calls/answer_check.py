@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from moreh_ap.errors import ExactnessError, UnsplitError
-from moreh_ap.protocol.messages.calls import UNSPLIT, ReadsAttributes
+from moreh_ap.protocol.messages.calls import FEWER_ROWS, UNSPLIT, ReadsAttributes
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.outbox import Posted
@@ -97,7 +97,8 @@ def learn_structure(model: RemoteModel, key: Any, replies: list[Any], *, grad: b
 
 
 def _is_refused(model: RemoteModel, structure: Structure) -> bool:
-    return model.session.options.strict and structure.note.startswith(UNSPLIT)
+    is_whole = structure.note.startswith(UNSPLIT) and not structure.note.endswith(FEWER_ROWS)
+    return model.session.options.strict and is_whole
 
 
 def _unsplit(structure: Structure) -> UnsplitError:

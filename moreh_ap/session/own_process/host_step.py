@@ -26,6 +26,11 @@ def step_on_values(optimizer: Optimizer, original: Callable[..., Any]) -> bool:
     """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return False  # they may look at the parameters
+    with torch._C.DisableTorchFunction():  # nothing in it is on the accelerator, and each attribute would be redirected
+        return _step(optimizer, getattr(original, "__wrapped__", original))  # its hooks, of which it has none, were run
+
+
+def _step(optimizer: Optimizer, original: Callable[..., Any]) -> bool:
     groups = [group["params"] for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group]
     values = [value for value in map(_value_of, parameters) if value is not None]
@@ -33,16 +38,17 @@ def step_on_values(optimizer: Optimizer, original: Callable[..., Any]) -> bool:
     if len(values) < len(parameters) or any(_value_of(g) is None or g.grad_fn is not None for g in gradients):
         return False
     before, state = optimizer.state, defaultdict[Any, Any](dict)
+    left_in_place: dict[Tensor, dict[str, Any]] = {}
     for parameter, value in zip(parameters, values):
         value.grad = _value_of(parameter.grad)
         if parameter in before:
             state[value] = {key: _on_host(entry) for key, entry in before[parameter].items()}
+            left_in_place[value] = dict(state[value])
     optimizer.state, left = state, iter(values)
     for group, theirs in zip(optimizer.param_groups, groups):
         group["params"] = [next(left) for _ in theirs]
     try:
-        with torch._C.DisableTorchFunction():  # nothing in it is on the accelerator
-            original(optimizer, None)
+        original(optimizer, None)
     finally:
         optimizer.state = before
         for group, theirs in zip(optimizer.param_groups, groups):
@@ -50,8 +56,9 @@ def step_on_values(optimizer: Optimizer, original: Callable[..., Any]) -> bool:
         for parameter, value in zip(parameters, values):
             value.grad = None
             if value in state:
-                known = before[parameter]
-                known.update({key: _for_script(key, entry, known.get(key)) for key, entry in state[value].items()})
+                known, same = before[parameter], left_in_place.get(value, {})
+                changed = {key: entry for key, entry in state[value].items() if same.get(key) is not entry}
+                known.update({key: _for_script(key, entry) for key, entry in changed.items()})
     torch.autograd.graph.increment_version(parameters)
     return True
 
@@ -67,8 +74,6 @@ def _on_host(entry: Any) -> Any:
     return entry.host_value() if isinstance(entry, VirtualTensor) else entry
 
 
-def _for_script(key: str, entry: Any, known: Any) -> Any:
+def _for_script(key: str, entry: Any) -> Any:
     """Returns an entry of the state as it would be on one device: on the accelerator but for the number of steps."""
-    if isinstance(known, VirtualTensor) and known.host_value() is entry:
-        return known
     return place(entry) if isinstance(entry, Tensor) and key != "step" else entry

@@ -19,12 +19,14 @@ import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap import log
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here, InFile, Later
+from moreh_ap.session.own_process.host_call import HostCalls
 from moreh_ap.session.planning.model_profiling import positions_of
 from moreh_ap.session.session import Session
 
@@ -101,6 +103,7 @@ class _Model:
     def __init__(self, root: nn.Module) -> None:
         self.root = weakref.ref(root)
         self.flops_per_position = step_flops_per_position(root)
+        self.calls = HostCalls(root)
         self.seconds: list[float] = []
 
 
@@ -123,12 +126,13 @@ class _Route:
             return module._call_impl(*args, **kwargs)
         root = model.root()
         assert root is not None
-        if model.flops_per_position * _positions((args, kwargs)) > MAX_STEP_FLOPS or not _values_are_here(args, kwargs):
+        tensors = _tensors_of((args, kwargs))
+        if model.flops_per_position * _positions(tensors) > MAX_STEP_FLOPS or not _are_here(tensors):
             self._models.forget(root)
             return NotImplemented
         _INSIDE.a_call, began = True, time.perf_counter()
         try:
-            result = module._call_impl(*args, **kwargs)
+            result = model.calls.run(module, args, kwargs)
         finally:
             _INSIDE.a_call = False
         if len(model.seconds) < _NUM_TIMED:
@@ -149,7 +153,7 @@ _INSIDE = _Inside()
 
 def step_flops(root: nn.Module, call: Call) -> float:
     """Returns the floating-point operations of a training step with this call: six for each parameter and position."""
-    return step_flops_per_position(root) * _positions(call)
+    return step_flops_per_position(root) * _positions(_tensors_of(call))
 
 
 def step_flops_per_position(root: nn.Module) -> float:
@@ -159,16 +163,23 @@ def step_flops_per_position(root: nn.Module) -> float:
 
 def _is_small(root: nn.Module, call: Call) -> bool:
     num_parts = sum(1 for part in root.modules() if any(p is not None for p in part._parameters.values()))
-    return num_parts <= MAX_PARTS and step_flops(root, call) <= MAX_STEP_FLOPS and _values_are_here(*call)
+    return num_parts <= MAX_PARTS and step_flops(root, call) <= MAX_STEP_FLOPS and _are_here(_tensors_of(call))
 
 
-def _positions(call: Call) -> int:
+def _tensors_of(call: Call) -> list[Tensor]:
+    args, kwargs = call
+    is_flat = not kwargs and all(isinstance(one, Tensor) for one in args)
+    return [leaf for leaf in (args if is_flat else tree_leaves(call)) if isinstance(leaf, Tensor)]
+
+
+def _positions(tensors: list[Tensor]) -> int:
     """Returns the positions of all rows: of sequences, or the pixels of pictures."""
-    tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    return tensors[0].shape[0] * positions_of(tensors) if tensors else 1
+    with torch._C.DisableTorchFunction():
+        tensors = [tensor for tensor in tensors if tensor.dim() > 0]
+        return tensors[0].shape[0] * positions_of(tensors) if tensors else 1
 
 
-def _values_are_here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _are_here(tensors: list[Tensor]) -> bool:
     """Returns whether no argument is on the workers, where another model left it."""
-    virtual = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor)]
+    virtual = [tensor for tensor in tensors if isinstance(tensor, VirtualTensor)]
     return all(isinstance(tensor._cell.value, (Here, InFile, Later)) for tensor in virtual)

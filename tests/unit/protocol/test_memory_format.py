@@ -60,7 +60,7 @@ def test_an_image_is_brought_into_the_format_of_its_kernel_until_that_is_the_usu
     model[0].register_forward_hook(lambda module, args, output: seen.append(args[0]))
     last = torch.channels_last
     formats.set({"0.weight": last, "0.bias": last, "1.weight": last, "elsewhere.weight": last})
-    assert torch.allclose(model[0](image), expected)
+    torch.testing.assert_close(model[0](image), expected)
     model[0](image[0])
     model[1](image)
     formats.set({"0.weight": torch.contiguous_format})
