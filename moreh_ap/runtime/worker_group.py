@@ -104,7 +104,7 @@ class WorkerGroup:
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; it must be at least 1")
-        self.num_workers = num_workers
+        self.num_workers, self.device_type = num_workers, device_type
         self.num_waits = 0
         self._on_progress: Progress = on_progress or (lambda stage, done, total: None)
         self._lock = threading.Lock()

@@ -57,7 +57,7 @@ class Session:
     ) -> None:
         self.options, self._start_workers, self.job = options, start_workers, job
         self.workers = start_workers()
-        self.num_devices = self.workers.num_workers
+        self.num_devices, self.device_type = self.workers.num_workers, self.workers.device_type
         self.generator = generator
         self.outbox = Outbox(self.workers)
         self.traffic = Traffic()

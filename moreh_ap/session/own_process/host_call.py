@@ -46,6 +46,11 @@ class HostCalls:
         self._tried: dict[Any, bool] = {}  # kinds of calls, and whether one was through on ordinary tensors
         self._attributes = ModuleAttributes()
 
+    @property
+    def are_on_ordinary_tensors(self) -> bool:
+        """Whether a call on ordinary tensors was through, and none since then that has to run otherwise."""
+        return not self._is_refused and any(self._tried.values())
+
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of ``module(*args, **kwargs)``, with its tensors on the accelerator.
 

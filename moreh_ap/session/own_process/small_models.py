@@ -1,14 +1,14 @@
 """Which models run in the script's own process: those whose computation takes less time than messages to workers.
 
-Decides by the size of a call, and by the time that the first calls took. Must not know how a call is computed: a model
-that has not been laid out on the workers has its values in the controller, where the operations of its forward,
-backward and optimizer run one by one (`device/operations.py`).
+Decides by the size of a call, and by the time that the first calls took. Must not know how a call is computed
+(`host_call.py`).
 
 [Note: small models]
 A step on workers costs the controller and each worker some milliseconds beside the computation: commands, answers,
-collectives. An operation on accelerator tensors in the controller costs some 40 microseconds beside its computation. So
-a model stays here while a training step has few operations and few floating-point operations. Once a call is larger the
-model is laid out on the workers, with its values and the optimizer's state, as at any other first call.
+collectives. A call in the controller costs some hundred microseconds, and as much again for each operation if its
+operations run one by one. So a model stays here while a training step has few floating-point operations. Workers on CPUs
+have the cores that this process has, so that they win later than GPUs do. Once a call is larger the model is laid out
+on the workers, with its values and the optimizer's state, as at any other first call.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from moreh_ap.session.own_process.host_call import HostCalls
 from moreh_ap.session.planning.model_profiling import positions_of
 from moreh_ap.session.session import Session
 
-MAX_STEP_FLOPS = 1e8
-"""A training step of this size takes some 5 ms on one core of 2026 and about as long on two workers, messages included
-(`docs/benchmarks.md`, small models)."""
-
-MAX_PARTS = 24
-"""Modules with parameters. Each stands for several operations of a forward and twice as many of a backward."""
+MAX_STEP_FLOPS = {"cuda": 1e8, "cpu": 1e9}
+"""By the kind of device. A training step of 100 MFLOP takes some 5 ms on one core of 2026. One of 500 MFLOP takes some
+20 ms on two cores, and twice as long on two workers with a core each (`docs/benchmarks.md`, small models)."""
 
 MAX_FORWARD_S = 4e-3
-"""How long a forward may take here: one with a loop in Python has more operations than it has modules."""
+"""How long a forward may take here whose operations run one by one: a loop in Python has many."""
 
-_NUM_TIMED = 3  # the first calls, of which the fastest counts: one may import or allocate
+MAX_HOST_FORWARD_S = {"cuda": 4e-3, "cpu": 2e-2}
+"""How long a forward on ordinary tensors may take here."""
+
+_NUM_TIMED = (
+    4  # the first calls, of which the fastest counts: one may import or allocate, and the first runs one by one
+)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -56,6 +58,8 @@ class SmallModels:
 
     def __init__(self, session: Session, routes: MutableMapping[nn.Module, Route]) -> None:
         self._session, self._routes = session, routes
+        self.max_step_flops = MAX_STEP_FLOPS[session.device_type]
+        self._max_host_forward_s = MAX_HOST_FORWARD_S[session.device_type]
         self._outgrown: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._announced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -66,7 +70,9 @@ class SmallModels:
             root: A model all of whose parameters and buffers are on the accelerator.
             call: Positional and keyword arguments of its next call, or of that of a part.
         """
-        if not self._session.options.leaves_layout_open or root in self._outgrown or not _is_small(root, call):
+        if not self._session.options.leaves_layout_open or root in self._outgrown:
+            return False
+        if step_flops(root, call) > self.max_step_flops or not _are_here(_tensors_of(call)):
             return False
         tensors = [*root.parameters(), *root.buffers()]
         if not all(isinstance(t, VirtualTensor) and isinstance(t._cell.value, (Here, InFile)) for t in tensors):
@@ -82,10 +88,17 @@ class SmallModels:
             print(log.own_process_line(type(root).__name__, megaflops, self._session.num_devices), flush=True)
         return True
 
-    def outgrown(self, root: nn.Module) -> None:
-        """Records that `root` goes to the workers: its calls take too long here."""
-        self._outgrown.add(root)
-        self.forget(root)
+    def took(self, root: nn.Module, seconds: float, *, one_by_one: bool) -> None:
+        """Has `root` go to the workers if its calls take too long here.
+
+        Args:
+            root: The model.
+            seconds: How long one took at least.
+            one_by_one: Whether its operations run one by one.
+        """
+        if seconds > (MAX_FORWARD_S if one_by_one else self._max_host_forward_s):
+            self._outgrown.add(root)
+            self.forget(root)
 
     def forget(self, root: nn.Module) -> None:
         """Has the next call of `root` decide again."""
@@ -127,7 +140,7 @@ class _Route:
         root = model.root()
         assert root is not None
         tensors = _tensors_of((args, kwargs))
-        if model.flops_per_position * _positions(tensors) > MAX_STEP_FLOPS or not _are_here(tensors):
+        if model.flops_per_position * _positions(tensors) > self._models.max_step_flops or not _are_here(tensors):
             self._models.forget(root)
             return NotImplemented
         _INSIDE.a_call, began = True, time.perf_counter()
@@ -137,8 +150,8 @@ class _Route:
             _INSIDE.a_call = False
         if len(model.seconds) < _NUM_TIMED:
             model.seconds.append(time.perf_counter() - began)
-            if len(model.seconds) == _NUM_TIMED and min(model.seconds) > MAX_FORWARD_S:
-                self._models.outgrown(root)
+            if len(model.seconds) == _NUM_TIMED:
+                self._models.took(root, min(model.seconds), one_by_one=not model.calls.are_on_ordinary_tensors)
         return result
 
 
@@ -159,11 +172,6 @@ def step_flops(root: nn.Module, call: Call) -> float:
 def step_flops_per_position(root: nn.Module) -> float:
     """Returns the floating-point operations of a training step for one position of one row."""
     return 6.0 * sum(parameter.numel() for parameter in root.parameters())
-
-
-def _is_small(root: nn.Module, call: Call) -> bool:
-    num_parts = sum(1 for part in root.modules() if any(p is not None for p in part._parameters.values()))
-    return num_parts <= MAX_PARTS and step_flops(root, call) <= MAX_STEP_FLOPS and _are_here(_tensors_of(call))
 
 
 def _tensors_of(call: Call) -> list[Tensor]:

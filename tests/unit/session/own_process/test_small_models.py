@@ -27,8 +27,8 @@ def model():
     return on_accelerator(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
 
 
-def small(options=None):
-    return SmallModels(SimpleNamespace(options=options or Options(), num_devices=2), {})
+def small(options=None, device_type="cuda"):
+    return SmallModels(SimpleNamespace(options=options or Options(), num_devices=2, device_type=device_type), {})
 
 
 def call(rows):
@@ -60,11 +60,11 @@ def test_a_script_that_says_how_models_are_laid_out_has_them_on_the_workers(mode
     assert small(replace(Options(), devices=8)).take(model, call(8))
 
 
-def test_a_large_call_and_a_model_of_many_parts_are_not_small(model):
-    rows = int(MAX_STEP_FLOPS / small_models.step_flops_per_position(model))
-    assert small().take(model, call(rows)) and not small().take(model, call(rows + 1))
-    deep = on_accelerator(nn.Sequential(*(nn.Linear(2, 2) for _ in range(25))))
-    assert not small().take(deep, ((torch.zeros(1, 2).cuda(),), {}))
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_a_large_call_is_not_small(model, device_type):
+    rows = int(MAX_STEP_FLOPS[device_type] / small_models.step_flops_per_position(model))
+    models = small(device_type=device_type)
+    assert models.take(model, call(rows)) and not models.take(model, call(rows + 1))
 
 
 def test_the_route_computes_until_a_call_is_large(model):
@@ -88,10 +88,14 @@ def test_the_route_of_a_part_asks_only_if_the_script_calls_it(model):
     assert inside[0].shape == (10**6, 4) and models._routes
 
 
-def test_a_model_whose_forwards_take_long_goes_to_the_workers(model, monkeypatch):
-    monkeypatch.setattr(small_models, "MAX_FORWARD_S", 0.0)
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_a_model_whose_forwards_take_long_goes_to_the_workers(model, monkeypatch, one_by_one):
+    monkeypatch.setattr(small_models, "MAX_FORWARD_S", 0.0 if one_by_one else 1e3)
+    monkeypatch.setitem(small_models.MAX_HOST_FORWARD_S, "cuda", 1e3 if one_by_one else 0.0)
     models = small()
     models.take(model, call(8))
-    for _ in range(3):
+    if one_by_one:
+        model[0].register_forward_hook(lambda *_: None)
+    for _ in range(4):
         models._routes[model](*call(8))
     assert not models._routes and not models.take(model, call(8))
