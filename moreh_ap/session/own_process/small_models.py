@@ -6,9 +6,9 @@ Decides by the size of a call, and by the time that the first calls took. Must n
 [Note: small models]
 A step on workers costs the controller and each worker some milliseconds beside the computation: commands, answers,
 collectives. A call in the controller costs some hundred microseconds, and as much again for each operation if its
-operations run one by one. So a model stays here while a training step has few floating-point operations. Workers on CPUs
-have the cores that this process has, so that they win later than GPUs do. Once a call is larger the model is laid out
-on the workers, with its values and the optimizer's state, as at any other first call.
+operations run one by one. So a model stays here while a training step has few floating-point operations. Workers on
+CPUs have the cores that this process has, so that they win later than GPUs do. Once a call is larger the model is laid
+out on the workers, with its values and the optimizer's state, as at any other first call.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ MAX_FORWARD_S = 4e-3
 MAX_HOST_FORWARD_S = {"cuda": 4e-3, "cpu": 2e-2}
 """How long a forward on ordinary tensors may take here."""
 
-_NUM_TIMED = (
-    4  # the first calls, of which the fastest counts: one may import or allocate, and the first runs one by one
-)
+_NUM_TIMED = 4  # the first calls, of which the fastest counts: one may import, and the first runs one by one
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
