@@ -18,6 +18,9 @@ are computed one by one on accelerator tensors
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +36,8 @@ from moreh_ap.session.own_process.graph_tie import tie
 from moreh_ap.session.own_process.module_attributes import ModuleAttributes, Parts
 from moreh_ap.session.own_process.stand_ins import PLAIN, StandIns, stand_ins_for
 
+_HELD = ("_parameters", "_buffers", "_modules")
+
 
 class HostCalls:
     """Runs calls of one model, and of its parts, on ordinary tensors where that is the same.
@@ -45,6 +50,7 @@ class HostCalls:
         self._is_refused = any(True for _ in written_by(root))
         self._tried: dict[Any, bool] = {}  # kinds of calls, and whether one was through on ordinary tensors
         self._attributes = ModuleAttributes()
+        self._lock = threading.RLock()  # while stand-ins are in place, no other thread may use the model
 
     @property
     def are_on_ordinary_tensors(self) -> bool:
@@ -60,6 +66,10 @@ class HostCalls:
         is_special = torch.is_autocast_enabled("cuda") or torch.is_inference_mode_enabled()
         if self._is_refused or is_special or torch_modules._has_any_global_hook():
             return module._call_impl(*args, **kwargs)
+        with self._lock:
+            return self._run(module, args, kwargs)
+
+    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = id(module), module.training, torch.is_grad_enabled(), (*map(type, args),), (*kwargs,)
         is_tried = self._tried.get(kind)
         if is_tried is None:
@@ -72,7 +82,7 @@ class HostCalls:
             stand_ins = None if parts is None else stand_ins_for(parts, args, kwargs)
         if parts is None or stand_ins is None:
             return module._call_impl(*args, **kwargs)
-        start = _Start(stand_ins, is_first=not is_tried)
+        start = _Start(parts, stand_ins, is_first=not is_tried)
         try:
             with stand_ins.in_place(), without_redirection():
                 result = module._call_impl(*stand_ins.args, **stand_ins.kwargs)
@@ -82,12 +92,19 @@ class HostCalls:
         except Exception:  # whatever the script's code raises: the call on accelerator tensors tells what is wrong
             is_same = False
         if not is_same:
-            self._is_refused = True
             start.put_back()
-            return module._call_impl(*args, **kwargs)
+            result = module._call_impl(*args, **kwargs)
+            self._is_refused = True  # unless this has raised an error too: then it is the script's
+            return result
         self._tried[kind] = True
-        placed = tie(leaves, stand_ins.leaves, stand_ins.accelerator_leaves, stand_ins.in_place)
+        placed = tie(leaves, stand_ins.leaves, stand_ins.accelerator_leaves, lambda: self._again(stand_ins))
         return placed[0] if spec is None else tree_unflatten(placed, spec)
+
+    @contextmanager
+    def _again(self, stand_ins: StandIns) -> Iterator[None]:
+        """Has the stand-ins in place once more, for blocks that a backward computes again."""
+        with self._lock, stand_ins.in_place():
+            yield
 
     def _is_same(self, parts: Parts, stand_ins: StandIns, leaves: list[Any], *, is_first: bool) -> bool:
         """Returns whether nothing but the result has left a call."""
@@ -97,19 +114,23 @@ class HostCalls:
 
 
 class _Start:
-    """What a call starts from: random streams, buffers, and, in the first call of a kind, its inputs.
+    """What a call starts from: random streams, buffers, attributes and, in the first call of a kind, its inputs.
 
     Args:
+        parts: The module and those in it.
         stand_ins: The ordinary tensors of the call.
         is_first: Whether no such call was through.
     """
 
-    def __init__(self, stand_ins: StandIns, *, is_first: bool) -> None:
+    def __init__(self, parts: Parts, stand_ins: StandIns, *, is_first: bool) -> None:
         self._stream = torch.default_generator.get_state()
         self._host = state_of_host() if is_first else None
         with torch._C.DisableTorchFunction():
             kept = [*stand_ins.buffers, *(stand_ins.inputs if is_first else ())]
             self._values = [(tensor, tensor.clone()) for tensor in kept]
+        held = [(part.__dict__, *(part.__dict__[name] for name in _HELD)) for part, _ in parts]
+        self._contents = [(one, one.copy()) for of_part in held for one in of_part]
+        self._lengths = [(one, len(one)) for part, _ in parts for one in vars(part).values() if type(one) is list]
 
     def put_back(self) -> None:
         """Has everything be as it was."""
@@ -119,6 +140,11 @@ class _Start:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for tensor, value in self._values:
                 tensor.copy_(value)
+        for namespace, contents in self._contents:
+            namespace.clear()
+            namespace.update(contents)
+        for one, length in self._lengths:
+            del one[length:]
 
 
 def _has_place(leaf: Any, kind: type[Tensor]) -> bool:

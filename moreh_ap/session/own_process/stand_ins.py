@@ -31,7 +31,7 @@ class StandIns:
         accelerator_leaves: For each of them the accelerator tensor that it stands in for.
         buffers: The values of the buffers. They share memory with the accelerator tensors, as all stand-ins do.
         inputs: The values of the arguments.
-        were_replaced: Whether the call put another parameter or buffer into a module.
+        were_replaced: Whether the call put another parameter, buffer or submodule into a module.
     """
 
     def __init__(self) -> None:
@@ -44,6 +44,7 @@ class StandIns:
         self.were_replaced = False
         self._of: dict[int, Tensor] = {}  # by accelerator tensor
         self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._sizes: list[tuple[dict[str, Any], int]] = []
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Returns the stand-in of an accelerator tensor; None if its value is elsewhere."""
@@ -68,6 +69,7 @@ class StandIns:
     def take(self, part: nn.Module, lists: Sequence[str]) -> bool:
         """Adds the parameters and buffers of a module, and its attributes that list them; returns whether it could."""
         namespace = part.__dict__
+        self._sizes += [(namespace[name], len(namespace[name])) for name in ("_parameters", "_buffers", "_modules")]
         for held in (namespace["_parameters"], namespace["_buffers"]):
             for name, tensor in held.items():
                 if tensor is None:
@@ -118,6 +120,7 @@ class StandIns:
                 if held.get(name) is not stand_in:
                     self.were_replaced = True
                 held[name] = tensor
+            self.were_replaced |= any(len(held) != size for held, size in self._sizes)
 
     def share_memory_with(self, results: Sequence[Any]) -> bool:
         """Returns whether a result is a view of a stand-in, or a parameter was given other memory."""
