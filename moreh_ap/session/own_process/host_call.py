@@ -10,6 +10,7 @@ is the same if nothing but the result leaves the call, and nothing in it asks fo
 are computed one by one on accelerator tensors
 
 - in the first call of a kind, which shows whether all tensors of the result are on the accelerator;
+- in a backward, and where the script has blocks computed again in one;
 - if hooks see tensors inside of the call, if a forward writes variables outside of the model, or if an attribute has
   accelerator tensors;
 - once more, from the same random numbers and buffers, if the call raised an error (``device="cuda"`` in a forward) or
@@ -63,8 +64,7 @@ class HostCalls:
         Raises:
             Exception: Whatever the forward raises on accelerator tensors.
         """
-        is_special = torch.is_autocast_enabled("cuda") or torch.is_inference_mode_enabled()
-        if self._is_refused or is_special or torch_modules._has_any_global_hook():
+        if self._is_refused or _is_special():
             return module._call_impl(*args, **kwargs)
         with self._lock:
             return self._run(module, args, kwargs)
@@ -108,13 +108,21 @@ class HostCalls:
 
     def _is_same(self, parts: Parts, stand_ins: StandIns, leaves: list[Any], *, is_first: bool) -> bool:
         """Returns whether nothing but the result has left a call."""
-        if stand_ins.were_replaced or not all(_has_place(leaf, Tensor) for leaf in leaves):
+        if stand_ins.were_replaced or stand_ins.were_filled() or not all(_has_place(leaf, Tensor) for leaf in leaves):
             return False
         return self._attributes.have_no_new_tensor(parts) and not (is_first and stand_ins.share_memory_with(leaves))
 
 
+def _is_special() -> bool:
+    """Returns whether each operation has to be seen: to be cast, or to be computed again in a backward."""
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    saves = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # checkpointing by the script
+    is_cast = torch.is_autocast_enabled("cuda") or torch.is_inference_mode_enabled()
+    return is_in_backward or saves or is_cast or torch_modules._has_any_global_hook()
+
+
 class _Start:
-    """What a call starts from: random streams, buffers, attributes and, in the first call of a kind, its inputs.
+    """What a call starts from: random streams, buffers, attributes and, in the first call of a kind, all its tensors.
 
     Args:
         parts: The module and those in it.
@@ -126,8 +134,8 @@ class _Start:
         self._stream = torch.default_generator.get_state()
         self._host = state_of_host() if is_first else None
         with torch._C.DisableTorchFunction():
-            kept = [*stand_ins.buffers, *(stand_ins.inputs if is_first else ())]
-            self._values = [(tensor, tensor.clone()) for tensor in kept]
+            kept = stand_ins.all() if is_first else stand_ins.buffers
+            self._values = [(tensor, tensor.detach().clone()) for tensor in kept]
         held = [(part.__dict__, *(part.__dict__[name] for name in _HELD)) for part, _ in parts]
         self._contents = [(one, one.copy()) for of_part in held for one in of_part]
         self._lengths = [(one, len(one)) for part, _ in parts for one in vars(part).values() if type(one) is list]

@@ -30,9 +30,12 @@ from moreh_ap.session.own_process.host_call import HostCalls
 from moreh_ap.session.planning.model_profiling import positions_of
 from moreh_ap.session.session import Session
 
-MAX_STEP_FLOPS = {"cuda": 1e8, "cpu": 1e9}
+MAX_STEP_FLOPS = {"cuda": 1e8, "cpu": 4e8}
 """By the kind of device. A training step of 100 MFLOP takes some 5 ms on one core of 2026. One of 500 MFLOP takes some
 20 ms on two cores, and twice as long on two workers with a core each (`docs/benchmarks.md`, small models)."""
+
+MAX_PARTS = 24
+"""Modules with parameters. Each stands for several operations, where a model's operations run one by one."""
 
 MAX_FORWARD_S = 4e-3
 """How long a forward may take here whose operations run one by one: a loop in Python has many."""
@@ -59,7 +62,7 @@ class SmallModels:
         self.max_step_flops = MAX_STEP_FLOPS[session.device_type]
         self._max_host_forward_s = MAX_HOST_FORWARD_S[session.device_type]
         self._outgrown: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._announced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._announced: set[str] = set()
 
     def take(self, root: nn.Module, call: Call) -> bool:
         """Returns whether `root` runs here from now on.
@@ -70,7 +73,9 @@ class SmallModels:
         """
         if not self._session.options.leaves_layout_open or root in self._outgrown:
             return False
-        if step_flops(root, call) > self.max_step_flops or not _are_here(_tensors_of(call)):
+        num_parts = sum(1 for part in root.modules() if any(p is not None for p in part._parameters.values()))
+        is_small = num_parts <= MAX_PARTS and step_flops(root, call) <= self.max_step_flops
+        if not is_small or not _are_here(_tensors_of(call)):
             return False
         tensors = [*root.parameters(), *root.buffers()]
         if not all(isinstance(t, VirtualTensor) and isinstance(t._cell.value, (Here, InFile)) for t in tensors):
@@ -80,10 +85,10 @@ class SmallModels:
         model = _Model(root)
         for part in root.modules():
             self._routes[part] = _Route(self, model, part)
-        if root not in self._announced:
-            self._announced.add(root)
-            megaflops = step_flops(root, call) / 1e6
-            print(log.own_process_line(type(root).__name__, megaflops, self._session.num_devices), flush=True)
+        line = log.own_process_line(type(root).__name__, step_flops(root, call) / 1e6, self._session.num_devices)
+        if line not in self._announced:
+            self._announced.add(line)
+            print(line, flush=True)
         return True
 
     def took(self, root: nn.Module, seconds: float, *, one_by_one: bool) -> None:
@@ -136,7 +141,9 @@ class _Route:
         if _INSIDE.a_call:
             return module._call_impl(*args, **kwargs)
         root = model.root()
-        assert root is not None
+        if root is None:  # the script has kept a part of a model, which is a model now
+            self._models.forget(module)
+            return NotImplemented
         tensors = _tensors_of((args, kwargs))
         if model.flops_per_position * _positions(tensors) > self._models.max_step_flops or not _are_here(tensors):
             self._models.forget(root)

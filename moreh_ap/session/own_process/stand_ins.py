@@ -30,7 +30,6 @@ class StandIns:
         leaves: The ordinary tensors that require a gradient: leaves of the call's graph.
         accelerator_leaves: For each of them the accelerator tensor that it stands in for.
         buffers: The values of the buffers. They share memory with the accelerator tensors, as all stand-ins do.
-        inputs: The values of the arguments.
         were_replaced: Whether the call put another parameter, buffer or submodule into a module.
     """
 
@@ -40,7 +39,7 @@ class StandIns:
         self.leaves: list[Tensor] = []
         self.accelerator_leaves: list[Tensor] = []
         self.buffers: list[Tensor] = []
-        self.inputs: list[Tensor] = []
+        self._given: tuple[list[Any], Any] = ([], None)  # the arguments' leaves and nesting, if they are nested
         self.were_replaced = False
         self._of: dict[int, Tensor] = {}  # by accelerator tensor
         self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -102,11 +101,23 @@ class StandIns:
                 if stand_in is None or (stand_in is leaf and (leaf.requires_grad or type(leaf) is not Tensor)):
                     return False
                 given[index] = stand_in = stand_in if stand_in.requires_grad else stand_in.detach()
-                self.inputs.append(stand_in)
             elif not isinstance(leaf, PLAIN):
                 return False
         self.args, self.kwargs = (tuple(given), {}) if spec is None else tree_unflatten(given, spec)
+        self._given = given, spec
         return True
+
+    def all(self) -> list[Tensor]:
+        """Returns all of them."""
+        return [*self._of.values()]
+
+    def were_filled(self) -> bool:
+        """Returns whether the call put something into a list or dict among its arguments."""
+        before, spec = self._given
+        if spec is None:
+            return False
+        leaves, after = tree_flatten((self.args, self.kwargs))
+        return after != spec or any(one is not other for one, other in zip(before, leaves))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from moreh_ap.session.own_process import small_models
 from moreh_ap.session.own_process.host_call import HostCalls
+from moreh_ap.settings import Options
 
 LOG: list = []
 
@@ -108,6 +111,21 @@ class Caching(Remembering):
             self.register_buffer("scale", x.new_full((3,), 2.0))
             self.shift = x.new_full((3,), 0.5)
         return self.layer(x) * getattr(self, "scale", 1.0) + getattr(self, "shift", 0.0)
+
+
+class Filling(nn.Module):
+    """Changes what it is given, a dict, and a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.average = nn.Linear(4, 3), nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x):
+        box = x if isinstance(x, dict) else {"x": x}
+        box["hidden"] = self.layer(box["x"])
+        with torch.no_grad():
+            self.average.lerp_(box["hidden"].mean(0), 0.5)
+        return box["hidden"] - self.average
 
 
 class Logging(Remembering):
@@ -240,8 +258,9 @@ def penalties(device):
     found = []
     for step in range(3):
         x = script.batch(step).requires_grad_()
-        (gradient,) = torch.autograd.grad(script(x).sum(), x, create_graph=True)
-        penalty = (gradient.norm(dim=1) - 1).pow(2).mean() + x.mean()
+        result = script(x)
+        (gradient,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+        penalty = (gradient.norm(dim=1) - 1).pow(2).mean() + x.mean() + result.mean()
         penalty.backward()
         gradients = [x.grad, *(parameter.grad for parameter in script.model.parameters())]
         found += [penalty.item(), *(float(one.sum()) for one in gradients if one is not None)]
@@ -293,6 +312,43 @@ def test_results_that_are_views_or_on_the_cpu_stay_what_they_are():
         assert x[:, :2].abs().sum() == 0
     to_host = Script(lambda: ToHost(4, 3), "cuda")
     assert not any(to_host(to_host.batch(0)).is_cuda for _ in range(3))
+
+
+def filled(device):
+    script, found = Script(Filling, device), []
+    for step in range(4):
+        box = {"x": script.batch(step)}
+        script(box).sum().backward()
+        found += [box["hidden"].sum().item(), script.model.average.sum().item()]
+        assert box["hidden"].device == box["x"].device
+    return found
+
+
+def test_a_dict_that_a_forward_fills_is_the_script_s():
+    assert filled("cuda") == filled("cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_blocks_that_the_script_has_computed_again(device):
+    script = Script(ORDINARY["layers"], device)
+    for reentrant in (False, True, False, True):
+        hidden = script.batch(0).requires_grad_()
+        checkpoint(script, hidden, use_reentrant=reentrant).sum().backward()
+        assert hidden.grad.abs().sum() > 0
+        script(script.batch(1)).sum().backward()
+
+
+def test_a_part_that_outlives_its_model_is_a_model():
+    models = small_models.SmallModels(SimpleNamespace(options=Options(), num_devices=2, device_type="cpu"), {})
+    script = Script(ORDINARY["layers"], "cuda")
+    models.take(script.model, ((script.batch(0),), {}))
+    part = script.model[0]
+    route = models._routes[part]
+    models._routes.pop(script.model)
+    del script
+    gc.collect()
+    assert route((torch.zeros(2, 4).cuda(),), {}) is NotImplemented
+    assert part not in models._routes
 
 
 def test_hooks_see_tensors_on_the_accelerator():

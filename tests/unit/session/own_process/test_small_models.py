@@ -65,6 +65,8 @@ def test_a_large_call_is_not_small(model, device_type):
     rows = int(MAX_STEP_FLOPS[device_type] / small_models.step_flops_per_position(model))
     models = small(device_type=device_type)
     assert models.take(model, call(rows)) and not models.take(model, call(rows + 1))
+    deep = on_accelerator(nn.Sequential(*(nn.Linear(2, 2) for _ in range(25))))
+    assert not models.take(deep, ((torch.zeros(1, 2).cuda(),), {}))
 
 
 def test_the_route_computes_until_a_call_is_large(model):
