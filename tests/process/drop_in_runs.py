@@ -36,10 +36,11 @@ class BothInTurn:
 
     Args:
         folder: Takes what the processes write.
-        plan: What scripts take that ask for no plan, so that none depends on what was measured of the machine.
+        plan: What scripts take that ask for no plan, so that none depends on what was measured of the machine. None:
+            small models run in the script's own process, and the others under the plan that is predicted to be best.
     """
 
-    def __init__(self, folder: Path, plan: str = "replicate=2") -> None:
+    def __init__(self, folder: Path, plan: str | None = "replicate=2") -> None:
         self._folder, self._plan = folder, plan
         self._processes: dict[bool, tuple[InTurn, ...]] = {}  # by whether training calls have to be split
 
@@ -53,9 +54,10 @@ class BothInTurn:
         return ours
 
     def _run(self, folder: Path, *commands: list[str]) -> list[list[str]]:
-        is_split = commands[0][0] not in WHOLE
+        is_split = self._plan is not None and commands[0][0] not in WHOLE
         if is_split not in self._processes:
-            ours = InTurn(self._folder, self._plan, **(SPLIT if is_split else {}))
+            plan = () if self._plan is None else (self._plan,)
+            ours = InTurn(self._folder, *plan, **(SPLIT if is_split else {}))
             self._processes[is_split] = ours, InTurn(self._folder)
         processes = self._processes[is_split]
         try:
