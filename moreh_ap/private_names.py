@@ -85,6 +85,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._C._nn.pad_sequence", "device"),
     ),
     *_names(
+        "Runs a small model's operations one by one where a block is, or will be, computed again in a backward.",
+        ("torch._C._autograd._top_saved_tensors_default_hooks", "session/own_process"),
+        ("torch._C._current_graph_task_id", "session/own_process"),
+    ),
+    *_names(
         "Keeps the graph of a call on workers where backward keeps that of the script.",
         ("torch._C._autograd._get_current_graph_task_keep_graph", "session/calls session/own_process"),
     ),

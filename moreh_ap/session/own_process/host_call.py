@@ -33,8 +33,8 @@ from moreh_ap.device.function_mode import without_redirection
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.protocol.rng_state import set_state_of_host, state_of_host
 from moreh_ap.protocol.script_code.script_globals import written_by
+from moreh_ap.session.own_process.attribute_watch import AttributeWatch, Parts
 from moreh_ap.session.own_process.graph_tie import tie
-from moreh_ap.session.own_process.module_attributes import ModuleAttributes, Parts
 from moreh_ap.session.own_process.stand_ins import PLAIN, StandIns, stand_ins_for
 
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -50,7 +50,7 @@ class HostCalls:
     def __init__(self, root: nn.Module) -> None:
         self._is_refused = any(True for _ in written_by(root))
         self._tried: dict[Any, bool] = {}  # kinds of calls, and whether one was through on ordinary tensors
-        self._attributes = ModuleAttributes()
+        self._attributes = AttributeWatch()
         self._lock = threading.RLock()  # while stand-ins are in place, no other thread may use the model
 
     @property

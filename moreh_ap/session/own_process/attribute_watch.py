@@ -24,7 +24,7 @@ _GROWING = (list, dict, set, deque)
 Parts = Sequence[tuple[nn.Module, Sequence[str]]]
 
 
-class ModuleAttributes:
+class AttributeWatch:
     """The attributes of a model's modules, as they were when they were looked at last."""
 
     def __init__(self) -> None:
