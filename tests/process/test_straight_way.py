@@ -88,5 +88,5 @@ def test_a_worker(step_and_session: tuple[Callable[[], float], Session]) -> None
         file = result_file(pid)
         files = file.read_text().split("\n")
         file.unlink()
-        assert files == listed("In a worker")
+        assert files == listed("In a worker"), set(files) ^ set(listed("In a worker"))
         assert len(files) <= MAX_FILES
