@@ -158,6 +158,22 @@ def own_process_line(name: str, step_megaflops: float, num_devices: int) -> str:
     )
 
 
+def places_line(name: str, here_s: float, on_workers_s: float, num_workers: int, *, is_here: bool) -> str:
+    """Returns the line for a model whose steps were timed in the script's own process and on workers.
+
+    Args:
+        name: The model's class.
+        here_s: Seconds of a step in the script's process.
+        on_workers_s: Seconds of a step on the workers.
+        num_workers: Their number.
+        is_here: Whether it runs in the script's process from now on.
+    """
+    here, there = f"{here_s:.3g} s in this process", f"{on_workers_s:.3g} s on {num_workers} workers"
+    if is_here:
+        return info(f"{name} runs in this process: a step takes {here}, and {there}")
+    return info(f"{name} runs on the workers: a step takes {there}, and {here}")
+
+
 def first_steps_line(num_done: int, num_steps: int, worst: Mapping[str, tuple[float, str]]) -> str:
     """Returns the line that ends the comparison of the first steps with one device.
 

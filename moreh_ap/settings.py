@@ -6,7 +6,7 @@ Decides how arguments and environment variables become one frozen `Options`. Mus
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moreh_ap.errors import OptionError
@@ -37,6 +37,7 @@ class Options:
         distribute_parameter: Whether devices that share the batch shard parameters, gradients and optimizer state.
         mixed_precision: Whether bfloat16 may be computed in, on GPUs that have it natively.
         devices: Number of devices; None means all there are.
+        asks_for_devices: Whether the script itself gives their number, and not a variable.
         plan: The plan to use; None leaves it to the planner.
         autotune: Whether the planner's best plans are tried before one is kept.
         max_parallel_compile_threads: Threads used while candidates are prepared.
@@ -60,6 +61,7 @@ class Options:
     memory_usage_correction_ratio: int = 80
     strict: bool = False
     check_steps: int = 0
+    asks_for_devices: bool = field(default=False, compare=False)
 
     @property
     def leaves_layout_open(self) -> bool:
@@ -93,6 +95,7 @@ def resolve_options(
     Raises:
         OptionError: A variable has a wrong value, or the plan contradicts another argument.
     """
+    asks_for_devices = devices is not None
     if plan is not None and devices is None:
         devices = plan.num_devices
     if devices is None:
@@ -112,6 +115,7 @@ def resolve_options(
         memory_usage_correction_ratio=_read_variable(environment, MEMORY_RATIO_VARIABLE, 80, least=1, most=100),
         strict=bool(_read_variable(environment, STRICT_VARIABLE, 0, least=0, most=1)),
         check_steps=_read_variable(environment, CHECK_VARIABLE, 0, least=0),
+        asks_for_devices=asks_for_devices,
     )
     if plan is not None:
         _check_plan(plan, options)

@@ -13,10 +13,12 @@ from torch import nn
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.torchscript import refuse_compiled
 from moreh_ap.device.values import Here
+from moreh_ap.plan import Plan
 from moreh_ap.protocol.messages.stream import ImportModules
 from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import replaying
+from moreh_ap.session.own_process.faster_place import StepTrial
 from moreh_ap.session.own_process.small_models import SmallModels
 from moreh_ap.session.planning import first_call
 from moreh_ap.session.planning.autotune import tune
@@ -41,6 +43,8 @@ class ModelRegistry:
         # Weak: a model goes with its module, as on one device.
         self._models: weakref.WeakSet[RemoteModel] = weakref.WeakSet()
         self._announced: set[str] = set()
+        # Of models that have left the workers to be timed in this process.
+        self._plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
         # A module that was moved at once (``model.cuda()``) is one model even if a submodule is called first.
         self._root_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
@@ -91,12 +95,24 @@ class ModelRegistry:
         if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState):
             model = value.owner.live_model()
             if not model.is_out_of_date() and model.contains(module):
+                if self._is_tried_here(model, (args, kwargs)):
+                    return None
                 path = model.path_of(module)
                 if not model.script_hooks.any:  # a call with hooks may have to be repeated, see `call_module`
                     self.routes[module] = functools.partial(call_on_route, weakref.ref(model), path)
                 return model, path
             return self._build(module if not model.contains(module) else model.root, module, args, kwargs)
         return self._build(self._moved_root(module), module, args, kwargs)
+
+    def _is_tried_here(self, model: RemoteModel, call: Any) -> bool:
+        """Returns whether the model has left the workers, since its steps are timed in this process next."""
+        trial = self._small.places.take_due(model.root, call)
+        if trial is None or len(self._models) > 1 or model.script_hooks.any:
+            return False
+        self._plans[model.root] = model.plan
+        self._bring_back(model.root)
+        self._small.try_here(model.root, trial)
+        return True
 
     def _moved_root(self, module: nn.Module) -> nn.Module:
         reference = self._root_of.get(module)
@@ -138,6 +154,9 @@ class ModelRegistry:
         session = self._session
         if session.trial_plan is not None:
             return RemoteModel(session, root, call, session.trial_plan, on_trial=True)
+        plan = self._plans.pop(root, None)
+        if plan is not None:  # it was on the workers before
+            return RemoteModel(session, root, call, plan)
         planned = first_call.plan_first_call(session, root, call)
         values = [(tensor, tensor._cell.value) for tensor in _state_tensors(root)]
         if session.options.autotune and not planned.is_given:
@@ -146,16 +165,27 @@ class ModelRegistry:
             session.outbox.journal.open()
         model = RemoteModel(session, root, call, planned.plan)
         self._recovery.take_on(model, planned, values)
-        session.watch = Watch(session.outbox, planned.expected, session.stop_watching)
+        if not isinstance(session.watch, StepTrial):
+            watched = functools.partial(self._watched, weakref.ref(root))
+            session.watch = Watch(session.outbox, planned.expected, watched)
         return model
 
+    def _watched(self, root: weakref.ref[nn.Module], step_s: float | None) -> None:
+        """Called when the first steps of a model on the workers are over, with the seconds of a step."""
+        self._session.stop_watching()
+        model = root()
+        if model is not None and step_s is not None:
+            self._small.places.measured_on_workers(model, step_s)
+            self.routes.clear()  # the next call asks `find`
+
     def _bring_back(self, root: nn.Module) -> None:
-        """Reads the values of `root` back from the workers, since its structure changed and it has to be rebuilt."""
-        for tensor in _state_tensors(root):
-            if isinstance(tensor._cell.value, OnWorkers):
-                gradient = None if tensor.grad is None else tensor.grad.cpu()
-                tensor._cell.value = Here(tensor._cell.value.read())
-                tensor.grad = None if gradient is None else gradient.cuda()
+        """Reads the values of `root` back from the workers: its structure changed, or its calls run here next."""
+        tensors = [tensor for tensor in _state_tensors(root) if isinstance(tensor._cell.value, OnWorkers)]
+        gradients = [None if tensor.grad is None else tensor.grad.cpu() for tensor in tensors]
+        values = self._session.read_state(tuple(tensor._cell.value.ref for tensor in tensors)) if tensors else []
+        for tensor, value, gradient in zip(tensors, values, gradients, strict=True):
+            tensor._cell.value = Here(value)
+            tensor.grad = None if gradient is None else gradient.cuda()
         self._release_those_that_left()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from moreh_ap.local.jobs import Job
 from moreh_ap.plan import Plan
@@ -27,9 +28,11 @@ from moreh_ap.settings import Options
 
 
 class StepObserver(Protocol):
-    """Called for every optimizer step that is sent."""
+    """Called for every optimizer step: one that is sent, and one that runs in the script's own process."""
 
-    def stepped(self) -> None: ...
+    def stepped(self, optimizer: Optimizer) -> None: ...
+
+    def stepped_here(self, optimizer: Optimizer) -> None: ...
 
 
 class StepCheck(Protocol):
@@ -80,7 +83,7 @@ class Session:
             self.trial_plan = before
 
     def stop_watching(self) -> None:
-        """Ends the comparison of steps with their predictions."""
+        """Has no observer told of further steps."""
         self.watch = None
 
     def synchronize(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moreh_ap.device.tensor import VirtualTensor
-from moreh_ap.device.values import InFile
+from moreh_ap.device.values import Here, InFile
 from moreh_ap.integrations.adamw import AdamW
 from moreh_ap.protocol.messages.optimizers import (
     BuildOptimizer,
@@ -109,7 +109,7 @@ class RemoteOptimizer:
                 lambda done: None if done.failed() else outbox.state.enter(SessionState.UNREPLAYABLE)
             )
         if self.session.watch is not None:
-            self.session.watch.stepped()
+            self.session.watch.stepped(optimizer)
         if self.session.check is not None:
             self.session.check.after_step(_parameters(optimizer))
         optimizer.state.forget()  # type: ignore[attr-defined]
@@ -164,7 +164,8 @@ class RemoteState(defaultdict[Tensor, Any]):
         for reply in session.outbox.submit(DescribeOptimizer(self._remote.owner)).result():
             described.update(reply)
         for index, entries in sorted(described.items()):
-            holder = StateHolder(session, self._parameters[index]._cell.value.placement())  # type: ignore[attr-defined]
+            value = self._parameters[index]._cell.value  # type: ignore[attr-defined]
+            holder = StateHolder(session, value.placement() if isinstance(value, OnWorkers) else None)
             state: dict[str, Any] = {}
             for key, entry in entries.items():
                 if not isinstance(entry, Tensor):
@@ -206,6 +207,15 @@ class RemoteState(defaultdict[Tensor, Any]):
         self._look()
         return super().values()
 
+    def read_here(self) -> defaultdict[Tensor, Any]:
+        """Returns the state as an ordinary mapping, its tensors' values in the controller. Waits."""
+        self._look()
+        handles = [one for state in self.values() for one in state.values() if isinstance(one, VirtualTensor)]
+        refs = {one: one._cell.value.ref for one in handles if isinstance(one._cell.value, OnWorkers)}
+        for handle, value in zip(refs, self._remote.session.read_state(tuple(refs.values()))):
+            handle._cell.value = Here(value)
+        return defaultdict(dict, self.items())
+
     def __reduce__(self) -> Any:
         """Pickles as an ordinary mapping."""
         return (defaultdict, (dict, dict(self.items())))
@@ -232,7 +242,11 @@ def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Calla
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         refs = worker_refs(optimizer)
         if refs is None:
-            return None if closure is None and step_on_values(optimizer, original) else original(optimizer, closure)
+            _bring_state_back(optimizer)
+            stepped_here = closure is None and step_on_values(optimizer, original)
+            if stepped_here and session.watch is not None:
+                session.watch.stepped_here(optimizer)
+            return None if stepped_here else original(optimizer, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -241,6 +255,17 @@ def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Calla
         return loss
 
     return step
+
+
+def _bring_state_back(optimizer: Optimizer) -> None:
+    """Reads the state and frees the workers' optimizer, if the parameters have left the workers."""
+    if isinstance(optimizer.state, RemoteState) and not any(map(_is_on_workers, _parameters(optimizer))):
+        optimizer.state = optimizer.state.read_here()
+        del optimizer.__dict__["_moreh_remote"]
+
+
+def _is_on_workers(parameter: Any) -> bool:
+    return isinstance(parameter, VirtualTensor) and isinstance(parameter._cell.value, OnWorkers)
 
 
 def clearing_on_workers(original: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """Which models run in the script's own process: those whose computation takes less time than messages to workers.
 
-Decides by the size of a call, and by the time that the first calls took. Must not know how a call is computed
-(`host_call.py`).
+Decides by the size of a call, and by the time that the first calls took; of larger models `faster_place.py` says where
+they were faster. Must not know how a call is computed (`host_call.py`).
 
 [Note: small models]
 A step on workers costs the controller and each worker some milliseconds beside the computation: commands, answers,
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from moreh_ap import log
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here, InFile, Later
+from moreh_ap.session.own_process.faster_place import FasterPlace, StepTimes, StepTrial
 from moreh_ap.session.own_process.host_call import HostCalls
 from moreh_ap.session.planning.model_profiling import positions_of
 from moreh_ap.session.session import Session
@@ -63,6 +64,7 @@ class SmallModels:
         self._max_host_forward_s = MAX_HOST_FORWARD_S[session.device_type]
         self._outgrown: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._announced: set[str] = set()
+        self.places = FasterPlace(session)
 
     def take(self, root: nn.Module, call: Call) -> bool:
         """Returns whether `root` runs here from now on.
@@ -73,23 +75,45 @@ class SmallModels:
         """
         if not self._session.options.leaves_layout_open or root in self._outgrown:
             return False
+        name, times = type(root).__name__, None
         num_parts = sum(1 for part in root.modules() if any(p is not None for p in part._parameters.values()))
         is_small = num_parts <= MAX_PARTS and step_flops(root, call) <= self.max_step_flops
-        if not is_small or not _are_here(_tensors_of(call)):
-            return False
+        if not is_small:
+            times = self.places.known_times(root, call)
+            if times is None or not times.is_faster_here:
+                return False
         tensors = [*root.parameters(), *root.buffers()]
         if not all(isinstance(t, VirtualTensor) and isinstance(t._cell.value, (Here, InFile)) for t in tensors):
             return False
-        for tensor in tensors:
-            tensor._cell.read_here()  # type: ignore[attr-defined]
-        model = _Model(root)
-        for part in root.modules():
-            self._routes[part] = _Route(self, model, part)
-        line = log.own_process_line(type(root).__name__, step_flops(root, call) / 1e6, self._session.num_devices)
+        if not _are_here(_tensors_of(call)):
+            return False
+        self._run_here(root, is_small=is_small)
+        small_line = log.own_process_line(name, step_flops(root, call) / 1e6, self._session.num_devices)
+        line = small_line if times is None else times.line(name)
         if line not in self._announced:
             self._announced.add(line)
             print(line, flush=True)
         return True
+
+    def try_here(self, root: nn.Module, trial: StepTrial) -> None:
+        """Runs `root`, whose values are in this process, here until its steps have been timed, or for good."""
+        self._run_here(root, is_small=False)
+        reference = weakref.ref(root)
+
+        def ended(times: StepTimes) -> None:
+            self._session.stop_watching()
+            tried = reference()
+            if tried is not None and not times.is_faster_here:
+                self._leave(tried)
+
+        trial.ended, self._session.watch = ended, trial
+
+    def _run_here(self, root: nn.Module, *, is_small: bool) -> None:
+        for tensor in [*root.parameters(), *root.buffers()]:
+            tensor._cell.read_here()  # type: ignore[attr-defined]
+        model = _Model(root, is_small=is_small)
+        for part in root.modules():
+            self._routes[part] = _Route(self, model, part)
 
     def took(self, root: nn.Module, seconds: float, *, one_by_one: bool) -> None:
         """Has `root` go to the workers if its calls take too long here.
@@ -100,8 +124,12 @@ class SmallModels:
             one_by_one: Whether its operations run one by one.
         """
         if seconds > (MAX_FORWARD_S if one_by_one else self._max_host_forward_s):
-            self._outgrown.add(root)
-            self.forget(root)
+            self._leave(root)
+
+    def _leave(self, root: nn.Module) -> None:
+        """Has `root` go to the workers for good."""
+        self._outgrown.add(root)
+        self.forget(root)
 
     def forget(self, root: nn.Module) -> None:
         """Has the next call of `root` decide again."""
@@ -114,10 +142,11 @@ class _Model:
 
     Args:
         root: The model.
+        is_small: Whether it is here for its size, until a call is large or takes long.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = weakref.ref(root)
+    def __init__(self, root: nn.Module, *, is_small: bool) -> None:
+        self.root, self.is_small = weakref.ref(root), is_small
         self.flops_per_position = step_flops_per_position(root)
         self.calls = HostCalls(root)
         self.seconds: list[float] = []
@@ -144,8 +173,7 @@ class _Route:
         if root is None:  # the script has kept a part of a model, which is a model now
             self._models.forget(module)
             return NotImplemented
-        tensors = _tensors_of((args, kwargs))
-        if model.flops_per_position * _positions(tensors) > self._models.max_step_flops or not _are_here(tensors):
+        if model.is_small and self._is_large((args, kwargs)):
             self._models.forget(root)
             return NotImplemented
         _INSIDE.a_call, began = True, time.perf_counter()
@@ -153,11 +181,16 @@ class _Route:
             result = model.calls.run(module, args, kwargs)
         finally:
             _INSIDE.a_call = False
-        if len(model.seconds) < _NUM_TIMED:
+        if model.is_small and len(model.seconds) < _NUM_TIMED:
             model.seconds.append(time.perf_counter() - began)
             if len(model.seconds) == _NUM_TIMED:
                 self._models.took(root, min(model.seconds), one_by_one=not model.calls.are_on_ordinary_tensors)
         return result
+
+    def _is_large(self, call: Call) -> bool:
+        tensors = _tensors_of(call)
+        is_large = self._model.flops_per_position * _positions(tensors) > self._models.max_step_flops
+        return is_large or not _are_here(tensors)
 
 
 class _Inside(threading.local):

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
+
+from torch.optim import Optimizer
 
 from moreh_ap import log
 from moreh_ap.local.cache_files import CacheFile
@@ -60,36 +63,41 @@ class Watch:
     Args:
         outbox: The outbox to the workers.
         expected: The predictions.
-        done: Called when the watch ends.
+        done: Called when the watch ends, with the seconds from one step to the next; None if they cannot be compared.
     """
 
-    def __init__(self, outbox: Outbox, expected: Expected, done: Callable[[], object]) -> None:
+    def __init__(self, outbox: Outbox, expected: Expected, done: Callable[[float | None], object]) -> None:
         self._outbox, self._expected, self._on_done = outbox, expected, done
-        self._num_steps = 0
+        self._stepped_at: list[float] = []
         self._asked: Posted | None = None
 
-    def stepped(self) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
         """Counts an optimizer step that was sent. Never waits."""
-        self._num_steps += 1
-        if self._num_steps < LOOKS_AFTER_STEPS:
+        self._stepped_at.append(time.perf_counter())
+        if len(self._stepped_at) < LOOKS_AFTER_STEPS:
             return
         if self._asked is None:
             self._asked = self._outbox.post_soon(ReportSteps())
         elif self._asked.failed():
-            self._on_done()  # the script gets the error when it reads a result
+            self._on_done(None)  # the script gets the error when it reads a result
         elif self._asked.done():
-            self._on_done()
-            self._compare(self._asked.result())
+            self._on_done(self._compare(self._asked.result()))
 
-    def _compare(self, reports: list[StepReport]) -> None:
+    def stepped_here(self, optimizer: Optimizer) -> None:
+        """Does not count a step of another model, in the script's own process."""
+
+    def _compare(self, reports: list[StepReport]) -> float | None:
+        """Returns the seconds from one step to the next: a script that reads no loss sends ahead of the workers."""
         if min(len(one.seconds) for one in reports) < _LEAST_STEPS:
-            return  # gradients of several calls are accumulated, or several optimizers step: not comparable
+            return None  # gradients of several calls are accumulated, or several optimizers step: not comparable
         seconds = max(statistics.median(one.seconds[1:]) for one in reports)
         peak_bytes = max(one.peak_bytes for one in reports)
         chosen = self._expected.chosen
         assert chosen.step is not None  # a chosen plan has been timed
         print(log.measured_line(chosen, seconds, peak_bytes), flush=True)
         remember_run(self._expected, seconds, peak_bytes)
+        between = [after - before for before, after in zip(self._stepped_at[1:], self._stepped_at[2:])]
+        return max(seconds, statistics.median(between))
 
 
 def corrections_of(machine: str) -> Corrections:

@@ -1,0 +1,135 @@
+"""Which models are timed in the script's own process, and where they stay."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from moreh_ap.plan import Plan
+from moreh_ap.session.own_process import faster_place
+from moreh_ap.session.own_process.faster_place import FILE, FasterPlace, StepTimes
+from moreh_ap.settings import Options, resolve_options
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOREH_AP_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test sets."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(faster_place.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def places(options=None, device_type="cpu"):
+    return FasterPlace(SimpleNamespace(options=options or Options(), num_devices=2, device_type=device_type))
+
+
+def call(rows=8):
+    return (torch.zeros(rows, 4),), {}
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def run(trial, seconds, clock):
+    """Steps once, and once more after each of these times; returns the results that the trial has given."""
+    optimizer, results = optimizer_of(nn.Linear(1, 1)), []
+    trial.ended = results.append
+    for step in [0.0, *seconds]:
+        clock.now += step
+        trial.stepped_here(optimizer)
+    return results
+
+
+@pytest.mark.parametrize(("here_s", "is_faster_here"), [(0.5, True), (0.94, True), (0.96, False), (2.0, False)])
+def test_the_faster_place_is_remembered_for_the_same_call(clock, capsys, here_s, is_faster_here):
+    model, known = nn.Linear(4, 2), places()
+    known.measured_on_workers(model, 1.0)
+    (times,) = run(known.take_due(model, call()), [9.0, here_s, 5 * here_s, here_s], clock)
+    assert times == StepTimes(pytest.approx(here_s), 1.0, 2) and times.is_faster_here is is_faster_here
+    where = "in this process" if is_faster_here else "on the workers"
+    assert f"[info] Linear runs {where}: a step takes " in capsys.readouterr().out
+    again = places().known_times(model, call())
+    assert again is not None and again.is_faster_here is is_faster_here
+    assert places().known_times(model, call(16)) is None
+    assert places().known_times(nn.Linear(4, 3), call()) is None
+    known.measured_on_workers(model, 1.0)
+    assert known.take_due(model, call()) is None
+
+
+def test_only_steps_of_the_first_optimizer_count(clock):
+    model, known, other = nn.Linear(4, 2), places(), optimizer_of(nn.Linear(1, 1))
+    known.measured_on_workers(model, 1.0)
+    trial = known.take_due(model, call())
+    results = []
+    trial.ended = results.append
+    first = optimizer_of(model)
+    for _ in range(5):
+        assert not results
+        clock.now += 0.25
+        trial.stepped_here(first)
+        trial.stepped_here(other)
+        trial.stepped(other)
+    assert [one.here for one in results] == [0.25]
+    trial.stepped_here(first)
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(plan=Plan.parse("replicate=2")),
+        Options(autotune=True),
+        Options(strict=True),
+        Options(check_steps=3),
+        resolve_options({}, devices=2),
+    ],
+)
+def test_a_script_that_says_where_it_runs_is_not_tried_elsewhere(options):
+    model, known = nn.Linear(4, 2), places(options)
+    known.measured_on_workers(model, 1.0)
+    assert known.take_due(model, call()) is None
+
+
+def test_neither_are_gpus_and_large_models(monkeypatch):
+    model = nn.Linear(4, 2)
+    for known in (places(device_type="cuda"), places(resolve_options({"MOREH_NUM_DEVICES": "2"}))):
+        known.measured_on_workers(model, 1.0)
+        assert (known.take_due(model, call()) is None) is (known._session.device_type == "cuda")
+    monkeypatch.setattr(faster_place, "MAX_BYTES", 39)
+    known = places()
+    known.measured_on_workers(model, 1.0)
+    assert known.take_due(model, call()) is None
+
+
+@pytest.mark.parametrize(
+    "entry", [{}, {"here_s": 1.0}, {"here_s": "1", "on_workers_s": 2.0}, {"here_s": -1.0, "on_workers_s": 2.0}, []]
+)
+def test_an_entry_that_was_edited_does_not_count(entry):
+    model, known = nn.Linear(4, 2), places()
+    FILE.path.write_text(json.dumps({known._key(model, call()): entry}))
+    assert known.known_times(model, call()) is None
+
+
+def test_a_folder_that_cannot_be_written_loses_the_result_alone(clock, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MOREH_AP_CACHE", str(tmp_path / "file"))
+    model, known = nn.Linear(4, 2), places()
+    known.measured_on_workers(model, 1.0)
+    assert len(run(known.take_due(model, call()), [1.0] * 4, clock)) == 1
+    assert known.known_times(model, call()) is None
+
+
+def test_equal_options_are_equal_whoever_gives_the_number_of_devices():
+    options = Options(devices=2)
+    assert options == replace(options, asks_for_devices=True)
