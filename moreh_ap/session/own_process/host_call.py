@@ -33,11 +33,10 @@ from moreh_ap.device.function_mode import without_redirection
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.protocol.rng_state import set_state_of_host, state_of_host
 from moreh_ap.protocol.script_code.script_globals import written_by
+from moreh_ap.session.module_contents import ModuleContents
 from moreh_ap.session.own_process.attribute_watch import AttributeWatch, Parts
 from moreh_ap.session.own_process.graph_tie import tie
 from moreh_ap.session.own_process.stand_ins import PLAIN, StandIns, stand_ins_for
-
-_HELD = ("_parameters", "_buffers", "_modules")
 
 
 class HostCalls:
@@ -136,9 +135,7 @@ class _Start:
         with torch._C.DisableTorchFunction():
             kept = stand_ins.all() if is_first else stand_ins.buffers
             self._values = [(tensor, tensor.detach().clone()) for tensor in kept]
-        held = [(part.__dict__, *(part.__dict__[name] for name in _HELD)) for part, _ in parts]
-        self._contents = [(one, one.copy()) for of_part in held for one in of_part]
-        self._lengths = [(one, len(one)) for part, _ in parts for one in vars(part).values() if type(one) is list]
+        self._contents = ModuleContents(part for part, _ in parts)
 
     def put_back(self) -> None:
         """Has everything be as it was."""
@@ -148,11 +145,7 @@ class _Start:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for tensor, value in self._values:
                 tensor.copy_(value)
-        for namespace, contents in self._contents:
-            namespace.clear()
-            namespace.update(contents)
-        for one, length in self._lengths:
-            del one[length:]
+        self._contents.put_back()
 
 
 def _has_place(leaf: Any, kind: type[Tensor]) -> bool:

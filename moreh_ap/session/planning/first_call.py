@@ -54,7 +54,7 @@ def plan_first_call(session: Session, root: nn.Module, call: reduced_model.Call)
     if watcher is not None:
         watcher(root, call)
     family = family_of(root)
-    planned = choose_plan_for(session, root, family, call[1:], _rows(call))
+    planned = choose_plan_for(session, root, family, call, _rows(call))
     require_verification(session, root, call, planned)
     return planned
 

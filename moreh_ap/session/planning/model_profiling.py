@@ -4,9 +4,10 @@ Decides when a model's configuration is used, and how the model is counted other
 
 [Note: counted models]
 Where a model is not a decoder whose configuration gives its shape, every layer with a weight counts as one matrix
-product of each position of a row, and keeps its input and its output for the backward. Convolutions count as one
-product at each pixel of the batch. Attention's scores and what has no weight are not counted, so that such models are
-underestimated; what is measured in the first steps is remembered (`session.watch`) and corrects it.
+product of each position that it sees, and keeps its input and its output for the backward. Those are the positions of
+the call, but for models with convolutions, whose layers' sizes are looked up (`layer_sizes.py`). Attention's scores and
+what has no weight are not counted, so that such models are underestimated; what is measured in the first steps is
+remembered (`session.watch`) and corrects it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import OptionError
 from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile, Product
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, from_config, profile_of
 from moreh_ap.protocol.blocks import block_lists
+from moreh_ap.session.planning.layer_sizes import LayerSize, layer_sizes
 from moreh_ap.session.verification import reduced_model
 
 _NEAR = 0.02
@@ -55,19 +58,22 @@ def shape_of(root: nn.Module) -> TransformerShape | None:
     return shape if abs(shape.parameters - found) <= _NEAR * found else None
 
 
-def profile_model(root: nn.Module, shape: TransformerShape | None, call: tuple[Any, Any]) -> ModelProfile:
-    """Returns the cost of a model for rows like those of a call with these positional and keyword arguments.
+def profile_model(
+    root: nn.Module, shape: TransformerShape | None, call: tuple[nn.Module, Any, Any], rows: int
+) -> ModelProfile:
+    """Returns the cost of a model for rows like those of a call.
 
     Args:
         root: The model.
         shape: The result of `shape_of`.
-        call: Arguments of the first call; only the shapes of tensors are used.
+        call: Module, positional and keyword arguments of the first call; only the shapes of tensors are used.
+        rows: Rows of the call.
     """
-    tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    tensors = [leaf for leaf in tree_leaves(call[1:]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     positions = positions_of(tensors)
     if shape is not None:
         return profile_of(shape, positions)
-    return _counted(root, positions)
+    return _counted(root, positions, _Seen(layer_sizes(root, *call), root, rows * positions))
 
 
 def positions_of(tensors: list[Tensor]) -> int:
@@ -80,7 +86,7 @@ def positions_of(tensors: list[Tensor]) -> int:
     return int(first.shape[1])
 
 
-def _counted(root: nn.Module, positions: int) -> ModelProfile:
+def _counted(root: nn.Module, positions: int, seen: _Seen) -> ModelProfile:
     """See [Note: counted models]."""
     lists = sorted(block_lists(root).values(), key=_elements)
     blocks = lists[-1] if lists else []
@@ -90,12 +96,12 @@ def _counted(root: nn.Module, positions: int) -> ModelProfile:
     others = [module for module in rest if module not in tables]
     owned = {id(p) for module in [*tables, *blocks] for p in module.parameters()}
     body = (
-        _segment_profile([m for block in blocks for m in block.modules()], set(), len(blocks))
+        _segment_profile([m for block in blocks for m in block.modules()], set(), len(blocks), seen)
         if blocks
         else LayerProfile()
     )
     first = LayerProfile(parameters_replicated=float(_elements(tables)), num_kernels=_KERNELS)
-    last = _segment_profile(others, owned, 1)
+    last = _segment_profile(others, owned, 1, seen)
     if not blocks:  # one segment without a cut
         body, last = last, LayerProfile()
     heads = [module.out_features for module in others if isinstance(module, nn.Linear)]
@@ -111,27 +117,67 @@ def _counted(root: nn.Module, positions: int) -> ModelProfile:
     )
 
 
-def _segment_profile(modules: list[nn.Module], owned_elsewhere: set[int], num_equal: int) -> LayerProfile:
+class _Seen:
+    """How many positions layers see, and the elements they keep.
+
+    Args:
+        sizes: By ``id`` of the module.
+        root: The model.
+        num_positions: Positions of all rows of the call.
+    """
+
+    def __init__(self, sizes: dict[int, LayerSize], root: nn.Module, num_positions: int) -> None:
+        self._sizes, self._num_positions = sizes, num_positions
+        # A layer that is not called itself, since the module around it uses its weight, sees what that module sees.
+        around = {id(child): module for module in root.modules() for child in module.children()}
+        for module in root.modules() if sizes else ():
+            if id(module) not in sizes and id(module) in around:
+                sizes[id(module)] = sizes.get(id(around[id(module)]), LayerSize())
+
+    def share(self, module: nn.Module, matrix: Tensor) -> float:
+        """Returns the positions for which a layer multiplies with this weight, for each position of the call."""
+        size = self._sizes.get(id(module))
+        if size is None:
+            return 1.0
+        if isinstance(module, _ConvTransposeNd):
+            return size.read / matrix.shape[0] / self._num_positions
+        if isinstance(module, _ConvNd):
+            return size.written / matrix.shape[0] / self._num_positions
+        return size.read / matrix.shape[1] / self._num_positions
+
+    def kept(self, module: nn.Module, matrix: Tensor) -> tuple[float, float]:
+        """Returns the elements of a layer's input and of its result, for each position of the call."""
+        size = self._sizes.get(id(module))
+        if size is None or not isinstance(module, _ConvNd):
+            share = self.share(module, matrix)
+            return share * matrix.shape[1], share * matrix.shape[0]
+        return size.read / self._num_positions, size.written / self._num_positions
+
+
+def _segment_profile(modules: list[nn.Module], owned_elsewhere: set[int], num_equal: int, seen: _Seen) -> LayerProfile:
     """Returns the cost of modules together, divided by `num_equal`; equal products of equal blocks are counted once."""
     parameters: dict[int, int] = {}
-    counts: dict[tuple[int, int, int], int] = {}
+    shares: dict[tuple[int, int], float] = {}
+    inputs = results = 0.0
+    num_matrices = 0
     for module in modules:
         own = [p for p in module._parameters.values() if p is not None]
         parameters.update({id(p): p.numel() for p in own if id(p) not in owned_elsewhere})
         matrices = [p for p in own if p.dim() >= 2]
         for matrix in matrices:
-            size = (math.prod(matrix.shape[1:]), matrix.shape[0], matrix.shape[1])  # a kernel's pixels are one input
-            counts[size] = counts.get(size, 0) + 1
-    products = tuple(Product(inner, outer, share=count / num_equal) for (inner, outer, _), count in counts.items())
-    results = sum(2.0 * outer * count / num_equal for (_, outer, _), count in counts.items())
-    inputs = sum(2.0 * channels * count / num_equal for (_, _, channels), count in counts.items())
+            size = (math.prod(matrix.shape[1:]), matrix.shape[0])  # a kernel's pixels are one input
+            shares[size] = shares.get(size, 0.0) + seen.share(module, matrix)
+            read, written = seen.kept(module, matrix)
+            inputs, results, num_matrices = inputs + read, results + written, num_matrices + 1
+    products = tuple(Product(inner, outer, share=share / num_equal) for (inner, outer), share in shares.items())
+    inputs, results = 2.0 * inputs / num_equal, 2.0 * results / num_equal
     return LayerProfile(
         parameters_replicated=sum(parameters.values()) / num_equal,
         products=products,
         kept_replicated_bytes_per_token=inputs + results,
         selective_replicated_bytes_per_token=results,
         moved_replicated_bytes_per_token=2.0 * (inputs + results),
-        num_kernels=max(1, round(_KERNELS * sum(counts.values()) / num_equal)),
+        num_kernels=max(1, round(_KERNELS * num_matrices / num_equal)),
     )
 
 

@@ -62,14 +62,16 @@ class Planned:
         return replace(self, expected=replace(self.expected, chosen=chosen))
 
 
-def choose_plan_for(session: Session, root: nn.Module, family: str, call: tuple[Any, Any], rows: int | None) -> Planned:
+def choose_plan_for(
+    session: Session, root: nn.Module, family: str, call: tuple[nn.Module, Any, Any], rows: int | None
+) -> Planned:
     """Returns the plan for a model with its predictions; logs it and writes it to the `.dump` files.
 
     Args:
         session: The session of the workers.
         root: The model.
         family: Its name in the list of verified families.
-        call: Positional and keyword arguments of its first call.
+        call: Module, positional and keyword arguments of its first call.
         rows: Rows of the global batch, None if no argument has rows.
 
     Raises:
@@ -77,7 +79,7 @@ def choose_plan_for(session: Session, root: nn.Module, family: str, call: tuple[
     """
     options = session.options
     machine, shape = machine_of(session), shape_of(root)
-    profile = profile_model(root, shape, call)
+    profile = profile_model(root, shape, call, rows or 1)
     # On CPU workers dropout has one device's masks, which only data-parallel plans can draw (`shared_draws.py`).
     draws_apart = machine.cluster.device.name == "CPU" and draws_random_numbers(root)()
     shares_batch_only = draws_apart or has_hooks_of_script(root)

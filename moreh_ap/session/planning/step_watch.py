@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -63,16 +64,21 @@ class Watch:
     Args:
         outbox: The outbox to the workers.
         expected: The predictions.
-        done: Called when the watch ends, with the seconds from one step to the next; None if they cannot be compared.
+        done: Called when the watch ends, with the seconds from one step to the next; None if workers failed.
     """
 
     def __init__(self, outbox: Outbox, expected: Expected, done: Callable[[float | None], object]) -> None:
         self._outbox, self._expected, self._on_done = outbox, expected, done
         self._stepped_at: list[float] = []
         self._asked: Posted | None = None
+        self._optimizer: weakref.ref[Optimizer] | None = None
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Counts an optimizer step that was sent. Never waits."""
+        """Counts a step that was sent, of the optimizer that stepped first. Never waits."""
+        if self._optimizer is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is not optimizer:
+            return
         self._stepped_at.append(time.perf_counter())
         if len(self._stepped_at) < LOOKS_AFTER_STEPS:
             return
@@ -86,18 +92,20 @@ class Watch:
     def stepped_here(self, optimizer: Optimizer) -> None:
         """Does not count a step of another model, in the script's own process."""
 
-    def _compare(self, reports: list[StepReport]) -> float | None:
+    def _compare(self, reports: list[StepReport]) -> float:
         """Returns the seconds from one step to the next: a script that reads no loss sends ahead of the workers."""
+        between_s = statistics.median(
+            after - before for before, after in zip(self._stepped_at[1:], self._stepped_at[2:])
+        )
         if min(len(one.seconds) for one in reports) < _LEAST_STEPS:
-            return None  # gradients of several calls are accumulated, or several optimizers step: not comparable
+            return between_s  # gradients of several calls are accumulated, or several optimizers step: not predicted
         seconds = max(statistics.median(one.seconds[1:]) for one in reports)
         peak_bytes = max(one.peak_bytes for one in reports)
         chosen = self._expected.chosen
         assert chosen.step is not None  # a chosen plan has been timed
         print(log.measured_line(chosen, seconds, peak_bytes), flush=True)
         remember_run(self._expected, seconds, peak_bytes)
-        between = [after - before for before, after in zip(self._stepped_at[1:], self._stepped_at[2:])]
-        return max(seconds, statistics.median(between))
+        return max(seconds, between_s)
 
 
 def corrections_of(machine: str) -> Corrections:

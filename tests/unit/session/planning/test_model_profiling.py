@@ -39,7 +39,9 @@ def count(module: nn.Module) -> int:
 
 def counted(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor):
     assert shape_of(module) is None
-    return profile_model(module, None, (args, kwargs))
+    return profile_model(
+        module, None, (module, args, kwargs), len(next((one for one in (*args, *kwargs.values()) if one.ndim), [0]))
+    )
 
 
 IDS = torch.zeros(8, 16, dtype=torch.long)
@@ -89,7 +91,8 @@ def test_a_convolution_is_a_product_at_each_pixel():
     found = counted(model, torch.zeros(2, 3, 10, 10))
     (product,) = found.block.products
     assert (product.inner, product.outer) == (3 * 5 * 5, 8)
-    assert found.block.kept_replicated_bytes_per_token == 2 * (3 + 8)
+    assert product.share == 0.36  # 6 x 6 of 10 x 10 pixels
+    assert found.block.kept_replicated_bytes_per_token == pytest.approx(2 * (3 + 0.36 * 8))
 
 
 def llama(**changes):
@@ -103,7 +106,7 @@ def test_a_decoder_of_transformers_is_its_configuration():
     shape = shape_of(model)
     assert shape is not None and (shape.num_layers, shape.num_kv_heads) == (3, 2)
     assert shape.parameters == count(model)
-    assert profile_model(model, shape, ((), {"input_ids": IDS})) == profile_of(shape, 16)
+    assert profile_model(model, shape, (model, (), {"input_ids": IDS}), 8) == profile_of(shape, 16)
 
 
 def test_a_configuration_that_the_weights_contradict_is_not_believed():
@@ -127,5 +130,5 @@ def test_an_encoder_is_counted():
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
     )
     model = transformers.BertForSequenceClassification(config)
-    found = profile_model(model, shape_of(model), ((), {"input_ids": IDS}))
+    found = profile_model(model, shape_of(model), (model, (), {"input_ids": IDS}), 8)
     assert found.num_blocks == 3 and found.parameters == pytest.approx(count(model), rel=0.02)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.plan import Plan
@@ -12,6 +14,7 @@ from moreh_ap.planner.cost.hardware import find_cluster
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.planner.search.candidate import evaluate_plan
 from moreh_ap.planner.search.planning_task import Corrections, Task
+from moreh_ap.protocol.messages.devices import StepReport
 from moreh_ap.session.planning import step_watch
 
 GIB = 2**30
@@ -96,3 +99,35 @@ def _expected(corrections: Corrections | None = None) -> step_watch.Expected:
     profile = profile_of(TransformerShape(4, 256, 768, 8, 8, 32, 2000), 128)
     task = Task(profile, find_cluster("2xH100"), 8, corrections=corrections)
     return step_watch.Expected(MACHINE, "small", 8, evaluate_plan(task, Plan(2)), corrections)
+
+
+class Workers:
+    """Answer how long steps took at once."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._reports = [StepReport(tuple(seconds), GIB)]
+
+    def post_soon(self, command):
+        return SimpleNamespace(failed=lambda: False, done=lambda: True, result=lambda: self._reports)
+
+
+@pytest.mark.parametrize(
+    ("on_workers", "in_script", "expected"),
+    [
+        ([9.0, *[2.0] * 5], 3.0, 3.0),  # the script does something between its steps
+        ([9.0, *[2.0] * 5], 0.5, 2.0),  # it reads no loss, and sends ahead
+        ([], 3.0, 3.0),  # several calls for a step
+    ],
+)
+def test_seconds_from_step_to_step_are_told_once(learned, monkeypatch, on_workers, in_script, expected):
+    clock, told = SimpleNamespace(now=0.0), []
+    monkeypatch.setattr(step_watch.time, "perf_counter", lambda: clock.now)
+    watch = step_watch.Watch(Workers(on_workers), _expected(), told.append)
+    first, other = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
+    for _ in range(7):
+        assert told == []
+        clock.now += in_script
+        watch.stepped(first)
+        watch.stepped(other)
+        watch.stepped_here(first)
+    assert told == [expected]

@@ -1,0 +1,34 @@
+"""What modules contain, as it was at one moment: attributes, parameters, buffers, submodules, and what lists collected.
+
+Decides what of a call is undone on the modules. Must not know who calls them, or why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+_HELD = ("_parameters", "_buffers", "_modules")
+
+
+class ModuleContents:
+    """What modules contain now, to be put back. Values of tensors are not kept.
+
+    Args:
+        parts: The modules, without those in them.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        known = list(parts)
+        held = [(part.__dict__, *(part.__dict__[name] for name in _HELD)) for part in known]
+        self._contents = [(one, one.copy()) for of_part in held for one in of_part]
+        self._lengths = [(one, len(one)) for part in known for one in vars(part).values() if type(one) is list]
+
+    def put_back(self) -> None:
+        """Has the modules contain what they did; lists lose what was added at their ends."""
+        for namespace, contents in self._contents:
+            namespace.clear()
+            namespace.update(contents)
+        for one, length in self._lengths:
+            del one[length:]
