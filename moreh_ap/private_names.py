@@ -67,10 +67,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Calls PyTorch on tensors of our class without being called back.",
-        (
-            "torch._C.DisableTorchFunction",
-            "device parallelizer/pipeline session/calls session/models session/own_process",
-        ),
+        ("torch._C.DisableTorchFunction", "*"),
         ("torch._C.DisableTorchFunctionSubclass", "*"),
     ),
     *_names(

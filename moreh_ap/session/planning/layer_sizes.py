@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.device.function_mode import without_redirection
@@ -31,6 +30,9 @@ from moreh_ap.protocol.rng_state import set_state_of_host, state_of_host
 from moreh_ap.protocol.script_code.script_globals import written_by
 from moreh_ap.session.models.script_hooks import has_hooks_of_script
 from moreh_ap.session.module_contents import ModuleContents
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass
@@ -52,7 +54,7 @@ def layer_sizes(
         args: The positional arguments.
         kwargs: The keyword arguments.
     """
-    if not any(isinstance(part, _ConvNd) for part in root.modules()):
+    if not any(isinstance(part, (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)) for part in root.modules()):
         return {}
     if has_hooks_of_script(root) or any(True for _ in written_by(root)):
         return {}

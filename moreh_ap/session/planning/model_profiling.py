@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import OptionError
 from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile, Product
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, from_config, profile_of
 from moreh_ap.protocol.blocks import block_lists
-from moreh_ap.session.planning.layer_sizes import LayerSize, layer_sizes
+from moreh_ap.session.planning.layer_sizes import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, LayerSize, layer_sizes
 from moreh_ap.session.verification import reduced_model
 
 _NEAR = 0.02
@@ -139,16 +138,16 @@ class _Seen:
         size = self._sizes.get(id(module))
         if size is None:
             return 1.0
-        if isinstance(module, _ConvTransposeNd):
+        if isinstance(module, TRANSPOSED_CONVOLUTIONS):
             return size.read / matrix.shape[0] / self._num_positions
-        if isinstance(module, _ConvNd):
+        if isinstance(module, CONVOLUTIONS):
             return size.written / matrix.shape[0] / self._num_positions
         return size.read / matrix.shape[1] / self._num_positions
 
     def kept(self, module: nn.Module, matrix: Tensor) -> tuple[float, float]:
         """Returns the elements of a layer's input and of its result, for each position of the call."""
         size = self._sizes.get(id(module))
-        if size is None or not isinstance(module, _ConvNd):
+        if size is None or not isinstance(module, (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)):
             share = self.share(module, matrix)
             return share * matrix.shape[1], share * matrix.shape[0]
         return size.read / self._num_positions, size.written / self._num_positions
