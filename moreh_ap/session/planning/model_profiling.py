@@ -130,8 +130,8 @@ class _Seen:
         # A layer that is not called itself, since the module around it uses its weight, sees what that module sees.
         around = {id(child): module for module in root.modules() for child in module.children()}
         for module in root.modules() if sizes else ():
-            if id(module) not in sizes and id(module) in around:
-                sizes[id(module)] = sizes.get(id(around[id(module)]), LayerSize())
+            if id(module) not in sizes and id(around.get(id(module))) in sizes:
+                sizes[id(module)] = sizes[id(around[id(module)])]
 
     def share(self, module: nn.Module, matrix: Tensor) -> float:
         """Returns the positions for which a layer multiplies with this weight, for each position of the call."""
@@ -168,7 +168,8 @@ def _segment_profile(modules: list[nn.Module], owned_elsewhere: set[int], num_eq
             shares[size] = shares.get(size, 0.0) + seen.share(module, matrix)
             read, written = seen.kept(module, matrix)
             inputs, results, num_matrices = inputs + read, results + written, num_matrices + 1
-    products = tuple(Product(inner, outer, share=share / num_equal) for (inner, outer), share in shares.items())
+    seen_at_all = {size: share / num_equal for size, share in shares.items() if share}  # a parametrization gets nothing
+    products = tuple(Product(inner, outer, share=share) for (inner, outer), share in seen_at_all.items())
     inputs, results = 2.0 * inputs / num_equal, 2.0 * results / num_equal
     return LayerProfile(
         parameters_replicated=sum(parameters.values()) / num_equal,

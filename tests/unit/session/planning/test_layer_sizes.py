@@ -140,3 +140,18 @@ def test_layers_of_a_vision_transformer_see_its_patches_and_not_its_pixels():
     found = profile_model(net, None, (net, (PICTURES,), {}), 4)
     macs = 16 * 32 * 3 * 16 + 16 * 32 * 96 + 16 * 32 * 32 + 32 * 10
     assert 256 * found.block.product_flops_per_token == pytest.approx(2 * macs)
+
+
+def test_parts_that_are_not_called_count_by_the_positions_of_the_call():
+    parts = nn.ModuleDict({"net": Vision(), "other": nn.Linear(32, 16)})
+    found = profile_model(parts, None, (parts["net"], (PICTURES,), {}), 4)
+    alone = profile_model(parts["net"], None, (parts["net"], (PICTURES,), {}), 4)
+    more = found.block.product_flops_per_token - alone.block.product_flops_per_token
+    assert more == pytest.approx(2 * 32 * 16)
+
+
+def test_weights_computed_by_a_parametrization_are_no_products_of_their_own():
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 1)), nn.Flatten(), nn.Linear(2048, 4))
+    found = profile_model(net, None, (net, (PICTURES,), {}), 4)
+    assert all(product.share > 0 for product in found.block.products)
+    assert found.block.product_flops_per_token > 0
