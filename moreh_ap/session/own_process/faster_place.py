@@ -39,9 +39,6 @@ FILE = CacheFile("own_process.json")
 MAX_BYTES = 2**30
 """Of parameters. Larger ones, and the optimizer's state, would take seconds to change places."""
 
-MARGIN = 0.95
-"""A step here has to take less than this part of a step on the workers: both figures vary by some per cent."""
-
 _SKIPPED, _COUNTED = 2, 3
 """Steps: in the first, operations run one by one, and the next keeps what it starts from. Then the median counts."""
 
@@ -62,8 +59,8 @@ class StepTimes:
 
     @property
     def is_faster_here(self) -> bool:
-        """Whether steps take clearly less time in the script's own process."""
-        return self.here < MARGIN * self.on_workers
+        """Whether steps take less time in the script's own process."""
+        return self.here < self.on_workers
 
     def line(self, name: str) -> str:
         """Returns the line for the log; `name` is the model's class."""
