@@ -12,7 +12,6 @@ from torch import nn
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.torchscript import refuse_compiled
-from moreh_ap.device.values import Here
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.messages.stream import ImportModules
 from moreh_ap.session.calls.remote_call import call_on_route
@@ -25,7 +24,7 @@ from moreh_ap.session.planning.autotune import tune
 from moreh_ap.session.planning.oom_recovery import Recovery
 from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
-from moreh_ap.session.state_tensors import ModelState, OnWorkers
+from moreh_ap.session.state_tensors import ModelState, OnWorkers, bring_here
 
 Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Calls a module with positional and keyword arguments; NotImplemented if it has changed."""
@@ -187,9 +186,8 @@ class ModelRegistry:
         """Reads the values of `root` back from the workers: its structure changed, or its calls run here next."""
         tensors = [tensor for tensor in _state_tensors(root) if isinstance(tensor._cell.value, OnWorkers)]
         gradients = [None if tensor.grad is None else tensor.grad.cpu() for tensor in tensors]
-        values = self._session.read_state(tuple(tensor._cell.value.ref for tensor in tensors)) if tensors else []
-        for tensor, value, gradient in zip(tensors, values, gradients, strict=True):
-            tensor._cell.value = Here(value)
+        bring_here(self._session, tensors)
+        for tensor, gradient in zip(tensors, gradients):
             tensor.grad = None if gradient is None else gradient.cuda()
         self._release_those_that_left()
 

@@ -23,6 +23,9 @@ from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.protocol.shard_rules import StateRule, shard_rules
 from moreh_ap.session.session import Session
 
+_READ_BYTES = 2**26
+"""Of one message with values."""
+
 
 @dataclass(eq=False)
 class OnWorkers(Value):
@@ -126,6 +129,23 @@ class StateHolder:
         if not aliases_input:
             return result
         return args[0] if len(func._schema.returns) == 1 else None
+
+
+def bring_here(session: Session, tensors: Iterable[VirtualTensor]) -> None:
+    """Has the controller keep the values of tensors that the workers keep; waits, for some of them at a time."""
+    groups: list[list[VirtualTensor]] = [[]]
+    num_bytes = 0
+    for tensor in tensors:
+        num_bytes += tensor.numel() * tensor.element_size()
+        if num_bytes > _READ_BYTES and groups[-1]:
+            groups.append([])
+            num_bytes = tensor.numel() * tensor.element_size()
+        groups[-1].append(tensor)
+    for group in groups:
+        refs = tuple(tensor._cell.value.ref for tensor in group)  # type: ignore[attr-defined]
+        values = session.read_state(refs) if group else []
+        for tensor, value in zip(group, values, strict=True):
+            tensor._cell.value = Here(value)
 
 
 class GradientsByName(Protocol):

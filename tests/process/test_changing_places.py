@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from moreh_ap.session import state_tensors
 from moreh_ap.session.own_process.faster_place import FILE, FasterPlace
 from moreh_ap.session.own_process.small_models import MAX_STEP_FLOPS
 from moreh_ap.session.session import Session
@@ -130,3 +131,11 @@ def test_a_script_that_gives_a_plan_is_not_tried_elsewhere(accelerator, steps_on
     places: list[bool] = []
     train("cuda", adamw, places)
     assert all(places) and not FILE.path.exists()
+
+
+def test_large_values_come_in_several_messages(session, steps_on_workers_take, monkeypatch):
+    monkeypatch.setattr(state_tensors, "_READ_BYTES", 4000)  # the head's weight alone has more
+    steps_on_workers_take(1e6)
+    places: list[bool] = []
+    assert train("cuda", adamw, places) == pytest.approx(train("cpu", adamw), rel=1e-4, abs=1e-5)
+    assert not places[-1]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moreh_ap.device.tensor import VirtualTensor
-from moreh_ap.device.values import Here, InFile
+from moreh_ap.device.values import InFile
 from moreh_ap.integrations.adamw import AdamW
 from moreh_ap.protocol.messages.optimizers import (
     BuildOptimizer,
@@ -33,7 +33,7 @@ from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
 from moreh_ap.session.models.parameter_gradients import expected_will_do
 from moreh_ap.session.own_process.host_step import step_on_values
 from moreh_ap.session.session import Session
-from moreh_ap.session.state_tensors import ModelState, OnWorkers, StateHolder
+from moreh_ap.session.state_tensors import ModelState, OnWorkers, StateHolder, bring_here
 from moreh_ap.states import SessionState
 
 
@@ -211,9 +211,7 @@ class RemoteState(defaultdict[Tensor, Any]):
         """Returns the state as an ordinary mapping, its tensors' values in the controller. Waits."""
         self._look()
         handles = [one for state in self.values() for one in state.values() if isinstance(one, VirtualTensor)]
-        refs = {one: one._cell.value.ref for one in handles if isinstance(one._cell.value, OnWorkers)}
-        for handle, value in zip(refs, self._remote.session.read_state(tuple(refs.values()))):
-            handle._cell.value = Here(value)
+        bring_here(self._remote.session, [one for one in handles if isinstance(one._cell.value, OnWorkers)])
         return defaultdict(dict, self.items())
 
     def __reduce__(self) -> Any:
