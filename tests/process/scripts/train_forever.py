@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 ending = sys.argv[1] if len(sys.argv) > 1 else "never"
-torch.moreh.option.enable_advanced_parallelization()
+torch.moreh.option.enable_advanced_parallelization(distribute_parameter=False)  # so that it stays on the workers
 print("the line is behind us")
-layers = nn.Linear(64, 1600), nn.ReLU(), nn.Linear(1600, 1600), nn.ReLU(), nn.Linear(1600, 1)  # for workers, not less
+layers = nn.Linear(64, 1600), nn.ReLU(), nn.Linear(1600, 1600), nn.ReLU(), nn.Linear(1600, 1)
 model = nn.Sequential(*layers).cuda()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 step = 0
