@@ -78,8 +78,9 @@ def choose_plan_for(
         PlanError: If no plan fits, or a forced plan does not match the devices.
     """
     options = session.options
-    machine, shape = machine_of(session), shape_of(root)
-    profile = profile_model(root, shape, call, rows or 1)
+    shape = shape_of(root)
+    profile = profile_model(root, shape, call, rows or 1)  # may import for seconds, while the workers start
+    machine = machine_of(session)
     # On CPU workers dropout has one device's masks, which only data-parallel plans can draw (`shared_draws.py`).
     draws_apart = machine.cluster.device.name == "CPU" and draws_random_numbers(root)()
     shares_batch_only = draws_apart or has_hooks_of_script(root)
