@@ -36,7 +36,7 @@ from moreh_ap.session.session import Session
 
 FILE = CacheFile("own_process.json")
 
-MAX_BYTES = 2**30
+MAX_BYTES = 2**28
 """Of parameters. Larger ones, and the optimizer's state, would take seconds to change places."""
 
 _SKIPPED, _COUNTED = 2, 3
