@@ -106,18 +106,20 @@ class ModelRegistry:
     def _is_tried_here(self, model: RemoteModel, call: Any) -> bool:
         """Returns whether the model has left the workers, since its steps are timed in this process next."""
         trial = self._small.places.take_due(model.root, call)
-        if trial is None or model.script_hooks.any or self._num_models() > 1:
+        if trial is None or model.script_hooks.any:
+            return False
+        self._free_dropped()
+        if len(self._models) > 1:
             return False
         self._plans[model.root] = model.plan
         self._bring_back(model.root)
         self._small.try_here(model.root, trial)
         return True
 
-    def _num_models(self) -> int:
-        """Returns how many models are on the workers, after those that the script has dropped are freed."""
+    def _free_dropped(self) -> None:
+        """Frees models that the script has dropped: they are reference cycles."""
         if self._models:
-            gc.collect()  # they are reference cycles
-        return len(self._models)
+            gc.collect()
 
     def _moved_root(self, module: nn.Module) -> nn.Module:
         reference = self._root_of.get(module)
@@ -136,7 +138,7 @@ class ModelRegistry:
         if self._session.trial_plan is None and self._small.take(root, (args, kwargs)):
             return None
         self._bring_back(root)
-        self._num_models()
+        self._free_dropped()
         model = self._lay_out(root, (module, args, kwargs))
         self._models.add(model)
         self._session.job.has_model(type(root).__name__, str(model.plan))

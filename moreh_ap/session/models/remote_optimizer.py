@@ -259,7 +259,7 @@ def _bring_state_back(optimizer: Optimizer) -> None:
     """Reads the state and frees the workers' optimizer, if the parameters have left the workers."""
     if isinstance(optimizer.state, RemoteState) and not any(map(_is_on_workers, _parameters(optimizer))):
         optimizer.state = optimizer.state.read_here()
-        del optimizer.__dict__["_moreh_remote"]
+        optimizer.__dict__.pop("_moreh_remote", None)
 
 
 def _is_on_workers(parameter: Any) -> bool:
