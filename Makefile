@@ -19,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-llm test test-unit test-frameworks notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
+.PHONY: help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-llm test test-unit test-gpu test-frameworks notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
 
 help:  ## show this text
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 26
@@ -76,6 +76,9 @@ test-unit: $(INSTALLED)  ## run the tests that need no process of their own
 
 # One environment a group: frameworks ask for versions of the same packages that do not go together.
 FRAMEWORKS ?= $(basename $(notdir $(wildcard tests/frameworks/requirements/*.txt)))
+
+test-gpu: $(INSTALLED)  ## the same trainings on one GPU, on a shared one, on several; CPU workers stand in where there is none
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -rf tests/gpu
 
 test-frameworks: $(INSTALLED)  ## quick starts of other frameworks, FRAMEWORKS="lightning keras" for some of their groups
 	@for group in $(FRAMEWORKS); do \

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import threading
+from pathlib import Path
 
 import torch
 
@@ -15,15 +16,19 @@ from moreh_ap.device.patches.install import install
 from moreh_ap.errors import OptionError
 from moreh_ap.integrations import accelerate, keras, transformers
 from moreh_ap.local.jobs import Job
+from moreh_ap.runtime import gpu_checks
+from moreh_ap.runtime.worker_environment import device_ids, workers_per_gpu
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.model_registry import ModelRegistry
 from moreh_ap.session.rng_streams import AcceleratorGenerator, ProcessGenerator
 from moreh_ap.session.session import Session
 from moreh_ap.session.session_backend import SessionBackend
+from moreh_ap.session.step_tracer import StepTracer, is_traced_here
 from moreh_ap.session.verification import reference_worker
 from moreh_ap.session.verification.first_steps_check import FirstStepsCheck
 from moreh_ap.settings import Options
 from moreh_ap.states import AcceleratorState, StateMachine
+from moreh_ap.tracing import chrome_trace
 from moreh_ap.version import __version__
 
 _MADE_S = 5.0  # workers take seconds to be ready, the constructor that starts them none, unless it is interrupted
@@ -39,17 +44,25 @@ class Accelerator:
         state: How far its workers are.
 
     Raises:
-        OptionError: If more GPUs are asked for than there are.
+        OptionError: If more GPUs are asked for than there are, their driver is too old, or a trace cannot be written.
+        UnsupportedError: If the script has put tensors on a GPU already.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        is_traced = bool(options.trace_file) and is_traced_here()
+        if is_traced:
+            trace_file = Path(options.trace_file).absolute()  # scripts may go to another folder
+            chrome_trace.claim(trace_file)
         device_type, num_devices = resolve_devices(options.devices)
+        if device_type == "cuda":
+            gpu_checks.check_script_process()
         threads = max(1, len(os.sched_getaffinity(0)) // num_devices)
         taken = accelerator_models.load(device_type)
-        job = Job(taken.current, taken.model, device_type, num_devices, threads)
         # Many scripts go on with ``os.environ["CUDA_VISIBLE_DEVICES"] = "0"``: the devices are those of this moment.
         visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        ids = device_ids(num_devices, visible_devices) if device_type == "cuda" else ()
+        job = Job(taken.current, taken.model, device_type, num_devices, threads, ids)
 
         self.state = state = StateMachine(AcceleratorState.STARTING)
 
@@ -88,6 +101,7 @@ class Accelerator:
         transformers.install(self._patches, checkpoint_tensors)
         accelerate.install(self._patches)
         keras.install(self._patches)
+        self._tracer = StepTracer(self.session, trace_file, *options.trace_steps) if is_traced else None
 
     def in_use(self) -> bool:
         """True once a model has moved to the workers."""
@@ -95,6 +109,8 @@ class Accelerator:
 
     def close(self) -> None:
         """Undo the redirections and end the workers."""
+        if self._tracer is not None:
+            self._tracer.close()
         self.state.enter(AcceleratorState.CLOSED)
         self._patches.undo()
         self.session.close()
@@ -130,7 +146,8 @@ def resolve_devices(asked: int | None) -> tuple[str, int]:
     Raises:
         OptionError: There are fewer GPUs.
     """
-    num_gpus = torch.cuda.device_count()  # asks the driver's management library: no CUDA context is created
+    # Asks the driver's management library: no CUDA context is created.
+    num_gpus = torch.cuda.device_count() * workers_per_gpu()
     if asked is None:
         device_type, available = ("cuda", num_gpus) if num_gpus else ("cpu", len(os.sched_getaffinity(0)))
         supply = accelerator_models.Supply(device_type, available)

@@ -71,8 +71,20 @@ class ExactnessError(MorehError):
     """Going on would give other numbers than one device gives, so the work stops here."""
 
 
+class NotComputedError(MorehError):
+    """A value is asked for that workers have not computed, because of an error that was raised before."""
+
+
 class UnsplitError(MorehError):
     """Every device would compute the whole batch, and ``MOREH_STRICT=1`` asks for an error instead."""
+
+
+class TrialError(MorehError):
+    """Trying a forward on a few rows failed by a fault of this package, and ``MOREH_STRICT=1`` asks for an error."""
+
+
+class TrialWarning(UserWarning):
+    """Trying a forward on a few rows failed by a fault of this package; the batch may not be split for that reason."""
 
 
 class LoadError(MorehError):

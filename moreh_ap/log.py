@@ -99,6 +99,11 @@ def plan_line(plan: Plan, reason: str) -> str:
     return info(f'plan="{plan}" ({reason})')
 
 
+def uncompiled_line(reason: str) -> str:
+    """Returns the line that says why a model that the script has compiled runs as it is written."""
+    return info(f"compile: the model runs uncompiled: {reason or 'it has no list of equal blocks'}")
+
+
 def reason(choice: Choice) -> str:
     """Returns why the plan was chosen, with the numbers that decided."""
     if not choice.is_forced:
@@ -159,19 +164,20 @@ def own_process_line(name: str, step_megaflops: float, num_devices: int) -> str:
 
 
 def places_line(name: str, here_s: float, on_workers_s: float, num_workers: int, *, is_here: bool) -> str:
-    """Returns the line for a model whose steps were timed in the script's own process and on workers.
+    """Returns the line for models whose steps were timed in the script's own process and on workers.
 
     Args:
-        name: The model's class.
+        name: Their classes.
         here_s: Seconds of a step in the script's process.
         on_workers_s: Seconds of a step on the workers.
         num_workers: Their number.
-        is_here: Whether it runs in the script's process from now on.
+        is_here: Whether they run in the script's process from now on.
     """
     here, there = f"{here_s:.3g} s in this process", f"{on_workers_s:.3g} s on {num_workers} workers"
+    runs = "run" if ", " in name else "runs"
     if is_here:
-        return info(f"{name} runs in this process: a step takes {here}, and {there}")
-    return info(f"{name} runs on the workers: a step takes {there}, and {here}")
+        return info(f"{name} {runs} in this process: a step takes {here}, and {there} (x{on_workers_s / here_s:.2f})")
+    return info(f"{name} {runs} on the workers: a step takes {there}, and {here} (x{here_s / on_workers_s:.2f})")
 
 
 def first_steps_line(num_done: int, num_steps: int, worst: Mapping[str, tuple[float, str]]) -> str:
@@ -185,6 +191,19 @@ def first_steps_line(num_done: int, num_steps: int, worst: Mapping[str, tuple[fl
     names = {kind: f" ({name})" if name else "" for kind, (_, name) in worst.items()}
     found = ", ".join(f"{kind} within {relative:.1e}{names[kind]}" for kind, (relative, _) in worst.items())
     return info(f"MOREH_CHECK={num_steps}: {num_done} steps compared with one device: {found}")
+
+
+def trace_line(first: int, last: int, file: str, is_early: bool) -> str:
+    """Returns the line that says where a trace is.
+
+    Args:
+        first, last: The steps in it.
+        file: Where it is.
+        is_early: Whether the script ended in the last of them.
+    """
+    steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
+    early = f"; the script ended in step {last}" if is_early else ""
+    return info(f"MOREH_TRACE: {steps} in {file}, to be opened at https://ui.perfetto.dev{early}")
 
 
 def candidate_lines(choice: Choice) -> Iterable[str]:

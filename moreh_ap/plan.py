@@ -6,17 +6,19 @@ of plans through this module. Must not know models, devices, memory, processes o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan_checks import (
+    COMPILES,
     OFFLOADS,
     PRECISIONS,
     RECOMPUTE_KINDS,
     SCHEDULES,
     WORDS,
     PipelineFields,
+    check_compile,
     check_layers,
     check_pipeline,
     check_recompute,
@@ -24,9 +26,10 @@ from moreh_ap.plan_checks import (
     check_size,
     check_word,
     spell,
+    why_uncompiled,
 )
 
-__all__ = ["OFFLOADS", "PRECISIONS", "RECOMPUTE_KINDS", "SCHEDULES", "Plan"]
+__all__ = ["COMPILES", "OFFLOADS", "PRECISIONS", "RECOMPUTE_KINDS", "SCHEDULES", "Plan"]
 
 _SIZES = ("replicate", "shard", "tensor", "pipeline", "micro_batches", "stages_per_device")
 _LATER_AXES = ("context", "expert")
@@ -55,6 +58,7 @@ class Plan:
             of blocks of each stage that are computed again in full.
         precision: One of `PRECISIONS`.
         offload: One of `OFFLOADS`.
+        compile: One of `COMPILES`.
 
     Raises:
         PlanError: A value is impossible, or two values contradict each other.
@@ -81,6 +85,7 @@ class Plan:
     recompute: str | int = field(default="none", kw_only=True)
     precision: str = field(default="fp32", kw_only=True)
     offload: str = field(default="none", kw_only=True)
+    compile: str = field(default="none", kw_only=True)
 
     def __post_init__(self) -> None:
         for name in WORDS:
@@ -96,6 +101,7 @@ class Plan:
         check_recompute(self.recompute)
         check_sequence_parallel(self.sequence_parallel, self.tensor)
         check_layers(self.layers)
+        check_compile(self.compile, self.tensor, self.schedule)
         check_pipeline(
             PipelineFields(self.pipeline, self.schedule, self.stages_per_device, self.micro_batches, self.layers)
         )
@@ -115,8 +121,18 @@ class Plan:
         """Number of stages of the pipeline, 1 without one."""
         return self.pipeline * self.stages_per_device
 
+    @property
+    def why_uncompiled(self) -> str:
+        """Why blocks cannot be compiled under the plan, as the end of a sentence; "" if they can."""
+        return why_uncompiled(self.tensor, self.schedule)
+
+    def with_compiled_blocks(self) -> Plan:
+        """Returns the plan with compiled blocks; itself if they cannot be compiled under it."""
+        return self if self.why_uncompiled else replace(self, compile="blocks")
+
     def whole_model(self) -> Plan:
-        """Returns the plan for the same devices under which each has the whole model, and a call runs at once."""
+        """Returns the plan for the same devices under which each has the whole model, uncompiled, and a call runs at
+        once: what gradients of gradients need."""
         return Plan(self.num_devices, offload=self.offload)
 
     def __str__(self) -> str:

@@ -29,7 +29,10 @@ RECOMPUTE_KINDS = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer")
 """`optimizer`: the state of the optimizer lies in host memory between steps."""
 
-WORDS = {"schedule": SCHEDULES, "precision": PRECISIONS, "offload": OFFLOADS}
+COMPILES = ("none", "blocks")
+"""`blocks`: the forward and backward of each repeated block are compiled by `torch.compile`."""
+
+WORDS = {"schedule": SCHEDULES, "precision": PRECISIONS, "offload": OFFLOADS, "compile": COMPILES}
 """The fields of a plan that are a word, with the words."""
 
 _PIPELINE_EXAMPLES = {
@@ -94,6 +97,26 @@ def check_sequence_parallel(sequence_parallel: object, tensor: int) -> None:
             "sequence_parallel=false, or tensor of at least 2",
             'plan="tensor=2,sequence_parallel=true"',
         )
+
+
+def check_compile(compile: str, tensor: int, schedule: str) -> None:
+    """Raises PlanError if blocks are to be compiled where they cannot be."""
+    reason = why_uncompiled(tensor, schedule) if compile == "blocks" else ""
+    if reason:
+        raise PlanError(
+            f"plan: compile=blocks cannot be: {reason}",
+            "compile=blocks with replicate, shard, micro-batches, recomputation and other pipelines",
+            'plan="shard=2,compile=blocks"',
+        )
+
+
+def why_uncompiled(tensor: int, schedule: str) -> str:
+    """Returns why blocks cannot be compiled with such a tensor axis and schedule, as the end of a sentence, or ""."""
+    if tensor > 1:
+        return f"tensor={tensor} has devices exchange activations inside a block"
+    if schedule == "zero_bubble":
+        return "schedule=zero_bubble computes gradients of inputs and of weights apart, and compiled code together"
+    return ""
 
 
 def check_layers(layers: object) -> None:

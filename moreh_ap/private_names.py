@@ -46,7 +46,7 @@ def _names(purpose: str, *rows: tuple[str, str]) -> Iterator[PrivateName]:
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Tells tensors that share memory.",
-        ("torch.Tensor._base", "session"),
+        ("torch.Tensor._base", "parallelizer/trial session"),
         ("torch.Tensor._is_view", "device parallelizer/data parallelizer/pipeline parallelizer/tensor"),
     ),
     *_names(
@@ -82,29 +82,34 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._C._nn.pad_sequence", "device"),
     ),
     *_names(
-        "Runs a small model's operations one by one where a block is, or will be, computed again in a backward.",
-        ("torch._C._autograd._top_saved_tensors_default_hooks", "session/own_process"),
-        ("torch._C._current_graph_task_id", "session/own_process"),
-    ),
-    *_names(
         "Keeps the graph of a call on workers where backward keeps that of the script.",
-        ("torch._C._autograd._get_current_graph_task_keep_graph", "session/calls session/own_process"),
+        ("torch._C._autograd._get_current_graph_task_keep_graph", "session/calls"),
     ),
     *_names(
         "Whether a tensor's class of a library's has its turn with a function.",
         ("torch._C._is_torch_function_enabled", "device"),
     ),
     *_names(
-        "Under a transform of `torch.func` a model is computed in the controller.",
-        ("torch._C._functorch.peek_interpreter_stack", "device/patches"),
+        "Under a transform of `torch.func`, or in forward mode, a model is computed in the controller.",
+        ("torch._C._functorch.get_unwrapped", "device"),
+        ("torch._C._functorch.is_functorch_wrapped_tensor", "device"),
+        ("torch._C._functorch.peek_interpreter_stack", "device device/patches"),
+        ("torch.autograd.forward_ad._current_level", "device/patches"),
     ),
     *_names(
         "Refuses `torch.jit.trace` of a model that is on the workers.",
         ("torch._C._get_tracing_state", "device/patches"),
     ),
     *_names(
-        "Batches of a library's tensors are put together by its own function.",
-        ("torch.utils.data._utils.collate", "device/patches"),
+        "Tensors of this process that are on the accelerator have a class of their own, and PyTorch's own operations.",
+        ("torch._C._current_graph_task_id", "device"),
+        ("torch._C._disabled_torch_dispatch_impl", "device"),
+        ("torch._C._disabled_torch_function_impl", "device"),
+    ),
+    *_names(
+        "Does not compare the devices of tensors of a block that is computed again.",
+        ("torch.utils.checkpoint._DEFAULT_DETERMINISM_MODE", "device/patches"),
+        ("torch.utils.checkpoint._allowed_determinism_checks_to_fns", "device/patches"),
     ),
     *_names(
         "Exchanges what two tensor objects are, as `torch.utils.swap_tensors`.",
@@ -119,8 +124,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._dynamo", "device/patches protocol"),
     ),
     *_names(
-        "The module that `torch.compile` wraps.",
-        ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "session/checkpoint"),
+        "What `torch.compile` was given, a module or a function; back ends by their names, and what a mode sets.",
+        ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "parallelizer/compiling session/checkpoint"),
+        ("torch._dynamo.eval_frame.OptimizedModule._torchdynamo_orig_callable", "protocol"),
+        ("torch._dynamo.lookup_backend", "parallelizer/compiling"),
+        ("torch._TorchCompileInductorWrapper", "parallelizer/compiling"),
     ),
     *_names(
         "Copies gradients into a bucket in one kernel.",
@@ -150,7 +158,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Replaced: a backward runs hooks of the script inside the function mode.",
-        ("torch.autograd._engine_run_backward", "device/patches"),
+        ("torch.autograd._engine_run_backward", "device/patches session"),
     ),
     *_names(
         "Writes buffers as batch normalization does, unnoticed by autograd.",
@@ -225,30 +233,20 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.jit.ScriptFunction._torchdynamo_inline", "protocol"),
     ),
     *_names(
-        "The function that `torch.compile` was given.",
-        ("torch._dynamo.eval_frame.OptimizedModule._torchdynamo_orig_callable", "protocol"),
-    ),
-    *_names(
         "Moves, casts and materializes all tensors of a module, as `Module.to` does.",
         ("torch.nn.Module._apply", "device/patches parallelizer/state"),
     ),
     *_names(
         "Runs hooks of the script where the module is called.",
-        (
-            "torch.nn.Module._backward_hooks",
-            "protocol/script_code session/models session/own_process session/verification",
-        ),
-        (
-            "torch.nn.Module._backward_pre_hooks",
-            "protocol/script_code session/models session/own_process session/verification",
-        ),
+        ("torch.nn.Module._backward_hooks", "protocol protocol/script_code session/models session/verification"),
+        ("torch.nn.Module._backward_pre_hooks", "protocol protocol/script_code session/models session/verification"),
         (
             "torch.nn.Module._forward_hooks",
-            "parallelizer/call protocol/script_code session/models session/own_process session/verification",
+            "parallelizer/call protocol protocol/script_code session/models session/verification",
         ),
         (
             "torch.nn.Module._forward_pre_hooks",
-            "parallelizer/call protocol/script_code session/models session/own_process session/verification",
+            "parallelizer/call protocol protocol/script_code session/models session/verification",
         ),
         ("torch.nn.Module._is_full_backward_hook", "session/models"),
     ),
@@ -260,7 +258,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Calls a module that runs in this process, past the replacement of its `__call__`.",
-        ("torch.nn.Module._call_impl", "session/own_process"),
+        ("torch.nn.Module._call_impl", "device/patches session session/own_process"),
     ),
     *_names(
         "A step that a script's hooks look at is not run on the values.",
@@ -277,7 +275,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Batch normalization of any dimensions.",
-        ("torch.nn.modules.batchnorm._BatchNorm", "device parallelizer/data"),
+        ("torch.nn.modules.batchnorm._BatchNorm", "device parallelizer/compiling parallelizer/data"),
     ),
     *_names(
         "Convolutions of any dimensions.",
@@ -289,7 +287,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Calls that PyTorch would run global hooks around stay in the controller.",
-        ("torch.nn.modules.module._has_any_global_hook", "session/calls session/own_process"),
+        ("torch.nn.modules.module._has_any_global_hook", "session/calls"),
     ),
     *_names(
         "Replaced: `DataParallel` finds no device to scatter to.",
@@ -322,7 +320,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "The stack of function modes of a thread.",
-        ("torch.overrides._get_current_function_mode_stack", "parallelizer/data"),
+        ("torch.overrides._get_current_function_mode_stack", "parallelizer/compiling parallelizer/data"),
         ("torch.overrides._len_torch_function_stack", "device"),
         ("torch.overrides._pop_mode", "device parallelizer/data"),
         ("torch.overrides._push_mode", "device parallelizer/data"),
@@ -341,18 +339,23 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "Collates tensors of a library's class by its own function.",
         ("torch.utils.data._utils.collate", "device/patches"),
     ),
+    *_names("Timed in traces.", ("torch.utils.data.dataloader._BaseDataLoaderIter", "session")),
+    *_names("Tells named tuples of one form: a public name.", ("inspect.FullArgSpec._fields", "protocol")),
     *_names(
         "Follows operations below autograd.",
         ("torch.utils._python_dispatch.TorchDispatchMode", "parallelizer/call parallelizer/data parallelizer/rng"),
     ),
     *_names(
         "How arguments and results nest; PyTorch has no public module for it.",
-        ("torch.utils._pytree", "integrations protocol protocol/objects"),
+        ("torch.utils._pytree", "integrations parallelizer/data protocol protocol/objects"),
         ("torch.utils._pytree.SUPPORTED_NODES", "integrations protocol"),
         ("torch.utils._pytree.TreeSpec", "integrations parallelizer/pipeline protocol session/models"),
         ("torch.utils._pytree.tree_flatten", "*"),
         ("torch.utils._pytree.tree_leaves", "*"),
-        ("torch.utils._pytree.tree_map", "device parallelizer/pipeline runtime/worker session/calls"),
+        (
+            "torch.utils._pytree.tree_map",
+            "device parallelizer/pipeline parallelizer/trial runtime/worker session/calls",
+        ),
         ("torch.utils._pytree.tree_map_only", "*"),
         ("torch.utils._pytree.tree_unflatten", "*"),
     ),
@@ -371,6 +374,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("transformers.PreTrainedModel._tp_plan", "parallelizer/tensor"),
     ),
     *_names(
+        "What `GradScaler` calls to unscale gradients and to find one that is not finite.",
+        ("torch._amp_foreach_non_finite_check_and_unscale_", "protocol runtime/worker"),
+        ("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_", "protocol"),
+    ),
+    *_names(
         "Which kernels compute attention.",
         ("transformers.PretrainedConfig._attn_implementation", "session/verification"),
     ),
@@ -379,11 +387,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("importlib.__spec__._initializing", "."),
     ),
     *_names(
-        "Has what the script gives to processes of its own pickled by value.",
+        "Processes of the script get objects by value, and forked loaders end before the engine's exit handlers.",
         ("multiprocessing.reduction.ForkingPickler._extra_reducers", "device/patches"),
-    ),
-    *_names(
-        "Ends forked loader processes before the engine's exit handlers.",
         ("multiprocessing.util._exit_function", "runtime"),
     ),
     *_names(

@@ -20,6 +20,11 @@ DETAILED_LOG_VARIABLE = _PREFIX + "DETAILED_LOG"
 MEMORY_RATIO_VARIABLE = _PREFIX + "MEMORY_USAGE_CORRECTION_RATIO"
 STRICT_VARIABLE = "MOREH_STRICT"
 CHECK_VARIABLE = "MOREH_CHECK"
+TRACE_VARIABLE = "MOREH_TRACE"
+TRACE_STEPS_VARIABLE = "MOREH_TRACE_STEPS"
+
+TRACED_STEPS = (13, 15)
+"""Usual ones: earlier steps are compared with their prediction, or tried in another place."""
 
 _CALL = "torch.moreh.option.enable_advanced_parallelization"
 _LINK = "docs/ap/advanced-settings.md"
@@ -38,6 +43,8 @@ class Options:
         mixed_precision: Whether bfloat16 may be computed in, on GPUs that have it natively.
         devices: Number of devices; None means all there are.
         asks_for_devices: Whether the script itself gives their number, and not a variable.
+        trace_file: Where a trace of steps is written; empty: nowhere.
+        trace_steps: The first and the last step in it, counted from 1.
         plan: The plan to use; None leaves it to the planner.
         autotune: Whether the planner's best plans are tried before one is kept.
         max_parallel_compile_threads: Threads used while candidates are prepared.
@@ -61,6 +68,8 @@ class Options:
     memory_usage_correction_ratio: int = 80
     strict: bool = False
     check_steps: int = 0
+    trace_file: str = ""
+    trace_steps: tuple[int, int] = TRACED_STEPS
     asks_for_devices: bool = field(default=False, compare=False)
 
     @property
@@ -115,6 +124,8 @@ def resolve_options(
         memory_usage_correction_ratio=_read_variable(environment, MEMORY_RATIO_VARIABLE, 80, least=1, most=100),
         strict=bool(_read_variable(environment, STRICT_VARIABLE, 0, least=0, most=1)),
         check_steps=_read_variable(environment, CHECK_VARIABLE, 0, least=0),
+        trace_file=environment.get(TRACE_VARIABLE, "").strip(),
+        trace_steps=_read_steps(environment),
         asks_for_devices=asks_for_devices,
     )
     if plan is not None:
@@ -209,3 +220,24 @@ def _read_variable(
         allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
         raise OptionError(f"environment: {name}={text!r}", allowed, f"export {name}={max(default, 1)}", _LINK)
     return number
+
+
+def _read_steps(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Returns the first and the last step that the variable spells, as "13-15" or "13".
+
+    Raises:
+        OptionError: It spells none.
+    """
+    text = environment.get(TRACE_STEPS_VARIABLE, "").strip()
+    if not text:
+        return TRACED_STEPS
+    numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in map(str.strip, text.split("-"))]
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 2 or not 1 <= first <= last:
+        raise OptionError(
+            f"environment: {TRACE_STEPS_VARIABLE}={text!r}",
+            "the first and the last step to be traced, counted from 1, or one step",
+            f"export {TRACE_STEPS_VARIABLE}={TRACED_STEPS[0]}-{TRACED_STEPS[1]}",
+            _LINK,
+        )
+    return first, last

@@ -4,13 +4,15 @@
     python scripts/bench_overhead.py                  # step time, against DDP and FSDP2
     python scripts/bench_overhead.py --empty-model    # milliseconds that the controller adds to a step
     python scripts/bench_overhead.py --startup        # start of the process to the end of the first step
+    python scripts/bench_overhead.py --controller     # Python calls and CPU time of a step in the script's process
     python scripts/bench_overhead.py --against tp     # tensor parallelism; pp and 3d likewise
     python scripts/bench_overhead.py --against pp --plan pipeline=2,micro_batches=8,schedule=gpipe
 
 Decides how runs are paired and what is printed. The runs are those of `tutorials/manual`: same model, tokens, steps,
 devices and threads; the flags of the torchrun script follow from the plan that the one line gets. The two runs of a
 pair follow each other at once, in turns one first and the other, so that a machine that becomes slower meanwhile is
-slower for both; the ratio is taken within each pair, and the median over the pairs is the result.
+slower for both; the ratio is taken within each pair, and the median over the pairs is the result. `--controller` pairs
+nothing: it counts, with `scripts/controller_weight.py`.
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ PLAN_NAMES = {  # baseline: what its script can do, in the words of a plan
     "deepspeed": ("shard", "micro_batches"),
 }
 WARM_UP_STEPS = 2
+CONTROLLER = Path(__file__).parent / "controller_weight.py"
+CONTROLLER_LAYERS = (2, 16, 64, 111)  # of the counted models: 21, 147, 579 and 1,002 parameter tensors
+CONTROLLER_WORKERS = (1, 2, 4, 8)
 TERMINATION_S = 45.0  # torchrun gives its processes 30 s
 MODES = {  # mode: (unit, better known as, highest ratio or difference that we accept)
     "steps": ("s", "median step time", 1.03),
@@ -224,12 +229,42 @@ def show(console: Console, pairs: list[Pair], mode: str) -> bool:
     return all_within
 
 
+def show_controller(args: argparse.Namespace, console: Console) -> None:
+    """Prints what a step costs the script's process, for models of several sizes and several numbers of workers.
+
+    Raises:
+        RunFailed: A run ended with an error, or took too long.
+    """
+    table = Table(title="a step in the script's process")
+    for column in ("workers", "parameters", "key-value cache", "Python calls", "CPU [ms]", "PyTorch on meta, CPU [ms]"):
+        table.add_column(column, justify="right")
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    for workers in args.workers:
+        for flags in ([], ["--cache"]):
+            with tempfile.TemporaryDirectory() as folder:
+                report = Path(folder) / "report.json"
+                command = [sys.executable, str(CONTROLLER), "--workers", str(workers), "--json", str(report), *flags]
+                command += ["--layers", *map(str, args.controller_layers)]
+                status, output = _run_group(command, environment, folder, args.timeout)
+                if status != 0:
+                    raise RunFailed(f"{CONTROLLER.name} ended with status {status}:\n{output[-4000:]}")
+                for one in json.loads(report.read_text()):
+                    table.add_row(
+                        str(workers), f"{one['parameters']:,}", "yes" if flags else "no", f"{one['calls']:,}",
+                        f"{one['cpu_ms']:.1f}", f"{one['meta_cpu_ms']:.1f}",
+                    )  # fmt: skip
+    console.print(table)
+
+
 def parse_arguments() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--empty-model", dest="mode", action="store_const", const="empty", help="latency of a step")
     what.add_argument("--startup", dest="mode", action="store_const", const="startup", help="time to the first step")
+    what.add_argument("--controller", action="store_true", help="calls and CPU time of a step in the script's process")
+    parser.add_argument("--workers", type=int, nargs="+", default=CONTROLLER_WORKERS, help="of --controller")
+    parser.add_argument("--controller-layers", type=int, nargs="+", default=CONTROLLER_LAYERS, help="of --controller")
     parser.add_argument("--against", nargs="+", choices=tuple(PLAN_NAMES), default=["ddp", "fsdp"])
     parser.add_argument("--plan", type=Plan.parse, help="plan of both runs of a pair (default: the script's own axis)")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of runs for each baseline")
@@ -264,6 +299,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs the command line; returns 0 if every result is within what we accept, else 1."""
     args, console = parse_arguments(), Console(width=140)
+    if args.controller:
+        show_controller(args, console)
+        return 0
     pairs = []
     for number in range(args.pairs):
         for baseline in args.against:

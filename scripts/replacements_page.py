@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from moreh_ap.device import checkpoint_tensors
+from moreh_ap.device.host_tensors import HOST
 from moreh_ap.device.patches.install import install
 from moreh_ap.integrations import accelerate, transformers
 from moreh_ap.patching import Patch
@@ -119,6 +120,7 @@ def registries() -> tuple[list[Patch], list[Patch]]:
     try:
         transformers.install(patches, checkpoint_tensors)
         accelerate.install(patches)
+        HOST.begin()
         controller = list(patches)
     finally:
         patches.undo()

@@ -6,7 +6,9 @@
 # Only Python 3.10 or later with its venv module is needed; PYTHON names another interpreter.
 # Where that interpreter already has a torch >= 2.11 that sees a GPU, the environment borrows it (and what lies beside it)
 # through a .pth file, and the version in constraints.txt does not apply. Otherwise pip installs the torch of
-# constraints.txt; its index decides which build that is, so PIP_INDEX_URL or PIP_FIND_LINKS can point to a CPU build.
+# constraints.txt, built for a version of CUDA that the GPU driver here can run (scripts/torch_index.py). Where
+# PIP_INDEX_URL, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS is set, that decides alone: it can point to a CPU build.
+# Where there is a GPU driver, the extra "gpu" is installed too.
 set -eu
 
 directory=$1
@@ -42,6 +44,17 @@ if [ -n "$gpu_torch_folder" ]; then
     grep -v '^torch==' constraints.txt >"$directory/constraints.txt"
 else
     cp constraints.txt "$directory/constraints.txt"
+fi
+
+if [ -z "$gpu_torch_folder" ] && [ -z "${PIP_INDEX_URL:-}${PIP_EXTRA_INDEX_URL:-}${PIP_FIND_LINKS:-}" ]; then
+    index=$("$python" scripts/torch_index.py)
+    if [ -n "$index" ]; then
+        echo "PyTorch comes from $index, for this machine's GPU driver"
+        export PIP_EXTRA_INDEX_URL="$index"
+    fi
+fi
+if [ -e /proc/driver/nvidia/version ] || [ -n "$gpu_torch_folder" ]; then
+    extras="$extras,gpu"
 fi
 
 "$directory/bin/python" -m pip install --quiet --disable-pip-version-check \

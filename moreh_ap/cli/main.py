@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": ("moreh_ap.cli.plan_command", "show which plan a model gets on given devices, with its memory and time"),
     "predict": ("moreh_ap.cli.predict_command", "predict memory and speed of the plans in a table of runs"),
     "evaluate": ("moreh_ap.cli.evaluate_command", "compare predictions with measured runs"),
+    "trace": ("moreh_ap.cli.trace_command", "run a script and write a trace of some of its training steps"),
     "doctor": (
         "moreh_ap.toolkit.doctor",
         "check this machine: versions, devices, limits, and whether workers reach each other",

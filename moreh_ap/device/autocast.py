@@ -80,8 +80,11 @@ _LOWER = (torch.float16, torch.bfloat16)
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Calls `func` as it would run on a CUDA device; the script's autocast for "cuda" is on."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor)]
-    if not any(tensor.is_cuda for tensor in tensors):
-        return func(*args, **kwargs)
+    return run_on_device(func, args, kwargs) if any(tensor.is_cuda for tensor in tensors) else func(*args, **kwargs)
+
+
+def run_on_device(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls `func`, an argument of which is on the accelerator; its tensors may be ordinary ones."""
     if func in _RAISED and kwargs.get("dtype") is None:
         args, kwargs = tree_map_only(Tensor, _raise, (args, kwargs))
         return func(*args, **kwargs)

@@ -16,9 +16,10 @@ from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_m
 from torch.utils import _device as torch_device_context
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moreh_ap.device import autocast, transfers, wrapped_tensors
+from moreh_ap.device import autocast, host_functions, transfers, wrapped_tensors
+from moreh_ap.device.host_tensors import HostTensor, has_host_tensor, mark, on_accelerator, put, without_class
 from moreh_ap.device.operations import ASKED
-from moreh_ap.device.tensor import ORDINARY, VirtualTensor, has_accelerator_tensor, place, to_accelerator
+from moreh_ap.device.tensor import ORDINARY, VirtualTensor, has_accelerator_tensor, place
 from moreh_ap.device.tensor_classes import call_classed, is_classed
 from moreh_ap.device.transfers import is_accelerator, move
 from moreh_ap.device.worker_backend import IN_FORCE
@@ -31,6 +32,8 @@ class RedirectMode(TorchFunctionMode):
     """While this mode is active, "cuda" means the accelerator in every PyTorch call of the thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if HostTensor in types:
+            return redirect_host(func, types, args, kwargs or {})
         if IN_FORCE.backend is None:  # left on another thread's stack, the mode lets every call pass
             return func(*args, **(kwargs or {}))
         if types and all(kind is VirtualTensor for kind in types):
@@ -89,6 +92,16 @@ def redirect(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _make(func, args, kwargs) if handler is None else handler(func, args, kwargs)
 
 
+def redirect_host(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls `func`, an argument of which is a host tensor."""
+    if len(types) > 1 and not ORDINARY.issuperset(kind for kind in types if kind is not HostTensor):
+        args, kwargs = tree_map_only(HostTensor, on_accelerator, (args, kwargs))
+        with RedirectMode():
+            return func(*args, **kwargs)
+    handler = _HANDLERS.get(func)
+    return host_functions.call(func, args, kwargs) if handler is None else handler(func, args, kwargs)
+
+
 def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Calls `func` on the device that its arguments, or the defaults, name."""
     device = kwargs.get("device")
@@ -117,7 +130,7 @@ def _make_on_accelerator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return made
     source = next((arg for arg in args if isinstance(arg, Tensor)), None)
     shares_memory = made is source or made._is_view() or func in _MAY_SHARE_MEMORY
-    tensor = to_accelerator(made) if shares_memory else place(made.detach())
+    tensor = put(made.detach().clone() if shares_memory else made)
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor
 
 
@@ -145,8 +158,10 @@ def _whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     moved = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor) and leaf.is_cuda]
     if not moved:
         return func(*args, **kwargs)
+    if all(type(leaf) is HostTensor for leaf in moved):
+        return mark(host_functions.compute(func, args, kwargs))
     on_host = tree_map_only(VirtualTensor, lambda tensor: move(tensor, "cpu"), (args, kwargs))
-    return tree_map_only(Tensor, to_accelerator, func(*on_host[0], **on_host[1]))
+    return tree_map_only(Tensor, transfers.to_accelerator, func(*on_host[0], **on_host[1]))
 
 
 def _pack_or_pad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -156,6 +171,8 @@ def _pack_or_pad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _from_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``torch.tensor([loss, other_loss])``, which PyTorch would read from memory that virtual tensors do not have."""
+    if type(args[0]) is HostTensor:
+        return host_functions.call(func, args, kwargs)
     try:
         return _make(func, args, kwargs)
     except RuntimeError:
@@ -169,7 +186,7 @@ def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], VirtualTensor) or not args[0].is_cuda:
         return func(*args, **kwargs)
     given = tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args[1:])
-    return to_accelerator(torch.empty(0, dtype=args[0].dtype, device="cpu").new(*given))
+    return transfers.to_accelerator(torch.empty(0, dtype=args[0].dtype, device="cpu").new(*given))
 
 
 def _new_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -182,7 +199,13 @@ def _new_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     backend = IN_FORCE.backend
-    return func(*args, **kwargs) if backend is None else backend.gradients(func, args, kwargs)
+    if backend is None:
+        return func(*args, **kwargs)
+    found = backend.gradients(func, args, kwargs)
+    if has_host_tensor(args[1]):
+        inputs = (args[1],) if isinstance(args[1], Tensor) else args[1]
+        mark([gradient for one, gradient in zip(inputs, found) if type(one) is HostTensor])
+    return found
 
 
 def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -192,6 +215,9 @@ def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     backend, tensor = IN_FORCE.backend, args[0]
+    if type(tensor) is HostTensor and not kwargs.get("inputs") and len(args) < 5:
+        with without_class([one for one in (*args, *kwargs.values()) if type(one) is HostTensor]):
+            return func(*args, **kwargs)
     if len(args) == 1 and not any(map(kwargs.get, _BEYOND_PLAIN_BACKWARD)) and isinstance(tensor, VirtualTensor):
         with torch._C.DisableTorchFunction():
             is_plain = tensor.numel() == 1 and tensor.is_floating_point()  # PyTorch has its own error for others
@@ -274,3 +300,4 @@ _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
 }
 
 VirtualTensor.torch_function = staticmethod(redirect)
+HostTensor.function = staticmethod(redirect_host)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor, to_accelerator
+from moreh_ap.device.host_tensors import to_accelerator
+from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor
 
 _DTYPES = {
     "HalfTensor": torch.float16,

@@ -218,7 +218,11 @@ def _common_device(func: Any, virtual: list[VirtualTensor], leaves: list[Any]) -
 
 
 def _is_on_cpu(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device.type == "cpu"
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(leaf):  # a transform's wrapper says that it is on the CPU
+        leaf = torch._C._functorch.get_unwrapped(leaf)
+    return bool(leaf.device.type == "cpu")
 
 
 def _in_known_order(tensor: VirtualTensor, value: Value) -> Tensor:

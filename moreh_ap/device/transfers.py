@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moreh_ap.device import legacy_types
-from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor, to_accelerator, to_host
+from moreh_ap.device.host_tensors import HostTensor, mark, to_accelerator, to_host
+from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor
 from moreh_ap.device.values import InFile
 
 
@@ -80,7 +81,8 @@ def to_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(moved, VirtualTensor) and isinstance(moved._cell.value, InFile) and set(rest) == {"dtype"}:
         return _cast_unread(moved, rest["dtype"])
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.Tensor.to(moved, copy=copy and moved is tensor, **rest)
+        cast = torch.Tensor.to(moved, copy=copy and moved is tensor, **rest)
+        return mark(cast) if type(moved) is HostTensor else cast
 
 
 def _cast_unread(tensor: VirtualTensor, dtype: torch.dtype) -> VirtualTensor:
@@ -150,7 +152,9 @@ def type_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     dtype = legacy_types.dtype_of(asked)
     if dtype is not None:
         return to_tensor(func, (move(tensor, "cuda"), dtype), {})
-    if isinstance(tensor, VirtualTensor) and not isinstance(asked, torch.dtype):
+    if isinstance(asked, torch.dtype):
+        return to_tensor(func, (tensor, asked), {})
+    if isinstance(tensor, VirtualTensor):
         return func(move(tensor, "cpu"), *args[1:], **kwargs)  # ``x.type(torch.FloatTensor)`` leaves the accelerator
     return func(*args, **kwargs)
 

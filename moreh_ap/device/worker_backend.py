@@ -76,6 +76,9 @@ class WorkerBackend(Protocol):
     def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         """Called when the script has set an attribute of a module."""
 
+    def note_compiled(self, module: nn.Module) -> None:
+        """Called when the script has compiled a module, or has compiled it with other options than before."""
+
     def optimizer_classes(self) -> Sequence[type[Optimizer]]:
         """Returns the classes of optimizers whose `step` can run on the workers."""
 
@@ -87,6 +90,9 @@ class WorkerBackend(Protocol):
 
     def clip_on_workers(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Returns the replacement of `original`, `torch.nn.utils.clip_grad_norm_`."""
+
+    def clear_gradients(self, parameters: list[Tensor]) -> bool:
+        """Sets gradients that the workers have to None; False if they do not have all, and nothing was done."""
 
     def clearing_gradients(self) -> AbstractContextManager[None]:
         """Inside, gradients are read only to be cleared, so reading them does not wait for the workers."""

@@ -54,6 +54,7 @@ class JobEntry:
         workers: Worker processes in rank order; none while they are starting.
         model: Class of the model, empty before its first call.
         plan: Its plan, as text.
+        device_ids: Which GPU each worker has, as CUDA_VISIBLE_DEVICES names it; none for CPU workers.
     """
 
     job_id: str
@@ -67,6 +68,7 @@ class JobEntry:
     workers: tuple[Process, ...] = ()
     model: str = ""
     plan: str = ""
+    device_ids: tuple[str, ...] = ()
 
     def is_alive(self) -> bool:
         """Returns whether any of its processes still runs."""
@@ -84,10 +86,17 @@ class Job:
         device_type: "cuda" or "cpu".
         devices: Number of devices.
         threads_per_worker: CPU threads of each worker.
+        device_ids: See `JobEntry`.
     """
 
     def __init__(
-        self, accelerator: int, accelerator_model: str, device_type: str, devices: int, threads_per_worker: int
+        self,
+        accelerator: int,
+        accelerator_model: str,
+        device_type: str,
+        devices: int,
+        threads_per_worker: int,
+        device_ids: tuple[str, ...] = (),
     ) -> None:
         pid = os.getpid()
         self._lock = threading.Lock()
@@ -101,6 +110,7 @@ class Job:
             device_type=device_type,
             devices=devices,
             threads_per_worker=threads_per_worker,
+            device_ids=device_ids,
         )
         running_jobs()  # clears away what killed processes left
         self._change()
@@ -171,6 +181,7 @@ def _read(path: Path) -> JobEntry | None:
             **{
                 **values,
                 "process": Process(**values["process"]),
+                "device_ids": tuple(values.get("device_ids", ())),
                 "workers": tuple(Process(**worker) for worker in values["workers"]),
             }
         )

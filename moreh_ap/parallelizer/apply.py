@@ -18,12 +18,13 @@ they copy every parameter. One device in fp32: nothing at all.
 [Note: order]
 1. Tensor parallelism first: whatever follows sees this worker's smaller parameters as if they were whole.
 2. The cut into stages: only what this worker holds is handled further.
-3. Recomputation of blocks, then FSDP2 around it, so that a block is gathered before it is recomputed.
+3. Recomputation of blocks, then the compiler, whose graphs have the recomputation in them, then FSDP2 around both, so
+that a block is gathered before it runs, and its hooks are in no graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.call.extension import CallExtension
+from moreh_ap.parallelizer.compiling.chosen_blocks import blocks_of_requests
+from moreh_ap.parallelizer.compiling.compiled_blocks import compile_blocks
 from moreh_ap.parallelizer.data import bucketed_allreduce, unused_parameters
 from moreh_ap.parallelizer.data.fsdp import shard, uses_fsdp
 from moreh_ap.parallelizer.data.recompute import apply_recompute
@@ -46,6 +49,7 @@ from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.blocks import block_lists, modules_aside, repeated_blocks
+from moreh_ap.protocol.messages.compile_requests import CompileRequests
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,12 @@ class AppliedPlan:
 
 
 def apply_plan(
-    module: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device | None = None, example: Example | None = None
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    device: torch.device | None = None,
+    example: Example | None = None,
+    compiled: CompileRequests = (),
 ) -> AppliedPlan:
     """Changes `module` in place so that its forward and backward follow `plan`. See [Note: order].
 
@@ -98,8 +107,9 @@ def apply_plan(
         module: The whole model on meta, or with its values on this worker's device.
         plan: The plan, the same on every worker.
         mesh: What `build_mesh` made of the plan.
-        device: This worker's device; needed for a pipeline.
+        device: This worker's device; needed for a pipeline and for compiled blocks.
         example: A call of the module; needed for a pipeline.
+        compiled: What the script has compiled, for a plan with `compile=blocks`; empty: the plan alone asks for it.
 
     Raises:
         PlanError: The model cannot be split so; the text says why and what can be done instead.
@@ -124,17 +134,32 @@ def apply_plan(
         here = Stages(module, example.meta_module, plan, position.pipeline, found, device, crossing)
         stages.attach(module, here)
     local = [list(stage.blocks) for stage in here.local.values()] if here else list(block_lists(module).values())
-    if plan.recompute != "none" and not local:
-        raise PlanError(
-            f"recompute={plan.recompute} needs repeated blocks, and {type(module).__name__} has none",
-            "recompute=none, or a model with a list of equal blocks",
-            'plan="recompute=none"',
-        )
+    for name in ("recompute", "compile"):
+        value = getattr(plan, name)
+        if value != "none" and not local:
+            raise PlanError(
+                f"{name}={value} needs repeated blocks, and {type(module).__name__} has none",
+                f"{name}=none, or a model with a list of equal blocks",
+                f'plan="{name}=none"',
+            )
     for blocks in local:
         apply_recompute(blocks, plan.recompute, stop_early=plan.tensor == 1)
+    if plan.compile == "blocks":
+        assert device is not None
+        _compile(module, local, plan, device, compiled)
     _spread_over_data(module, plan, mesh, position, here)
     extensions = () if here is None else (Streaming(module, here),)
     return AppliedPlan(plan, position, tensor, here, tensor.layouts if tensor else {}, extensions)
+
+
+def _compile(
+    module: nn.Module, local: Sequence[Sequence[nn.Module]], plan: Plan, device: torch.device, asked: CompileRequests
+) -> None:
+    """Has this worker's blocks run compiled, as the script asks; all of them if only the plan does."""
+    blocks = [block for members in local for block in members]
+    casts = uses_fsdp(plan) and plan.precision != "fp32"
+    for request, chosen in blocks_of_requests(module, blocks, asked):
+        compile_blocks(chosen, request, device, norms_are_gathered=casts)
 
 
 def _spread_over_data(module: nn.Module, plan: Plan, mesh: DeviceMesh, position: Position, here: Stages | None) -> None:

@@ -62,21 +62,38 @@ def row_dims(leaves: Sequence[Any], rows: int) -> list[int | None]:
     return [0 if carries_rows(leaf, rows) else None for leaf in leaves]
 
 
-def row_dims_elsewhere(leaves: Sequence[Any]) -> list[int | None] | None:
-    """Returns for each leaf where it has rows if the first tensor with two dims has them along dim 1, as time-first
-    models do; None if no tensor has two dims. A tensor that counts as many along dim 1 has its rows there too, and one
-    that does so along dim 0 (a mask, labels) there."""
-    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2), None)
-    if first is None:
+def row_dims_elsewhere(leaves: Sequence[Any]) -> list[list[int | None]]:
+    """Returns where the leaves may have their rows if not all that have any have them along dim 0.
+
+    Either the first tensor with two dims has them along dim 1, as time-first models do: then a tensor that counts as
+    many along dim 1 has its rows there too, and one that does so along dim 0 (a mask, labels) there. Or the first
+    tensor has them along dim 0, and others (hidden states of a recurrent layer) along the first dim that counts as
+    many. Each is followed by the same with what has as many rows as columns left whole: masks of as many steps as the
+    batch has rows.
+    """
+    found: list[list[int | None]] = []
+    for place in (1, 0):
+        first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim >= place + 1), None)
+        if first is not None:
+            dims = [_dim_of(leaf, first.shape[place], place) for leaf in leaves]
+            found += [dims] if any(dims) else []  # none is another than 0: those are tried anyway
+            without_masks = [
+                None if leaf is not first and _is_square(leaf) else dim for leaf, dim in zip(leaves, dims, strict=True)
+            ]
+            found += [without_masks] if without_masks != dims else []
+    return found
+
+
+def _is_square(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]
+
+
+def _dim_of(leaf: Any, rows: int, first: int) -> int | None:
+    """Returns the dim of a dense tensor that counts the rows: `first`, or else the first one that does."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return None
-    rows = first.shape[1]
-
-    def dim_of(leaf: Any) -> int | None:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            return None
-        return next((dim for dim in (1, 0) if leaf.ndim > dim and leaf.shape[dim] == rows), None)
-
-    return [dim_of(leaf) for leaf in leaves]
+    last = 2 if first else leaf.ndim
+    return next((dim for dim in (first, *range(last)) if leaf.ndim > dim and leaf.shape[dim] == rows), None)
 
 
 def rows_along(leaves: Sequence[Any], dims: Sequence[int | None]) -> int | None:

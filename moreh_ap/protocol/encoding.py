@@ -23,6 +23,7 @@ from moreh_ap.errors import WorkerError
 OUT_OF_BAND_MIN_BYTES = 32 * 1024
 
 _MAIN = "__main__"
+_NUM_DONE = "_moreh_num_done"
 
 
 class _Pickler(pickle.Pickler):
@@ -70,6 +71,13 @@ def _class_of_main(qualname: str) -> type:
     return found
 
 
+class Place(NamedTuple):
+    """Where in the shared memory of a machine a value lies."""
+
+    start: int
+    num_bytes: int
+
+
 class Packed(NamedTuple):
     """One object on its way: the pickle, its array buffers, and the `bytes` objects that were left outside it.
 
@@ -77,7 +85,7 @@ class Packed(NamedTuple):
     """
 
     pickle: bytes
-    buffers: tuple[bytes, ...] = ()
+    buffers: tuple[bytes | memoryview | Place, ...] = ()
     aside: tuple[bytes, ...] = ()
 
 
@@ -108,11 +116,12 @@ class WorkerTraceback(Exception):
     Attributes:
         rank: which worker raised.
         text: its formatted traceback.
+        num_done: how many commands of the message were executed before the one that raised.
     """
 
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(rank, text)
-        self.rank, self.text = rank, text
+    def __init__(self, rank: int, text: str, num_done: int = 0) -> None:
+        super().__init__(rank, text, num_done)
+        self.rank, self.text, self.num_done = rank, text, num_done
 
     def __str__(self) -> str:
         return f"\n\nin worker {self.rank}:\n{self.text}"
@@ -128,6 +137,7 @@ class Failure:
         text: `str` of it.
         traceback: the formatted traceback.
         packed: the exception itself, or None where it does not survive pickling.
+        num_done: how many commands of the message were executed before the one that raised.
     """
 
     rank: int
@@ -135,13 +145,20 @@ class Failure:
     text: str
     traceback: str
     packed: Packed | None
+    num_done: int = 0
+
+
+def note_done(error: BaseException, num_done: int) -> None:
+    """Notes on an exception how many commands of its message were executed before the one that raised it."""
+    vars(error)[_NUM_DONE] = num_done
 
 
 def capture_failure(error: BaseException, rank: int) -> Failure:
     """Returns `error` in a form that is sure to reach the controller. Called while the exception is being handled."""
     text = _text_of(error)
     formatted = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Failure(rank, type(error).__name__, text, formatted, _pack_if_it_survives(error, text))
+    num_done = vars(error).pop(_NUM_DONE, 0)
+    return Failure(rank, type(error).__name__, text, formatted, _pack_if_it_survives(error, text), num_done)
 
 
 def _text_of(error: BaseException) -> str:
@@ -178,7 +195,7 @@ def restore_failure(failure: Failure) -> BaseException:
     if error is None:
         named = type(failure.type_name, (WorkerError,), {"__module__": WorkerError.__module__})
         error = named(failure.text or failure.type_name)
-    error.__cause__ = WorkerTraceback(failure.rank, failure.traceback)
+    error.__cause__ = WorkerTraceback(failure.rank, failure.traceback, failure.num_done)
     return error
 
 

@@ -76,6 +76,11 @@ def _value_of(flag: _Flag) -> Any:
         return None
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that `torch.compile` was given, where a function is what that returned."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
 def run_as_written(group: PatchGroup) -> None:
     """Makes PyTorch run compiled functions as they are written. Imports the compiler."""
     stance = torch.compiler.set_stance("force_eager")

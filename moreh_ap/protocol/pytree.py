@@ -209,10 +209,11 @@ def register_by_attributes(cls: type, *always: str) -> None:
     add_node(
         cls,
         lambda value: _take_attributes(value, always),
-        lambda values, context: _put_attributes(cls, values, context),
+        functools.partial(_put_attributes, cls),
     )
 
 
+_COPIED = frozenset({list, set, dict})
 _BY_ATTRIBUTES: set[type] = set()
 _AS_WHOLE: set[type] = set()
 
@@ -240,7 +241,7 @@ def _copied(value: Any) -> Any:
 def _put_attributes(cls: Any, values: Any, context: Any) -> Any:
     names, rest = context
     made = cls.__new__(cls)
-    vars(made).update((name, _copied(value)) for name, value in rest)
+    vars(made).update({name: _copied(value) if type(value) in _COPIED else value for name, value in rest})
     vars(made).update(zip(names, values))
     return made
 
@@ -256,7 +257,8 @@ def register_containers(treespec: TreeSpec) -> None:
 
 
 def nest_alike(first: TreeSpec, second: TreeSpec) -> bool:
-    """Whether two results nest alike, but for the number of rows that an object (a `TensorDict`) says it has."""
+    """Whether two results nest alike, but for the number of rows that an object (a `TensorDict`) says it has, and for
+    which of two equal named tuples they are: a forward that defines one has another class in every call."""
     if first == second:
         return True
     is_same_kind = first.type is second.type and _alike(first.context, second.context)
@@ -269,7 +271,14 @@ def _alike(first: Any, second: Any) -> bool:
         return all(_alike(value, second[key]) for key, value in first.items())
     if isinstance(first, torch.Size) and isinstance(second, torch.Size):
         return first[1:] == second[1:]
+    if isinstance(first, type) and isinstance(second, type) and _names_of(first):
+        return (first.__qualname__, _names_of(first)) == (second.__qualname__, _names_of(second))
     return bool(first == second)
+
+
+def _names_of(cls: type) -> tuple[str, ...]:
+    """Returns the fields of a class of named tuples; () of any other."""
+    return tuple(getattr(cls, "_fields", ())) if issubclass(cls, tuple) else ()
 
 
 def _hides_tensors(value: Any) -> bool:

@@ -37,6 +37,7 @@ class StateRule(enum.Enum):
 
     IN_PLACE_OF_OPERAND = "the result lies as the operand does"
     COMBINED = "a reduction, or a new arrangement: only where every worker has its shard alike"
+    CHECKED = "gradients are changed in place; one number, the largest of all workers', says what was found in them"
 
 
 class ActivationRule(enum.Enum):
@@ -133,4 +134,5 @@ _TABLE = _table(
     (replace(_SIZES, activation=ActivationRule.CUT_BACKWARD), [aten.slice_backward, aten.select_backward]),
     (_SIZES, [aten.expand, aten.new_zeros, aten.new_ones, aten.new_empty, aten.new_full]),
     (ShardRules(BatchRule.PERMUTED), [aten.permute]),
+    (ShardRules(state=StateRule.CHECKED), [aten._amp_foreach_non_finite_check_and_unscale_]),
 )

@@ -7,6 +7,7 @@ pickles it, a worker unpickles it with its tensors on meta.
 from __future__ import annotations
 
 import copyreg
+import functools
 import importlib
 import io
 import pickle
@@ -136,6 +137,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
             return _global, (obj.__module__, obj.__name__)
         if isinstance(obj, types.FunctionType) and hasattr(obj, "_torchdynamo_orig_callable"):
             return _itself, (obj._torchdynamo_orig_callable,)  # the function that `torch.compile` was given
+        if isinstance(obj, _OPERATIONS):
+            return _operation, (str(obj),)
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented or isinstance(obj, (type, types.FunctionType)):
             return reduced
@@ -147,6 +150,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
             return _with_attributes_first(obj, reduced) if isinstance(obj, (list, dict)) else reduced
         except (TypeError, RuntimeError, pickle.PicklingError):  # objects of C++ raise a RuntimeError
             return NotSent, (f"a {type(obj).__qualname__}",)
+
+
+_OPERATIONS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
+"""Classes of PyTorch's operations, of which a copy is none."""
+
+
+def _operation(name: str) -> Any:
+    """Returns the operation of a name such as ``aten.add.Tensor``."""
+    return functools.reduce(getattr, name.split("."), torch.ops)
 
 
 def _with_attributes_first(container: Any, reduced: Any) -> Any:

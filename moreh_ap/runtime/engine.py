@@ -3,61 +3,34 @@
 Decides how worker processes are started through it, how one message reaches them, and how its answers are waited for.
 Must not know what the messages mean. Everything the engine does by default that a script would notice is undone here:
 its banner, its log file, its prefix on log records, its reaction to a lost process (an interrupt in the main thread),
-and the variables it is configured with. Importing this module imports Monarch, so nothing imports it before a mesh is
-made; workers import it too, to find the actors' classes.
+and its environment variables (`engine_variables`). Importing this module imports Monarch, so nothing imports it before
+a mesh is made; workers import it too, to find the actors' classes.
 """
 
 from __future__ import annotations
 
 import atexit
 import collections
-import contextlib
 import logging
 import multiprocessing.util
 import os
 import re
-import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+import monarch.actor as ma
+from monarch.config import configure
+
+from moreh_ap.native_output import without_lines
 from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.engine_error import EngineError
+from moreh_ap.runtime.host import private_sockets
 from moreh_ap.runtime.worker.actor import Answer, Trouble, WorkerSide, WorkerSpec
 
-# Read once, when Monarch is imported in a process. Poll frequency: a lost process is noticed within a second, not ten.
-# Orphan time-out: a suspended laptop must not lose its mesh; local workers die with their parent through the kernel.
-_SETTINGS = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
-    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "24h",
-    "MONARCH_FILE_LOG": "error",
-}
-_EXECUTION_ID = "HYPERACTOR_EXECUTION_ID"  # Monarch sets it in this process's environment when imported
 _BANNER = "Monarch internal logs"
-
-
-@contextlib.contextmanager
-def _settings_in_environment() -> Iterator[None]:
-    """Sets what Monarch reads from the environment and takes it away again, so that the script's own child processes
-    inherit none of it."""
-    names = (*_SETTINGS, _EXECUTION_ID)
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(_SETTINGS)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-with _settings_in_environment():
-    import monarch.actor as ma
-    from monarch.config import configure
 
 # In IPython, Monarch forwards logs by default; with that on, stopping hangs once a worker has died.
 configure(enable_log_forwarding=False, process_exit_timeout="3s")
@@ -70,8 +43,9 @@ ma.unhandled_fault_hook = lambda failure: _faults.append(failure.report())
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
-_host: Any = None
-_host_lock = threading.Lock()
+_ATTACH_TIMEOUT_S = 30.0
+_transports: list[str] = []
+_transport_lock = threading.Lock()
 
 # A worker process belongs to one mesh. Its two actors, each on a thread of its own, meet here.
 _side = WorkerSide()
@@ -149,17 +123,18 @@ class Engine:
     """Worker processes on this machine and the two actors in each.
 
     Args:
+        address: where the engine of this machine's agent listens.
         launches: what each worker is told on its command line, in rank order.
         environments: variables to set for each worker.
 
     Returns at once; the processes start in the background.
     """
 
-    def __init__(self, launches: Sequence[Launch], environments: Sequence[Mapping[str, str]]) -> None:
+    def __init__(self, address: str, launches: Sequence[Launch], environments: Sequence[Mapping[str, str]]) -> None:
         self._num_workers = len(launches)
         # Names are part of fault reports; unique ones tell the meshes of a process apart.
         self._name = f"worker-{uuid.uuid4().hex[:8]}"
-        self._procs = _this_host().spawn_procs(
+        self._procs = _attach(address).spawn_procs(
             per_host={"gpus": self._num_workers}, bootstrap_command=_bootstrap_commands(launches, environments)
         )
         self._workers: Any = self._procs.spawn(self._name, CommandActor)
@@ -211,40 +186,33 @@ def _bootstrap_commands(launches: Sequence[Launch], environments: Sequence[Mappi
     def command(point: Any) -> Any:
         engine_command = ma.default_bootstrap_cmd()
         engine_command.args = ["-m", "moreh_ap.runtime.bootstrap", str(launches[point.rank]), *engine_command.args]
-        return engine_command.with_env({**_SETTINGS, **environments[point.rank]})
+        # The agent's own folder for temporary files is for sockets, and goes with it.
+        return engine_command.with_env({"TMPDIR": os.environ.get("TMPDIR"), **environments[point.rank]})
 
     return command
 
 
-def _this_host() -> Any:
-    """Returns Monarch's handle of this machine, made once a process.
+def _attach(address: str) -> Any:
+    """Returns Monarch's handle of the agent at `address`."""
+    with _transport_lock, without_lines(_BANNER):
+        first, before = not _transports, private_sockets.abstract_listeners()
+        if first:
+            _open_transport()
+        host = ma.attach_to_workers(ca="trust_all_connections", workers=[address])
+        host.initialized.get(timeout=_ATTACH_TIMEOUT_S)
+        if first:
+            private_sockets.close(private_sockets.abstract_listeners() - before)
+        return host
+
+
+def _open_transport() -> None:
+    """Has Monarch take answers at a socket that only this user can reach, once a process.
 
     Loader processes that the script has forked hold Monarch's connections open, and its threads would outlive its own
     exit handlers; one that comes back from native code while Python ends aborts the process. So what multiprocessing
     does at exit, to end such processes, is done before those handlers, which run last in, first out.
     """
-    global _host
-    with _host_lock:
-        if _host is None:
-            with _settings_in_environment(), _without_banner():
-                _host = ma.this_host()
-            atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
-        return _host
-
-
-@contextlib.contextmanager
-def _without_banner() -> Iterator[None]:
-    """Keeps the one line that Monarch's native code prints on file descriptor 2, and passes on what others print there
-    meanwhile."""
-    with tempfile.TemporaryFile() as caught:
-        kept = os.dup(2)
-        os.dup2(caught.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(kept, 2)
-            caught.seek(0)
-            for line in caught:
-                if not line.startswith(_BANNER.encode()):
-                    os.write(kept, line)
-            os.close(kept)
+    address = f"ipc://{private_sockets.run_folder()}/controller"
+    ma.enable_transport(address)
+    _transports.append(address)
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]

@@ -5,6 +5,22 @@ from __future__ import annotations
 import concurrent.futures
 from typing import Any, Protocol
 
+from moreh_ap.errors import MeshStartError, NotComputedError, WorkerLostError
+
+
+def told_again(cause: BaseException) -> BaseException:
+    """Returns what callers are told of a value that is missing because of an error that was raised before."""
+    if isinstance(cause, (MeshStartError, WorkerLostError)):
+        return cause
+    first_line = str(cause).partition("\n")[0]
+    error = NotComputedError(
+        f"This value was not computed: the workers had raised {type(cause).__name__}: {first_line}",
+        allowed="Values that are computed after the error.",
+        fix="loss = model(**batch).loss  # anew, with a batch that raises no error",
+    )
+    error.__cause__ = cause
+    return error
+
 
 class Answering(Protocol):
     """The workers that a reply comes from."""

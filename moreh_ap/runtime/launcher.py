@@ -13,13 +13,14 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
-from moreh_ap.runtime import worker_environment
+from moreh_ap.runtime import engine_variables, worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import Child
 from moreh_ap.runtime.engine_error import EngineError
+from moreh_ap.runtime.host.agent_process import AgentProcess
 from moreh_ap.runtime.worker.actor import Answer, WorkerSpec
 from moreh_ap.runtime.worker_output import WorkerOutput
 
@@ -48,6 +49,15 @@ def start_error(error: EngineError) -> MeshStartError:
     )
 
 
+def was_too_slow(error: BaseException | None) -> bool:
+    """Returns whether processes could not be started because the engine did not wait for them any longer."""
+    while error is not None:
+        if isinstance(error, EngineError) and error.is_time_out:
+            return True
+        error = error.__cause__
+    return False
+
+
 class Stopping(Exception):
     """Ends the background thread's work because the worker group is being closed."""
 
@@ -63,6 +73,7 @@ class LaunchRequest:
     imports: tuple[str, ...]
     start_timeout_s: float
     collective_timeout_s: float
+    shared_memory_fd: int
     visible_devices: str = ""
 
 
@@ -78,11 +89,11 @@ class Launcher:
         self._request = request
         self._is_stopping = is_stopping
         self._output = WorkerOutput(request.num_workers)
-        self._store: Any = None
         self._children: dict[int, Child] = {}
         self._pid_reader, self._pid_writer = os.pipe()
-        os.set_inheritable(self._pid_writer, True)
         os.set_blocking(self._pid_reader, False)
+        engine_variables.add()  # in this thread, not in the one that imports the engine
+        self._agent: AgentProcess | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -105,24 +116,35 @@ class Launcher:
         """
         num_workers = self._request.num_workers
         on_progress("spawn", 0, num_workers)
-        self._store = worker_environment.open_store(num_workers)
+        inherited = [self._pid_writer, self._request.shared_memory_fd, *self._output.write_ends()]
+        self._agent = AgentProcess(inherited)
         environments = [self._environment(rank) for rank in range(num_workers)]
-        from moreh_ap.runtime.engine import Engine  # imports Monarch, which takes a while: here, beside the script
-
         launches = [
             Launch(rank, self._pid_writer, *self._output.descriptors(rank), self._request.imports)
             for rank in range(num_workers)
         ]
-        self.engine = engine = Engine(launches, environments)
+        try:
+            from moreh_ap.runtime.engine import Engine  # imports Monarch, which takes a while: here, beside the script
+
+            self.engine = engine = Engine(self._agent.address(self._request.start_timeout_s), launches, environments)
+        finally:
+            engine_variables.take_away()
         engine_made()
-        joining = engine.join([self._spec(rank) for rank in range(num_workers)])
+        store = str(self._agent.folder / "store")
+        joining = engine.join([self._spec(rank, store) for rank in range(num_workers)])
         self._await_pids(joining, on_progress)
         self._output.workers_have_inherited()
         on_progress("link", 0, num_workers)
         return engine, joining
 
     def find_dead(self) -> WorkerLostError | None:
-        """Returns the error for the first worker whose process is gone, None while all live."""
+        """Returns the error for the agent or the first worker whose process is gone, None while all live."""
+        code = None if self._agent is None else self._agent.exit_code()
+        if self._agent is not None and code is not None:
+            return WorkerLostError(
+                f"The process that supervises the workers (process {self._agent.pid}) died: {_how(code)}. The workers "
+                "ended with it."
+            )
         for rank, child in self._children.items():
             if not child.is_alive():
                 return self._lost(rank)
@@ -148,6 +170,8 @@ class Launcher:
         self.kill()
         if self.engine is not None:
             self.engine.stop(_STOP_TIMEOUT_S)
+        if self._agent is not None:
+            self._agent.end()
         for child in self._children.values():
             child.close()
         self._output.close()
@@ -166,17 +190,17 @@ class Launcher:
             device_type=self._request.device_type,
             visible_devices=self._request.visible_devices,
             threads_per_worker=self._request.threads_per_worker,
-            store_port=self._store.port,
         )
 
-    def _spec(self, rank: int) -> WorkerSpec:
+    def _spec(self, rank: int, store: str) -> WorkerSpec:
         request = self._request
         return WorkerSpec(
             rank=rank,
             world_size=request.num_workers,
             device_type=request.device_type,
             executor=request.executor,
-            store_port=self._store.port,
+            shared_memory_fd=request.shared_memory_fd,
+            store_path=store,
             collective_timeout_s=request.collective_timeout_s,
         )
 
@@ -220,12 +244,13 @@ class Launcher:
         by_signal = re.fullmatch(r"Killed\(sig=(\d+)\)", report or "")
         if code is None and by_signal:
             code = -int(by_signal.group(1))
-        if code is None:
-            how = report or "cause unknown"
-        else:
-            how = f"killed by signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
+        how = (report or "cause unknown") if code is None else _how(code)
         memory = "dmesg | grep -i 'out of memory'  # the system kills for memory: try a smaller batch or model"
         return WorkerLostError(
             f"Worker {rank} of {self._request.num_workers} (process {child.pid}) died: {how}.{self.last_words(rank)}",
             fix=memory if code == -signal.SIGKILL else "",
         )
+
+
+def _how(code: int) -> str:
+    return f"killed by signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"

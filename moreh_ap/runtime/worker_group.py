@@ -8,9 +8,9 @@ receives all answers; the script's own threads only send, and wait on ordinary l
 Commands are sent ahead of their answers, so an error becomes known after later commands have left. Three rules make the
 stream behave like one device all the same. (1) A worker that failed skips every command that was sent before the
 controller raised the error; they share its epoch number. (2) The error is raised once: at the next call that sends a
-command or reads a value; the replies of skipped commands hold the same error. (3) If only some workers failed, their
-states may differ from then on, and a peer may wait for them in a collective for ever: unless the command was declared
-recoverable, all workers are stopped.
+command or reads a value; who reads a value that was skipped later gets a `NotComputedError`. (3) If only some workers
+failed, their states may differ from then on, and a peer may wait for them in a collective for ever: unless the command
+was declared recoverable, all workers are stopped.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.protocol.encoding import Packed, restore_failure
 from moreh_ap.runtime.engine_error import EngineError
-from moreh_ap.runtime.future import Reply
-from moreh_ap.runtime.launcher import Launcher, LaunchRequest, Progress, Stopping, start_error
+from moreh_ap.runtime.future import Reply, told_again
+from moreh_ap.runtime.launcher import Launcher, LaunchRequest, Progress, Stopping, start_error, was_too_slow
 from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang, failure_of, stopped_error, unexpected_error
 from moreh_ap.runtime.receiver import Receiver
+from moreh_ap.runtime.shared_memory import SharedMemory
 from moreh_ap.runtime.worker.actor import FAILED, Answer
 
 if TYPE_CHECKING:
@@ -41,19 +42,6 @@ __all__ = ["Reply", "WorkerGroup"]
 MAX_OUTSTANDING = 256
 _JOIN_S = 5.0  # how long closing waits for the background thread; the workers are told to go before
 _IDLE_LOOK_S = 0.5  # how often the workers are looked after while there is nothing to receive
-
-
-def _packed(command: object) -> Packed:
-    """Returns a command as it is sent: commands leave large values out of the pickle by themselves (`TensorData`)."""
-    buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(command, protocol=5, buffer_callback=buffers.append)
-    return Packed(data, tuple([_bytes_of(buffer) for buffer in buffers]))
-
-
-def _bytes_of(buffer: pickle.PickleBuffer) -> bytes:
-    """Returns what a buffer was made of if that is `bytes`, which is not copied, else a copy."""
-    view = buffer.raw()
-    return view.obj if isinstance(view.obj, bytes) else view.tobytes()
 
 
 class _Command(NamedTuple):
@@ -120,6 +108,7 @@ class WorkerGroup:
         self._stopped: BaseException | None = None  # why no further command is accepted
         self._ready = threading.Event()
         self._owner_pid = os.getpid()
+        self._shared_memory = SharedMemory()
         request = LaunchRequest(
             num_workers,
             device_type,
@@ -128,8 +117,10 @@ class WorkerGroup:
             ("torch", *preimport),
             start_timeout_s,
             collective_timeout_s,
+            self._shared_memory.descriptor,
             os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible_devices is None else visible_devices,
         )
+        self._request = request
         self._launcher = Launcher(request, self._is_stopped)
         self._thread = threading.Thread(target=self._run, name="moreh-workers", daemon=True)
         atexit.register(self.close)
@@ -170,13 +161,13 @@ class WorkerGroup:
             Exception: an error of an earlier command, in its own type.
             WorkerLostError: the workers have been stopped.
         """
-        return self._submit(_packed(command), recoverable)
+        return self._submit(lambda: self._packed(command), recoverable)
 
     def submit_each(self, commands: Sequence[object], *, recoverable: bool = False) -> Reply:
         """Like `submit`, with one command a worker, in rank order."""
         if len(commands) != self.num_workers:
             raise ValueError(f"{len(commands)} commands for {self.num_workers} workers")
-        return self._submit([_packed(command) for command in commands], recoverable)
+        return self._submit(lambda: [self._packed(command) for command in commands], recoverable)
 
     def drain(self) -> None:
         """Waits until every command submitted so far is done.
@@ -216,17 +207,16 @@ class WorkerGroup:
 
         Raises:
             Exception: what a worker raised, in its own type, with the worker's traceback as `__cause__`; or such an
-                error of an earlier command that has not been raised yet.
+                error of an earlier command. `NotComputedError` where it has been raised before.
             WorkerLostError: a worker process died.
             TimeoutError: the command was not done in time; it goes on, and its answers may be asked for again.
         """
         self._wait(reply, timeout_s)
         self._raise_pending(reply.number)
         error = reply.exception()
-        if error is not None:
-            raise error
-        values: list[Any] = concurrent.futures.Future.result(reply)
-        return values
+        if error is not None:  # raised before, by this command or by an earlier one
+            raise told_again(error)
+        return concurrent.futures.Future.result(reply)  # type: ignore[no-any-return]
 
     def _wait(self, reply: Reply, timeout_s: float | None = None) -> None:
         """Waits until a command is done, however it ended: on an ordinary lock, so that Ctrl-C works, in notebooks too.
@@ -252,13 +242,12 @@ class WorkerGroup:
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
-    def _submit(self, payload: Packed | list[Packed], recoverable: bool) -> Reply:
+    def _submit(self, pack: Callable[[], Packed | list[Packed]], recoverable: bool) -> Reply:
         if os.getpid() != self._owner_pid:
-            raise WorkerLostError(
-                "A forked child process cannot use the accelerator of its parent.",
-                allowed="CPU tensors in the workers of a DataLoader or of datasets.map",
-            )
+            allowed = "CPU tensors in the workers of a DataLoader or of datasets.map"
+            raise WorkerLostError("A forked child process cannot use the accelerator of its parent.", allowed)
         self.check()
+        payload = pack()
         self._slots.acquire()
         with self._lock:
             if self._stopped is None:
@@ -270,6 +259,12 @@ class WorkerGroup:
         self._slots.release()
         self.check()
         raise stopped_error(self._stopped)
+
+    def _packed(self, command: object) -> Packed:
+        """Returns a command as it is sent; it leaves large values out of the pickle by itself (`TensorData`)."""
+        buffers: list[pickle.PickleBuffer] = []
+        content = pickle.dumps(command, protocol=5, buffer_callback=buffers.append)
+        return Packed(content, self._shared_memory.store(buffers) if buffers else ())
 
     def _send(self, command: _Command) -> None:
         """Sends a command, or keeps it until there are workers. The caller holds the lock: order is what it is for."""
@@ -296,14 +291,30 @@ class WorkerGroup:
             self._stop(unexpected_error(error, self.num_workers, was_ready=self._ready.is_set()))
         finally:
             self._launcher.end()
+            self._shared_memory.close()
 
     def _start(self) -> Receiver:
-        engine, joining = self._launcher.start(self._on_progress, self._come_first_at_exit)
+        """Starts the workers; once more if that took too long: what a slow disk gave is in memory then."""
+        try:
+            engine, receiver = self._launch()
+        except MeshStartError as error:
+            if not was_too_slow(error) or self._is_stopped():
+                raise
+            self._launcher.end()
+            self._launcher = Launcher(self._request, self._is_stopped)
+            engine, receiver = self._launch()
         with self._lock:
             self._engine = engine
             for command in self._unsent:
                 self._send(command)
             self._unsent.clear()
+        self._on_progress("ready", self.num_workers, self.num_workers)
+        self._ready.set()
+        return receiver
+
+    def _launch(self) -> tuple[Engine, Receiver]:
+        """Starts processes and lets them join each other."""
+        engine, joining = self._launcher.start(self._on_progress, self._come_first_at_exit)
         receiver = Receiver(self._launcher, engine, self._is_stopped)
         try:
             answers: list[Answer] = receiver.receive(0, 0, joining)
@@ -319,9 +330,7 @@ class WorkerGroup:
             raise MeshStartError(
                 f"Worker {failure.rank} could not join the others: {failure.type_name}: {failure.text}"
             ) from restore_failure(failure)
-        self._on_progress("ready", self.num_workers, self.num_workers)
-        self._ready.set()
-        return receiver
+        return engine, receiver
 
     def _come_first_at_exit(self) -> None:
         """Exit handlers run last in, first out, and the engine has just registered its own."""
@@ -355,6 +364,9 @@ class WorkerGroup:
 
     def _complete(self, command: _Command, values: list[object], error: BaseException | None) -> None:
         self._slots.release()
+        for packed in [command.payload] if isinstance(command.payload, Packed) else command.payload:
+            if packed.buffers:
+                self._shared_memory.release(packed.buffers)
         if error is None:
             command.reply.set_result(values)
         else:

@@ -92,7 +92,6 @@ class WorkerOutput:
         self._tails = [deque[str](maxlen=_TAIL_LINES) for _ in range(num_workers)]
         self._selector = selectors.DefaultSelector()
         for stream in self._streams:
-            os.set_inheritable(stream.write_fd, True)
             self._selector.register(stream.read_fd, selectors.EVENT_READ, stream)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moreh-output", daemon=True)
@@ -102,6 +101,10 @@ class WorkerOutput:
         """Returns what worker `rank` inherits: descriptors for its stdout and its stderr, and those to close."""
         own = [stream.write_fd for stream in self._streams if stream.rank == rank]
         return own[0], own[1], tuple(stream.write_fd for stream in self._streams if stream.rank != rank)
+
+    def write_ends(self) -> list[int]:
+        """Returns the descriptors that take the output of all workers."""
+        return [stream.write_fd for stream in self._streams]
 
     def workers_have_inherited(self) -> None:
         """Closes this process's copies of the write ends. Harmless when repeated."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
+from moreh_ap.device.host_tensors import HOST
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.torchscript import refuse_compiled
 from moreh_ap.plan import Plan
@@ -42,6 +45,7 @@ class ModelRegistry:
         # Weak: a model goes with its module, as on one device.
         self._models: weakref.WeakSet[RemoteModel] = weakref.WeakSet()
         self._announced: set[str] = set()
+        self._calling_here = threading.local()  # whether this thread is in `call_here`
         # Of models that have left the workers to be timed in this process.
         self._plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
         # A module that was moved at once (``model.cuda()``) is one model even if a submodule is called first.
@@ -85,8 +89,16 @@ class ModelRegistry:
             else:
                 model.note_attribute(module, name, value)
 
+    def note_compiled(self, module: nn.Module) -> None:
+        """Has the model of `module`, if any, be laid out again, compiled."""
+        for model in self._models:
+            if model.contains(module):
+                model.note_structure()
+
     def find(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[RemoteModel, str] | None:
         """Returns the remote model for a call of `module` and the path in it; None if the controller runs the call."""
+        if getattr(self._calling_here, "active", False):
+            return None
         parameter = next(module.parameters(), None)
         if not isinstance(parameter, VirtualTensor) or not parameter.is_cuda:
             return None
@@ -94,26 +106,41 @@ class ModelRegistry:
         if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState):
             model = value.owner.live_model()
             if not model.is_out_of_date() and model.contains(module):
-                if self._is_tried_here(model, (args, kwargs)):
+                if self._small.places.is_due(model.root) and self._are_tried_here():
                     return None
-                path = model.path_of(module)
-                if not model.script_hooks.any:  # a call with hooks may have to be repeated, see `call_module`
+                path, is_due = model.path_of(module), self._small.places.is_due(model.root)
+                if not model.script_hooks.any and not is_due:  # a call with hooks may have to be repeated
                     self.routes[module] = functools.partial(call_on_route, weakref.ref(model), path)
                 return model, path
             return self._build(module if not model.contains(module) else model.root, module, args, kwargs)
         return self._build(self._moved_root(module), module, args, kwargs)
 
-    def _is_tried_here(self, model: RemoteModel, call: Any) -> bool:
-        """Returns whether the model has left the workers, since its steps are timed in this process next."""
-        trial = self._small.places.take_due(model.root, call)
-        if trial is None or model.script_hooks.any:
+    def call_here(self, model: RemoteModel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of a call that adds members to a model, on the script's own modules and operation by
+        operation; the next call lays out the model with them."""
+        self._bring_back(model.root)
+        self._calling_here.active = True
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            self._calling_here.active = False
+
+    def _are_tried_here(self) -> bool:
+        """Returns whether the models that are due have left the workers, since steps are timed in this process next."""
+        places = self._small.places
+        models = [model for model in self._models if places.is_due(model.root)]
+        if any(model.open_graphs for model in models):
+            places.put_off()
+            return False
+        trial = places.take_due()
+        if any(model.script_hooks.any for model in models):
             return False
         self._free_dropped()
-        if len(self._models) > 1:
-            return False
-        self._plans[model.root] = model.plan
-        self._bring_back(model.root)
-        self._small.try_here(model.root, trial)
+        for model in models:
+            self._plans[model.root] = model.plan
+            self._bring_back(model.root)
+        self._small.try_here([model.root for model in models], trial)
+        HOST.holds_all = not self._models
         return True
 
     def _free_dropped(self) -> None:
@@ -136,7 +163,10 @@ class ModelRegistry:
         root = self._with_all_that_share(root)
         refuse_compiled(root)
         if self._session.trial_plan is None and self._small.take(root, (args, kwargs)):
+            HOST.holds_all = not self._models
             return None
+        HOST.holds_all = False
+        self._small.let_go(root)
         self._bring_back(root)
         self._free_dropped()
         model = self._lay_out(root, (module, args, kwargs))
@@ -171,17 +201,24 @@ class ModelRegistry:
             session.outbox.journal.open()
         model = RemoteModel(session, root, call, planned.plan)
         self._recovery.take_on(model, planned, values)
+        self._small.places.note_layout(root, call[1:])
         if not isinstance(session.watch, StepTrial):
-            watched = functools.partial(self._watched, weakref.ref(root))
+            watched = functools.partial(self._watched, session.outbox.new_id())
             session.watch = Watch(session.outbox, planned.expected, watched)
         return model
 
-    def _watched(self, root: weakref.ref[nn.Module], step_s: float | None) -> None:
-        """Called when the first steps of a model on the workers are over, with the seconds of a step."""
+    def _watched(self, since: int, optimizer: Optimizer, step_s: float | None) -> None:
+        """Called when the first steps of a model on the workers are over.
+
+        Args:
+            since: Models whose calls all have smaller ids take no part in a step.
+            optimizer: One whose steps were counted.
+            step_s: Seconds from one of them to the next; None if workers failed.
+        """
         self._session.stop_watching()
-        model = root()
-        if model is not None and step_s is not None:
-            self._small.places.measured_on_workers(model, step_s)
+        if step_s is not None:
+            roots = [model.root for model in self._models if model.latest_call > since]
+            self._small.places.measured_on_workers(roots, optimizer, step_s)
             self.routes.clear()  # the next call asks `find`
 
     def _bring_back(self, root: nn.Module) -> None:

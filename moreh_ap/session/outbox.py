@@ -3,8 +3,15 @@
 [Note: when commands leave]
 A message costs the same whether it holds one command or ten, so commands gather in the outbox. `submit` sends it: for
 commands that workers should start at once (a forward) and commands that a caller waits for. `post_soon` gathers only
-while workers are busy, so that they are never idle because of it; the reply that makes them idle sends the outbox.
+while workers are busy, so that they are never idle because of it; the reply that makes them idle sends the outbox. GPUs
+would be idle while that reply travels, so for them `post_soon` sends at once.
 `post` is for commands that may wait for the next message: cleared gradients, operations on state tensors.
+
+[Note: after an error]
+Workers skip what was sent behind a command that raised. Of that, what says how things are set (attributes, frozen
+parameters, optimizers and their loaded state) is sent again before anything else, since the script has set it; what was
+computed is not, and whoever reads it gets a `NotComputedError`. `times_failed` tells others that what they sent along
+with other commands, or believe of the workers, may be wrong.
 """
 
 from __future__ import annotations
@@ -16,15 +23,21 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any, NamedTuple
 
+from moreh_ap.protocol.encoding import WorkerTraceback
+from moreh_ap.protocol.messages.models import ChangeModule, SetKernelFormats, SetRequiresGrad
+from moreh_ap.protocol.messages.optimizers import BuildOptimizer, LoadOptimizer
 from moreh_ap.protocol.messages.state import ClearGradients
-from moreh_ap.protocol.messages.stream import Batch, DefineList
+from moreh_ap.protocol.messages.stream import Again, Batch, DefineList
 from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.runtime.future import told_again
 from moreh_ap.runtime.worker_group import Reply, WorkerGroup
 from moreh_ap.session.journal import Journal
 from moreh_ap.states import SessionState, StateMachine
 
 _MAX_GATHERED = 512
 _MAX_DEFINITIONS = 4096
+_SENT_AGAIN = (BuildOptimizer, LoadOptimizer, ChangeModule, SetRequiresGrad, SetKernelFormats)
+"""What says how things are set. See [Note: after an error]."""
 
 
 def has_failed(reply: Future[Any] | None) -> bool:
@@ -39,6 +52,7 @@ class Posted:
         self._outbox = outbox
         self._reply: Reply | None = None
         self._index = 0
+        self._lost: BaseException | None = None  # the error because of which it was not sent
         self._callbacks: list[Callable[[Posted], object]] = []
 
     def sent(self, reply: Reply, index: int) -> None:
@@ -47,22 +61,36 @@ class Posted:
         for callback in self._callbacks:
             reply.add_done_callback(lambda _, callback=callback: callback(self))  # type: ignore[misc]
 
+    def lost(self, error: BaseException) -> None:
+        """Records that the command was never sent, since `error` was raised instead."""
+        self._lost = error
+        for callback in self._callbacks:
+            callback(self)
+
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once."""
-        return self._reply is not None and self._reply.done()
+        return self._lost is not None or (self._reply is not None and self._reply.done())
 
     def failed(self) -> bool:
         """Whether the command is done and ended in an error. Never waits."""
-        return has_failed(self._reply)
+        return self._lost is not None or has_failed(self._reply)
+
+    def require(self) -> None:
+        """Raises what `result` would raise, if the command has failed. Never waits."""
+        if self.failed():
+            self.result()
 
     def result(self) -> list[Any]:
         """Returns the command's results, one for each worker in rank order; waits for them.
 
         Raises:
             Exception: A worker raised it; its type is kept.
+            NotComputedError: It was raised before.
             WorkerLostError: A worker process died.
         """
         while True:
+            if self._lost is not None:
+                raise told_again(self._lost)
             if not self.done():  # the gathered commands run while this thread waits
                 self._outbox.flush()
             assert self._reply is not None
@@ -95,6 +123,7 @@ class Outbox:
 
     Args:
         workers: The worker group that runs the commands.
+        leaves_at_once: Whether what is wanted soon leaves although workers are busy.
 
     Attributes:
         state: Whether the journal has all that the workers were told since the first model.
@@ -105,9 +134,12 @@ class Outbox:
         times_restarted: The number of replays.
         has_stale_definitions: Whether workers may have missed a definition; then the next use sends all again.
         times_forgotten: How often that happened; workers have a definition while this number stays.
+        times_failed: How many messages failed, were skipped, or could not be sent for an error. See [Note: after an
+            error].
     """
 
-    def __init__(self, workers: WorkerGroup) -> None:
+    def __init__(self, workers: WorkerGroup, *, leaves_at_once: bool = False) -> None:
+        self._leaves_at_once = leaves_at_once
         self.state = StateMachine(SessionState.EMPTY)
         self.journal = Journal(self.state)
         self.on_sent: Callable[[Sequence[Any], Sequence[Posted]], object] | None = None
@@ -123,6 +155,9 @@ class Outbox:
         self._definitions: dict[Hashable, int] = {}
         self.has_stale_definitions = False
         self.times_forgotten = 0
+        self.times_failed = 0
+        self._again: deque[Any] = deque()  # commands to be sent again
+        self._failure: BaseException | None = None  # the last error
         self._ids = count()
 
     def new_id(self) -> int:
@@ -144,7 +179,7 @@ class Outbox:
             posted = self.post(command)
             self._hurry = True
         # A reply may arrive in between, and its thread did not get the lock: check again without it.
-        if self._idle():
+        if self._leaves_at_once or self._idle():
             self.flush()
         return posted
 
@@ -160,8 +195,8 @@ class Outbox:
         with self._lock:
             leaving, self._gathered = self._gathered, []
             self._hurry = False
-            commands: list[Any] = []
-            posted: list[Posted] = []
+            commands: list[Any] = [self._again.popleft() for _ in range(len(self._again))]
+            posted = [Posted(self) for _ in commands]
             for command, promise in leaving:
                 if isinstance(command, _Clearing):
                     command = ClearGradients(self.list_id(tuple(command.gradients)))
@@ -185,8 +220,11 @@ class Outbox:
                 self._released.extend(releases)
                 if self.recovered(error, times_restarted):
                     return  # this message is in the journal, so it was replayed with the others
+                self._note_failure(commands)
+                for promise in posted:
+                    promise.lost(error)
                 raise
-        self._listen(reply, times_restarted, releases)
+        self._listen(reply, times_restarted, commands, releases)
 
     def recovered(self, error: Exception, times_restarted: int) -> bool:
         """Replays the journal on other workers, if `on_error` provides them; returns whether it did.
@@ -223,9 +261,10 @@ class Outbox:
             self.times_restarted += 1
             self._messages_sent = self._messages_answered = 0
             self.has_stale_definitions = True  # the new workers have only the definitions in the journal
+            self._again.clear()  # which has all that was to be sent again
             for message in self.journal.messages():
                 commands = [restart.change(command) for command in message.commands]
-                self._listen(self._send(commands, list(message.posted)), self.times_restarted)
+                self._listen(self._send(commands, list(message.posted)), self.times_restarted, commands)
 
     def _send(self, commands: list[Any], posted: list[Posted]) -> Reply:
         reply = self._workers.submit(Batch(tuple(commands)))
@@ -234,7 +273,9 @@ class Outbox:
             promise.sent(reply, index)
         return reply
 
-    def _listen(self, reply: Reply, times_restarted: int, releases: Sequence[Any] = ()) -> None:
+    def _listen(
+        self, reply: Reply, times_restarted: int, commands: Sequence[Any], releases: Sequence[Any] = ()
+    ) -> None:
         """Counts the reply when it arrives, unless its workers were replaced meanwhile.
 
         What a message was to free is freed with the next one if it fails: workers skip commands after an error.
@@ -245,9 +286,25 @@ class Outbox:
                 return
             if has_failed(done):
                 self._released.extend(releases)
+                self._note_failure(commands[self._num_done(done.exception(), commands) :])
             self._answered(done)
 
         reply.add_done_callback(answered)
+
+    def _num_done(self, error: BaseException | None, commands: Sequence[Any]) -> int:
+        """Returns how many of the commands of a message that ended in `error` were executed, or raised it."""
+        if error is self._failure:
+            return 0  # an earlier message raised it, and this one was skipped
+        self._failure = error
+        cause = None if error is None else error.__cause__
+        return cause.num_done + 1 if isinstance(cause, WorkerTraceback) else len(commands)
+
+    def _note_failure(self, skipped: Sequence[Any]) -> None:
+        """Records commands that workers have not executed. See [Note: after an error]."""
+        lost = [command for command in skipped if isinstance(command, (Again, *_SENT_AGAIN))]
+        self._again.extend(command if isinstance(command, Again) else Again(command) for command in lost)
+        self.has_stale_definitions = True
+        self.times_failed += 1
 
     def release(self, command: Any) -> None:
         """Sends a command that frees something, with the next message, and again if a worker may have skipped it.
@@ -291,7 +348,6 @@ class Outbox:
     def _answered(self, reply: Future[Any]) -> None:
         """Runs in the thread that receives replies, one at a time; it must not wait for the script's threads."""
         self._messages_answered += 1
-        self.has_stale_definitions = self.has_stale_definitions or has_failed(reply)
         if not has_failed(reply) and self._idle() and self._hurry and self._lock.acquire(blocking=False):
             try:
                 self.flush()

@@ -62,7 +62,7 @@ class Session:
         self.workers = start_workers()
         self.num_devices, self.device_type = self.workers.num_workers, self.workers.device_type
         self.generator = generator
-        self.outbox = Outbox(self.workers)
+        self.outbox = Outbox(self.workers, leaves_at_once=self.device_type == "cuda")
         self.traffic = Traffic()
         self.watch: StepObserver | None = None
         self.check: StepCheck | None = None

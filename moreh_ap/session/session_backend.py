@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from moreh_ap.protocol.messages.devices import DeviceInfo
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.session.calls import autograd_api, clipping
+from moreh_ap.session.calls.answer_check import MakesMembers
 from moreh_ap.session.calls.extended_call import ExtendedCalls, call_remotely
 from moreh_ap.session.model_registry import ModelRegistry, Route
-from moreh_ap.session.models.parameter_gradients import expected_will_do
+from moreh_ap.session.models.parameter_gradients import clear_gradients_of, expected_will_do
 from moreh_ap.session.models.remote_optimizer import clearing_on_workers, elementwise_optimizers, stepping_on_workers
 from moreh_ap.session.models.script_hooks import RunsInScriptOnly
 from moreh_ap.session.outbox import Posted
@@ -70,6 +71,8 @@ class SessionBackend:
                 return call_remotely(*found, args, kwargs, hooks_done)
             except RunsInScriptOnly as hook:
                 found, hooks_done = self._registry.find(module, args, kwargs), hook.done
+            except MakesMembers:
+                return self._registry.call_here(found[0], module, args, kwargs)
         return NotImplemented
 
     def note_moved(self, root: nn.Module) -> None:
@@ -77,6 +80,9 @@ class SessionBackend:
 
     def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         self._registry.note_attribute(module, name, value)
+
+    def note_compiled(self, module: nn.Module) -> None:
+        self._registry.note_compiled(module)
 
     # -- optimizers and gradients ----------------------------------------------------------------------------------
 
@@ -91,6 +97,9 @@ class SessionBackend:
 
     def clip_on_workers(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return clipping.clipping_on_workers(self._session, original)
+
+    def clear_gradients(self, parameters: list[Tensor]) -> bool:
+        return clear_gradients_of(parameters)
 
     def clearing_gradients(self) -> AbstractContextManager[None]:
         return expected_will_do()

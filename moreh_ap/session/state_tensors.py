@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moreh_ap.device.operations import meta_of, written_arguments
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell, Here, Value
-from moreh_ap.protocol.messages.state import ReleaseState, RunOperation
+from moreh_ap.protocol.messages.state import ReleaseState, RunOperation, UnscaleGradients
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.protocol.shard_rules import StateRule, shard_rules
 from moreh_ap.session.session import Session
@@ -56,6 +56,12 @@ class OnWorkers(Value):
 
     def write(self, tensor: Tensor) -> None:
         self.owner.session.write_state({self.ref: tensor})
+
+
+class ReadOnce(OnWorkers):
+    """A number that the workers keep until the controller reads it."""
+
+    stays = False
 
 
 class StateHolder:
@@ -110,6 +116,8 @@ class StateHolder:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(_is_worker_argument(tensor) for tensor in tensors):
             return NotImplemented
+        if rule is StateRule.CHECKED:
+            return self._unscale(*args, **kwargs)
         values = [tensor._cell.value for tensor in tensors if isinstance(tensor, VirtualTensor)]
         placements = {value.placement() for value in values if isinstance(value, OnWorkers)} - {None}
         if placements and (len(placements) > 1 or rule is StateRule.COMBINED):
@@ -123,12 +131,26 @@ class StateHolder:
             return NotImplemented
         metas = () if aliases_input else func(*meta_of(args), **meta_of(kwargs))
         result = tree_map_only(Tensor, lambda meta: self.promise(meta, placement), metas)
-        refs: Any = tuple(_as_argument(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        sent_args, sent_kwargs = tree_map_only(Tensor, _as_argument, (args, kwargs))
+        refs: Any = tuple(as_argument(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        sent_args, sent_kwargs = tree_map_only(Tensor, as_argument, (args, kwargs))
         self.session.outbox.post(RunOperation(f"{func._opname}.{func._overloadname}", sent_args, sent_kwargs, refs))
         if not aliases_input:
             return result
         return args[0] if len(func._schema.returns) == 1 else None
+
+    def _unscale(self, gradients: list[Any], found: Any, inverse_scale: Any) -> Any:
+        """Has the workers unscale gradients; `found`, which says whether one is not finite, stays there until read."""
+        values = [gradient._cell.value for gradient in gradients if isinstance(gradient, VirtualTensor)]
+        refs = tuple(value.ref for value in values if isinstance(value, OnWorkers))
+        if len(refs) < len(gradients) or not isinstance(found, VirtualTensor) or found._cell.has_views:
+            return NotImplemented
+        outbox = self.session.outbox
+        value = ReadOnce(StateHolder(self.session), StateRef("session", "found", str(outbox.new_id())))
+        weakref.finalize(value, outbox.release, ReleaseState((value.ref,)))
+        what = (as_argument(found), as_argument(inverse_scale))
+        outbox.post(UnscaleGradients(outbox.list_id(refs), *what, value.ref))
+        found._cell.value = value
+        return None
 
 
 def bring_here(session: Session, tensors: Iterable[VirtualTensor]) -> None:
@@ -179,6 +201,7 @@ class ModelState(StateHolder):
 
     Attributes:
         gradients: The gradients of its parameters.
+        lists: Lists of its parameters that the script has handed over, see `parameter_gradients`.
     """
 
     gradients: GradientsByName
@@ -186,6 +209,7 @@ class ModelState(StateHolder):
     def __init__(self, session: Session, model: ModelOnWorkers) -> None:
         super().__init__(session)
         self._model = model  # lives as long as one of its parameters
+        self.lists: dict[tuple[int, int], Any] = {}
 
     def live_model(self) -> Any:
         """The model of these parameters."""
@@ -219,7 +243,8 @@ def _is_worker_argument(tensor: Tensor) -> bool:
     return isinstance(value, OnWorkers) or (isinstance(value, Here) and tensor.dim() == 0)
 
 
-def _as_argument(tensor: Tensor) -> StateRef | TensorData:
+def as_argument(tensor: Tensor) -> StateRef | TensorData:
+    """Returns a tensor as a command has it: the name under which the workers keep it, or its value, read if need be."""
     if isinstance(tensor, VirtualTensor) and isinstance(tensor._cell.value, OnWorkers):
         return tensor._cell.value.ref
     return TensorData.of(tensor.to_host() if isinstance(tensor, VirtualTensor) else tensor)

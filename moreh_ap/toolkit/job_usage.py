@@ -123,12 +123,13 @@ def snapshot(sample_s: float = SAMPLE_S) -> Snapshot:
 
 
 def _workers(entry: JobEntry, machine: MachineInventory, cores: dict[Process, float]) -> tuple[WorkerState, ...]:
-    gpus = {gpu.index: gpu for gpu in machine.gpus} if entry.device_type == "cuda" else {}
+    ids = entry.device_ids or tuple(str(rank) for rank in range(entry.devices))
+    gpus = machine.gpus if entry.device_type == "cuda" else ()
     found = []
     for rank, process in enumerate(entry.workers):
         if not process.is_alive():
             continue
-        gpu = gpus.get(rank)
+        gpu = next((gpu for gpu in gpus if gpu.is_called(ids[rank])), None)
         if gpu is not None:
             busy = None if gpu.utilization is None else gpu.utilization / 100
             found.append(

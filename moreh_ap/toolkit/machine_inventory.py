@@ -29,6 +29,7 @@ class Gpu:
         utilization: Per cent of the time in which something ran on it.
         temperature: Degrees Celsius.
         power_w: Watts.
+        names: What CUDA_VISIBLE_DEVICES may call it: its number in the machine, and the beginning of its UUID.
     """
 
     index: int
@@ -38,6 +39,12 @@ class Gpu:
     utilization: float | None = None
     temperature: float | None = None
     power_w: float | None = None
+    names: tuple[str, ...] = ()
+
+    def is_called(self, name: str) -> bool:
+        """Returns whether `name`, of another process's CUDA_VISIBLE_DEVICES, is this GPU."""
+        number, *uuids = self.names or (str(self.index),)
+        return name == number or (name.startswith("GPU-") and any(uuid.startswith(name) for uuid in uuids))
 
 
 @dataclass(frozen=True)
@@ -84,9 +91,18 @@ def _gpus() -> tuple[Gpu, ...]:
                 utilization=_reading(torch.cuda.utilization, index),
                 temperature=_reading(torch.cuda.temperature, index),
                 power_w=_in_watts(_reading(torch.cuda.power_draw, index)),
+                names=_names(index, str(getattr(properties, "uuid", ""))),
             )
         )
     return tuple(found)
+
+
+def _names(index: int, uuid: str) -> tuple[str, ...]:
+    """Returns what a GPU is called that is number `index` of those that this process sees."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    seen_as = visible[index] if index < len(visible) else str(index)
+    full = f"GPU-{uuid.removeprefix('GPU-')}" if uuid else ""
+    return (seen_as, *([full] if full else []))
 
 
 def _reading(read: Callable[[int], int], index: int) -> int | None:

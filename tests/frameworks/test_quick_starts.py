@@ -51,9 +51,7 @@ NEEDS = {
 """What each script imports beside what this package needs."""
 
 WHOLE = {
-    "graph_batches.py": "the edges of a graph batch name nodes of all of it",
     "graph_nodes.py": "one graph has no rows that are independent",
-    "torchvision_detection.py": "pictures are padded to the largest of the batch, anchors and losses count over it",
     "ultralytics_yolo.py": "targets lie flat and name their picture, the loss is divided by sums over the batch",
 }
 """Scripts with a call that every worker computes whole, and why. This table may only shrink."""

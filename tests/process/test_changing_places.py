@@ -80,7 +80,9 @@ def steps_on_workers_take(monkeypatch) -> Callable[[float], None]:
 
     def take(seconds: float) -> None:
         original = FasterPlace.measured_on_workers
-        monkeypatch.setattr(FasterPlace, "measured_on_workers", lambda self, root, _: original(self, root, seconds))
+        monkeypatch.setattr(
+            FasterPlace, "measured_on_workers", lambda self, roots, by, _: original(self, roots, by, seconds)
+        )
 
     return take
 

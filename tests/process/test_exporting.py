@@ -99,7 +99,8 @@ def test_a_compiled_model_trains_as_on_one_device_and_each_worker_computes_its_r
     def script(device):
         torch.manual_seed(0)
         model = tiny_llama().to(device)
-        compiled, optimizer = torch.compile(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for rows in (4, 4, 3):
             ids = torch.randint(0, 50, (rows, 8)).to(device)

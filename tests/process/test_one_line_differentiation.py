@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from one_line_models import OwnTransformer, tiny_llama
 from test_one_line_training import assert_same, batches, on_both
 from torch import nn
+from torch.autograd import forward_ad
 
 pytestmark = pytest.mark.rotating  # one more kind of derivative each
 
@@ -148,5 +149,29 @@ def test_gradients_of_several_backward_passes_through_one_call():
         y.square().sum().backward(retain_graph=True)
         first, second = (torch.autograd.grad((k * y).sum(), x, retain_graph=True) for k in (1, 3))
         return x.grad, first, second
+
+    assert_same(*on_both(script))
+
+
+def test_forward_mode():
+    def script(device):
+        model, x, _ = small(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        direction, trace = torch.zeros_like(x), []
+        direction[:, 0] = 1.0
+        for _ in range(2):  # an equation of a network and its derivative along one coordinate
+            value, along = torch.func.jvp(model, (x,), (direction,))
+            with forward_ad.dual_level():
+                dual = forward_ad.unpack_dual(model(forward_ad.make_dual(2 * x, direction)))
+            jacobian = torch.func.vmap(torch.func.jacfwd(model))(x)
+            loss = (along + value).square().mean() + (dual.primal * dual.tangent).mean() + jacobian.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace += [loss, along, dual.tangent, model(x)]
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        directions = {name: torch.ones_like(p) for name, p in parameters.items()}
+        outputs = lambda given: torch.func.functional_call(model, given, (x,))  # noqa: E731
+        return trace, torch.func.jvp(outputs, (parameters,), (directions,))
 
     assert_same(*on_both(script))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from user_script import UserScript
@@ -30,6 +32,26 @@ def test_a_killed_worker_is_named_and_ends_the_script(tmp_path):
         script.leaves_nothing()
 
 
+def test_a_killed_supervisor_is_named_and_ends_the_script(tmp_path):
+    with UserScript(SCRIPT, cwd=tmp_path, **TWO) as script:
+        script.wait_for_output(TRAINING)
+        (supervisor,) = [pid for pid in script.processes() if _parent(pid) == script.process.pid]
+        os.kill(supervisor, signal.SIGKILL)
+        assert script.wait(timeout_s=15) == 1
+        assert f"supervises the workers (process {supervisor}) died: killed by signal 9, Killed." in script.err
+        assert script.err.count("WorkerLostError") == 1, script.err
+        script.leaves_nothing()
+        assert not _socket_folders(script.process.pid)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _socket_folders(pid: int) -> list[Path]:
+    return [*Path(tempfile.gettempdir()).glob(f"moreh-{pid}-*")]
+
+
 @pytest.mark.parametrize("send", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda send: send.name)
 def test_a_signal_ends_a_script_in_mid_training(tmp_path, send):
     with UserScript(SCRIPT, cwd=tmp_path, **TWO) as script:
@@ -40,6 +62,7 @@ def test_a_signal_ends_a_script_in_mid_training(tmp_path, send):
             os.kill(script.process.pid, send)
         assert script.wait(timeout_s=5) == -send, script.err
         script.leaves_nothing()
+        assert not _socket_folders(script.process.pid)
         assert ("KeyboardInterrupt" in script.err) == (send == signal.SIGINT)
         assert "WorkerLostError" not in script.err
 

@@ -410,8 +410,9 @@ def test_a_step_that_reads_nothing_waits_for_nothing(session):
         optimizer.zero_grad(set_to_none=True)
         total += loss.detach()
         waits.append(session.workers.num_waits)
+    assert waits[0] > 0, "waits are counted: the first step had to"
     assert waits[-1] == waits[0], "a later step waited"
-    assert total.item() > 0 and session.workers.num_waits > waits[-1]
+    assert total.item() > 0
 
 
 def test_results_nest_in_the_user_s_own_dataclass():

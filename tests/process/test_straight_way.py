@@ -13,6 +13,7 @@ import pytest
 import torch
 from step_trace import FileTrace, result_file
 
+from moreh_ap import device
 from moreh_ap.protocol.messages.stream import ImportModules
 from moreh_ap.session.session import Session
 
@@ -29,8 +30,12 @@ def listed(heading: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def step_and_session(accelerator: Callable[[str], Session]) -> tuple[Callable[[], float], Session]:
-    """A step of a Llama of two layers, which has run a few times, and its session."""
+    """A step of a Llama of two layers, which has run a few times, and its session.
+
+    The workers are new: those that earlier tests used may still hold models of them, which a step walks over.
+    """
     transformers = pytest.importorskip("transformers")
+    device.disable()
     session = accelerator("replicate=2")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -19,7 +19,13 @@ from moreh_ap.local.cache_files import FOLDER_VARIABLE
 SCRIPTS = Path(__file__).parent / "scripts"
 GONE_WITHIN_S = 10.0
 # No device is visible, so that workers are on the CPU wherever the tests run.
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONUNBUFFERED": "1",
+}
 _RUN_VARIABLE = "MOREH_AP_TEST_RUN"
 _WORKER_VARIABLE = "MOREH_AP_WORKER"
 

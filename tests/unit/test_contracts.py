@@ -18,7 +18,7 @@ pytest.importorskip("importlinter")
     ("module", "line", "contract"),
     [
         ("planner/search/plan_search.py", "import torch.distributed", "The planner is pure"),
-        ("plan.py", "import monarch", "Only moreh_ap.runtime.engine imports the engine"),
+        ("plan.py", "import monarch", "import the engine"),
         ("device/__init__.py", "import transformers", "Only moreh_ap.integrations imports transformers"),
     ],
 )

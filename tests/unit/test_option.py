@@ -58,6 +58,14 @@ def test_environment(enabled, monkeypatch):
     assert (options.detailed_log, options.memory_usage_correction_ratio) == (2, 70)
 
 
+@pytest.mark.parametrize(("text", "steps"), [("", (13, 15)), ("4", (4, 4)), ("2-20", (2, 20)), (" 2 - 3 ", (2, 3))])
+def test_traced_steps(enabled, monkeypatch, text, steps):
+    monkeypatch.setenv("MOREH_TRACE", "trace.json")
+    monkeypatch.setenv("MOREH_TRACE_STEPS", text)
+    enable_advanced_parallelization()
+    assert (enabled[0].trace_file, enabled[0].trace_steps) == ("trace.json", steps)
+
+
 def test_empty_variable_is_no_variable(enabled, monkeypatch):
     monkeypatch.setenv("MOREH_NUM_DEVICES", "")
     enable_advanced_parallelization()
@@ -82,6 +90,10 @@ def test_argument_outranks_environment(enabled, monkeypatch, argument):
         (PREFIX + "DETAILED_LOG", "3"),
         (PREFIX + "MEMORY_USAGE_CORRECTION_RATIO", "101"),
         (PREFIX + "MEMORY_USAGE_CORRECTION_RATIO", "0.8"),
+        ("MOREH_TRACE_STEPS", "0"),
+        ("MOREH_TRACE_STEPS", "5-3"),
+        ("MOREH_TRACE_STEPS", "1-2-3"),
+        ("MOREH_TRACE_STEPS", "3-"),
     ],
 )
 def test_wrong_variable(enabled, monkeypatch, name, value):

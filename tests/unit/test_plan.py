@@ -29,6 +29,7 @@ from moreh_ap.plan import Plan
         (Plan(pipeline=2, layers=(3, 5)), "pipeline=2,micro_batches=2,layers=3+5"),
         (Plan(recompute="full", offload="optimizer"), "recompute=full,offload=optimizer"),
         (Plan(recompute=2), "recompute=2"),
+        (Plan(shard=2, compile="blocks"), "shard=2,compile=blocks"),
     ],
 )
 def test_text(plan, text):
@@ -198,3 +199,15 @@ def test_platform_line_of_every_axis():
     )
     assert "recomputation : 1," in Plan(recompute="selective").platform_line(1)
     assert "recomputation : 2," in Plan(recompute=3).platform_line(1)
+
+
+def test_compiled_blocks():
+    plan = Plan.parse("shard=2,recompute=full,compile=blocks")
+    assert Plan.parse("shard=2,recompute=full").with_compiled_blocks() == plan
+    assert plan.whole_model() == Plan(2), "gradients of gradients need what is not compiled"
+    for text in ("tensor=2", "pipeline=2,schedule=zero_bubble"):
+        other = Plan.parse(text)
+        assert other.with_compiled_blocks() == other
+        with pytest.raises(PlanError, match="compile=blocks cannot be") as caught:
+            Plan.parse(f"{text},compile=blocks")
+        assert other.why_uncompiled in str(caught.value)

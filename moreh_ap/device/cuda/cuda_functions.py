@@ -8,13 +8,14 @@ creates a CUDA context in the controller.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from moreh_ap.device.tensor import ACCELERATOR
 from moreh_ap.device.transfers import require_accelerator
 from moreh_ap.device.worker_backend import WorkerBackend
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.patching import Patches
 
 DEVICE_NAME = "MoAI Accelerator"
@@ -59,7 +60,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
     group.replace_all(torch.cuda.memory, {name: ours for name, ours in functions.items() if name in defined})
     group.replace_all(torch.accelerator, {name: functions[ours] for name, ours in _IN_TORCH_ACCELERATOR.items()})
     group.replace(torch.accelerator, "current_accelerator", _current_accelerator)
-    group.replace(torch.cuda, "_lazy_init", _skip_initialization)
+    group.replace(torch.cuda, "_lazy_init", _refuse_initialization)
     for name in ("_exchange_device", "_maybe_exchange_device"):  # ``with torch.cuda.device(0)``
         group.replace(torch.cuda, name, _exchange_device)
 
@@ -69,8 +70,14 @@ def _current_accelerator(check_available: bool = False) -> torch.device:
     return torch.device(ACCELERATOR.type)
 
 
-def _skip_initialization() -> None:
-    """Creates no CUDA context."""
+def _refuse_initialization() -> NoReturn:
+    """Refuses a CUDA context in this process, which would be one of the first device alone."""
+    raise UnsupportedError(
+        "This call needs a CUDA context in the script's process, which has none: the devices belong to the workers.",
+        allowed="Tensors and modules on the accelerator; what torch.cuda says of devices, memory, streams and draws.",
+        fix="moreh_ap.device.disable()  # from here on, cuda means the GPU of this process again",
+        link="docs/gpu.md#errors",
+    )
 
 
 def _exchange_device(index: int) -> int:

@@ -1,4 +1,4 @@
-"""Tracing, compiling and exporting a model that is on the accelerator: PyTorch gets a copy of it on the CPU.
+"""Tracing and exporting a model that is on the accelerator: PyTorch gets a copy of it on the CPU.
 
 Tools that trace a model's operations (`torch.jit.trace`, `torch.export`) or compile its code (`torch.jit.script`) need
 tensors in this process. The result can be saved and inspected; it belongs to the copy, not to the model.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.patching import Patches, PatchGroup
-from moreh_ap.protocol.process_flags import run_as_written
 
 
 def install(patches: Patches) -> None:
@@ -28,7 +26,6 @@ def install(patches: Patches) -> None:
     for holder, names in ((torch.jit, ("trace", "trace_module", "script")), (torch.export, ("export",))):
         for name in names:
             _redirect(group, holder, name)
-    _redirect_compiler(group)
     group.when_imported("torch.onnx", lambda module: _redirect(group, module, "export"))
 
 
@@ -75,21 +72,3 @@ def _take_buffers(model: nn.Module, copied: nn.Module) -> None:
     for buffer, now in zip(model.buffers(), copied.buffers(), strict=True):
         if not torch.equal(buffer.cpu(), now):
             buffer.copy_(now)
-
-
-def _redirect_compiler(group: PatchGroup) -> None:
-    """What is compiled runs as it is written: there is nothing in the controller to make code for."""
-
-    @functools.wraps(torch.compile)
-    def compile(*args: Any, **kwargs: Any) -> Any:
-        if not told:
-            told.append(True)
-            run_as_written(group)
-        return original_compile(*args, **kwargs)
-
-    told: list[bool] = []
-    if "torch._dynamo" in sys.modules:  # the import takes a second, so only scripts that compile do it
-        told.append(True)
-        run_as_written(group)
-    effect = "Compiles as ever; what is compiled runs as it is written."
-    original_compile = group.replace(torch, "compile", compile, effect)

@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+import functools
+
 from moreh_ap.device import tensor_classes, wrapped_tensors
 from moreh_ap.device.cuda import cuda_functions, cuda_generator, cuda_rng, cuda_streams, cuda_types, cudnn
+from moreh_ap.device.host_tensors import HOST
 from moreh_ap.device.patches import (
+    compiling,
     data_loading,
     export,
     modules,
     multi_device,
+    native_calls,
     optimizer_steps,
     process_sharing,
     profilers,
@@ -43,9 +48,11 @@ def install(backend: WorkerBackend) -> Patches:
     multi_device.install(patches)
     sparse_adam.install(patches)
     export.install(patches)
+    compiling.install(patches, backend)
     profilers.install(patches)
     wrapped_tensors.install(patches)
     tensor_classes.install(patches)
+    HOST.prepare = functools.partial(native_calls.install, patches)
     modules.install(patches, backend)
     optimizer_steps.install(patches, backend)
     return patches
@@ -53,3 +60,4 @@ def install(backend: WorkerBackend) -> Patches:
 
 def _leave_force() -> None:
     IN_FORCE.backend = None
+    HOST.end()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from moreh_ap.device import lazy_modules, transfers
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor
@@ -25,8 +26,9 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Calls a module on the workers if it is on the accelerator."""
-        # A transform of `torch.func` needs every operation: under a transform, the controller computes the model.
-        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        # A transform of `torch.func`, and forward-mode differentiation, need every operation: the controller computes
+        # the model.
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
         is_traced = torch._C._get_tracing_state() is not None
         route = None if is_transformed or is_traced else routes.get(module)
         if route is not None:

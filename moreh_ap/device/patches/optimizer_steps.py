@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.worker_backend import WorkerBackend
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.patching import Patches, PatchGroup
+
+_NEEDS_MEMORY = {"apex", "deepspeed", "transformer_engine"}
+"""Libraries whose optimizers hand the addresses of parameters to code of their own for GPUs. (bitsandbytes, since 0.46,
+registers its operations with PyTorch, as which they run.)"""
 
 
 def install(patches: Patches, backend: WorkerBackend) -> None:
@@ -26,11 +33,36 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
 
     def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
         """Has the workers clear all gradients of a module at once."""
+        if set_to_none and backend.clear_gradients(list(module.parameters())):
+            return
         with backend.clearing_gradients():
             original(module, set_to_none)
 
     original = group.replace(nn.Module, "zero_grad", zero_grad)
+    _refuse_native_optimizers(group)
     _redirect_clipping(group, backend)
+
+
+def _refuse_native_optimizers(group: PatchGroup) -> None:
+    @functools.wraps(torch.optim.Optimizer.__init__)
+    def init(optimizer: torch.optim.Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        original(optimizer, params, defaults)
+        library = type(optimizer).__module__.partition(".")[0]
+        if library in _NEEDS_MEMORY and any(
+            isinstance(one, VirtualTensor) and one.is_cuda
+            for group in optimizer.param_groups
+            for one in group["params"]
+        ):
+            raise UnsupportedError(
+                f"{type(optimizer).__module__}.{type(optimizer).__name__} hands addresses of parameters to code for "
+                "one GPU, and the parameters are on the workers.",
+                allowed="Optimizers made of PyTorch's operations; torch.optim has kernels for whole lists as well.",
+                fix="optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",
+                link="docs/gpu.md#errors",
+            )
+
+    effect = "Refuses optimizers that need the memory of parameters in this process."
+    original = group.replace(torch.optim.Optimizer, "__init__", init, effect)
 
 
 def _redirect_clipping(group: PatchGroup, backend: WorkerBackend) -> None:

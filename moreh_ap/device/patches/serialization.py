@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moreh_ap.device.host_tensors import put
 from moreh_ap.device.storage import is_marked, mark
-from moreh_ap.device.tensor import place
 from moreh_ap.device.transfers import is_accelerator
 from moreh_ap.patching import Patches
 
@@ -94,7 +94,7 @@ def install(patches: Patches) -> None:
     def rebuild(storage: Any, *where: Any) -> Tensor:
         """Puts a tensor whose memory is marked on the accelerator."""
         tensor: Tensor = original_rebuild(storage, *where)  # files of the old format fill its memory only later
-        return place(tensor) if is_marked(storage._untyped_storage) else tensor
+        return put(tensor) if is_marked(storage._untyped_storage) else tensor
 
     original_save = group.replace(serialization, "_save", save)
     original_tag = group.replace(serialization, "location_tag", location_tag)

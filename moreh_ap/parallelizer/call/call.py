@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from moreh_ap.parallelizer.call.extension import CallExtension
+from moreh_ap.parallelizer.data.item_reduction import ItemRules
 from moreh_ap.parallelizer.data.row_gathering import Gathering
 from moreh_ap.parallelizer.mesh import Axis, world_axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
@@ -48,7 +49,9 @@ class Call:
         counts: Whether numbers of true elements are denominators. See [Note: counts] in `loss_reduction.py`.
         joined: Whether batch normalisation takes the statistics of all workers' rows (`batch_statistics.py`).
         gathering: Where rows are gathered inside the forward; None: nowhere.
+        items: What the forward does with the items of a batch whose tensors have no rows; None: it has rows.
         means: Whether the forward takes means over the batch, where it is known. See [Note: workers meet] there.
+        lacks_rows: Whether the batch has no row for this worker. See [Note: no row] in `lent_rows.py`.
         meets_failed: Whether a worker whose forward raises still meets the others, who do not wait for it elsewhere.
     """
 
@@ -65,7 +68,9 @@ class Call:
     counts: bool = False
     joined: bool = False
     gathering: Gathering | None = None
+    items: ItemRules | None = None
     means: bool = True
+    lacks_rows: bool = False
     meets_failed: bool = False
 
 

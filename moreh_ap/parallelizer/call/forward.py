@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from moreh_ap.parallelizer.call.extension import Forward, extended
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
+from moreh_ap.parallelizer.data.item_reduction import ItemReduction
+from moreh_ap.parallelizer.data.lent_rows import LentRows
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
 from moreh_ap.protocol.objects.returned_arguments import place_of
@@ -56,13 +60,14 @@ class EagerForward(Execution):
         leaves = [_own_leaf(leaf, call.grad) for leaf in leaves]
         self.inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         means = reduction or reducing(call)
-        if isinstance(means, GlobalReduction):
-            leaves = means.begin(leaves)
         args, kwargs = tree_unflatten(leaves, spec)
+        if isinstance(means, GlobalReduction):
+            args, kwargs = means.take(args, dict(kwargs))
         forward: Forward = self._run
         if call.extensions:
             forward = extended(call.extensions, self, call.module, forward)
-        self.drawing = call.random.begin(call.device, chunk)
+        random = call.random if call.items is None else replace(call.random, worker=call.axis.rank)
+        self.drawing = random.begin(call.device, chunk)
         try:
             with torch.set_grad_enabled(call.grad), means, autocasting(call), self.drawing.forward():
                 result = forward(args, kwargs)
@@ -76,6 +81,8 @@ class EagerForward(Execution):
             settle(call.module)
         self.drew = self.drawing.moved()
         self._keep(result)
+        if isinstance(means, GlobalReduction) and means.kinds is not None:
+            self.kinds = means.kinds
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         result = _run(self.call, args, kwargs)
@@ -186,6 +193,15 @@ def reducing(call: Call) -> AbstractContextManager[Any]:
     """Returns what makes mean losses of a forward shares of the global mean, and CUDA devices this worker's."""
     if call.mode == "split" and call.axis.size > 1:
         fingerprint = call.random.fingerprint() if call.random.draws else None
+        if call.items is not None:
+            return ItemReduction(
+                call.device,
+                axis=call.axis,
+                rules=call.items,
+                draws_together=call.random.stream is not None,
+                mark=call.random.position(),
+                meets_failed=call.meets_failed,
+            )
         if call.gathering is not None:
             return GatheringReduction(
                 call.device,
@@ -194,7 +210,9 @@ def reducing(call: Call) -> AbstractContextManager[Any]:
                 mark=fingerprint,
                 meets_failed=call.meets_failed,
             )
-        kind = JoinedReduction if call.joined else GlobalReduction
+        kind: Callable[..., GlobalReduction] = JoinedReduction if call.joined else GlobalReduction
+        if call.lacks_rows:
+            kind = partial(LentRows, kinds=call.kinds or ())
         return kind(
             call.device,
             axis=call.axis,

@@ -43,8 +43,8 @@ from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.placement import CUDA_DEVICES, OwnDevice
 from moreh_ap.parallelizer.mesh import Axis, world_axis
 
-_CLASS_LOSSES = {F.cross_entropy, F.nll_loss}
-_ELEMENT_LOSSES = {
+CLASS_LOSSES = {F.cross_entropy, F.nll_loss}
+ELEMENT_LOSSES = {
     F.mse_loss,
     F.l1_loss,
     F.smooth_l1_loss,
@@ -98,6 +98,7 @@ class GlobalReduction(OwnDevice):
         saw_statistics: Whether a normalisation took statistics of the rows.
         local_denominators: What this worker contributed, one float64 number a site.
         global_denominators: What was divided by, one float64 number a site.
+        kinds: The kind of every leaf of the result, where `finish` found out; see `call.call`.
 
     Raises:
         ExactnessError: The forward has more sites than `denominators` (on exit: fewer), or has some and does not meet.
@@ -127,9 +128,11 @@ class GlobalReduction(OwnDevice):
         self._meets, self._mark, self._meets_failed = meets, mark, meets_failed
         self._apart: list[Tensor] = []
 
-    def begin(self, leaves: list[Any]) -> list[Any]:
-        """Returns the flat arguments of the forward as it gets them."""
-        return leaves
+    kinds: Sequence[str] | None = None
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of the forward as it gets them."""
+        return args, kwargs
 
     def finish(self, result: Any) -> Any:
         """Returns the result of the forward as others get it. Called while active."""
@@ -147,7 +150,7 @@ class GlobalReduction(OwnDevice):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _CLASS_LOSSES or func in _ELEMENT_LOSSES:
+        if func in CLASS_LOSSES or func in ELEMENT_LOSSES:
             return self._loss(func, args, kwargs)
         if func in _MEANS:
             return self._mean(func, args, kwargs)
@@ -188,7 +191,7 @@ class GlobalReduction(OwnDevice):
         legacy = given.get("size_average") is not None or given.get("reduce") is not None
         if legacy or reduction not in ("mean", "batchmean"):
             return func(*args, **kwargs)
-        if func in _CLASS_LOSSES:
+        if func in CLASS_LOSSES:
             count = _count_targets(given["input"], given["target"], given["weight"], given["ignore_index"])
             given["reduction"] = "sum"
             return self._share(self._evaluate(func, call), count)
@@ -225,8 +228,10 @@ class GlobalReduction(OwnDevice):
 
     def _add_up(self, count: Tensor | int) -> Tensor:
         """Returns the global count at a new site; `count` is what this worker adds to it."""
-        device = count.device if isinstance(count, Tensor) else self.device
-        local = torch.as_tensor(count, device=device).to(torch.float64)
+        if isinstance(count, Tensor):
+            local = count.to(torch.float64)
+        else:  # made on the device: a copy from here would wait for its queue
+            local = torch.full((), count, dtype=torch.float64, device=self.device)
         site = len(self.local_denominators)
         self.local_denominators.append(local)
         if self._known is not None:
@@ -285,7 +290,7 @@ class MetaReduction(GlobalReduction):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _CLASS_LOSSES or func in _ELEMENT_LOSSES or func in _MEANS or func in _COUNTS:
+        if func in CLASS_LOSSES or func in ELEMENT_LOSSES or func in _MEANS or func in _COUNTS:
             return super().__torch_function__(func, types, args, kwargs)
         tensors: list[Tensor] = []
         tree_map_only(Tensor, tensors.append, (args, kwargs))

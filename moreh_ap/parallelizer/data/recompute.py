@@ -52,21 +52,25 @@ def apply_recompute(blocks: Sequence[nn.Module], recompute: str | int, *, stop_e
         return
     count = recompute if isinstance(recompute, int) else len(blocks)
     for block in blocks[:count]:
-        object.__setattr__(block, "forward", _Recomputed(block, recompute == "selective", stop_early))
+        object.__setattr__(block, "forward", RecomputedForward(block, recompute == "selective", stop_early))
 
 
-class _Recomputed:
+class RecomputedForward:
     """A block's forward whose activations are computed again in the backward.
 
     Args:
         block: The block.
         selective: Whether expensive results are kept.
         stop_early: See `apply_recompute`.
+
+    Attributes:
+        replaces: The forward that the block itself had before, None where it had that of its class.
     """
 
     def __init__(self, block: nn.Module, selective: bool, stop_early: bool) -> None:
         self._block, self._forward = block, block.forward
-        self._selective, self._stop_early = selective, stop_early
+        self.replaces = vars(block).get("forward")
+        self.selective, self._stop_early = selective, stop_early
         self.__wrapped__ = block.forward  # for those who look at the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +88,7 @@ class _Recomputed:
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Returns what the first run has around it, and what every later one has."""
-        surroundings = _Surroundings(self._block, self._selective)
+        surroundings = _Surroundings(self._block, self.selective)
         return surroundings.first_run(), _EachTime(surroundings.later_run)
 
 
@@ -124,7 +128,7 @@ class _Surroundings:
             for mode, replay, sites in zip(self._modes, self._again, self._sites, strict=True)
         ]
         try:
-            with self._host.again(), _function_modes(modes):
+            with self._host.again(), function_modes(modes):
                 if self._kept is None:
                     yield
                 else:
@@ -152,7 +156,7 @@ class _EachTime:
 
 
 @contextmanager
-def _function_modes(modes: Sequence[Any]) -> Iterator[None]:
+def function_modes(modes: Sequence[Any]) -> Iterator[None]:
     """Inside, exactly these torch function modes are active, the last one innermost."""
     outside = _get_current_function_mode_stack()
     for _ in outside:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.placement import OwnDevice
@@ -113,7 +113,16 @@ class Gathering:
 
 _GETTERS_OF_TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag"}
 _QUESTIONS = {"size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"}
-_QUESTIONS |= {"storage_offset", "register_hook", "retain_grad", "requires_grad_", "data_ptr", "__hash__", "has_names"}
+_QUESTIONS |= {
+    "untyped_storage",
+    "storage_offset",
+    "register_hook",
+    "retain_grad",
+    "requires_grad_",
+    "data_ptr",
+    "__hash__",
+    "has_names",
+}
 
 
 def is_question(func: Callable[..., Any]) -> bool:
@@ -212,14 +221,14 @@ class GatheringReduction(JoinedReduction):
         """In a module that works row by row, whether its means over dim 0 are means over the batch."""
         self._start, self._stop = row_range(axis.rank, axis.size, gathering.rows)
 
-    def begin(self, leaves: list[Any]) -> list[Any]:
-        given = list(leaves)
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given, spec = tree_flatten((args, kwargs))
         for position, dim in enumerate(self._gathering.dims):
             if dim is not None:
                 if self._gathering.cuts:  # differentiably: its gradient is zero for the rows of others
                     given[position] = given[position].narrow(dim, self._start, self._stop - self._start)
                 self._placements[given[position]] = Rows(dim)
-        return given
+        return tree_unflatten(given, spec)  # type: ignore[no-any-return]
 
     def finish(self, result: Any) -> Any:
         """Gathers what has rows elsewhere than along dim 0: nobody else knows of such rows."""

@@ -40,6 +40,8 @@ _ATTENTION = {
 Source: torchtitan, `torchtitan/distributed/activation_checkpoint.py` (selective checkpointing by operation).
 """
 
+KEPT = _PRODUCTS | _ATTENTION
+
 
 class KeptResults:
     """Results of one run, by operation and in order."""

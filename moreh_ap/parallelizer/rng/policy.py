@@ -95,6 +95,10 @@ class RandomPolicy:
         """Returns what tells where the common stream is, None where rows cannot change how far it gets."""
         return _stream_fingerprint if self.draws else None
 
+    def position(self) -> Callable[[], int] | None:
+        """Returns what tells where the common stream is, None without one."""
+        return None if self.stream is None else _stream_fingerprint
+
     def begin(self, device: torch.device, chunk: int = 0, stage: int = 0) -> Drawing:
         """Puts the streams where a forward starts.
 

@@ -38,7 +38,7 @@ from moreh_ap.errors import ExactnessError
 from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.rng_state import state_of_stream
 
-_MAY_DRAW = frozenset(
+MAY_DRAW = frozenset(
     {
         *("alpha_dropout", "alpha_dropout_", "dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_"),
         *("feature_alpha_dropout", "feature_alpha_dropout_", "feature_dropout", "feature_dropout_"),
@@ -48,7 +48,7 @@ _MAY_DRAW = frozenset(
         *("fractional_max_pool2d", "fractional_max_pool2d_with_indices"),
         *("fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
         *("multi_head_attention_forward", "scaled_dot_product_attention"),
-        *("binomial", "poisson", "randperm", "rrelu", "rrelu_"),
+        *("binomial", "poisson", "randperm", "rrelu", "rrelu_", "kaiming_uniform_"),
     }
 )
 """Names of torch functions inside which operations draw; what draws anywhere else is not shared."""
@@ -97,7 +97,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class Drawn:
     """One operation that drew: its name, the shape of what it drew, and the order of the dims in memory."""
 
     name: str
@@ -110,8 +110,8 @@ class DrawRecorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drawn: list[_Drawn] = []
-        self._all = _Recording()
+        self.drawn: list[Drawn] = []
+        self._all = Recording()
 
     def __enter__(self) -> DrawRecorder:
         super().__enter__()
@@ -128,18 +128,20 @@ class DrawRecorder(TorchFunctionMode):
             )
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in _MAY_DRAW:
+        if getattr(func, "__name__", "") not in MAY_DRAW:
             return func(*args, **(kwargs or {}))
-        with _Recording() as recording:
+        with Recording() as recording:
             result = func(*args, **(kwargs or {}))
         self.drawn += recording.drawn
         return result
 
 
-class _Recording(TorchDispatchMode):
+class Recording(TorchDispatchMode):
+    """While active, notes what operations draw, in order."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.drawn: list[_Drawn] = []
+        self.drawn: list[Drawn] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -147,11 +149,11 @@ class _Recording(TorchDispatchMode):
             if not isinstance(result, Tensor):  # fused attention with dropout
                 raise UnsharedDraw(f"{func._opname} draws random numbers that nobody sees")
             order = memory_order(result) or tuple(range(result.ndim))
-            self.drawn.append(_Drawn(func._opname, tuple(result.shape), order))
+            self.drawn.append(Drawn(func._opname, tuple(result.shape), order))
         return result
 
 
-def draws_of(one_row: Sequence[_Drawn], two_rows: Sequence[_Drawn]) -> tuple[Draw, ...]:
+def draws_of(one_row: Sequence[Drawn], two_rows: Sequence[Drawn]) -> tuple[Draw, ...]:
     """Returns the draws of a forward, in order.
 
     Args:
@@ -166,7 +168,7 @@ def draws_of(one_row: Sequence[_Drawn], two_rows: Sequence[_Drawn]) -> tuple[Dra
     return tuple(Draw(two.name, len(two.shape), _rows_in(one, two)) for one, two in zip(one_row, two_rows))
 
 
-def _rows_in(one: _Drawn, two: _Drawn) -> Rows | None:
+def _rows_in(one: Drawn, two: Drawn) -> Rows | None:
     if one.shape == two.shape:
         return None
     dims = [dim for dim, sizes in enumerate(zip(one.shape, two.shape)) if sizes[0] != sizes[1]]
@@ -198,17 +200,17 @@ class SharedDraws(TorchFunctionMode):
 
     def again(self) -> AbstractContextManager[Any]:
         """Returns what has to be active in the backward."""
-        return _Sharing(self)
+        return Sharing(self)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in _MAY_DRAW:
+        if getattr(func, "__name__", "") not in MAY_DRAW:
             return func(*args, **(kwargs or {}))
-        with _Sharing(self):
+        with Sharing(self):
             return func(*args, **(kwargs or {}))
 
     def draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of an operation that draws, for the rows that are computed here."""
-        drawn = _drawn_shape(func, args, kwargs)
+        drawn = shape_drawn(func, args, kwargs)
         rows = None if self._is_drawing else self._rows_of(func._opname, len(drawn), kwargs.get("generator"))
         if rows is None:
             return func(*args, **kwargs)
@@ -269,7 +271,9 @@ def _other_draws(fact: str) -> ExactnessError:
     )
 
 
-class _Sharing(TorchDispatchMode):
+class Sharing(TorchDispatchMode):
+    """While active, operations that draw give what `SharedDraws` says."""
+
     def __init__(self, draws: SharedDraws) -> None:
         super().__init__()
         self._shared = draws
@@ -294,7 +298,8 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0)
 
 
-def _drawn_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+def shape_drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the shape of what an operation draws."""
     place = _place_of_size(func)
     if place is not None:
         return tuple(args[place]) if place < len(args) else tuple(kwargs["size"])

@@ -19,6 +19,7 @@ from moreh_ap.parallelizer.data.fsdp import recover, settle
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.shared_draws import UnsharedDraw
 from moreh_ap.parallelizer.trial.outside_state import outside_restored
+from moreh_ap.protocol.added_members import Members
 from moreh_ap.protocol.module_attributes import has_memory, own_attributes
 
 _DROPOUTS = {
@@ -58,33 +59,57 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def state_restored(module: nn.Module) -> Iterator[None]:
-    """Puts buffers, their values, and what `forward` and hooks may set (``self.hidden = hidden``) back after it."""
-    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    before = [(submodule, dict(submodule._buffers), own_attributes(submodule)) for submodule in module.modules()]
-    kept = [value for _, _, attributes in before for value in attributes.values()]
-    tensors = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is None)
-    values += [(tensor, tensor.detach().clone()) for tensor in tensors if has_memory(tensor)]
-    generators = [(value, value.get_state()) for value in kept if isinstance(value, torch.Generator)]
-    containers = [(value, value.copy()) for value in kept if type(value) in (list, dict, set)]
-    try:
-        with outside_restored(module):
-            yield
-    finally:
-        for submodule, buffers, attributes in before:
+class StateBefore:
+    """What a forward and hooks may change in a model: buffers, attributes (``self.hidden = hidden``), members.
+
+    Args:
+        module: The model, as it is now.
+        frozen: Whether values of parameters without gradients are among it.
+
+    Attributes:
+        members: What its modules hold now.
+    """
+
+    def __init__(self, module: nn.Module, *, frozen: bool = False) -> None:
+        self.members = Members(module)
+        parameters = [parameter for parameter in module.parameters() if frozen and not parameter.requires_grad]
+        values = [(tensor, tensor.detach().clone()) for tensor in (*module.buffers(), *parameters)]
+        self._held = [
+            (submodule, dict(submodule._buffers), own_attributes(submodule)) for submodule in module.modules()
+        ]
+        kept = [value for _, _, attributes in self._held for value in attributes.values()]
+        tensors = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is None)
+        self._values = values + [(tensor, tensor.detach().clone()) for tensor in tensors if has_memory(tensor)]
+        self._generators = [(value, value.get_state()) for value in kept if isinstance(value, torch.Generator)]
+        self._containers = [(value, value.copy()) for value in kept if type(value) in (list, dict, set)]
+
+    def put_back(self) -> None:
+        """Has all of it be as it was."""
+        self.members.take_back()
+        for submodule, buffers, attributes in self._held:
             submodule._buffers.clear()
             submodule._buffers.update(buffers)
             for name in own_attributes(submodule).keys() - attributes.keys():
                 del vars(submodule)[name]
             vars(submodule).update(attributes)
-        for container, contents in containers:
+        for container, contents in self._containers:
             _refill(container, contents)
-        for generator, state in generators:
+        for generator, state in self._generators:
             generator.set_state(state)
-        for buffer, value in values:
+        for buffer, value in self._values:
             if not torch.equal(buffer, value):
                 buffer.data.copy_(value)  # `.data`: a graph that has kept the buffer is not told of the change
+
+
+@contextlib.contextmanager
+def state_restored(module: nn.Module) -> Iterator[StateBefore]:
+    """Puts the state of a model, and what it has outside of it, back after the block."""
+    state = StateBefore(module)
+    try:
+        with outside_restored(module):
+            yield state
+    finally:
+        state.put_back()
 
 
 def _refill(container: Any, contents: Any) -> None:
@@ -118,7 +143,7 @@ class Refused(Exception):
 
 
 def attempt(step: Callable[[], None], module: nn.Module) -> str:
-    """Returns why `step` failed, "" where it did not."""
+    """Returns why `step` failed, "" where it did not. Whose fault an error is, `fault_finding.py` finds out."""
     try:
         step()
     except (Refused, UnsharedDraw) as refusal:

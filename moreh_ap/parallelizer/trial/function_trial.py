@@ -145,7 +145,7 @@ class Trial:
         written = self._doubles[0] if self._mutates else None
         if written is not None and written.placement != SHARE:
             raise Refused(f"{self._name} writes to rows what depends on others")
-        step = replace(self._step(True, True, ()), gathers=True, results=(None,) * len(wanted))
+        step = replace(self._step(True, True, ()), gathers=self._has_rows, results=(None,) * len(wanted))
         return step, result, [None] * len(tensors_of(result))
 
     def _step(self, adds_up: bool, for_all: bool, found: Sequence[Double]) -> Step:

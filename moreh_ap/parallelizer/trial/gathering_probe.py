@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.placement import OwnDevice
@@ -46,8 +45,7 @@ class GatheringProbe(JoinedProbe):
 
     def _forward(self, number: int, mode: OwnDevice) -> None:
         """Runs the first of the chosen rows under a mode."""
-        chosen = self._chosen[:number]
-        args, kwargs = tree_unflatten(self._select(chosen), self._spec)
+        args, kwargs = self._arguments(self._chosen[:number])
         with self._from_the_same_state(), NoDropout():
             EagerForward(replace(self.call, random=RandomPolicy()), args, kwargs, reduction=mode)
 

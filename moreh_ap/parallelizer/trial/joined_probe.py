@@ -13,7 +13,7 @@ or a sum that workers would not have exchanged change gradients by far more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
+from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
@@ -49,22 +50,31 @@ class JoinedProbe(Probe):
     """The common run, and one run on each worker of its share of the rows. A collective; see `Probe`."""
 
     is_joined = True
-    _fewest_rows = 2
     _noise = 0.5
     """A bias in front of batch normalisation has a gradient of zero, which is the difference of large sums."""
     _least_rounding = 0.02
     """Part of a gradient's norm that rounding explains in any case. See [Note: rounding]."""
 
+    def __init__(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rows: int,
+        dims: Sequence[int | None] | None = None,
+        each: int = 1,
+    ) -> None:
+        super().__init__(call, args, kwargs, rows, dims, max(each, FEWEST_A_WORKER))
+
     def _choose_rows(self) -> list[int]:
         workers = self.call.axis.size
-        each = max(FEWEST_A_WORKER, min(MOST_A_WORKER, MAX_ROWS // workers))
+        each = max(self.each, min(MOST_A_WORKER, MAX_ROWS // workers))
         number = workers * min(each, self._rows // workers)
         return [place * self._rows // number for place in range(number)]
 
     def _find_rounding(self, common: EagerForward | PipelinedPass) -> None:
         """Runs the same rows with inputs that differ in the last digits. See [Note: rounding]."""
-        leaves = [_perturbed(leaf) for leaf in self._select(self._chosen)]
-        other = self._run(self._chosen, GlobalReduction(self.call.device, record=True), leaves)
+        other = self._run(self._chosen, GlobalReduction(self.call.device, record=True), _perturbed)
         self._output_rounding = [
             _difference(one, another, torch.inf) for one, another in zip(common.outputs, other.outputs, strict=True)
         ]
@@ -119,7 +129,7 @@ class JoinedProbe(Probe):
         """
         call, axis = self.call, self.call.axis
         each = len(self._chosen) // axis.size
-        args, kwargs = tree_unflatten(self._select(self._chosen[axis.rank * each :][:each]), self._spec)
+        args, kwargs = self._arguments(self._chosen[axis.rank * each :][:each])
 
         def run() -> None:
             with self._from_the_same_state(), NoDropout():

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
@@ -73,11 +74,11 @@ class Lockstep(GlobalReduction):
         self._inside: bool | None = None
         """In a module that works row by row, whether its means over dim 0 are means over the batch."""
 
-    def begin(self, leaves: list[Any]) -> list[Any]:
-        for leaf, dim in zip(leaves, self._dims, strict=True):
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for leaf, dim in zip(tree_leaves((args, kwargs)), self._dims, strict=True):
             if dim is not None:
                 self._set_rows(leaf, Rows(dim))
-        return leaves
+        return args, kwargs
 
     def __enter__(self) -> Lockstep:
         self._modules = seeing_modules(self._call_module)

@@ -1,24 +1,25 @@
-"""A few rows of a batch run together and one by one, and what became of each run.
+"""A few rows of a batch run together and one by one (or some by some), and what became of each run.
 
 Decides how the runs are compared. Must not know what follows from it (`split_check.py`, [Note: method] there).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
+from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.fsdp import BlockTrace, compute_dtype, record_block_order, settle
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.row_gathering import Step
@@ -27,15 +28,18 @@ from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, state_restored
+from moreh_ap.parallelizer.trial.host_activations import saved_on_host
 from moreh_ap.parallelizer.trial.row_comparison import (
     TOLERANCE_BF16,
     TOLERANCE_FP32,
+    TOLERANCE_TF32,
     check_denominators,
     choose_rows,
     close,
     is_unknown,
     kind_of,
     random_weight,
+    rounds_to_tf32,
 )
 from moreh_ap.protocol.batch import row_dims, select_rows_along
 from moreh_ap.protocol.pytree import nest_alike
@@ -56,6 +60,7 @@ class Probe:
         kwargs: Keyword arguments, likewise.
         rows: Rows of the batch.
         dims: Where each leaf of the arguments has rows; None: along dim 0.
+        each: How many rows run apart at once: more than one where the forward cannot run on one row.
 
     Attributes:
         kinds: The kind of every leaf of the result, once outputs were compared. See `split_check.py`.
@@ -63,12 +68,12 @@ class Probe:
         saw_counts, saw_statistics: See `GlobalReduction`.
         takes_means: Whether the forward takes means over the batch.
         written: A parameter that the forward changes.
+        added: What the forward adds to the model's modules.
         steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
     """
 
     is_joined = False
     steps: tuple[Step, ...] = ()
-    _fewest_rows = 1
     _noise = 1e-2
     """Gradients may differ by this part of the tolerance times the largest gradient (2e-7 in float32).
 
@@ -82,6 +87,7 @@ class Probe:
         kwargs: Mapping[str, Any],
         rows: int,
         dims: Sequence[int | None] | None = None,
+        each: int = 1,
     ) -> None:
         self.kinds: tuple[str, ...] = ()
         self.attributes: Mapping[str, int] = {}
@@ -92,9 +98,12 @@ class Probe:
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self._rows = rows
         self.dims = row_dims(self._leaves, rows) if dims is None else dims
+        self.each = each
+        self._ran: Sequence[int] = ()
         self._chosen = self._choose_rows()
         self._tolerance = _tolerance(call)
         self.written = ""
+        self.added: tuple[str, ...] = ()
         self._writes_nothing = False
         self._state: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -106,8 +115,40 @@ class Probe:
     def _select(self, chosen: Sequence[int]) -> list[Any]:
         return select_rows_along(self._leaves, self.dims, chosen)
 
+    def _arguments(self, chosen: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments with the chosen rows, which are about to run."""
+        self._ran = chosen
+        args, kwargs = tree_unflatten(self._select(chosen), self._spec)
+        return args, kwargs
+
+    def run_again(self) -> None:
+        """Runs the rows that ran last as on one device: without what a trial puts around a forward and its backward."""
+        args, kwargs = self._arguments(self._ran)
+        call = replace(self.call, random=RandomPolicy())
+        with self._from_the_same_state():
+            done = EagerForward(call, args, kwargs, reduction=OwnDevice(call.device))
+            if call.grad:
+                done.accumulate([random_weight(leaf) for leaf in done.outputs])
+                self._take_gradients()
+
+    def _exceeds_own_rows(self) -> bool:
+        """Says whether a device would hold more rows than it trains with. See [Note: memory of a trial]."""
+        call = self.call
+        return call.grad and call.device.type == "cuda" and len(self._chosen) * call.axis.size > self._rows
+
     def _choose_rows(self) -> list[int]:
+        if self.each > 1:  # rows that belong together are usually neighbours
+            return list(range(2 * self.each))
         return choose_rows(self._leaves, self._rows)
+
+    def _policy(self, chosen: Sequence[int]) -> RandomPolicy:
+        """Returns which random numbers a call of the chosen rows draws."""
+        first = self._chosen.index(chosen[0])
+        return self.call.random.shared(0, Share(first, first + len(chosen), len(self._chosen)), self.draws)
+
+    def _surroundings(self) -> AbstractContextManager[Any]:
+        """Returns what is active around a run: nothing is dropped where workers would drop something else."""
+        return nullcontext() if self.draws else NoDropout()
 
     def compare_draws(self) -> None:
         """Runs one row, and two if that drew anything, and finds which dims of what they draw have the rows.
@@ -118,7 +159,7 @@ class Probe:
         call = replace(self.call, grad=False)
 
         def forward(random: RandomPolicy, num_rows: int) -> None:
-            args, kwargs = tree_unflatten(self._select(self._chosen[:num_rows]), self._spec)
+            args, kwargs = self._arguments(self._chosen[:num_rows])
             recorder = GlobalReduction(call.device, record=True)
             try:
                 with self._from_the_same_state():
@@ -126,7 +167,7 @@ class Probe:
             finally:  # one row may have one value a channel, which batch normalisation refuses
                 self.saw_statistics = self.saw_statistics or recorder.saw_statistics
 
-        self.draws = self.call.random.find_draws(self.call.device, forward, self._fewest_rows)
+        self.draws = self.call.random.find_draws(self.call.device, forward, self.each)
 
     def compare_outputs(self) -> None:
         """Runs the rows together and one by one, and finds the kinds.
@@ -158,7 +199,7 @@ class Probe:
             raise Refused("the result of one row nests differently from that of several")
         self.kinds = tuple(
             kind_of(name, leaf, [outputs[index] for _, outputs in singles], self._tolerance_of(index))
-            for index, (name, leaf) in enumerate(zip(_names_of(common), common.outputs, strict=True))
+            for index, (name, leaf) in enumerate(zip(names_of(common), common.outputs, strict=True))
         )
         numbers = [leaf for leaf in common.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if numbers and all(leaf.ndim == 0 and not local_shard(leaf) for leaf in numbers):
@@ -182,9 +223,9 @@ class Probe:
     def _run_apart(self, denominators: Sequence[Tensor]) -> tuple[list[Result], list[Sequence[Tensor]]]:
         """Runs the rows one by one; returns the result of each run, and what it counted for each mean."""
         counted: list[Sequence[Tensor]] = []
-        for row in self._chosen:
+        for first in range(0, len(self._chosen), self.each):
             reduction = GlobalReduction(self.call.device, denominators=denominators, counts=self.call.counts)
-            self._singles.append(self._run([row], reduction))
+            self._singles.append(self._run(self._chosen[first : first + self.each], reduction))
             counted.append(reduction.local_denominators)
         return [(single.treespec, single.outputs) for single in self._singles], counted
 
@@ -245,12 +286,16 @@ class Probe:
         """Puts buffers, attributes and parameters back after the block.
 
         Raises:
-            Refused: Trainable parameters were changed: workers would change them by what they see of the rows.
+            Refused: Trainable parameters were changed: workers would change them by what they see of the rows. Or
+                members were added, which would be others on each worker.
         """
         module = self.call.module
         writes = None if self._writes_nothing else WrittenParameters(module)
-        with state_restored(module), writes or nullcontext():
+        with state_restored(module) as state, writes or nullcontext():
             yield
+            self.added = state.members.added()
+        if self.added:
+            raise Refused(f"the forward adds {self.added[0]}")
         self._writes_nothing = writes is None or not writes.names
         self._state = {} if writes is None else writes.state
         if writes is not None and writes.names:
@@ -263,7 +308,7 @@ class Probe:
         self,
         chosen: Sequence[int],
         reduction: GlobalReduction | None,
-        leaves: list[Any] | None = None,
+        change: Callable[[Any], Any] | None = None,
         **changes: Any,
     ) -> EagerForward | PipelinedPass:
         """Runs the chosen rows, from the same buffers every time, as a call with some `changes`.
@@ -271,27 +316,28 @@ class Probe:
         Args:
             chosen: The rows.
             reduction: What to do with means.
-            leaves: Arguments that are a little different from those of the rows: nothing is found out about them.
+            change: Makes each leaf of the arguments a little different: nothing is found out about such a run.
             changes: What of the call is different.
 
         Raises:
             Refused: A buffer becomes something else than in the first run: it gathers what it saw of the rows.
         """
-        args, kwargs = tree_unflatten(leaves or self._select(chosen), self._spec)
-        first = self._chosen.index(chosen[0])
-        share = Share(first, first + len(chosen), len(self._chosen))
-        call = replace(self.call, random=self.call.random.shared(0, share, self.draws), **changes)
+        args, kwargs = self._arguments(chosen)
+        if change is not None:
+            args, kwargs = tree_map(change, (args, kwargs))
+        call = replace(self.call, random=self._policy(chosen), **changes)
         with self._from_the_same_state():
-            with nullcontext() if self.draws else NoDropout(), record_block_order(call.module) as way:
+            with self._surroundings(), record_block_order(call.module) as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else EagerForward
-                done = run(call, args, kwargs, reduction=reduction)
+                with saved_on_host() if self._exceeds_own_rows() else nullcontext():
+                    done = run(call, args, kwargs, reduction=reduction)
             after = {name: buffer.detach().clone() for name, buffer in call.module.named_buffers()}
             own = len(done.outputs) - sum(done.attributes.values())
             # An attribute that was changed in place is put back with the rest of the state: what it became is kept.
             set_by_forward = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in done.outputs[own:]]
             done.outputs = [*done.outputs[:own], *set_by_forward]
-        if leaves is not None:
+        if change is not None:
             return done
         after.update(self._state)
         self._ways.append(way)
@@ -315,7 +361,7 @@ class Probe:
             )
 
 
-def _names_of(run: Execution) -> list[str]:
+def names_of(run: Execution) -> list[str]:
     """Returns what the leaves of a result are called in a refusal."""
     of_attributes = [f"attribute {name}" for name, number in run.attributes.items() for _ in range(number)]
     return [f"output {index}" for index in range(len(run.outputs) - len(of_attributes))] + of_attributes
@@ -338,4 +384,6 @@ def _local_gradient(param: nn.Parameter) -> Tensor | None:
 
 def _tolerance(call: Call) -> float:
     dtypes = {p.dtype for p in call.module.parameters()} | {compute_dtype(call.module), call.autocast}
-    return TOLERANCE_BF16 if dtypes & {torch.bfloat16, torch.float16} else TOLERANCE_FP32
+    if dtypes & {torch.bfloat16, torch.float16}:
+        return TOLERANCE_BF16
+    return TOLERANCE_TF32 if call.device.type == "cuda" and rounds_to_tf32(call.module) else TOLERANCE_FP32

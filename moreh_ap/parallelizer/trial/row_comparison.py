@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.backends import cuda, cudnn
 
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
@@ -20,8 +21,23 @@ TOLERANCE_FP32 = 2e-5
 """Largest difference, relative to the largest entry of a tensor, that rounding explains in float32 (eps 1.2e-7)."""
 TOLERANCE_BF16 = 3e-2
 """The same in bfloat16 (eps 7.8e-3)."""
+TOLERANCE_TF32 = 4e-3
+"""The same where GPUs round the factors of float32 products to TF32 (eps 9.8e-4), as cuDNN's convolutions do unless a
+script says otherwise: for another number of rows the library may choose a kernel that does not."""
 
 _CLASS_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+
+
+def rounds_to_tf32(module: nn.Module) -> bool:
+    """Returns whether flags of PyTorch let a GPU compute a module's products of float32 in TF32."""
+    try:
+        if cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest":
+            return True
+    except RuntimeError:  # precision was set in two ways that contradict each other
+        return True
+    convolves = any(parameter.ndim > 2 for parameter in module.parameters())
+    recurs = any(isinstance(one, nn.RNNBase) for one in module.modules())
+    return bool(cudnn.allow_tf32) and (convolves or recurs)
 
 
 def check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> None:

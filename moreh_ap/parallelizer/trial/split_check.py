@@ -12,6 +12,10 @@ took statistics of the rows, a few rows are tried once more as a real split call
 (`joined_probe.py`). Where that fails too, the workers learn where in the forward rows meet, and try a split call that
 gathers them there (`gathering_probe.py`). What fails in every way runs unsplit: slower, still right.
 
+A forward that raises an error on single rows is tried on 2, 4, 8 rows and on as many as a worker gets, if one device
+raises it too: then the forward cannot run on so few. An error that one device does not raise is ours, and is told
+(`fault_finding.py`).
+
 What FSDP2 gathers on its way through the model is gathered by all workers at once, so rows must also take the same way:
 where one goes to some experts and another to others, the forward runs unsplit.
 
@@ -21,25 +25,29 @@ where one goes to some experts and another to others, the forward runs unsplit.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import get_world_size, is_initialized
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.data.item_reduction import ItemRules
 from moreh_ap.parallelizer.data.row_gathering import Step
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.shared_draws import Draw
-from moreh_ap.parallelizer.trial.dry_run import attempt, untouched
+from moreh_ap.parallelizer.trial.agreement import everywhere
+from moreh_ap.parallelizer.trial.dry_run import untouched
+from moreh_ap.parallelizer.trial.fault_finding import Outcome, try_out
 from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe
-from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
+from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
+from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
-from moreh_ap.protocol.batch import row_dims_elsewhere, rows_along
+from moreh_ap.protocol.batch import carries_rows, row_dims_elsewhere, rows_along
+from moreh_ap.protocol.messages.calls import SINGLE_ROW
 
 
 @dataclass(frozen=True)
@@ -53,12 +61,17 @@ class SplitVerdict:
         reason: Why it cannot be split; empty where it can.
         draws: Of everything drawn from a common stream, how the rows lie in it; empty without such a stream.
         written: A parameter that the forward itself changes first; empty where it changes none.
+        added: What it adds to the model's modules: layers, buffers, hooks.
         means: Whether it takes means over the batch.
         counts: Whether it can be split only if numbers of true elements are denominators. See [Note: counts] in
             `loss_reduction.py`.
         joined: Whether it can be split only if batch normalisation takes the statistics of all workers' rows.
         steps: What each function in it does with rows, where it can be split only if rows are gathered where they meet.
         dims: Where each leaf of the arguments has rows, where that is not dim 0 of all that have any.
+        group: Every slice needs a multiple of so many rows: the forward cannot run on fewer, or others were not tried.
+        could_run: Whether the script's forward ran on the rows that were tried, as far as one device could run it.
+        faults: Tracebacks of errors in the trials that are ours, on this worker.
+        items: What it does with items, where no tensor has a row for each. See `item_probe.py`.
     """
 
     split: bool
@@ -70,8 +83,13 @@ class SplitVerdict:
     draws: tuple[Draw, ...] = ()
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     written: str = ""
+    added: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     dims: tuple[int | None, ...] | None = None
+    group: int = 1
+    could_run: bool = True
+    faults: tuple[str, ...] = ()
+    items: ItemRules | None = None
 
 
 def check_split(
@@ -82,6 +100,7 @@ def check_split(
     *,
     may_join: bool = False,
     may_turn: bool = False,
+    pieces: int = 1,
 ) -> SplitVerdict:
     """Returns whether the forward of `call` may run on slices of the batch.
 
@@ -95,49 +114,109 @@ def check_split(
         rows: Rows of the batch.
         may_join: Whether workers may exchange statistics of their rows, or rows, inside the forward.
         may_turn: Whether the rows may lie along another dim than the first.
+        pieces: Into how many micro-batches each worker cuts its rows.
     """
     if rows < 2:
         return SplitVerdict(False, (), "the batch has one row")
     call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, counts=False, joined=False)
+    trials = _Trials(call, args, kwargs, rows)
     with untouched(call.module):
-        probe = Probe(call, args, kwargs, rows)
-        found = compare(probe)
+        found = trials.run(call.axis.size * pieces, may_join=may_join, may_turn=may_turn)
+    return replace(found, faults=tuple(trials.faults))
+
+
+class _Trials:
+    """The ways in which a forward is tried, one after the other until one is right. Arguments as `check_split`'s.
+
+    Attributes:
+        faults: Tracebacks of errors that are ours.
+    """
+
+    def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
+        self._call, self._args, self._kwargs, self._rows = call, args, kwargs, rows
+        self.faults: list[str] = []
+
+    def run(self, parts: int, *, may_join: bool, may_turn: bool) -> SplitVerdict:
+        """Returns the verdict of the first way that is right, or of one that says why none is."""
+        call, args, kwargs, rows = self._call, self._args, self._kwargs, self._rows
+        sizes = _group_sizes(rows, parts)
+        for each in sizes:
+            probe = Probe(call, args, kwargs, rows, each=each)
+            found = self._compare(probe)
+            if found.could_run or probe.saw_statistics:
+                break
+        else:
+            each = 1
         divides_itself = not found.split and not everywhere(not probe.saw_counts, call)
         takes_statistics = not found.split and not everywhere(not probe.saw_statistics, call)
+        if found.added:
+            return found
         del probe  # and the activations in it
-        if divides_itself and not takes_statistics:
-            _clear_gradients(call)
-            with_counts = compare(Probe(replace(call, counts=True), args, kwargs, rows))
-            found = with_counts  # its reason, too, says more
-        if takes_statistics and may_join and 1 < call.axis.size <= rows and stages_of(call.module) is None:
-            _clear_gradients(call)
-            found = compare(JoinedProbe(call, args, kwargs, rows))
+        if divides_itself and not takes_statistics:  # its reason, too, says more
+            found = self._compare(Probe(replace(call, counts=True), args, kwargs, rows, each=each))
+        may_meet = may_join and 1 < call.axis.size <= rows and stages_of(call.module) is None
+        if takes_statistics and may_meet:
+            found = self._compare(JoinedProbe(call, args, kwargs, rows, each=each))
             if not found.split and divides_itself:
-                _clear_gradients(call)
-                found = compare(JoinedProbe(replace(call, counts=True), args, kwargs, rows))
-        if not found.split and may_join and 1 < call.axis.size <= rows and stages_of(call.module) is None:
-            _clear_gradients(call)
-            gathered = compare(GatheringProbe(call, args, kwargs, rows))
+                found = self._compare(JoinedProbe(replace(call, counts=True), args, kwargs, rows, each=each))
+        if not found.split and may_meet:
+            gathered = self._compare(GatheringProbe(call, args, kwargs, rows, each=each))
             found = gathered if gathered.split else found
             if may_turn and (not found.split or any(step.gathers for step in found.steps)):
-                found = _elsewhere(call, args, kwargs) or found
-    return found
+                found = self._elsewhere() or found
+        fewest = FEWEST_A_WORKER if found.joined else 1  # rows that meet may be more than a worker has
+        if found.split and each > fewest and found.dims is None:
+            found = replace(found, group=each)
+        if not found.could_run and _are_single_rows(args, kwargs, rows):
+            found = replace(found, reason=SINGLE_ROW)
+        return found
+
+    def _compare(self, probe: Probe) -> SplitVerdict:
+        clear_gradients(self._call)
+        found = compare(probe)
+        self.faults += found.faults
+        kinds = [*found.kinds, *itertools.chain(*found.attributes.values())]
+        may_hide = not probe.steps and ("share" in kinds or not probe.call.grad)
+        return self._without_zeros(probe, found) if found.split and may_hide else found
+
+    def _without_zeros(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
+        """Returns what was found, or why it is refused with other values in place of zeros. See `hidden_terms.py`."""
+        zeros = zeros_of(self._call.module)
+        if everywhere(not zeros, self._call):
+            return found
+        clear_gradients(self._call)
+        with filled(zeros):
+            call = replace(probe.call, grad=False)
+            again = compare(type(probe)(call, self._args, self._kwargs, self._rows, each=probe.each))
+        return found if again.split else replace(again, could_run=found.could_run)
+
+    def _elsewhere(self) -> SplitVerdict | None:
+        """Tries a batch whose rows lie elsewhere than along dim 0; None if it is none, or if its rows meet as well."""
+        call, args, kwargs = self._call, self._args, self._kwargs
+        leaves = tree_leaves((tuple(args), dict(kwargs)))
+        for dims in row_dims_elsewhere(leaves):
+            rows = rows_along(leaves, dims)
+            if rows is None or rows < call.axis.size:
+                continue
+            found = self._compare(GatheringProbe(call, args, kwargs, rows, dims))
+            meet = any(step.gathers for step in found.steps)
+            if found.split and not meet:
+                attributes = {name: _gathered(kinds) for name, kinds in found.attributes.items()}
+                return replace(found, dims=tuple(dims), kinds=_gathered(found.kinds), attributes=attributes)
+        return None
 
 
-def _elsewhere(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SplitVerdict | None:
-    """Tries a batch whose rows lie along dim 1; None if it is none, or if its rows meet as well."""
+def _group_sizes(rows: int, parts: int) -> list[int]:
+    """Returns how many rows to run apart: one, and, should the forward not run on one, more: as many as divide what
+    each of `parts` gets of a batch."""
+    share, rest = divmod(rows, parts)
+    return [1, *sorted(size for size in {2, 4, 8, share} if size > 1 and not rest and share and share % size == 0)]
+
+
+def _are_single_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> bool:
+    """Says whether what has as many entries along dim 0 as the batch has rows has no other dim."""
     leaves = tree_leaves((tuple(args), dict(kwargs)))
-    dims = row_dims_elsewhere(leaves)
-    rows = None if dims is None else rows_along(leaves, dims)
-    if dims is None or rows is None or rows < call.axis.size:
-        return None
-    _clear_gradients(call)
-    found = compare(GatheringProbe(call, args, kwargs, rows, dims))
-    meet = any(step.gathers for step in found.steps)
-    if not found.split or meet:
-        return None
-    attributes = {name: _gathered(kinds) for name, kinds in found.attributes.items()}
-    return replace(found, dims=tuple(dims), kinds=_gathered(found.kinds), attributes=attributes)
+    return all(leaf.ndim == 1 for leaf in leaves if carries_rows(leaf, rows))
 
 
 def _gathered(kinds: tuple[str, ...]) -> tuple[str, ...]:
@@ -145,7 +224,8 @@ def _gathered(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return tuple("same" if kind == "rows" else kind for kind in kinds)
 
 
-def _clear_gradients(call: Call) -> None:
+def clear_gradients(call: Call) -> None:
+    """Removes what a trial has left."""
     for param in call.module.parameters():
         param.grad = None
 
@@ -155,10 +235,17 @@ def compare(probe: Probe) -> SplitVerdict:
     steps = [probe.compare_draws, probe.compare_outputs]
     steps += [probe.compare_gradients] if call.grad else []
     for step in steps:
-        reason = attempt(step, call.module)
-        if not everywhere(reason == "", call):
-            reason = reason or "another worker found that rows depend on each other"
-            return SplitVerdict(False, (), reason, written=probe.written)
+        tried = try_out(step, probe.run_again, call)
+        if tried.outcome is not Outcome.DONE:
+            return SplitVerdict(
+                False,
+                (),
+                tried.reason,
+                written=probe.written,
+                added=probe.added,
+                could_run=tried.outcome is not Outcome.CANNOT_RUN,
+                faults=(tried.fault,) if tried.fault else (),
+            )
     if not everywhere(not probe.has_unknown, call):
         raise UnsupportedError(
             "a result of a training call is on an earlier stage of the pipeline (hidden states of every layer?)",
@@ -172,15 +259,6 @@ def compare(probe: Probe) -> SplitVerdict:
     last = _of_last_stage(kinds, call)
     found = SplitVerdict(True, last, "", probe.takes_means, call.counts, probe.is_joined, probe.draws, attributes)
     return replace(found, written=probe.written, steps=probe.steps)
-
-
-def everywhere(ok: bool, call: Call) -> bool:
-    """Says whether `ok` holds on every worker, so that all of them take the same way."""
-    if not is_initialized() or get_world_size() == 1:
-        return ok
-    flag = torch.tensor(int(ok), device=call.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())
 
 
 def _of_last_stage(kinds: tuple[str, ...], call: Call) -> tuple[str, ...]:

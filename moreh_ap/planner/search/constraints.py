@@ -33,6 +33,7 @@ class Constraints:
         kinds: Kinds of parallelism that may be used, of `ALL_KINDS`.
         tensor_degrees: Sizes that the tensor axis may have; None: those that divide every product that it splits.
         offload: Whether state may go to host memory if nothing fits otherwise.
+        compiles_blocks: Whether blocks are compiled where they can be: the script asks for it.
     """
 
     pipeline_parallel: bool = True
@@ -45,6 +46,7 @@ class Constraints:
     kinds: frozenset[str] = ALL_KINDS
     tensor_degrees: tuple[int, ...] | None = None
     offload: bool = True
+    compiles_blocks: bool = False
 
     @classmethod
     def from_options(

@@ -155,6 +155,7 @@ def _candidate(
         precision=task.precision,
         offload=offload,
     )
+    plan = plan.with_compiled_blocks() if task.constraints.compiles_blocks else plan
     return Candidate(plan, task.memory_of(plan), task.usable_bytes)
 
 

@@ -53,7 +53,8 @@ UNSPLIT = "Every device computes the whole batch"
 """How the note of a call begins of which no worker has a slice."""
 
 FEWER_ROWS = "the batch has fewer rows than there are devices"
-"""How such a note ends if nobody could have split the batch."""
+SINGLE_ROW = "the input is a single row, without a dim of rows"
+"""How such notes end if nobody could have split the batch."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class ForwardReply:
     left_out: Attributes that the forward set and that are not among the leaves, such as ``encoder.cache``.
     returned: Which argument the forward returned, if any; see `returned_arguments.py`.
     warnings: What the script is warned of, each once: the workers did something that it does not see.
+    faults: Tracebacks of errors that are ours, in trials of the forward; each once.
     """
 
     pickled_treespec: bytes
@@ -78,11 +80,19 @@ class ForwardReply:
     left_out: tuple[str, ...] = ()
     returned: Place | None = None
     warnings: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ReadsAttributes:
     """The answer to a `Forward` that has not run: it reads attributes that earlier ones set, and was not given them."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AddsMembers:
+    """The answer to a `Forward` that was undone: it adds layers, buffers or hooks to the model."""
 
     names: tuple[str, ...]
 

@@ -20,6 +20,7 @@ class DeviceInfo:
         native_bf16: Whether it computes bfloat16 in hardware.
         num_threads: Threads that compute in a CPU worker; 0 elsewhere.
         num_cores: Cores that all CPU workers of the machine have together; 0 elsewhere.
+        held_by_others_bytes: Of a GPU's memory what other processes hold.
     """
 
     name: str
@@ -27,6 +28,7 @@ class DeviceInfo:
     native_bf16: bool
     num_threads: int = 0
     num_cores: int = 0
+    held_by_others_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from moreh_ap.protocol.messages.compile_requests import CompileRequests
 from moreh_ap.protocol.messages.tensors import TensorData
 from moreh_ap.protocol.tensor_source import TensorSource
 
@@ -16,8 +17,8 @@ class BuildModel:
     """Unpickle a skeleton on meta, apply the plan, and fill this worker's shards from files.
 
     `sources` maps names of parameters and buffers to the boxes that their values lie in. `example` is the call that a
-    pipeline's cut is found with. Answers where the worker's parameters belong: parameters with one answer are laid out
-    alike.
+    pipeline's cut is found with; `compiled` is what the script has compiled. Answers where the worker's parameters
+    belong: parameters with one answer are laid out alike.
     """
 
     owner: str
@@ -25,6 +26,7 @@ class BuildModel:
     plan: str
     sources: dict[str, tuple[TensorSource, ...]]
     example: ExampleCall | None = None
+    compiled: CompileRequests = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,13 @@ class SetKernelFormats:
 
     owner: str
     formats: dict[str, torch.memory_format]
+
+
+@dataclass(frozen=True)
+class DescribeGradients:
+    """Answer which parameters have a gradient, a byte each."""
+
+    owner: str
 
 
 @dataclass(frozen=True)

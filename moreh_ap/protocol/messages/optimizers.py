@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,17 @@ class BuildOptimizer:
 
 @dataclass(frozen=True)
 class StepOptimizer:
-    """One optimizer step. `changes` are hyper-parameters that differ from the last step: ``{group: {name: value}}``."""
+    """One optimizer step.
+
+    Attributes:
+        owner: The optimizer.
+        changes: Hyper-parameters that differ from the last step: ``{group: {name: value}}``.
+        scaling: What `GradScaler` leaves to a fused step: ``grad_scale`` and ``found_inf``, where it has set them.
+    """
 
     owner: str
     changes: dict[int, dict[str, Any]]
+    scaling: Mapping[str, StateRef | TensorData] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,19 @@ class GradientNorm:
 
 
 @dataclass(frozen=True)
+class UnscaleGradients:
+    """Multiply gradients by `inverse_scale`; keep under `output` 1 if one of all workers' is not finite, else `found`.
+
+    `found` is what is known of other gradients: the number, or the name under which the workers keep it.
+    """
+
+    gradients: int
+    found: StateRef | TensorData
+    inverse_scale: StateRef | TensorData
+    output: StateRef
+
+
+@dataclass(frozen=True)
 class ClipGradients:
     """Scale tensors so that a common norm of `total_norm` becomes at most `max_norm`."""
 

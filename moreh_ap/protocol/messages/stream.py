@@ -16,6 +16,13 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Again:
+    """Execute a command that was skipped after an error, if what it is about is there; it may have been lost too."""
+
+    command: Any
+
+
+@dataclass(frozen=True)
 class ImportModules:
     """Import modules that a model will need: a hint, while the controller is busy with something else."""
 

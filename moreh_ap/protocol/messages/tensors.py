@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,10 +69,31 @@ class TensorData:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.data), dtype=self.dtype).as_strided(self.shape, self.strides)
 
+    def rows(self, start: int, stop: int) -> TensorData | None:
+        """Return rows ``start:stop`` of dim 0 without a copy; None where they do not lie one after another."""
+        if self.strides is None or not self.shape or not _is_contiguous(self.shape, self.strides):
+            return None
+        row_bytes = len(self.data) // max(1, self.shape[0])
+        data: Any = memoryview(self.data)[start * row_bytes : stop * row_bytes]
+        return TensorData(self.dtype, (stop - start, *self.shape[1:]), self.strides, data, self.on_device)
+
     def on(self, device: torch.device) -> Tensor:
         """Decode onto a worker's device, or into host memory where the script passed the tensor from there."""
         tensor = self.tensor()
-        return tensor.to(device, non_blocking=True) if self.on_device else tensor
+        if not self.on_device or device.type == "cpu":
+            return tensor
+        if tensor.layout is torch.strided:
+            tensor = tensor.pin_memory()  # from other memory the copy would wait for the device's queue
+        return tensor.to(device, non_blocking=True)
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 @dataclass(frozen=True)
@@ -96,6 +118,53 @@ class RowShardRef:
     """A row-sharded tensor on the workers, or a large one of which each worker holds a full copy."""
 
     number: int
+
+
+class ArrivedTensors:
+    """The tensor inputs of a call on a worker, decoded when asked for: whole, or the worker's rows alone.
+
+    Args:
+        data: How each travelled.
+        decode: Decodes one as a whole.
+        device: Where rows are decoded to.
+    """
+
+    def __init__(
+        self,
+        data: Sequence[TensorData | OutputRef | StateRef],
+        decode: Callable[[TensorData | OutputRef | StateRef], Tensor],
+        device: torch.device,
+    ) -> None:
+        self._data, self._decode, self._device = data, decode, device
+        self._decoded: dict[int, Tensor] = {}
+
+    def layouts(self) -> list[tuple[object, ...]]:
+        """Return shape, dtype and strides of each; what has no strides has False in their place."""
+        return [self._layout(index, one) for index, one in enumerate(self._data)]
+
+    def whole(self) -> list[Tensor]:
+        """Return all as they are on one device."""
+        return [self._one(index) for index in range(len(self._data))]
+
+    def rows(self, is_cut: Sequence[bool], start: int, stop: int) -> list[Tensor]:
+        """Return rows ``start:stop`` of those that are cut, and the others whole."""
+        return [self._rows(index, start, stop) if cut else self._one(index) for index, cut in enumerate(is_cut)]
+
+    def _layout(self, index: int, data: TensorData | OutputRef | StateRef) -> tuple[object, ...]:
+        if isinstance(data, TensorData):
+            return data.shape, data.dtype, False if data.strides is None else data.strides
+        tensor = self._one(index)
+        return tensor.shape, tensor.dtype, tensor.layout is torch.strided and tensor.stride()
+
+    def _rows(self, index: int, start: int, stop: int) -> Tensor:
+        data = self._data[index]
+        rows = data.rows(start, stop) if isinstance(data, TensorData) and index not in self._decoded else None
+        return self._one(index)[start:stop] if rows is None else rows.on(self._device)
+
+    def _one(self, index: int) -> Tensor:
+        if index not in self._decoded:
+            self._decoded[index] = self._decode(self._data[index])
+        return self._decoded[index]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from moreh_ap.patching import Patches
 from moreh_ap.protocol.script_code.value_forms import is_of_script
 
 _NOT_THE_SCRIPTS = ("__pycache__", ".cache", ".triton", "torchinductor", "triton_")
+_COMPILER = ("torch._dynamo.", "torch._inductor.")
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 _PATHS = (str, bytes, os.PathLike)
 
@@ -106,11 +107,17 @@ def _note(file: Any) -> None:
 
 
 def _is_called_by_script() -> bool:
-    """Returns whether a function of the script is on the stack; not the code of a Python module that is imported."""
+    """Returns whether a function of the script is on the stack; not the code of a Python module that is imported.
+
+    A compiler that one has brought along writes files of its own.
+    """
     frame: FrameType | None = sys._getframe(2)
     own_main = vars(sys.modules["__main__"])  # of this process; what the script's has, has come as functions
     while frame is not None:
-        if frame.f_globals is not own_main and is_of_script(frame.f_globals.get("__name__", "")):
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(_COMPILER):
+            return False
+        if frame.f_globals is not own_main and is_of_script(name):
             return frame.f_code.co_name != "<module>"
         frame = frame.f_back
     return False

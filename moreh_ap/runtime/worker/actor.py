@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moreh_ap.protocol.encoding import Packed, capture_failure, import_by_name, pack, unpack
+from moreh_ap.runtime.shared_memory import SharedMemoryReader
+from moreh_ap.runtime.worker_environment import workers_per_gpu
 
 DONE, FAILED, SKIPPED = "done", "failed", "skipped"
 
@@ -49,7 +51,8 @@ class WorkerSpec:
         rank, world_size: its place among the workers.
         device_type: "cuda" or "cpu".
         executor: "package.module:Class"; called with rank, world_size and device_type, in the thread that executes.
-        store_port: port of the key-value store on the loopback interface.
+        shared_memory_fd: file descriptor, inherited, of the memory in which large values of commands lie.
+        store_path: file through which the workers meet, in a folder that only this user can enter.
         collective_timeout_s: how long a collective may wait for its peers before it raises.
     """
 
@@ -57,7 +60,8 @@ class WorkerSpec:
     world_size: int
     device_type: str
     executor: str
-    store_port: int
+    shared_memory_fd: int
+    store_path: str
     collective_timeout_s: float
 
 
@@ -66,12 +70,13 @@ class WorkerSide:
 
     def __init__(self) -> None:
         self._spec: WorkerSpec | None = None
+        self._shared_memory: SharedMemoryReader | None = None
         self._executor: Any = None
         self._trouble: Trouble | None = None
 
     def join(self, spec: WorkerSpec) -> Answer:
         """Joins the process group of all workers, waiting for them. Counts as command 0, in epoch 0."""
-        self._spec = spec
+        self._spec, self._shared_memory = spec, SharedMemoryReader(spec.shared_memory_fd)
         try:
             _join_process_group(spec)
             return Answer(DONE, pack(None))
@@ -87,14 +92,19 @@ class WorkerSide:
                 which an earlier one failed was sent in ignorance of that failure and is skipped.
             command: the packed command.
         """
-        assert self._spec is not None, "the engine delivers in order: join comes first"
+        assert self._spec is not None and self._shared_memory is not None, "the engine delivers join first"
         if self._trouble is not None and self._trouble.epoch == epoch:
             return Answer(SKIPPED, None)
         try:
             if self._executor is None:
                 factory: Any = import_by_name(self._spec.executor)
                 self._executor = factory(self._spec.rank, self._spec.world_size, self._spec.device_type)
-            return Answer(DONE, pack(self._executor.execute(unpack(command))))
+            if not command.buffers:
+                return Answer(DONE, pack(self._executor.execute(unpack(command))))
+            with self._shared_memory.values(command.buffers) as buffers:
+                return Answer(
+                    DONE, pack(self._executor.execute(unpack(Packed(command.pickle, buffers, command.aside))))
+                )
         except BaseException as error:  # any error of the user's code; SystemExit would end the worker unheard
             return self._fail(number, epoch, error)
 
@@ -115,12 +125,15 @@ def _join_process_group(spec: WorkerSpec) -> None:
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=spec.collective_timeout_s)
-    store = dist.TCPStore("127.0.0.1", spec.store_port, spec.world_size + 1, False, timeout)
+    store = dist.FileStore(spec.store_path, spec.world_size)
+    store.set_timeout(timeout)
     backend, device_id = "gloo", None
     if spec.device_type == "cuda":
         # The current device belongs to the thread, which is why this runs in the thread that executes commands.
         torch.cuda.set_device(0)
         backend, device_id = "cpu:gloo,cuda:nccl", torch.device("cuda", 0)
+        if workers_per_gpu() > 1:  # NCCL refuses two workers on one device
+            backend, device_id = "cpu:gloo,cuda:gloo", None
     dist.init_process_group(
         backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout, device_id=device_id
     )

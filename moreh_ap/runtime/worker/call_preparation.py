@@ -15,18 +15,30 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.reports import Reports
 from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_state, split_passed_state
 from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
+from moreh_ap.parallelizer.compiling.compiled_blocks import as_written
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
+from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
 from moreh_ap.parallelizer.data.row_gathering import Gathering
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
+from moreh_ap.parallelizer.trial.item_probe import check_items
 from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_split
 from moreh_ap.protocol.batch import carries_rows, row_range, rows_along
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order
-from moreh_ap.protocol.messages.calls import FEWER_ROWS, UNSPLIT, DefineSignature, Forward, ReadsAttributes
+from moreh_ap.protocol.messages.calls import (
+    FEWER_ROWS,
+    UNSPLIT,
+    AddsMembers,
+    DefineSignature,
+    Forward,
+    ReadsAttributes,
+)
+from moreh_ap.protocol.objects.batch_items import find_items
 from moreh_ap.protocol.passed_state import PASSED_STATE
 from moreh_ap.protocol.pytree import Nesting
 from moreh_ap.runtime.worker.cache_arguments import cache_tensors, without_cache
@@ -107,12 +119,17 @@ class CallPreparation:
         """Attributes that forwards have set so far."""
         self.written: list[Tensor] = []
         """Of the parameters that a forward changes, those that it changes first."""
+        self.run_once: set[Hashable] = set()
+        """Kinds of calls that were run and added nothing to the model."""
         self._verdicts: dict[Hashable, SplitVerdict] = {}
         self._gathering: dict[Hashable, Sequence[int | None]] = {}
         """Where each leaf of the arguments has rows, of kinds whose verdicts are those of certain sizes."""
         self._reads_of: dict[Hashable, tuple[str, ...]] = {}
         self._drops = draws_random_numbers(model.module)
+        self._faults: tuple[str, ...] = ()
+        """Tracebacks of errors in the trials of the call that is being prepared."""
 
+    @as_written()
     def prepare(
         self,
         key: Hashable,
@@ -121,8 +138,8 @@ class CallPreparation:
         tensors: list[Tensor],
         local: list[bool],
         random: RandomPolicy,
-    ) -> PreparedCall | ReadsAttributes:
-        """Returns how a call runs, or which attributes it reads that it was not given. A collective.
+    ) -> PreparedCall | ReadsAttributes | AddsMembers:
+        """Returns how a call runs, or why it cannot run on workers as it is. A collective.
 
         Args:
             key: Under which calls like this one are found again.
@@ -137,8 +154,9 @@ class CallPreparation:
         module = model.module.get_submodule(signature.path)
         rows = command.rows
         carried = [is_local or (rows is not None and carries_rows(t, rows)) for t, is_local in zip(tensors, local)]
-        axis = model.applied.position.data if command.grad else model.applied.position.rows
-        keeps_no_cache = command.grad and (model.applied.stages is not None or model.plan.recompute != "none")
+        axis = self._axis(command.grad)
+        has_blocks_apart = model.plan.recompute != "none" or model.plan.compile != "none"
+        keeps_no_cache = command.grad and (model.applied.stages is not None or has_blocks_apart)
         args, kwargs = nesting.fill(tensors)
         if keeps_no_cache:
             kwargs = without_cache(model.module, kwargs)
@@ -161,7 +179,15 @@ class CallPreparation:
         leaves = tree_leaves((tuple(args), dict(kwargs)))
         with_rows = {id(tensor) for tensor, carries in zip(tensors, carried) if carries}
         first_dims = tuple(0 if id(leaf) in with_rows else None for leaf in leaves)
-        verdict = self._verdict(kind, call, args, kwargs, rows, first_dims, may_turn=not any(local))
+        verdict = self._verdict(kind, call, args, kwargs, rows, first_dims, local, any(command.wants_grad))
+        if verdict.added:
+            return AddsMembers(verdict.added)
+        item_kind: Hashable = None
+        if not verdict.split and axis.size > 1 and not any(local) and not any(command.wants_grad):
+            item_kind, verdict = self._verdict_on_items(kind, call, args, kwargs, verdict)
+        if verdict.items is None:  # else there are no rows, and what a trial of them raised says nothing
+            self.model.faults += self._faults
+        self._faults = ()
         if any(local) and not verdict.split and axis.size > 1:
             raise ExactnessError(
                 "an output of one model is an input of another, which every device computes whole",
@@ -171,11 +197,16 @@ class CallPreparation:
         if verdict.dims is not None:  # the forward cuts what it gets, and gathers what it gives
             rows, carried = rows_along(leaves, verdict.dims), [False] * len(tensors)
             if rows is None or rows < axis.size:
-                verdict = SplitVerdict(False, (), f"{UNSPLIT}: the inputs do not have the same rows along dim 1")
+                verdict = SplitVerdict(False, (), f"{UNSPLIT}: the inputs do not have as many rows as each other")
         share = None
-        if verdict.split:
+        if verdict.items is not None:  # the forward takes its items of what it gets, and gathers what it gives
+            rows, carried = None, [False] * len(tensors)
+            call = replace(call, mode="split", kinds=(), items=verdict.items)
+        elif verdict.split:
             assert rows is not None  # a call without rows is not split
-            share = Share(*row_range(axis.rank, axis.size, rows), rows)
+            start, stop = row_range(axis.rank, axis.size, rows)
+            call = replace(call, lacks_rows=start == stop)
+            share = Share(*((axis.rank % rows, axis.rank % rows + 1) if call.lacks_rows else (start, stop)), rows)
             extensions = tuple(extension.knowing(verdict.attributes) for extension in call.extensions)
             call = replace(call, mode="split", kinds=verdict.kinds, means=verdict.means, counts=verdict.counts)
             call = replace(call, joined=verdict.joined, extensions=extensions)
@@ -192,12 +223,12 @@ class CallPreparation:
             command.wants_grad,
             verdict.split,
             ". ".join(filter(None, notes)),
-            share.stop - share.start if share is not None and verdict.dims is None else None,
+            None if share is None or verdict.dims is not None else 0 if call.lacks_rows else share.stop - share.start,
         )
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
         self.prepared[key] = PreparedCall(
-            kind=self._kind_of_verdict(kind, leaves),
+            kind=item_kind if verdict.items is not None else self._kind_of_verdict(kind, leaves),
             call=call,
             execute=way_to_execute(call, model.plan, rows, meta),
             nesting=nesting,
@@ -238,9 +269,25 @@ class CallPreparation:
         inputs = tuple(
             (tensor.dim(), tensor.dtype, memory_order(tensor), rowed) for tensor, rowed in zip(tensors, carried)
         )
-        settings = self.model.settings.number
+        settings, is_short = self.model.settings.number, self._is_short(command.rows, self._axis(command.grad))
         constant = (signature.path, signature.pickled_treespec, signature.pickled_constants, settings)
-        return (constant, inputs, self.model.training(), command.grad, command.autocast_dtype, command.flags)
+        return (constant, inputs, self.model.training(), command.grad, command.autocast_dtype, command.flags, is_short)
+
+    def _axis(self, grad: bool) -> Axis:
+        """Returns the workers that share the batch of a call, with or without gradients."""
+        position = self.model.applied.position
+        return position.data if grad else position.rows
+
+    @staticmethod
+    def _is_short(rows: int | None, axis: Axis) -> bool:
+        """Returns whether there are fewer rows than workers that share them."""
+        return rows is not None and rows < axis.size
+
+    def _may_lend_rows(self, call: Call, rows: int, wants_grad: bool) -> bool:
+        """Returns whether workers without a row may compute another's. See [Note: no row] in `lent_rows.py`."""
+        plan = self.model.plan
+        is_plain = all(isinstance(one, Reports) and not one.has_hooks for one in call.extensions) and not wants_grad
+        return rows > 1 and is_plain and plan.tensor == plan.pipeline == plan.micro_batches == 1
 
     def _reads(
         self, key: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None
@@ -269,17 +316,23 @@ class CallPreparation:
         kwargs: dict[str, Any],
         rows: int | None,
         first_dims: tuple[int | None, ...],
-        *,
-        may_turn: bool,
+        local: list[bool],
+        wants_grad: bool,
     ) -> SplitVerdict:
         """Whether calls like this one may be split; found out once for each kind of call."""
         workers, pieces = call.axis.size, self.model.plan.micro_batches if call.grad else 1
-        if workers * pieces == 1 or rows is None or rows < workers:
+        is_short = self._is_short(rows, call.axis)
+        if workers * pieces == 1 or rows is None or (is_short and not self._may_lend_rows(call, rows, wants_grad)):
             reason = f"{UNSPLIT}: {FEWER_ROWS}" if workers > 1 else ""
             return SplitVerdict(False, (), reason)
         leaves = tree_leaves((tuple(args), dict(kwargs)))
         if self._kind_of_verdict(kind, leaves) not in self._verdicts:
-            verdict = check_split(call, args, kwargs, rows, may_join=pieces == 1, may_turn=may_turn)
+            verdict = check_split(
+                call, args, kwargs, rows, may_join=pieces == 1, may_turn=not any(local), pieces=pieces
+            )
+            if is_short and not may_lack_rows(verdict):
+                verdict = SplitVerdict(False, (), FEWER_ROWS)
+            self._faults = verdict.faults
             if verdict.written:
                 self._require_full_parameters(verdict.written)
                 self.written = [self.model.module.get_parameter(verdict.written)]
@@ -289,7 +342,35 @@ class CallPreparation:
             if verdict.steps:
                 self._gathering.setdefault(kind, verdict.dims or first_dims)
             self._verdicts[self._kind_of_verdict(kind, leaves)] = verdict
-        return self._verdicts[self._kind_of_verdict(kind, leaves)]
+        verdict = self._verdicts[self._kind_of_verdict(kind, leaves)]
+        if verdict.group > 1 and rows % (workers * pieces * verdict.group):
+            reason = f"{UNSPLIT}: its {rows} rows cannot be dealt out in groups of {verdict.group}"
+            return SplitVerdict(False, (), reason)
+        return verdict
+
+    def _verdict_on_items(
+        self, kind: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], verdict: SplitVerdict
+    ) -> tuple[Hashable, SplitVerdict]:
+        """Whether calls like this one may be split by items, and what such calls have in common.
+
+        Args:
+            kind: What calls have in common of which the same is true.
+            call: What is to run.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            verdict: What is true of it if there are no items, or if they cannot be computed apart.
+        """
+        plan = self.model.plan
+        runs_at_once = plan.tensor == plan.pipeline == plan.micro_batches == 1 and plan.recompute == "none"
+        items = find_items(args, kwargs) if runs_at_once else None
+        if items is None or items.count < call.axis.size:
+            return kind, verdict
+        item_kind = kind, "items", items.differing_sizes()
+        if item_kind not in self._verdicts:
+            found = check_items(call, items)
+            self._faults += found.faults
+            self._verdicts[item_kind] = found if found.split else replace(found, reason=f"{UNSPLIT}: {found.reason}")
+        return item_kind, self._verdicts[item_kind]
 
     def _require_full_parameters(self, name: str) -> None:
         """Refuse a forward that changes a parameter, where a worker has a part of it, or a forward runs twice."""
@@ -300,3 +381,18 @@ class CallPreparation:
                 allowed="Plans with replicate alone, in float32, for such a model.",
                 fix=f'...(plan="replicate={plan.num_devices}", mixed_precision=False)',
             )
+
+
+def may_lack_rows(verdict: SplitVerdict) -> bool:
+    """Returns whether what workers do who compute rows of others can be told from what their own would give."""
+    is_plain = verdict.split and not verdict.attributes and not verdict.written and verdict.group == 1
+    return is_plain and NOTHING_OF.issuperset(verdict.kinds)
+
+
+def changes_buffers(divergence: Exception) -> ExactnessError:
+    """Returns the error of a forward whose rows took different ways, when it cannot be computed once more."""
+    return ExactnessError(
+        f"{divergence}, and it changes buffers",
+        "such a forward without buffers that it changes",
+        "MOREH_NUM_DEVICES=1 python train.py",
+    )

@@ -10,10 +10,12 @@ import contextlib
 import importlib
 from typing import Any
 
+from moreh_ap.errors import NotComputedError
+from moreh_ap.protocol.encoding import note_done
 from moreh_ap.protocol.messages.checkpoints import ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.optimizers import StepOptimizer
 from moreh_ap.protocol.messages.state import ReadState, ReleaseState, RunOperation, WriteState
-from moreh_ap.protocol.messages.stream import Batch, DefineList, ImportModules
+from moreh_ap.protocol.messages.stream import Again, Batch, DefineList, ImportModules
 from moreh_ap.runtime.worker import worker_patches
 from moreh_ap.runtime.worker.commands.checkpoint_commands import CheckpointCommands
 from moreh_ap.runtime.worker.commands.device_commands import DeviceCommands
@@ -21,6 +23,7 @@ from moreh_ap.runtime.worker.commands.model_commands import ModelCommands
 from moreh_ap.runtime.worker.commands.row_shard_commands import RowShardCommands
 from moreh_ap.runtime.worker.commands.state_commands import StateCommands
 from moreh_ap.runtime.worker.commands.tables import Tables
+from moreh_ap.runtime.worker.commands.trace_commands import TraceCommands
 from moreh_ap.runtime.worker.worker_call import CallCommands
 from moreh_ap.runtime.worker.worker_optimizer import OptimizerCommands
 
@@ -41,6 +44,7 @@ class WorkerExecutor:
         self._tables = Tables(rank, world_size, device_type)
         self._handlers: dict[type, Any] = {
             Batch: self._batch,
+            Again: self._again,
             ImportModules: self._import_modules,
             DefineList: self._define_list,
             ReleaseState: self._release_state,
@@ -56,6 +60,7 @@ class WorkerExecutor:
         )
         for subject in subjects:
             self._handlers.update(subject(self._tables).handlers())
+        self._handlers.update(TraceCommands(self._handlers, is_cuda=self._tables.device.is_cuda).handlers())
 
     def execute(self, command: Any) -> Any:
         """Execute one command and return its answer.
@@ -74,7 +79,19 @@ class WorkerExecutor:
         return self._handlers[kind](command)
 
     def _batch(self, command: Batch) -> list[Any]:
-        return [self.execute(inner) for inner in command.commands]
+        answers: list[Any] = []
+        try:
+            for inner in command.commands:
+                answers.append(self.execute(inner))  # how many there are counts where one raises
+        except BaseException as error:  # of any class: it is raised again
+            note_done(error, len(answers))
+            self._tables.note_error(error)
+            raise
+        return answers
+
+    def _again(self, command: Again) -> None:
+        with contextlib.suppress(NotComputedError):
+            self.execute(command.command)
 
     def _import_modules(self, command: ImportModules) -> None:
         for name in command.names:

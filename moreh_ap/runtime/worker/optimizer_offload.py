@@ -25,6 +25,48 @@ BUCKET_BYTES = 256 * 2**20
 """Bytes of parameters whose state is on the device at a time: far more than a copy costs to start, little for a GPU."""
 
 
+class HostSlabs:
+    """Pinned host memory, cut into tensors that are kept.
+
+    PyTorch rounds pinned memory up to a power of two (c10, `CachingHostAllocator`), by a third on average. So
+    it is asked for powers of two alone, which together are about what is expected.
+
+    Args:
+        expected_bytes: Of all tensors together.
+        pin: Whether memory is pinned.
+
+    Attributes:
+        num_bytes: Of all slabs.
+    """
+
+    _ALIGNED, _LEAST, _MOST = 256, 1 << 20, 1 << 32
+
+    def __init__(self, expected_bytes: int, *, pin: bool = True) -> None:
+        self._expected, self._pin = expected_bytes, pin
+        self._free: list[Tensor] = []
+        self.num_bytes = 0
+
+    def take(self, like: Tensor) -> Tensor:
+        """Returns a tensor with shape, strides and dtype of `like`, which has no gaps."""
+        wanted = like.numel() * like.element_size()
+        index = next((number for number, rest in enumerate(self._free) if rest.numel() >= wanted), None)
+        if index is None:
+            index = len(self._free)
+            self._free.append(self._slab(wanted))
+        rest = self._free[index]
+        used = min(rest.numel(), -(-wanted // self._ALIGNED) * self._ALIGNED)
+        self._free[index] = rest[used:]
+        flat = rest[:wanted].view(like.dtype)
+        return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride(), flat.storage_offset())
+
+    def _slab(self, wanted: int) -> Tensor:
+        """Returns more memory: as much as is still expected, rounded down, at least `wanted` bytes."""
+        still = max(self._LEAST, min(self._MOST, self._expected - self.num_bytes))
+        num_bytes = max(1 << (still.bit_length() - 1), 1 << max(0, wanted - 1).bit_length())
+        self.num_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin)
+
+
 class OffloadedState:
     """Keeps the state of `optimizer` in host memory, pinned where the device is a GPU.
 
@@ -37,6 +79,8 @@ class OffloadedState:
         self._optimizer = optimizer
         self._bucket_bytes = bucket_bytes
         self._host: dict[Tensor, dict[str, Tensor]] = {}  # where a state tensor goes, by parameter and key
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._slabs: HostSlabs | None = None
 
     def step(self) -> None:
         """Steps every parameter, a bucket at a time."""
@@ -73,9 +117,17 @@ class OffloadedState:
                 continue
             buffer = buffers.get(key)
             if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                buffer = buffers[key] = torch.empty_like(local, device="cpu", pin_memory=True)
+                buffer = buffers[key] = self._memory(parameter).take(local)
             buffer.copy_(local, non_blocking=True)
             _point(tensor, buffer)
+
+    def _memory(self, parameter: Tensor) -> HostSlabs:
+        """Returns where state goes, for all of which there is room if each parameter has as much as this one."""
+        if self._slabs is None:
+            state_bytes = sum(local_shard(one).nbytes for one in self._tensors(parameter).values())
+            all_bytes = sum(local_shard(one).nbytes for one in self._parameters)
+            self._slabs = HostSlabs(all_bytes * state_bytes // max(1, local_shard(parameter).nbytes))
+        return self._slabs
 
     def _tensors(self, parameter: Tensor) -> dict[str, Tensor]:
         """Returns what of a parameter's state has its shape; step counts stay where the optimizer wants them."""

@@ -22,9 +22,11 @@ from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.data.loss_reduction import Diverged
 from moreh_ap.parallelizer.rng.policy import RandomPolicy, current_streams
 from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, gathered
+from moreh_ap.parallelizer.trial.dry_run import StateBefore
 from moreh_ap.protocol.batch import local_entries, row_range
 from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import (
+    AddsMembers,
     Backward,
     DefineSignature,
     Differentiate,
@@ -39,6 +41,7 @@ from moreh_ap.protocol.messages.calls import (
 )
 from moreh_ap.protocol.messages.tensors import (
     MAX_INLINE_BYTES,
+    ArrivedTensors,
     LeafReply,
     OutputRef,
     RowShardRef,
@@ -50,7 +53,7 @@ from moreh_ap.protocol.process_flags import Flags, set_process_flags
 from moreh_ap.protocol.pytree import pickle_treespec
 from moreh_ap.protocol.script_code.written_files import WRITTEN
 from moreh_ap.runtime.worker.cache_arguments import without_cache
-from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles
+from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles, changes_buffers
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.row_shard_store import RowShard
 from moreh_ap.runtime.worker.second_derivatives import KIND_OF_GRADIENT, differentiate
@@ -62,8 +65,8 @@ class CallCommands:
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        self._calls: dict[int, WorkerCall] = {}
-        self._signatures: dict[int, DefineSignature] = {}
+        self._calls: dict[int, WorkerCall] = tables.table()
+        self._signatures: dict[int, DefineSignature] = tables.table()
         self._flags: Flags | None = None
         tables.calls = self._calls
 
@@ -88,11 +91,11 @@ class CallCommands:
         for call_id in command.call_ids:
             self._calls.pop(call_id, None)
 
-    def _forward(self, command: Forward) -> ForwardReply | ReadsAttributes | None:
+    def _forward(self, command: Forward) -> ForwardReply | ReadsAttributes | AddsMembers | None:
         if command.grad:
             self._tables.clock.forward_begins()
         signature = self._signatures[command.signature]
-        tensors = [self._argument(data) for data in command.tensors]
+        arrived = ArrivedTensors(command.tensors, self._argument, self._tables.device.torch_device)
         local = [isinstance(data, OutputRef) for data in command.tensors]
         model = self._tables.models[signature.owner]
         if command.training is not None:
@@ -103,25 +106,31 @@ class CallCommands:
         has_one_stream = not (command.grad and model.applied.stages is not None)
         random = RandomPolicy.of(command.seed, command.streams, has_one_stream=has_one_stream)
         preparation = self._tables.preparations[signature.owner]
-        key = self._key(preparation, command, tensors, local)
+        key = self._key(preparation, command, arrived, local)
         known = preparation.prepared.get(key)
-        prepared = known or preparation.prepare(key, signature, command, tensors, local, random)
-        if isinstance(prepared, ReadsAttributes):
+        prepared = known or preparation.prepare(key, signature, command, arrived.whole(), local, random)
+        if not isinstance(prepared, PreparedCall):
             return prepared
+        may_be_undone = prepared.kind not in preparation.run_once or prepared.call.gathering is not None
+        before = StateBefore(model.module, frozen=bool(preparation.written)) if may_be_undone else None
         versions = [tensor._version for tensor in (*model.module.buffers(), *preparation.written)]
         try:
-            run = self._run(prepared, tensors, random)
+            run = self._run(prepared, arrived, random)
         except Diverged as divergence:
-            if versions != [tensor._version for tensor in (*model.module.buffers(), *preparation.written)]:
-                raise ExactnessError(
-                    f"{divergence}, and it changes buffers",
-                    "such a forward without buffers that it changes",
-                    "MOREH_NUM_DEVICES=1 python train.py",
-                ) from divergence
+            if before is not None:
+                before.put_back()
+            elif versions != [tensor._version for tensor in (*model.module.buffers(), *preparation.written)]:
+                raise changes_buffers(divergence) from divergence
             preparation.compute_unsplit(prepared, divergence)
-            prepared = preparation.prepare(key, signature, command, tensors, local, random)
+            prepared = preparation.prepare(key, signature, command, arrived.whole(), local, random)
             assert isinstance(prepared, PreparedCall)
-            run = self._run(prepared, tensors, random)  # where one worker's rows raised, this raises on all
+            run = self._run(prepared, arrived, random)  # where one worker's rows raised, this raises on all
+        if before is not None:
+            added = before.members.added()
+            if added:
+                before.put_back()
+                return AddsMembers(added)
+            preparation.run_once.add(prepared.kind)
         preparation.kept.update(run.attributes)
         left_out = run.left_out if model.unseen is None else [*run.left_out, *model.changed_unseen()]
         if WRITTEN:
@@ -131,9 +140,8 @@ class CallCommands:
         return call.reply()
 
     @staticmethod
-    def _key(preparation: CallPreparation, command: Forward, tensors: list[Tensor], local: list[bool]) -> Hashable:
+    def _key(preparation: CallPreparation, command: Forward, arrived: ArrivedTensors, local: list[bool]) -> Hashable:
         """Calls with the same key run alike."""
-        inputs = [(t.shape, t.dtype, t.layout is torch.strided and t.stride()) for t in tensors]
         model = preparation.model
         settings = (
             model.settings.number,
@@ -141,16 +149,17 @@ class CallCommands:
             len(preparation.kept),
         )
         how = (command.rows, command.grad, command.wants_grad, command.autocast_dtype, command.flags)
-        return (command.signature, *inputs, *local, settings, how)
+        return (command.signature, *arrived.layouts(), *local, settings, how)
 
     @staticmethod
-    def _run(prepared: PreparedCall, tensors: list[Tensor], random: RandomPolicy) -> Execution:
+    def _run(prepared: PreparedCall, arrived: ArrivedTensors, random: RandomPolicy) -> Execution:
         """Run the call on this worker's rows, or on the whole batch where it cannot be split."""
         share, roles = prepared.share, prepared.roles
-        own = tensors
-        if share is not None:
+        if share is None:
+            own = arrived.whole()
+        else:
             random = random.shared(roles.axis.rank, share, prepared.draws)
-            own = [t[share.start : share.stop] if is_cut else t for t, is_cut in zip(tensors, prepared.is_cut)]
+            own = arrived.rows(prepared.is_cut, share.start, share.stop)
         if prepared.cuts_heads is not None:
             own = prepared.cuts_heads(own)
         own = [t.detach().requires_grad_() if wants else t for t, wants in zip(own, roles.wants_grad)]
@@ -243,9 +252,9 @@ class WorkerCall:
         run, roles = self._run, self._roles
         mode = "unsplit" if not roles.is_split else "stages" if run.runs_in_stages else "split"
         nesting = pickle_treespec(run.treespec)
-        warnings = tuple(self.model.unseen_changes.warnings)
-        self.model.unseen_changes.warnings.clear()
-        found = roles.note, roles.num_own_rows, self._streams, self._left_out, run.returned, warnings
+        warnings, self.model.unseen_changes.warnings = tuple(self.model.unseen_changes.warnings), []
+        faults, self.model.faults = tuple(self.model.faults), []
+        found = roles.note, roles.num_own_rows, self._streams, self._left_out, run.returned, warnings, faults
         reply = ForwardReply(nesting, leaves, mode, *found)
         return reply if self._answers else None
 

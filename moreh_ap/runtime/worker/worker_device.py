@@ -12,6 +12,7 @@ from torch import Tensor
 from moreh_ap.local.memory_limit import memory_limit
 from moreh_ap.protocol.messages.devices import DeviceInfo, ReportMemory
 from moreh_ap.protocol.messages.tensors import TensorData
+from moreh_ap.runtime.gpu_checks import check_worker_s_device
 
 
 class WorkerDevice:
@@ -19,6 +20,8 @@ class WorkerDevice:
 
     def __init__(self, rank: int, world_size: int, device_type: str) -> None:
         self.rank, self.world_size = rank, world_size
+        if device_type == "cuda":
+            check_worker_s_device()
         self.torch_device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else _CPU
         self._start_bytes = 0 if self.is_cuda else _resident_bytes("VmRSS")
 
@@ -35,7 +38,9 @@ class WorkerDevice:
         if self.is_cuda:
             properties = torch.cuda.get_device_properties(self.torch_device)
             native = torch.cuda.is_bf16_supported(including_emulation=False)
-            return DeviceInfo(properties.name, properties.total_memory, native)
+            free, total = torch.cuda.mem_get_info()
+            others = max(0, total - free - torch.cuda.memory_reserved() - _CONTEXT_BYTES)
+            return DeviceInfo(properties.name, properties.total_memory, native, held_by_others_bytes=others)
         return DeviceInfo(
             "CPU",
             memory_limit() // self.world_size,
@@ -79,6 +84,8 @@ class WorkerDevice:
 
 
 _CPU = torch.device("cpu")
+_CONTEXT_BYTES = 1 << 30
+"""At most what CUDA, NCCL and cuBLAS of this process hold on a device beside the tensors."""
 
 
 def _resident_bytes(field: str) -> int:

@@ -58,7 +58,8 @@ class WorkerModel:
         # Whether calls are computed again, or only in their backward.
         self.runs_later = self.plan.recompute != "none" or self.plan.micro_batches > 1 or self.plan.pipeline > 1
         mesh = build_mesh(self.plan, device.torch_device.type)
-        self.applied = apply_plan(self.module, self.plan, mesh, device.torch_device, self._example(command.example))
+        example = self._example(command.example)
+        self.applied = apply_plan(self.module, self.plan, mesh, device.torch_device, example, command.compiled)
         fill(self.module, command.sources, device.torch_device, self.applied.layouts, self.applied.absent)
         prepare(self.module)
         # The objects stay the same from here on: FSDP2 puts others in their place only during a call.
@@ -80,6 +81,7 @@ class WorkerModel:
         self.unseen = None if answers_attributes else attributes
         self._marks = {} if self.unseen is None else self.unseen.marks()
         looks_at_backward = answers_attributes and self.plan.recompute == "none"
+        self.faults: list[str] = []  # tracebacks of errors that are ours, of which the script was not told yet
         self.unseen_changes = UnseenChanges(self.module, attributes if looks_at_backward else None)
         reports = Reports(self.module, attributes if answers_attributes else None)
         self.extensions = (*self.applied.extensions, reports) if reports.is_needed else self.applied.extensions
@@ -251,6 +253,10 @@ class WorkerModel:
         if held.tensor.grad is None:
             held.tensor.grad = torch.zeros_like(held.tensor)
         self._held(held.tensor.grad, name).write(full)
+
+    def which_gradients(self) -> bytes:
+        """Returns a byte for each parameter: whether it has a gradient here."""
+        return bytes([parameter.grad is not None for parameter in self.parameters.values()])
 
     def put_gradients_aside(self, aside: bool) -> None:
         """Keep the gradients for later, so that a backward finds none; or drop those there are for the kept ones."""

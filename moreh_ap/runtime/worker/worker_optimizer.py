@@ -7,11 +7,13 @@ is for `norms.py` to know.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moreh_ap.parallelizer.data.norms import total_norm
 from moreh_ap.parallelizer.mesh import Position
@@ -24,11 +26,15 @@ from moreh_ap.protocol.messages.optimizers import (
     ReleaseOptimizer,
     StepOptimizer,
 )
-from moreh_ap.protocol.messages.state import ClearGradients, ClipGradients, GradientNorm
-from moreh_ap.protocol.messages.tensors import SavedTensor, TensorData
+from moreh_ap.protocol.messages.state import ClearGradients, ClipGradients, GradientNorm, UnscaleGradients
+from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.optimizer_offload import OffloadedState
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
+
+_WITHOUT_FUSED_STEP_ON_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
+"""Their fused kernels do not know FSDP2's shards (torch 2.13: "does not have a sharding strategy registered"). The step
+runs as several kernels there."""
 
 
 class OptimizerCommands:
@@ -36,7 +42,7 @@ class OptimizerCommands:
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        self._optimizers: dict[str, WorkerOptimizer] = {}
+        self._optimizers: dict[str, WorkerOptimizer] = tables.table()
         tables.optimizers = self._optimizers
 
     def handlers(self) -> Handlers:
@@ -49,6 +55,7 @@ class OptimizerCommands:
             LoadOptimizer: lambda command: self._optimizers[command.owner].load(command.state),
             GradientNorm: self._norm,
             ClipGradients: self._clip,
+            UnscaleGradients: self._unscale,
             ClearGradients: self._clear,
         }
 
@@ -63,17 +70,38 @@ class OptimizerCommands:
         self._optimizers.pop(command.owner, None)
 
     def _step(self, command: StepOptimizer) -> None:
-        self._optimizers[command.owner].step(command.changes)
+        scaling = {name: self._number(value) for name, value in command.scaling.items()}
+        self._optimizers[command.owner].step(command.changes, scaling)
         self._tables.clock.step_ended()
 
     def _norm(self, command: GradientNorm) -> None:
         shards, tables = self._shards(command.tensors), self._tables
         counted = [shard for shard, counts in shards if counts]
         norm = total_norm(counted, command.norm_type, tables.device.torch_device, tables.world_size)
-        first = tables.lists[command.tensors][0]  # of whose model this stage may have no part
+        tables.temporaries[command.output] = StateShard(norm, self._position(command.tensors))
+
+    def _position(self, tensors: int) -> Position:
+        tables = self._tables
+        first = tables.lists[tensors][0]  # of whose model this stage may have no part
         is_of_model = first.owner in tables.models
-        position = tables.models[first.owner].applied.position if is_of_model else _position(tables.state(first))
-        tables.temporaries[command.output] = StateShard(norm, position)
+        return tables.models[first.owner].applied.position if is_of_model else _position(tables.state(first))
+
+    def _unscale(self, command: UnscaleGradients) -> None:
+        gradients, tables = [shard for shard, _ in self._shards(command.gradients)], self._tables
+        found = self._number(command.found).clone()
+        if gradients:
+            inverse_scale = self._number(command.inverse_scale)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
+        if tables.world_size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        tables.temporaries[command.output] = StateShard(found, self._position(command.gradients))
+
+    def _number(self, value: StateRef | TensorData) -> Tensor:
+        if isinstance(value, TensorData):
+            return value.tensor().to(self._tables.device.torch_device)
+        held = self._tables.state(value)
+        assert held is not None  # every worker has it
+        return held.tensor
 
     def _clip(self, command: ClipGradients) -> None:
         # As torch.nn.utils.clip_grad_norm_ does it, with 1e-6 against a division by zero.
@@ -125,16 +153,39 @@ class WorkerOptimizer:
     ) -> None:
         cls = pickle.loads(command.pickled_class)
         here = [[held.tensor for held in group if held is not None] for group in groups]
-        self._optimizer = cls([{"params": group} for group in here], **command.defaults)
+        is_sharded = any(isinstance(parameter, DTensor) for group in here for parameter in group)
+        self._lacks_fused_step = is_sharded and issubclass(cls, _WITHOUT_FUSED_STEP_ON_SHARDS)
+        self._optimizer = cls([{"params": group} for group in here], **self._possible(command.defaults))
         self._parameters = [held for group in groups for held in group]
         self._device = device
         self._offloaded = OffloadedState(self._optimizer) if offload else None
 
-    def step(self, changes: dict[int, dict[str, Any]]) -> None:
-        """Take over changed hyper-parameters, then step."""
+    def step(self, changes: dict[int, dict[str, Any]], scaling: Mapping[str, Tensor]) -> None:
+        """Take over changed hyper-parameters, then step; `scaling` is what a fused step reads as attributes."""
         for index, values in changes.items():
-            self._optimizer.param_groups[index].update(values)
+            self._optimizer.param_groups[index].update(self._possible(values))
+        if scaling and self._lacks_fused_step:
+            if self._unscale(scaling):
+                return
+            scaling = {}
+        vars(self._optimizer).update(scaling)
         (self._offloaded or self._optimizer).step()
+        for name in scaling:
+            del vars(self._optimizer)[name]
+
+    def _possible(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {**values, "fused": False} if self._lacks_fused_step and values.get("fused") else values
+
+    def _unscale(self, scaling: Mapping[str, Tensor]) -> bool:
+        """Divides gradients by their scale, as a fused step does; returns whether it would skip itself."""
+        if "found_inf" in scaling and bool(scaling["found_inf"]):
+            return True
+        if "grad_scale" in scaling:
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        local_shard(parameter.grad).div_(scaling["grad_scale"])
+        return False
 
     def state(self, index: int, key: str, *, fetch: bool = True) -> StateShard | None:
         """One tensor of the state of parameter `index`; None if the parameter is not here.

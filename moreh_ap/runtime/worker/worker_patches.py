@@ -8,6 +8,8 @@ from moreh_ap.parallelizer.data import unused_parameters
 from moreh_ap.patching import Patches
 from moreh_ap.protocol import process_flags, pytree
 from moreh_ap.protocol.script_code import written_files
+from moreh_ap.runtime import shared_gpu
+from moreh_ap.runtime.worker_environment import workers_per_gpu
 
 
 def install() -> Patches:
@@ -20,4 +22,6 @@ def install() -> Patches:
     own_collectives.install(patches)
     unused_parameters.install(patches)
     written_files.install(patches)
+    if workers_per_gpu() > 1:
+        shared_gpu.install(patches)
     return patches

@@ -8,18 +8,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from moreh_ap.errors import ExactnessError, UnsplitError
-from moreh_ap.protocol.messages.calls import FEWER_ROWS, UNSPLIT, ReadsAttributes
+from moreh_ap.errors import ExactnessError, TrialError, TrialWarning, UnsplitError
+from moreh_ap.protocol.messages.calls import FEWER_ROWS, SINGLE_ROW, UNSPLIT, AddsMembers, ReadsAttributes
 from moreh_ap.session.models.remote_model import RemoteModel
-from moreh_ap.session.models.signatures import Structure
+from moreh_ap.session.models.signatures import Structure, form_of
 from moreh_ap.session.outbox import Posted
 
 
-class ReadsPassedState(Exception):
+class HasToBeRepeated(Exception):
+    """A forward cannot run on the workers as it was sent."""
+
+
+class ReadsPassedState(HasToBeRepeated):
     """A forward reads attributes that earlier forwards set: the call is repeated with these attributes as arguments.
 
     Args:
         names: Paths and names of the attributes.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__(*names)
+        self.names = names
+
+
+class MakesMembers(HasToBeRepeated):
+    """A forward adds layers, buffers or hooks to the model: it was undone, and has to run on the script's own modules.
+
+    Args:
+        names: What it adds.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -46,7 +62,13 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
             )
         )
         return
+    form = form_of(reply.result())
+    if form is not None and model.signatures.forms.get(key) == form:
+        return
     found = Structure.of(reply.result())
+    fault = _note_faults(model, reply.result())
+    if fault is not None:
+        model.session.workers.fail(fault)
     if found.mode != expected.mode:  # the rows now take different branches: the next call waits, and the log says so
         model.signatures.never_predict(key)
         if _is_refused(model, found):
@@ -75,6 +97,8 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
                 fix="return outputs of fixed shape, or move the data-dependent selection after the call",
             )
         )
+    if form is not None and model.signatures.structures.get(key) is expected:
+        model.signatures.forms[key] = form
 
 
 def learn_structure(model: RemoteModel, key: Any, replies: list[Any], *, grad: bool) -> Structure:
@@ -82,12 +106,20 @@ def learn_structure(model: RemoteModel, key: Any, replies: list[Any], *, grad: b
 
     Raises:
         ReadsPassedState: The forward has not run, since it reads attributes that earlier forwards set.
+        MakesMembers: The forward adds something to the model.
         UnsplitError: Every device computed the whole batch of a training call, which the options refuse.
+        TrialError: A trial of the forward failed by our fault, which the options refuse.
     """
     reads = next((answer for answer in replies if isinstance(answer, ReadsAttributes)), None)
     if reads is not None:
         raise ReadsPassedState(reads.names)
+    adds = next((answer for answer in replies if isinstance(answer, AddsMembers)), None)
+    if adds is not None:
+        raise MakesMembers(adds.names)
     structure = Structure.of(replies)
+    fault = _note_faults(model, replies)
+    if fault is not None:
+        raise fault
     if grad and _is_refused(model, structure):
         raise _unsplit(structure)
     model.signatures.learn(key, structure, grad=grad)
@@ -96,8 +128,25 @@ def learn_structure(model: RemoteModel, key: Any, replies: list[Any], *, grad: b
     return structure
 
 
+def _note_faults(model: RemoteModel, replies: list[Any]) -> TrialError | None:
+    """Has the script warned of a trial that failed by our fault; returns an error instead if options ask for one."""
+    found = next((fault for answer in answered(replies) for fault in answer.faults), None)
+    if found is None:
+        return None
+    fact = f"Trying forward() of {type(model.root).__name__} on a few rows failed by a fault of moreh_ap:\n\n{found}"
+    if model.session.options.strict:
+        return TrialError(
+            fact,
+            allowed="With MOREH_STRICT=1 only models whose forward can be tried.",
+            fix="MOREH_STRICT=0 python train.py  # right; the batch may not be split",
+        )
+    see = "The numbers are right; the batch may not be split. Please report it. See: docs/errors.md#trialwarning"
+    model.warnings[f"{fact}\n{see}"] = TrialWarning
+    return None
+
+
 def _is_refused(model: RemoteModel, structure: Structure) -> bool:
-    is_whole = structure.note.startswith(UNSPLIT) and not structure.note.endswith(FEWER_ROWS)
+    is_whole = structure.note.startswith(UNSPLIT) and not structure.note.endswith((FEWER_ROWS, SINGLE_ROW))
     return model.session.options.strict and is_whole
 
 

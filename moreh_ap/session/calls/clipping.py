@@ -13,9 +13,9 @@ from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
 from moreh_ap.device.values import Cell
 from moreh_ap.protocol.messages.state import ClipGradients, GradientNorm, ReleaseState
 from moreh_ap.protocol.messages.tensors import StateRef
-from moreh_ap.session.models.parameter_gradients import expected_will_do
+from moreh_ap.session.models.parameter_gradients import expected_will_do, list_of_one_model
 from moreh_ap.session.session import Session
-from moreh_ap.session.state_tensors import ModelState, OnWorkers, StateHolder
+from moreh_ap.session.state_tensors import OnWorkers, StateHolder
 
 ClipGradNorm = Callable[..., Tensor]
 
@@ -61,22 +61,17 @@ def clipping_on_workers(session: Session, original: ClipGradNorm) -> ClipGradNor
 def _gradients_of(parameters: list[Tensor]) -> tuple[tuple[StateRef, ...], Tensor] | None:
     """Returns the names of the gradients on the workers, and a tensor with dtype and device of their norm.
 
-    None if a parameter is not on the workers, or no parameter has a gradient.
+    None if the parameters are not those of one model on the workers, or no parameter has a gradient.
     """
-    names: dict[ModelState, list[str]] = {}
-    for parameter in parameters:
-        value = parameter._cell.value if isinstance(parameter, VirtualTensor) else None
-        if not (isinstance(value, OnWorkers) and isinstance(value.owner, ModelState) and value.ref.kind == "param"):
-            return None
-        names.setdefault(value.owner, []).append(value.ref.name)
-    if len(names) != 1:
+    found = list_of_one_model(parameters)
+    if found is None:
         return None
-    ((holder, of_model),) = names.items()
-    refs = holder.gradients.refs(of_model)
+    holder, names = found
+    refs = holder.gradients.refs(names)
     if not refs:
         return None
     with torch._C.DisableTorchFunction():
-        dtype = parameters[of_model.index(refs[0].name)].dtype
+        dtype = parameters[names.index(refs[0].name)].dtype
         return refs, torch.empty((), dtype=dtype, device="meta")
 
 
@@ -109,8 +104,11 @@ def norm_on_workers(
 
 def clip_on_workers(session: Session, parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> bool:
     """Scales gradients of norm `total_norm` down to at most `max_norm`; False if some are not on the workers."""
-    refs = _refs([grad for grad in (parameter.grad for parameter in parameters) if grad is not None])
-    if not refs or not isinstance(total_norm, VirtualTensor) or not isinstance(total_norm._cell.value, OnWorkers):
+    if not isinstance(total_norm, VirtualTensor) or not isinstance(total_norm._cell.value, OnWorkers):
+        return False
+    found = _gradients_of(parameters)
+    refs = _refs([one.grad for one in parameters if one.grad is not None]) if found is None else found[0]
+    if not refs:
         return False
     session.outbox.post(ClipGradients(session.outbox.list_id(refs), float(max_norm), total_norm._cell.value.ref))
     return True

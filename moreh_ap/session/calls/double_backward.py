@@ -71,6 +71,8 @@ class GradientCall(Call):
 
     def send(self, tensors: list[Tensor], grad: bool) -> Structure:
         of, session = self._of, self.model.session
+        if of.reply is not None:
+            of.reply.require()
         given = iter(tensors)
         gradients = [next(given) if is_given else None for is_given in self._reached]
         wants_grad = tuple(gradient is not None and gradient.requires_grad for gradient in gradients)

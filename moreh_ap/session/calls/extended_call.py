@@ -18,7 +18,7 @@ from moreh_ap.integrations.transformers_worker import hand_caches_back
 from moreh_ap.protocol.objects.returned_arguments import hand_back
 from moreh_ap.protocol.rng_state import Streams
 from moreh_ap.session.calls import double_backward, output_watchers, row_shard_rules
-from moreh_ap.session.calls.answer_check import ReadsPassedState
+from moreh_ap.session.calls.answer_check import MakesMembers, ReadsPassedState
 from moreh_ap.session.calls.remote_call import Call, send_call
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import RunsInScriptOnly, refuse_global_hooks
@@ -70,6 +70,7 @@ def call_remotely(
         hooks_done: How many hooks of the script have run already, see `script_hooks.RunsInScriptOnly`.
 
     Raises:
+        MakesMembers: The forward adds something to the model.
         Exception: The forward raised it on a worker; its type is kept. Raised here if the result was waited for;
             otherwise it is raised by the next call or read.
     """
@@ -83,6 +84,9 @@ def call_remotely(
         _draw_again(model, random_state)
         model.pass_on(path, forward.names)
         return call_remotely(model, path, args, kwargs, hooks_done)
+    except MakesMembers:
+        _draw_again(model, random_state)
+        raise
     try:
         return model.session.extensions.finish(call, leaves, args, kwargs, hooks_done)
     except RunsInScriptOnly as hook:

@@ -23,7 +23,7 @@ from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import Backward, Forward, ReadOutputs, ReleaseCalls
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, OutputRef, RowShardRef, StateRef, TensorData
 from moreh_ap.protocol.process_flags import GETTERS, process_flags
-from moreh_ap.session.calls.answer_check import ReadsPassedState, answered, check_structure, learn_structure
+from moreh_ap.session.calls.answer_check import HasToBeRepeated, answered, check_structure, learn_structure
 from moreh_ap.session.calls.input_gradients import InputGradient
 from moreh_ap.session.calls.output_watchers import OutputWatchers, RemovableWatcher, Watcher, read_gradients
 from moreh_ap.session.calls.row_shard_values import Located, RowShardedValue, RowShardedView, row_shard_ref_of
@@ -51,7 +51,7 @@ class Call:
 
     def __init__(self, model: RemoteModel, signature: int) -> None:
         self.model, self._signature = model, signature
-        self.id = model.session.outbox.new_id()
+        self.id = model.latest_call = model.session.outbox.new_id()
         self.reply: Posted | None = None
         self.structure: Structure | None = None
         self.plan = model.plan
@@ -87,16 +87,8 @@ class Call:
             wants_grad = tuple([grad and tensor.requires_grad for tensor in tensors])
             forms = tuple([_form_of(tensor) for tensor in tensors])
             rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
-        self.kind = (
-            signature,
-            forms,
-            wants_grad,
-            grad,
-            model.training_flags,
-            model.settings.number,
-            autocast,
-            flags,
-        )
+        changed = (model.training_flags, model.settings.number, autocast, flags)
+        self.kind = (signature, forms, wants_grad, grad, *changed)
         expected = signatures.structures.get(self.kind)
         generator, may_draw = session.generator, expected is None or expected.draws
         streams = generator.streams() if may_draw else None
@@ -154,6 +146,8 @@ class Call:
         for before in self.input_gradients:  # the workers keep the input gradients of the last backward only
             before.read()
         self.input_gradients.clear()
+        if self.reply is not None:
+            self.reply.require()
         encoded, training = self.encode_gradients(gradients), self.changed_training()
         session, apart = self.model.session, separate_gradients.get()
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -192,7 +186,7 @@ class Call:
 
     def encode_gradients(self, gradients: Sequence[Tensor | None]) -> tuple[TensorData | RowShardRef | None, ...]:
         """Returns the gradients of the outputs as they are sent."""
-        return tuple(None if one is None else self._encode_gradient(one, index) for index, one in enumerate(gradients))
+        return tuple([one if one is None else self._encode_gradient(one, at) for at, one in enumerate(gradients)])
 
     def _encode_gradient(self, gradient: Tensor, index: int) -> TensorData | RowShardRef:
         """Returns an output's gradient as it is sent: its number if it is row-sharded likewise, else its bytes."""
@@ -214,15 +208,14 @@ def call_on_route(reference: weakref.ref[RemoteModel], path: str, args: tuple[An
 
     Returns:
         The result, its tensors as promises; NotImplemented if the script has changed the model since, or uses more than
-        plain calls: hooks, attributes that forwards set, caches that it passes back.
+        plain calls: hooks, attributes that forwards set, caches that it passes back, members that a forward adds.
     """
     model = reference()
     if model is None or not model.is_current() or model.may_be_called_again() or torch_modules._has_any_global_hook():
         return NotImplemented
     try:
         call, structure, leaves = send_call(model, path, args, kwargs)
-    except ReadsPassedState as forward:
-        model.pass_on(path, forward.names)
+    except HasToBeRepeated:
         return NotImplemented
     uses_more = structure.is_report or model.left_out or model.warnings or structure.returned is not None
     if uses_more or (structure.has_cache and call.takes_cache):
@@ -236,7 +229,8 @@ def send_call(
     """Sends a call; returns the call, the nesting of its result, and the leaves of the result.
 
     Raises:
-        ReadsPassedState: The forward reads attributes that earlier forwards set, which were not passed.
+        HasToBeRepeated: The forward reads attributes that earlier forwards set and was not given them, or adds
+            something to the model.
         Exception: The forward raised it on a worker, and the result was waited for.
     """
     leaves, treespec = tree_flatten((args, kwargs))
@@ -327,8 +321,10 @@ class _RemoteCall(torch.autograd.Function):
         ctx.watch_output = functools.partial(call.session.extensions.watch_output, call)
         ctx.save_for_backward(*(tensor for tensor in tensors if tensor.requires_grad))
         ctx.call = call
-        ctx.inputs = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
-        outputs = _promises(call, structure)
+        call.model.open_graphs.add(ctx)
+        with torch._C.DisableTorchFunction():  # as in `send`
+            ctx.inputs = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
+            outputs = _promises(call, structure)
         templates = [leaf for leaf in structure.leaves if leaf.kind != "const"]
         ctx.mark_non_differentiable(*(out for out, leaf in zip(outputs, templates) if not leaf.differentiable))
         return tuple(outputs)
@@ -339,6 +335,8 @@ class _RemoteCall(torch.autograd.Function):
             found = iter(ctx.call.session.extensions.differentiate(ctx.call, gradients, ctx.saved_tensors))
             return (None, None, *(next(found) if requires_grad else None for *_, requires_grad in ctx.inputs))
         reply = ctx.call.backward(gradients)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.call.model.open_graphs.discard(ctx)
         num_inputs = sum(requires_grad for *_, requires_grad in ctx.inputs)
         # An expected gradient that is missing is zeros, but an unexpected one would be lost: unless a backward of this
         # kind has reached all inputs before, wait for the reply.
@@ -370,10 +368,10 @@ def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> Ten
     if isinstance(value, OnWorkers) and value.placement() is None:
         return value.ref
     if isinstance(value, OutputValue) and expected is not None and not tensor.requires_grad:
-        # The structure of an output is of another plan if the model was rebuilt since.
-        source = value.call.structure if value.call.plan == value.call.model.plan else None
+        source = value.call.structure if value.call.plan == value.call.model.plan else None  # else rebuilt since
         left_there = source is not None and source.leaves[value.index].kind == "rows" and tensor.dim() > 0
-        if left_there and source is not None and tensor.shape[0] == rows and source.mode == expected.mode == "split":
+        suffices = left_there and value.session.num_devices <= tensor.shape[0] == rows  # no worker needs another's row
+        if suffices and source is not None and source.mode == expected.mode == "split":
             return OutputRef(value.call.id, value.index)
     return TensorData.of(on_host(tensor))
 
@@ -392,4 +390,4 @@ def _form_of(tensor: Tensor) -> Hashable:
 
 def _which(gradients: Sequence[Tensor | None]) -> tuple[bool, ...]:
     """Returns which outputs have a gradient."""
-    return tuple(gradient is not None for gradient in gradients)
+    return tuple([gradient is not None for gradient in gradients])

@@ -10,14 +10,15 @@ from __future__ import annotations
 import operator
 import pickle
 import weakref
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from moreh_ap.device.patches.compiling import compiled_in
 from moreh_ap.device.tensor import VirtualTensor
-from moreh_ap.device.values import Value
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.memory_format import kernel_format
@@ -49,6 +50,10 @@ from moreh_ap.session.state_tensors import ModelState, OnWorkers
 from moreh_ap.session.value_files import ValueFiles
 from moreh_ap.states import ModelPhase, SessionState, StateMachine
 
+# For `map`: every step looks at all members and parameters, without a Python call for each.
+_requires_grad_of = operator.attrgetter("requires_grad")
+_values_of = operator.methodcaller("values")
+
 
 class RemoteModel:
     """A model whose parameters and buffers are on the workers; the module tree stays in the controller.
@@ -79,12 +84,13 @@ class RemoteModel:
         self.buffers: dict[str, VirtualTensor] = dict(root.named_buffers())  # type: ignore[arg-type]
         self.holder = ModelState(session, self)
         self.gradients = self.holder.gradients = Gradients(self.holder, self.owner, self.parameters)
-        self.signatures = Signatures(session.outbox, self.owner)
+        self.signatures, self.latest_call = Signatures(session.outbox, self.owner), 0  # the id of the latest call
+        self.open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # nodes through which a backward may still go
         # Autograd enters a remote call through this leaf: a call joins no parameter to the controller's graph.
         self.anchor = torch.zeros((), requires_grad=True)
         self.script_hooks = ScriptHooks(root, plan, on_trial, session.script_only_hooks)
         self.hook_keys = _hook_keys(self.modules)
-        self._training = self._training_flags()
+        self._training, self._times_failed = self._training_flags(), session.outbox.times_failed
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         self._kernels = {name: parameter for name, parameter in self.parameters.items() if parameter.ndim >= 4}
         self._kernel_strides = [_usual_strides(kernel) for kernel in self._kernels.values()]
@@ -97,7 +103,7 @@ class RemoteModel:
             warn_of_writes(root)
         self._warned_of: set[str] = set()
         self.left_out: dict[str, None] = {}  # attributes that forwards set on the workers only, in their order
-        self.warnings: dict[str, None] = {}  # of what else forwards do on the workers only, in their order
+        self.warnings: dict[str, type[Warning]] = {}  # of what else workers do that the script does not see, in order
         self.passes_state = False
         self._passed_on: dict[str, set[str]] = {}
         self._path_of = {id(module): path for path, module in root.named_modules()}
@@ -156,8 +162,7 @@ class RemoteModel:
                 allowed="Every attribute of a module must be picklable (no open files, locks or generators).",
                 fix="del model.<attribute>  # before the first call",
             ) from error
-        tensors = [*self.parameters.values(), *self.buffers.values()]
-        before: list[tuple[VirtualTensor, Value]] = [(tensor, tensor._cell.value) for tensor in tensors]
+        before = [(tensor, tensor._cell.value) for tensor in (*self.parameters.values(), *self.buffers.values())]
         self._attach()
         outbox = self.session.outbox
 
@@ -169,9 +174,10 @@ class RemoteModel:
                 before.clear()
             outbox.state.when_left(SessionState.REPLAYABLE, files.remove)
 
-        command = BuildModel(self.owner, skeleton, str(self.plan), sources, self.example())
-        self._built = outbox.submit(command)
+        compiled = compiled_in(self.root) if self.plan.compile != "none" else ()
+        self._built = outbox.post(BuildModel(self.owner, skeleton, str(self.plan), sources, self.example(), compiled))
         self._built.add_done_callback(built)
+        outbox.flush()
 
     def _take_gradients(self) -> None:
         """Hands gradients that the controller's autograd has computed, and those it will compute, to the workers."""
@@ -202,7 +208,7 @@ class RemoteModel:
         return id(module) in self._path_of
 
     def has_trainable_parameters(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.parameters.values())  # `_requires_grad` may be old
+        return any(map(_requires_grad_of, self.parameters.values()))  # `_requires_grad` may be old
 
     # -- what a script may change between calls --------------------------------------------------------------------
 
@@ -248,9 +254,10 @@ class RemoteModel:
             self.settings.set({(name, "memory_format"): format for name, format in formats.items()})
             self.session.outbox.post(SetKernelFormats(self.owner, formats))
         training = self._training_flags()
-        if training == self._training:
+        times_failed = self.session.outbox.times_failed  # what a skipped call brought along has not arrived
+        if (training, times_failed) == (self._training, self._times_failed):
             return None
-        self._training = training
+        self._training, self._times_failed = training, times_failed
         return training
 
     @property
@@ -304,12 +311,12 @@ class RemoteModel:
     def note_left_out(self, names: tuple[str, ...], warnings: tuple[str, ...] = ()) -> None:
         """Records attributes that a forward set and that did not come to the controller, or not in time; warnings."""
         self.left_out.update(dict.fromkeys(names))
-        self.warnings.update(dict.fromkeys(warnings))
+        self.warnings.update(dict.fromkeys(warnings, UserWarning))
 
     def warn_of_attributes(self) -> None:
         """Has the script find what a forward has set on the workers: an object as a copy, once; else warns, once."""
         for text in [] if self.script_hooks.is_silent else [one for one in self.warnings if one not in self._warned_of]:
-            script_line.warn(text)
+            script_line.warn(text, self.warnings[text])
         news = [name for name in self.left_out if name not in {*self._warned_of, *self.script_hooks.attributes}]
         self._warned_of.update(news, self.warnings)
         self.left_out.clear()
@@ -371,26 +378,19 @@ def _do_nothing() -> None:
 
 def _hook_keys(modules: list[nn.Module]) -> list[tuple[int, ...]]:
     """Returns the keys of all hooks of the modules, to notice a change."""
-    return [
-        (
-            number,
-            *submodule._forward_pre_hooks,
-            *submodule._forward_hooks,
-            *submodule._backward_pre_hooks,
-            *submodule._backward_hooks,
-        )
-        for number, submodule in enumerate(modules)
-        if submodule._forward_hooks
-        or submodule._forward_pre_hooks
-        or submodule._backward_hooks
-        or submodule._backward_pre_hooks
+    tables = [
+        (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+        for module in modules
     ]
+    if not any(chain.from_iterable(tables)):
+        return []
+    return [(number, *chain.from_iterable(hooks)) for number, hooks in enumerate(tables) if any(hooks)]
 
 
 def _registered_members(modules: list[nn.Module]) -> list[nn.Module | Tensor | None]:
     """Returns all registered submodules, parameters and buffers: ``layers.insert(0, layer)`` sets no attribute."""
-    own = (registry for module in modules for registry in (module._modules, module._parameters, module._buffers))
-    return [member for registry in own for member in registry.values()]
+    registries = [(module._modules, module._parameters, module._buffers) for module in modules]
+    return list(chain.from_iterable(map(_values_of, chain.from_iterable(registries))))
 
 
 def _usual_strides(tensor: Tensor) -> tuple[int, ...]:

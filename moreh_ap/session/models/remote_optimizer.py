@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -30,21 +29,33 @@ from moreh_ap.protocol.messages.optimizers import (
     StepOptimizer,
 )
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
-from moreh_ap.session.models.parameter_gradients import expected_will_do
+from moreh_ap.session.models.parameter_gradients import (
+    ParameterList,
+    clear_gradients_of,
+    expected_will_do,
+    group_sizes,
+    parameters_of,
+)
 from moreh_ap.session.own_process.host_step import step_on_values
 from moreh_ap.session.session import Session
-from moreh_ap.session.state_tensors import ModelState, OnWorkers, StateHolder, bring_here
+from moreh_ap.session.state_tensors import OnWorkers, StateHolder, as_argument, bring_here
 from moreh_ap.states import SessionState
+
+SCALING = ("grad_scale", "found_inf")
+"""Attributes of an optimizer. Source: `torch.amp.GradScaler.step`."""
 
 
 def worker_refs(optimizer: Optimizer) -> tuple[tuple[StateRef, ...], ...] | None:
     """Returns the references of the optimizer's parameters, group by group; None if one is not on the workers."""
     groups = []
     for group in optimizer.param_groups:
-        values = [p._cell.value if isinstance(p, VirtualTensor) else None for p in group["params"]]
-        if not all(isinstance(value, OnWorkers) and value.ref.kind == "param" for value in values):
-            return None
-        groups.append(tuple(value.ref for value in values))  # type: ignore[union-attr]
+        refs = []
+        for parameter in group["params"]:
+            value = parameter._cell.value if isinstance(parameter, VirtualTensor) else None
+            if not isinstance(value, OnWorkers) or value.ref.kind != "param":
+                return None
+            refs.append(value.ref)
+        groups.append(tuple(refs))
     return tuple(groups)
 
 
@@ -65,21 +76,21 @@ class RemoteOptimizer:
         accepted = inspect.signature(type(optimizer).__init__).parameters
         defaults = {key: _plain(value) for key, value in optimizer.defaults.items() if key in accepted}
         session.outbox.post(BuildOptimizer(self.owner, cloudpickle.dumps(type(optimizer)), refs, defaults))
-        self._values: list[OnWorkers] = []
-        self._names: dict[ModelState, list[str]] = {}
+        self._listed: ParameterList | None = None
+        self._group_sizes: list[int] = []
         # The groups' own values outrank the defaults: send them all with the first step.
-        self._unsent = True
+        self._unsent, self._times_failed = True, 0
         self._adopt_state(optimizer)
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Returns whether the parameters are those of the last step, and still at the same place."""
-        values = [p._cell.value for group in optimizer.param_groups for p in group["params"] if hasattr(p, "_cell")]
-        return len(values) == len(self._values) and all(map(operator.is_, values, self._values))
+        is_same = self._listed is not None and self._listed.is_still(parameters_of(optimizer))
+        return is_same and self._group_sizes == group_sizes(optimizer)
 
     def clear_gradients(self) -> None:
-        """Sets the parameters' gradients to None."""
-        for holder, names in self._names.items():
-            holder.gradients.clear(names)
+        """Sets the gradients of the last step's parameters to None."""
+        if self._listed is not None:
+            self._listed.clear_gradients()
 
     def matches(self, refs: tuple[tuple[StateRef, ...], ...]) -> bool:
         """Returns whether the workers' optimizer still has the same parameters."""
@@ -89,10 +100,12 @@ class RemoteOptimizer:
         """Runs one step on the workers with the current hyper-parameters; does not wait."""
         self.adopt_new_state(optimizer)
         if self.session.check is not None:
-            self.session.check.before_change(_parameters(optimizer))
-        self._note_values(optimizer)
+            self.session.check.before_change(parameters_of(optimizer))
+        if not self.holds(optimizer):
+            self._listed, self._group_sizes = ParameterList(parameters_of(optimizer)), group_sizes(optimizer)
         current = [_hyper_parameters(group) for group in optimizer.param_groups]
-        if self._unsent:
+        times_failed = self.session.outbox.times_failed  # what a skipped step brought along has not arrived
+        if self._unsent or times_failed != self._times_failed:
             changes = dict(enumerate(current))
         else:
             changes = {
@@ -100,9 +113,9 @@ class RemoteOptimizer:
                 for index, (new, old) in enumerate(zip(current, self._sent))
                 if new != old
             }
-        self._sent, self._unsent = current, False
+        self._sent, self._unsent, self._times_failed = current, False, times_failed
         outbox = self.session.outbox
-        stepped = outbox.post_soon(StepOptimizer(self.owner, changes))
+        stepped = outbox.post_soon(StepOptimizer(self.owner, changes, _scaling(optimizer)))
         self.session.traffic.step += 1
         if outbox.state.current is SessionState.REPLAYABLE:
             stepped.add_done_callback(
@@ -111,16 +124,8 @@ class RemoteOptimizer:
         if self.session.watch is not None:
             self.session.watch.stepped(optimizer)
         if self.session.check is not None:
-            self.session.check.after_step(_parameters(optimizer))
+            self.session.check.after_step(parameters_of(optimizer))
         optimizer.state.forget()  # type: ignore[attr-defined]
-
-    def _note_values(self, optimizer: Optimizer) -> None:
-        values = [p._cell.value for p in _parameters(optimizer)]
-        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
-            return
-        self._values, self._names = values, {}
-        for value in values:
-            self._names.setdefault(value.owner, []).append(value.ref.name)
 
     def adopt_new_state(self, optimizer: Optimizer) -> None:
         """Sends the state that `load_state_dict` or a checkpoint put into `optimizer`, if any, to the workers."""
@@ -128,7 +133,7 @@ class RemoteOptimizer:
             self._adopt_state(optimizer)
 
     def _adopt_state(self, optimizer: Optimizer) -> None:
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         state = {
             index: {key: _encode(value) for key, value in optimizer.state[parameter].items()}
             for index, parameter in enumerate(parameters)
@@ -238,8 +243,8 @@ def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Calla
 
     @functools.wraps(original)
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        refs = worker_refs(optimizer)
-        if refs is None:
+        remote = _remote_as_before(session, optimizer)
+        if remote is None:
             _bring_state_back(optimizer)
             stepped_here = closure is None and step_on_values(optimizer, original)
             if stepped_here and session.watch is not None:
@@ -249,7 +254,7 @@ def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Calla
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _remote_of(session, optimizer, refs).step(optimizer)
+        remote.step(optimizer)
         return loss
 
     return step
@@ -257,7 +262,7 @@ def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Calla
 
 def _bring_state_back(optimizer: Optimizer) -> None:
     """Reads the state and frees the workers' optimizer, if the parameters have left the workers."""
-    if isinstance(optimizer.state, RemoteState) and not any(map(_is_on_workers, _parameters(optimizer))):
+    if isinstance(optimizer.state, RemoteState) and not any(map(_is_on_workers, parameters_of(optimizer))):
         optimizer.state = optimizer.state.read_here()
         optimizer.__dict__.pop("_moreh_remote", None)
 
@@ -274,7 +279,7 @@ def clearing_on_workers(original: Callable[..., None]) -> Callable[..., None]:
         remote: RemoteOptimizer | None = optimizer.__dict__.get("_moreh_remote")
         if set_to_none and remote is not None and remote.holds(optimizer):
             remote.clear_gradients()
-        else:
+        elif not set_to_none or not clear_gradients_of(parameters_of(optimizer)):
             with expected_will_do():
                 original(optimizer, set_to_none)
 
@@ -306,6 +311,15 @@ def send_state(session: Session, optimizer: Optimizer) -> bool:
     return True
 
 
+def _remote_as_before(session: Session, optimizer: Optimizer) -> RemoteOptimizer | None:
+    """Returns the optimizer of the workers, made or made anew if need be; None if a parameter is not on the workers."""
+    remote: RemoteOptimizer | None = optimizer.__dict__.get("_moreh_remote")
+    if remote is not None and remote.holds(optimizer):
+        return remote
+    refs = worker_refs(optimizer)
+    return None if refs is None else _remote_of(session, optimizer, refs)
+
+
 def _remote_of(session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRef, ...], ...]) -> RemoteOptimizer:
     remote: RemoteOptimizer | None = optimizer.__dict__.get("_moreh_remote")
     if remote is None or not remote.matches(refs):
@@ -314,12 +328,14 @@ def _remote_of(session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRe
     return remote
 
 
-def _parameters(optimizer: Optimizer) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _scaling(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns what `GradScaler` has set for a step that unscales gradients and skips itself (``fused=True``)."""
+    found = {name: optimizer.__dict__.get(name) for name in SCALING}
+    return {name: as_argument(value) for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def _plain(value: Any) -> Any:

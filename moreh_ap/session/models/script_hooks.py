@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
+from moreh_ap.protocol.added_members import is_of_library
 from moreh_ap.protocol.hook_records import QuietHook, Report, ReportedHook
-from moreh_ap.protocol.module_attributes import LIBRARIES
 from moreh_ap.protocol.rng_state import host_untouched
 
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
@@ -101,7 +101,7 @@ class ScriptHooks:
             for submodule in root.modules()
             for where in (*_FORWARD, *_BACKWARD)
             for key, hook in getattr(submodule, where).items()
-            if not _is_of_library(hook)
+            if not is_of_library(hook)
         ]
         self._sent = {hook.key for hook in self._hooks if hook.key not in kept_here and _can_be_sent(hook.run)}
         # Backward hooks get the gradients of the tensors that a forward hook here was given.
@@ -232,10 +232,10 @@ class ScriptHooks:
             if all(gradient is None for gradient in grad_outputs):
                 return
             for pre_hook in module._backward_pre_hooks.values():
-                if not _is_of_library(pre_hook):
+                if not is_of_library(pre_hook):
                     pre_hook(module, grad_outputs)
             for hook in module._backward_hooks.values():
-                if not _is_of_library(hook):
+                if not is_of_library(hook):
                     hook(module, grad_inputs, grad_outputs)
 
         call.watch([index for index in wanted if index is not None], run)
@@ -271,16 +271,7 @@ def has_hooks_of_script(root: nn.Module) -> bool:
     """Returns whether the script has put a hook on the module or a submodule."""
     kinds = (*_FORWARD, *_BACKWARD)
     hooks = (hook for submodule in root.modules() for kind in kinds for hook in getattr(submodule, kind).values())
-    return not all(map(_is_of_library, hooks))
-
-
-def _is_of_library(hook: Any) -> bool:
-    """Returns whether a library registered the hook, as a part of the model."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    hook = getattr(hook, "__func__", hook)
-    origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(origin).split(".")[0] in LIBRARIES
+    return not all(map(is_of_library, hooks))
 
 
 def _name(hook: Any) -> str:

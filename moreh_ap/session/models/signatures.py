@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import pickle
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +32,9 @@ from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
 from moreh_ap.session.outbox import Outbox
 
 _MAX_STRUCTURES = 4096
+
+_what_a_reply_says = operator.attrgetter("pickled_treespec", "mode", "note", "rows", "returned")
+_what_a_leaf_is = operator.attrgetter("kind", "shape", "dtype", "differentiable", "is_operand", "order")
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,24 @@ class Structure:
         return not self.attributes and all(constant is None for constant in constants)
 
 
+def form_of(replies: list[ForwardReply | None]) -> list[Any] | None:
+    """Returns all of the replies but the numbers in them, to be compared: calls of one form have one structure.
+
+    Unlike `Structure.of` it looks at each leaf without a Python call. None if the script has to be told of something.
+    """
+    forms: list[Any] = []
+    for reply in replies:
+        if reply is None:
+            forms.append(None)
+        elif reply.left_out or reply.warnings or reply.faults:
+            return None
+        else:
+            constants = [leaf.data for leaf in reply.leaves if leaf.kind == "const"]
+            leaves = list(map(_what_a_leaf_is, reply.leaves))
+            forms.append((_what_a_reply_says(reply), reply.streams is None, leaves, constants))
+    return forms
+
+
 class Signature(NamedTuple):
     """The constant part of a call, under its number on the workers.
 
@@ -168,6 +190,7 @@ class Signatures:
 
     Attributes:
         structures: The structures of calls by their keys, see `remote_call.RemoteCall.send`.
+        forms: The forms of replies that were found to have these structures, by the same keys.
         numbers: Signatures with plain constants, by their content.
         sets_attributes: Whether a forward has set attributes so far.
     """
@@ -175,6 +198,7 @@ class Signatures:
     def __init__(self, outbox: Outbox, owner: str) -> None:
         self._outbox, self._owner = outbox, owner
         self.structures: dict[Any, Structure] = {}
+        self.forms: dict[Any, list[Any]] = {}
         self.numbers: dict[Any, Signature] = {}
         self._unpredictable: set[Any] = set()
         self._attributes: set[str] = set()
@@ -208,17 +232,23 @@ class Signatures:
             self._notes.add(structure.note)
             print(log.info(structure.note), flush=True)
         if not self._attributes.issuperset(structure.attributes):
-            self.structures.clear()  # calls that left the attribute as None have to be looked at again
+            self._forget_structures()  # calls that left the attribute as None have to be looked at again
             self._attributes.update(structure.attributes)
             self.sets_attributes = True
         if structure.predictable() and key not in self._unpredictable:
             if len(self.structures) >= _MAX_STRUCTURES:
-                self.structures.clear()
+                self._forget_structures()
             self.structures[key] = structure
+            self.forms.pop(key, None)
+
+    def _forget_structures(self) -> None:
+        self.structures.clear()
+        self.forms.clear()
 
     def never_predict(self, key: Any) -> None:
         """Records that a call with `key` had another structure than an earlier call."""
         self.structures.pop(key, None)
+        self.forms.pop(key, None)
         self._unpredictable.add(key)
 
 

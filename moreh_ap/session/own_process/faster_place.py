@@ -1,7 +1,7 @@
-"""Where the steps of a model take less time: in the script's own process or on workers on CPUs. Tried once, remembered.
+"""Where the steps of models take less time: in the script's own process or on workers on CPUs. Tried once, remembered.
 
 Decides which models are tried here, for how many steps, and which place wins. Must not know how a model changes places,
-nor how it runs in either.
+nor how it runs in either, nor when it may leave one.
 
 [Note: the faster place]
 Workers on CPUs share the cores that one process would use alone, so that splitting a batch gains little, and messages
@@ -11,6 +11,12 @@ steps on the workers have been timed (`step_watch.py`), the next few steps run h
 slower place is left, and other runs of the same model with the same batch go to the faster one at once. GPUs are not
 compared: no step on this process's cores is faster than on them, and a call that all of them compute takes as long as
 on one.
+
+[Note: models that train together]
+A generator and a discriminator, an actor and a critic, a student and its frozen teacher take turns in a step of the
+script: what one of them would gain alone is not what they gain together, since values would go back and forth between
+the places. So all models that the script has called since the latest of them was laid out change places together, and
+are compared by the time from one step of an optimizer to the next of the same one.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import os
 import statistics
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -37,10 +43,13 @@ from moreh_ap.session.session import Session
 FILE = CacheFile("own_process.json")
 
 MAX_BYTES = 2**28
-"""Of parameters. Larger ones, and the optimizer's state, would take seconds to change places."""
+"""Of the parameters of models that change places together. More, with the optimizers' state, would take seconds."""
 
 _SKIPPED, _COUNTED = 2, 3
 """Steps: in the first, operations run one by one, and the next keeps what it starts from. Then the median counts."""
+
+_MAX_ASKED = 1000
+"""Calls before which models cannot change places, and after which they stay where they are."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +57,13 @@ class StepTimes:
     """Seconds of a step, from one step of the optimizer to the next.
 
     Attributes:
+        models: The classes of the models that took part in it.
         here: In the script's own process.
         on_workers: On the workers.
         num_workers: Their number.
     """
 
+    models: str
     here: float
     on_workers: float
     num_workers: int
@@ -62,9 +73,22 @@ class StepTimes:
         """Whether steps take less time in the script's own process."""
         return self.here < self.on_workers
 
-    def line(self, name: str) -> str:
-        """Returns the line for the log; `name` is the model's class."""
-        return log.places_line(name, self.here, self.on_workers, self.num_workers, is_here=self.is_faster_here)
+    def line(self) -> str:
+        """Returns the line for the log."""
+        return log.places_line(self.models, self.here, self.on_workers, self.num_workers, is_here=self.is_faster_here)
+
+
+class _Due:
+    """Models that are to be timed in this process.
+
+    Args:
+        roots: The models.
+        trial: Times them.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], trial: StepTrial) -> None:
+        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet(roots)
+        self.trial, self.times_asked = trial, 0
 
 
 class FasterPlace:
@@ -76,39 +100,68 @@ class FasterPlace:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._due: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
+        self._keys: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._due: _Due | None = None
 
     def known_times(self, root: nn.Module, call: Any) -> StepTimes | None:
         """Returns what was measured of a model in this or an earlier run; None if nothing was.
 
         Args:
             root: The model.
-            call: Positional and keyword arguments of a call of it.
+            call: Positional and keyword arguments of the call for which it is laid out.
         """
-        if not self._may_be_here():
-            return None
-        entry = FILE.look_up(self._key(root, call)) or {}
-        times = entry.get("here_s"), entry.get("on_workers_s")
-        if not all(type(one) is float and one > 0 for one in times):
-            return None
-        return StepTimes(*times, self._session.num_devices)  # type: ignore[arg-type]
+        return self._look_up(self._key(root, call), type(root).__name__) if self._may_be_here() else None
 
-    def measured_on_workers(self, root: nn.Module, step_s: float) -> None:
-        """Has the next call of a model ask whether it is tried here; `step_s` are the seconds of a step on workers."""
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in root.parameters())
-        if self._may_be_here() and num_bytes <= MAX_BYTES:
-            self._due[root] = step_s
+    def note_layout(self, root: nn.Module, call: Any) -> None:
+        """Records the call for which a model was laid out on the workers."""
+        if self._may_be_here():
+            self._keys[root] = self._key(root, call)
 
-    def take_due(self, root: nn.Module, call: Any) -> StepTrial | None:
-        """Returns the trial of a model that starts with this call; None if it goes on on the workers."""
-        step_s = self._due.pop(root, None)
-        if step_s is None or self.known_times(root, call) is not None:
-            return None
-        return StepTrial(type(root).__name__, self._key(root, call), step_s, self._session.num_devices)
+    def measured_on_workers(self, roots: Sequence[nn.Module], optimizer: Optimizer, step_s: float) -> None:
+        """Has the next calls of models ask whether they are tried here.
+
+        Args:
+            roots: All models on the workers that take part in a step.
+            optimizer: One of their optimizers.
+            step_s: Seconds from one of its steps to the next.
+        """
+        keys = [self._keys.get(root, "") for root in roots]
+        num_bytes = sum(
+            parameter.numel() * parameter.element_size() for root in roots for parameter in root.parameters()
+        )
+        if not self._may_be_here() or not all(keys) or num_bytes > MAX_BYTES:
+            return
+        names = ", ".join(sorted({type(root).__name__ for root in roots}))
+        if any(self._look_up(key, names) is None for key in keys):
+            self._due = _Due(roots, StepTrial(names, keys, optimizer, step_s, self._session.num_devices))
+
+    def is_due(self, root: nn.Module) -> bool:
+        """Returns whether a model is to be timed here, once it may leave the workers."""
+        return self._due is not None and root in self._due.roots
+
+    def put_off(self) -> None:
+        """Records that the models could not leave the workers before a call."""
+        if self._due is not None:
+            self._due.times_asked += 1
+            if self._due.times_asked >= _MAX_ASKED:
+                self._due = None
+
+    def take_due(self) -> StepTrial:
+        """Returns the trial of the models that are due, which are no longer."""
+        assert self._due is not None  # the caller has asked
+        due, self._due = self._due, None
+        return due.trial
 
     def _may_be_here(self) -> bool:
         options = self._session.options
         return self._session.device_type == "cpu" and options.leaves_layout_open and not options.asks_for_devices
+
+    def _look_up(self, key: str, name: str) -> StepTimes | None:
+        entry = FILE.look_up(key) or {}
+        times, models = (entry.get("here_s"), entry.get("on_workers_s")), entry.get("models", name)
+        if not all(type(one) is float and one > 0 for one in times) or type(models) is not str:
+            return None
+        return StepTimes(models, *times, self._session.num_devices)  # type: ignore[arg-type]
 
     def _key(self, root: nn.Module, call: Any) -> str:
         with torch._C.DisableTorchFunction():
@@ -120,19 +173,22 @@ class FasterPlace:
 
 
 class StepTrial:
-    """Times a model's steps in the script's own process.
+    """Times the steps of models in the script's own process.
 
     Args:
-        name: The model's class.
-        key: Under which the result is kept.
+        models: Their classes.
+        keys: Under which the result is kept, one for each model.
+        optimizer: Its steps are counted.
         on_workers_s: Seconds of a step on the workers.
         num_workers: Their number.
     """
 
-    def __init__(self, name: str, key: str, on_workers_s: float, num_workers: int) -> None:
-        self._name, self._key, self._on_workers_s, self._num_workers = name, key, on_workers_s, num_workers
+    def __init__(
+        self, models: str, keys: list[str], optimizer: Optimizer, on_workers_s: float, num_workers: int
+    ) -> None:
+        self._models, self._keys, self._on_workers_s, self._num_workers = models, keys, on_workers_s, num_workers
         self._stepped_at: list[float] = []
-        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._optimizer = weakref.ref(optimizer)
         self.ended: Callable[[StepTimes], object] | None = None
         """Called once with the result."""
 
@@ -141,8 +197,6 @@ class StepTrial:
 
     def stepped_here(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer whose parameters are in this process."""
-        if self._optimizer is None:
-            self._optimizer = weakref.ref(optimizer)
         if self.ended is None or self._optimizer() is not optimizer:
             return
         self._stepped_at.append(time.perf_counter())
@@ -150,14 +204,20 @@ class StepTrial:
             return
         between = [after - before for before, after in zip(self._stepped_at, self._stepped_at[1:])]
         here_s = statistics.median(between[_SKIPPED - 1 :])
-        times = StepTimes(here_s, self._on_workers_s, self._num_workers)
+        times = StepTimes(self._models, here_s, self._on_workers_s, self._num_workers)
         ended, self.ended = self.ended, None
-        print(times.line(self._name), flush=True)
+        print(times.line(), flush=True)
         self._keep(times)
         ended(times)
 
     def _keep(self, times: StepTimes) -> None:
         date = datetime.now(timezone.utc).date().isoformat()
-        entry = {"here_s": float(f"{times.here:.4g}"), "on_workers_s": float(f"{times.on_workers:.4g}"), "date": date}
-        with contextlib.suppress(OSError):  # the folder cannot be written: it is tried anew in the next run
-            FILE.keep(self._key, entry)
+        entry = {
+            "here_s": float(f"{times.here:.4g}"),
+            "on_workers_s": float(f"{times.on_workers:.4g}"),
+            "models": times.models,
+            "date": date,
+        }
+        with contextlib.suppress(OSError):  # the folder cannot be written: they are tried anew in the next run
+            for key in self._keys:
+                FILE.keep(key, entry)

@@ -1,14 +1,15 @@
 """Which models run in the script's own process: those whose computation takes less time than messages to workers.
 
 Decides by the size of a call, and by the time that the first calls took; of larger models `faster_place.py` says where
-they were faster. Must not know how a call is computed (`host_call.py`).
+they were faster. Must not know how an operation is computed: a model that is here has host tensors
+(`device/host_tensors.py`), and its forward is the script's own.
 
 [Note: small models]
 A step on workers costs the controller and each worker some milliseconds beside the computation: commands, answers,
-collectives. A call in the controller costs some hundred microseconds, and as much again for each operation if its
-operations run one by one. So a model stays here while a training step has few floating-point operations. Workers on
-CPUs have the cores that this process has, so that they win later than GPUs do. Once a call is larger the model is laid
-out on the workers, with its values and the optimizer's state, as at any other first call.
+collectives. Here an operation costs a few microseconds beside its own time. So a model stays here while a training
+step has few floating-point operations. Workers on CPUs have the cores that this process has, so that they win later
+than GPUs do. Once a call is larger the model is laid out on the workers, with its values and the optimizer's state, as
+at any other first call.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap import log
+from moreh_ap.device.host_tensors import hold, let_go, may_be_held
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here, InFile, Later
 from moreh_ap.session.own_process.faster_place import FasterPlace, StepTimes, StepTrial
-from moreh_ap.session.own_process.host_call import HostCalls
 from moreh_ap.session.planning.model_profiling import positions_of
 from moreh_ap.session.session import Session
 
@@ -36,15 +37,12 @@ MAX_STEP_FLOPS = {"cuda": 1e8, "cpu": 4e8}
 20 ms on two cores, and twice as long on two workers with a core each (`docs/benchmarks.md`, small models)."""
 
 MAX_PARTS = 24
-"""Modules with parameters. Each stands for several operations, where a model's operations run one by one."""
+"""Modules with parameters. Each stands for several operations."""
 
-MAX_FORWARD_S = 4e-3
-"""How long a forward may take here whose operations run one by one: a loop in Python has many."""
+MAX_FORWARD_S = {"cuda": 4e-3, "cpu": 2e-2}
+"""How long a forward may take here, by the kind of device: a loop has more operations than parameters tell."""
 
-MAX_HOST_FORWARD_S = {"cuda": 4e-3, "cpu": 2e-2}
-"""How long a forward on ordinary tensors may take here."""
-
-_NUM_TIMED = 4  # the first calls, of which the fastest counts: one may import, and the first runs one by one
+_NUM_TIMED = 4  # the first calls, of which the fastest counts: one may import
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -61,7 +59,7 @@ class SmallModels:
     def __init__(self, session: Session, routes: MutableMapping[nn.Module, Route]) -> None:
         self._session, self._routes = session, routes
         self.max_step_flops = MAX_STEP_FLOPS[session.device_type]
-        self._max_host_forward_s = MAX_HOST_FORWARD_S[session.device_type]
+        self._max_forward_s = MAX_FORWARD_S[session.device_type]
         self._outgrown: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._announced: set[str] = set()
         self.places = FasterPlace(session)
@@ -83,47 +81,47 @@ class SmallModels:
             if times is None or not times.is_faster_here:
                 return False
         tensors = [*root.parameters(), *root.buffers()]
-        if not all(isinstance(t, VirtualTensor) and isinstance(t._cell.value, (Here, InFile)) for t in tensors):
+        if not all(isinstance(t, VirtualTensor) and (may_be_held(t) or type(t._cell.value) is InFile) for t in tensors):
             return False
         if not _are_here(_tensors_of(call)):
             return False
         self._run_here(root, is_small=is_small)
         small_line = log.own_process_line(name, step_flops(root, call) / 1e6, self._session.num_devices)
-        line = small_line if times is None else times.line(name)
+        line = small_line if times is None else times.line()
         if line not in self._announced:
             self._announced.add(line)
             print(line, flush=True)
         return True
 
-    def try_here(self, root: nn.Module, trial: StepTrial) -> None:
-        """Runs `root`, whose values are in this process, here until its steps have been timed, or for good."""
-        self._run_here(root, is_small=False)
-        reference = weakref.ref(root)
+    def try_here(self, roots: Sequence[nn.Module], trial: StepTrial) -> None:
+        """Runs models, whose values are in this process, here until their steps have been timed, or for good."""
+        for root in roots:
+            self._run_here(root, is_small=False)
+        references = [weakref.ref(root) for root in roots]
 
         def ended(times: StepTimes) -> None:
             self._session.stop_watching()
-            tried = reference()
-            if tried is not None and not times.is_faster_here:
-                self._leave(tried)
+            for tried in [reference() for reference in references]:
+                if tried is not None and not times.is_faster_here:
+                    self._leave(tried)
 
         trial.ended, self._session.watch = ended, trial
 
     def _run_here(self, root: nn.Module, *, is_small: bool) -> None:
         for tensor in [*root.parameters(), *root.buffers()]:
-            tensor._cell.read_here()  # type: ignore[attr-defined]
+            hold(tensor)  # type: ignore[arg-type]
         model = _Model(root, is_small=is_small)
         for part in root.modules():
             self._routes[part] = _Route(self, model, part)
 
-    def took(self, root: nn.Module, seconds: float, *, one_by_one: bool) -> None:
-        """Has `root` go to the workers if its calls take too long here.
+    def let_go(self, root: nn.Module) -> None:
+        """Has the values of `root` be ones that can go to the workers."""
+        for tensor in [*root.parameters(), *root.buffers()]:
+            let_go(tensor)
 
-        Args:
-            root: The model.
-            seconds: How long one took at least.
-            one_by_one: Whether its operations run one by one.
-        """
-        if seconds > (MAX_FORWARD_S if one_by_one else self._max_host_forward_s):
+    def took(self, root: nn.Module, seconds: float) -> None:
+        """Has `root` go to the workers if its calls, of which each took at least `seconds`, take too long here."""
+        if seconds > self._max_forward_s:
             self._leave(root)
 
     def _leave(self, root: nn.Module) -> None:
@@ -148,7 +146,6 @@ class _Model:
     def __init__(self, root: nn.Module, *, is_small: bool) -> None:
         self.root, self.is_small = weakref.ref(root), is_small
         self.flops_per_position = step_flops_per_position(root)
-        self.calls = HostCalls(root)
         self.seconds: list[float] = []
 
 
@@ -178,13 +175,13 @@ class _Route:
             return NotImplemented
         _INSIDE.a_call, began = True, time.perf_counter()
         try:
-            result = model.calls.run(module, args, kwargs)
+            result = module._call_impl(*args, **kwargs)
         finally:
             _INSIDE.a_call = False
         if model.is_small and len(model.seconds) < _NUM_TIMED:
             model.seconds.append(time.perf_counter() - began)
             if len(model.seconds) == _NUM_TIMED:
-                self._models.took(root, min(model.seconds), one_by_one=not model.calls.are_on_ordinary_tensors)
+                self._models.took(root, min(model.seconds))
         return result
 
     def _is_large(self, call: Call) -> bool:

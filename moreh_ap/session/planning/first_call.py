@@ -90,7 +90,7 @@ def family_of(root: nn.Module) -> str:
 def plan_for_trial(plan: Plan) -> Plan:
     """Returns the plan as a small copy can be tried under it: in float32, its stages as even as possible."""
     recompute = 1 if isinstance(plan.recompute, int) else plan.recompute
-    return replace(plan, layers=(), precision="fp32", recompute=recompute)
+    return replace(plan, layers=(), precision="fp32", recompute=recompute, compile="none")
 
 
 def _verify_once(session: Session, root: nn.Module, call: reduced_model.Call, plan: Plan) -> None:

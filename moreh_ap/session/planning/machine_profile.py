@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moreh_ap.errors import OptionError
+from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
 from moreh_ap.planner.cost.hardware import Cluster, Device, Link, find_device, find_link
@@ -59,7 +59,7 @@ def machine_of(session: Session) -> Machine:
     worker.
     """
     infos, options = session.devices(), session.options
-    info = min(infos, key=lambda one: one.memory_bytes)
+    info = min((_without_others(rank, one) for rank, one in enumerate(infos)), key=lambda one: one.memory_bytes)
     native = all(one.native_bf16 for one in infos)
     # CPU workers stand in for accelerators, and are compared with one process on the CPU, which computes in float32.
     computes_bf16 = native and info.name != "CPU"
@@ -75,6 +75,28 @@ def machine_of(session: Session) -> Machine:
         with contextlib.suppress(OSError):  # the folder cannot be written: the machine is measured again next time
             FILE.keep(key, as_entry(rates))
     return machine_from(replace(info, native_bf16=computes_bf16), precision, len(infos), rates, key)
+
+
+_LEAST_FREE = 0.1
+"""Of a device's memory; less is not worth planning for."""
+
+
+def _without_others(rank: int, info: DeviceInfo) -> DeviceInfo:
+    """Returns a device with the memory that other processes leave of it.
+
+    Raises:
+        PlanError: They leave next to nothing.
+    """
+    free_bytes = info.memory_bytes - info.held_by_others_bytes
+    if free_bytes < _LEAST_FREE * info.memory_bytes:
+        raise PlanError(
+            f"other processes hold {info.held_by_others_bytes / 2**30:.1f} of the {info.memory_bytes / 2**30:.1f} GiB "
+            f"of worker {rank}'s {info.name}",
+            "GPUs with free memory, which CUDA_VISIBLE_DEVICES can name",
+            "nvidia-smi  # shows the processes on each GPU",
+            "docs/gpu.md#errors",
+        )
+    return replace(info, memory_bytes=free_bytes)
 
 
 def machine_from(info: DeviceInfo, precision: str, num_devices: int, rates: DeviceRates, key: str = "") -> Machine:

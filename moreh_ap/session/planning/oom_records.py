@@ -22,15 +22,23 @@ _LEAN = 0.9
 """Limit for the next plan, as a fraction of the predicted memory of a plan that ran out. Each try costs a start of the
 workers, so plans that save almost nothing are skipped. A choice of ours."""
 _KEPT_RUNS = 50
-_CPU_ALLOCATOR = "can't allocate memory"
-"""The message of PyTorch's host allocator, in a plain RuntimeError. Source: c10/core/impl/alloc_cpu.cpp."""
+_MESSAGES = re.compile(
+    r"can't allocate memory"
+    r"|CUDA error: out of memory|CUDA driver error: out of memory|Cuda failure (2 )?'out of memory'"
+    r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)"
+)
+"""What PyTorch says, in errors of other classes than its own, where memory was asked for past its allocator: by itself
+on the host, by the driver, by NCCL, and by the libraries that bring buffers of their own.
+
+Source: c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDAException.h, aten/src/ATen/cuda/Exceptions.cpp, NCCL's
+src/include/checks.h and the libraries' tables of errors."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an error of a worker means that its device ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return type(error) is RuntimeError and _CPU_ALLOCATOR in str(error)
+    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
 
 
 def limit_after(candidate: Candidate) -> float:

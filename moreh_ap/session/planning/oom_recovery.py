@@ -141,7 +141,7 @@ class Recovery:
             plan = remote.first_layout.planned.plan
             remote.laid_out_again(plan)
             self._session.job.has_model(type(remote.root).__name__, str(plan))
-        self._session.watch = Watch(self._session.outbox, planned.expected, lambda _: self._session.stop_watching())
+        self._session.watch = Watch(self._session.outbox, planned.expected, lambda *_: self._session.stop_watching())
         return Restart(workers, self._changed())
 
     def _changed(self) -> Callable[[Any], Any]:

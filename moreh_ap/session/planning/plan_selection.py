@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from moreh_ap import log
+from moreh_ap.device.patches.compiling import compiled_in
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.profiles.model_profile import ModelProfile
@@ -19,6 +20,7 @@ from moreh_ap.planner.search.constraints import Constraints
 from moreh_ap.planner.search.planning_task import Task
 from moreh_ap.planner.search.search_space import tensor_degrees_of
 from moreh_ap.planner.search.verified_kinds import verified_kinds
+from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.session.models.script_hooks import has_hooks_of_script
 from moreh_ap.session.planning import oom_records
@@ -86,8 +88,13 @@ def choose_plan_for(
     shares_batch_only = draws_apart or has_hooks_of_script(root)
     system = replace(machine.system, trains_weights=trains_weights(root))
     constraints = constraints_of(options, "" if shares_batch_only else family, profile, shape, machine)
+    given, is_compiled = options.plan, bool(compiled_in(root))
+    has_blocks = is_compiled and bool(block_lists(root))
+    if has_blocks:
+        constraints = replace(constraints, compiles_blocks=True)
+        given = None if given is None else given.with_compiled_blocks()
     if joins_rows(root):
-        constraints = without_pieces(constraints, options.plan)
+        constraints = without_pieces(constraints, given)
     task = Task(
         profile,
         machine.cluster,
@@ -98,8 +105,10 @@ def choose_plan_for(
         corrections_of(machine.key),
     )
     limit_bytes = oom_records.limit_of(machine.key, profile.name, task.global_batch, task.corrections.memory)
-    choice = _choose(task, limit_bytes, options.plan)
+    choice = _choose(task, limit_bytes, given)
     lines = log.choice_lines(choice)
+    if is_compiled and choice.plan.compile == "none":
+        lines.append(log.uncompiled_line(choice.plan.why_uncompiled if has_blocks else ""))
     if options.detailed_log == 1:
         lines += log.candidate_lines(choice)
     elif options.detailed_log == 2:

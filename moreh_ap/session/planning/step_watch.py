@@ -64,10 +64,11 @@ class Watch:
     Args:
         outbox: The outbox to the workers.
         expected: The predictions.
-        done: Called when the watch ends, with the seconds from one step to the next; None if workers failed.
+        done: Called when the watch ends, with the optimizer and the seconds from one of its steps to the next; None
+            if workers failed.
     """
 
-    def __init__(self, outbox: Outbox, expected: Expected, done: Callable[[float | None], object]) -> None:
+    def __init__(self, outbox: Outbox, expected: Expected, done: Callable[[Optimizer, float | None], object]) -> None:
         self._outbox, self._expected, self._on_done = outbox, expected, done
         self._stepped_at: list[float] = []
         self._asked: Posted | None = None
@@ -85,9 +86,9 @@ class Watch:
         if self._asked is None:
             self._asked = self._outbox.post_soon(ReportSteps())
         elif self._asked.failed():
-            self._on_done(None)  # the script gets the error when it reads a result
+            self._on_done(optimizer, None)  # the script gets the error when it reads a result
         elif self._asked.done():
-            self._on_done(self._compare(self._asked.result()))
+            self._on_done(optimizer, self._compare(self._asked.result()))
 
     def stepped_here(self, optimizer: Optimizer) -> None:
         """Does not count a step of another model, in the script's own process."""

@@ -1,6 +1,6 @@
 """Trains a network whose numbers differ on several devices where its argument says so; prints losses.
 
-    first_steps.py [--plan PLAN] [--wrong forward|backward|statistics|alone] [--optimizer adamw|own] [--dropout P]
+first_steps.py [--plan PLAN] [--wrong forward|backward|statistics|alone] [--optimizer adamw|own] [--dropout P]
 """
 
 import argparse

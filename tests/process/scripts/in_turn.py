@@ -31,5 +31,6 @@ for number, line in enumerate(sys.stdin, start=1):
     except BaseException:
         traceback.print_exc()
         how = "badly"
+    torch.set_default_device(None)  # a script may have set another one, for itself
     gc.collect()
     print(f"\nend of script {number}: {how}", flush=True)

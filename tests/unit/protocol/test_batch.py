@@ -62,11 +62,22 @@ def test_workers_that_do_not_speak_have_no_rows():
 def test_rows_along_the_second_dim_are_those_of_the_first_tensor_that_has_one():
     steps_TBF, padding_BT, state_LBH = torch.zeros(7, 5, 3), torch.zeros(5, 7), torch.zeros(2, 5, 4)
     leaves = [torch.zeros(9), steps_TBF, padding_BT, state_LBH, "text", torch.zeros(3)]
-    dims = batch.row_dims_elsewhere(leaves)
+    (dims,) = batch.row_dims_elsewhere(leaves)
     assert dims == [None, 1, 0, 1, None, None]
     assert batch.rows_along(leaves, dims) == 5
     assert batch.rows_along([torch.zeros(7, 5), torch.zeros(7, 4)], [1, 1]) is None
-    assert batch.row_dims_elsewhere([torch.zeros(9)]) is None
+    assert batch.row_dims_elsewhere([torch.zeros(9)]) == []
+
+
+def test_masks_of_as_many_steps_as_rows_may_be_whole():
+    steps_TBF, mask_TT = torch.zeros(5, 5, 3), torch.zeros(5, 5)
+    assert batch.row_dims_elsewhere([steps_TBF, mask_TT]) == [[1, 1], [1, None], [0, None]]
+
+
+def test_rows_may_be_first_in_the_input_and_second_in_a_state():
+    x_BF, state_LBH = torch.zeros(8, 3), torch.zeros(1, 8, 8)
+    assert batch.row_dims_elsewhere([x_BF, state_LBH]) == [[1, None], [0, 1]]
+    assert batch.row_dims_elsewhere([x_BF, torch.zeros(8)]) == [[1, None]], "all have them along dim 0: not elsewhere"
 
 
 def test_chosen_rows_along_each_dim_keep_the_order_in_memory():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,16 @@ def test_a_circle_through_objects_of_two_classes_and_a_dataclass() -> None:
     ring.following = point
     made = again((ring, torch.ones(1)))[0]
     assert made.following.y["ring"] is made and made.following.x.shape == (1,) and torch.equal(made.x, torch.ones(2))
+
+
+def test_named_tuples_that_a_forward_defines_nest_alike() -> None:
+    def spec(name: str, *fields: str) -> TreeSpec:
+        return flatten(namedtuple(name, fields)(*(torch.ones(2) for _ in fields)))[1]  # type: ignore[misc]
+
+    assert nest_alike(spec("Outputs", "early", "late"), spec("Outputs", "early", "late"))
+    assert not nest_alike(spec("Outputs", "early", "late"), spec("Outputs", "early", "last"))
+    assert not nest_alike(spec("Outputs", "early"), spec("Inputs", "early"))
+    assert not nest_alike(spec("Outputs", "early"), flatten((torch.ones(2),))[1])
 
 
 def test_results_nest_alike_but_for_the_rows_they_say_they_have() -> None:

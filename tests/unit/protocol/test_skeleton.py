@@ -130,3 +130,8 @@ def test_containers_that_track_what_is_put_in_arrive_with_their_trackers():
     assert copy.kept == [1, 2] and copy.named == {"a": 3}
     assert type(copy.kept) is TrackedList and type(copy.named) is TrackedDict
     assert copy.kept.tracker is copy.named.tracker == set()
+
+
+def test_operations_of_pytorch_are_themselves_in_a_worker():
+    table = {torch.ops.aten.clone.default: 1, torch.ops.aten.add: 2}
+    assert unpickle_attribute(pickle_attribute(table, {}), nn.Module()) == table

@@ -12,7 +12,7 @@ from unit.runtime.samples import ended, tells
 
 
 def lost(child: Child, report: str | None) -> str:
-    request = LaunchRequest(2, "cpu", 1, "", (), 1.0, 1.0)
+    request = LaunchRequest(2, "cpu", 1, "", (), 1.0, 1.0, shared_memory_fd=-1)
     launcher = Launcher(request, is_stopping=lambda: True)
     launcher.engine = SimpleNamespace(cause_of_death=lambda rank: report)
     launcher._children[1] = child

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moreh_ap.protocol.messages.models import ReleaseModel
+from moreh_ap.errors import NotComputedError
+from moreh_ap.protocol.encoding import WorkerTraceback
+from moreh_ap.protocol.messages.models import ChangeModule, ReleaseModel, SetRequiresGrad
 from moreh_ap.protocol.messages.state import ClearGradients
-from moreh_ap.protocol.messages.stream import DefineList, Synchronize
+from moreh_ap.protocol.messages.stream import Again, DefineList, Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.session.outbox import Outbox, Restart
 from unit.session.samples import Workers, forward
@@ -99,6 +101,15 @@ def test_what_is_wanted_soon_leaves_at_once_if_workers_are_idle_and_with_their_a
     assert len(workers.told) == 2, "nobody wants that one soon"
 
 
+def test_for_gpus_what_is_wanted_soon_leaves_although_workers_are_busy():
+    workers = Busy()
+    outbox = Outbox(workers, leaves_at_once=True)
+    outbox.submit(Synchronize())
+    outbox.post(ReleaseModel("first"))
+    outbox.post_soon(ReleaseModel("second"))
+    assert len(workers.waiting) == 2 and [len(commands) for commands in workers.told] == [1, 2]
+
+
 def test_many_gathered_commands_leave_by_themselves():
     workers = Workers()
     outbox = Outbox(workers)
@@ -149,3 +160,76 @@ def test_what_a_failed_message_was_to_free_is_freed_with_the_next():
     outbox.submit(Synchronize())
     outbox.submit(Synchronize())
     assert [ReleaseModel("model") in message for message in workers.told] == [True, True, False]
+
+
+# -- after an error ----------------------------------------------------------------------------------------------------
+
+SETTING, OTHER = ChangeModule("model0", (("", "gain", b"2"),)), SetRequiresGrad("model0", {"weight": False})
+
+
+def raised(num_done):
+    error = IndexError("no such row")
+    error.__cause__ = WorkerTraceback(0, "Traceback", num_done)
+    return error
+
+
+class Failing(Workers):
+    """Answers every message with an error, as long as there is one."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def submit(self, batch):
+        answer = super().submit(batch)
+        answer.error = self.error
+        return answer
+
+
+def test_settings_behind_the_command_that_raised_are_sent_again_before_anything_else():
+    workers = Failing(raised(num_done=1))
+    outbox = Outbox(workers)
+    outbox.post(SETTING)  # was executed
+    outbox.post(Synchronize())  # raised
+    outbox.post(OTHER)
+    outbox.submit("computes")
+    assert outbox.times_failed == 1
+    outbox.submit(SETTING)  # skipped, with the same error
+    assert outbox.times_failed == 2
+    workers.error = None
+    outbox.submit("computes")
+    assert workers.told[1] == (Again(OTHER), SETTING), "but that message was skipped too"
+    assert workers.told[2] == (Again(OTHER), Again(SETTING), "computes")
+    outbox.submit("computes")
+    assert workers.told[3] == ("computes",)
+
+
+def test_what_could_not_be_sent_for_an_error_says_so_and_its_settings_are_sent_with_the_next_message():
+    class Raising(Workers):
+        def submit(self, batch):
+            if not self.told:
+                self.told.append("refused")
+                raise IndexError("of an earlier command")
+            return super().submit(batch)
+
+    workers, told = Raising(), []
+    outbox = Outbox(workers)
+    posted = outbox.post(SETTING)
+    posted.add_done_callback(lambda one: told.append(one.failed()))
+    with pytest.raises(IndexError):
+        outbox.flush()
+    assert posted.done() and told == [True] and outbox.has_stale_definitions
+    for use in (posted.result, posted.require):
+        with pytest.raises(NotComputedError, match="the workers had raised IndexError: of an earlier command"):
+            use()
+    assert outbox.submit(Synchronize()).result() == ["Synchronize"]
+    assert workers.told[1] == (Again(SETTING), Synchronize())
+
+
+def test_a_promise_that_is_kept_or_still_open_is_required_in_vain():
+    outbox = Outbox(Busy())
+    posted = outbox.post(Synchronize())
+    posted.require()
+    outbox.flush()
+    posted.require()
+    assert not posted.failed()

@@ -6,8 +6,8 @@ import os
 
 from moreh_ap.accelerator_models import Accelerators, Supply
 from moreh_ap.local.jobs import JobEntry, Process, start_of
-from moreh_ap.toolkit.job_usage import JobState, Snapshot, WorkerState, command_of, snapshot, used_bytes
-from moreh_ap.toolkit.machine_inventory import MachineInventory
+from moreh_ap.toolkit.job_usage import JobState, Snapshot, WorkerState, _workers, command_of, snapshot, used_bytes
+from moreh_ap.toolkit.machine_inventory import Gpu, MachineInventory
 
 GIB = 2**30
 MACHINE = MachineInventory(Supply("cpu", 4, 16 * GIB))
@@ -58,3 +58,18 @@ def test_nothing_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("MOREH_AP_CACHE", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert snapshot().jobs == ()
+
+
+def test_a_worker_s_gpu_is_the_one_that_its_job_was_given():
+    this = Process(os.getpid(), start_of(os.getpid()))
+    names = (("4", "GPU-aa11"), ("6", "GPU-bb22"))
+    gpus = tuple(Gpu(index, "H200", 2**37, names=names[index]) for index in range(2))
+    machine = MachineInventory(Supply("cuda", 2, 16 * GIB), gpus=gpus)
+
+    def devices(*ids):
+        entry = JobEntry("1", this, "", 0, "", "cuda", 2, 1, workers=(this, this), device_ids=ids)
+        return [worker.device for worker in _workers(entry, machine, {})]
+
+    assert devices("6", "4") == ["gpu 1", "gpu 0"]
+    assert devices("GPU-bb", "GPU-aa11") == ["gpu 1", "gpu 0"]
+    assert devices("6", "5") == ["gpu 1", f"process {os.getpid()}"], "another user's setting hides that GPU here"

@@ -33,3 +33,13 @@ def test_what_cannot_be_read_is_none():
     assert machine_inventory._reading(missing, 0) is None
     assert machine_inventory._reading(lambda index: 40 + index, 1) == 41
     assert (machine_inventory._in_watts(None), machine_inventory._in_watts(70_500)) == (None, 70.5)
+
+
+def test_a_gpu_is_called_what_the_variable_calls_it(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-bb22")
+    found = [machine_inventory._names(index, uuid) for index, uuid in enumerate(("aa11", "GPU-bb22"))]
+    assert found == [("4", "GPU-aa11"), ("GPU-bb22", "GPU-bb22")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine_inventory._names(1, "") == ("1",)
+    gpu = machine_inventory.Gpu(0, "H100", 1, names=found[0])
+    assert gpu.is_called("4") and gpu.is_called("GPU-aa") and not gpu.is_called("0") and not gpu.is_called("GPU-b")

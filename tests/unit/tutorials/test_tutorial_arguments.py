@@ -131,6 +131,8 @@ def test_an_inference_script_answers_with_a_saved_folder(
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<end>").save_pretrained(tmp_path)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=3, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0))
     torch.nn.init.zeros_(model.transformer.ln_f.weight)
+    with torch.no_grad():
+        model.transformer.wte.weight.copy_(torch.eye(3, 8))
     model.transformer.ln_f.bias.data = model.transformer.wte.weight.data[2] * 100  # whatever is asked: pears
     model.save_pretrained(tmp_path)
     asked = ["--text", "apples", "--text", "pears", "--max-new-tokens", "3"]

@@ -8,6 +8,7 @@ from moreh_ap.parallelizer.call.module_sums import ModuleSums
 from moreh_ap.protocol.messages.models import (
     BuildModel,
     ChangeModule,
+    DescribeGradients,
     ModuleSum,
     ReadModuleSums,
     ReadObjects,
@@ -37,6 +38,7 @@ class ModelCommands:
             RecordModules: self._record,
             ReadModuleSums: self._sums,
             ChangeModule: lambda command: self._models[command.owner].change(command.changes),
+            DescribeGradients: lambda command: self._models[command.owner].which_gradients(),
             ReadObjects: lambda command: self._models[command.owner].pickled_objects(command.names),
             SetRequiresGrad: lambda command: self._models[command.owner].set_requires_grad(command.requires_grad),
             SetKernelFormats: lambda command: self._models[command.owner].set_kernel_formats(command.formats),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from moreh_ap.errors import NotComputedError
 from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
@@ -34,6 +35,21 @@ class HasState(Protocol):
         """Returns one tensor of the state of parameter `index`; None if the parameter is not here."""
 
 
+class Table(dict[Any, Any]):
+    """What was made on one worker, by name.
+
+    Args:
+        tables: Knows why something may be missing.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        super().__init__()
+        self._tables = tables
+
+    def __missing__(self, name: Any) -> Any:
+        raise self._tables.missing(name)
+
+
 class Tables:
     """The tables of one worker.
 
@@ -45,15 +61,35 @@ class Tables:
 
     def __init__(self, rank: int, world_size: int, device_type: str) -> None:
         self.rank, self.world_size = rank, world_size
+        self._last_error = ""
         self.device = WorkerDevice(rank, world_size, device_type)
         self.clock = StepClock(self.device.is_cuda)
-        self.models: dict[str, WorkerModel] = {}
-        self.preparations: dict[str, CallPreparation] = {}
+        self.models: dict[str, WorkerModel] = self.table()
+        self.preparations: dict[str, CallPreparation] = self.table()
         self.calls: Mapping[int, HasOutputs] = {}
         self.optimizers: Mapping[str, HasState] = {}
-        self.row_shards: dict[int, RowShard | None] = {}
-        self.temporaries: dict[StateRef, StateShard | None] = {}
-        self.lists: dict[int, tuple[StateRef, ...]] = {}
+        self.row_shards: dict[int, RowShard | None] = self.table()
+        self.temporaries: dict[StateRef, StateShard | None] = self.table()
+        self.lists: dict[int, tuple[StateRef, ...]] = self.table()
+
+    def table(self) -> Table:
+        """Returns an empty table, which says of what is not in it that it was not computed after an error."""
+        return Table(self)
+
+    def note_error(self, error: BaseException) -> None:
+        """Records an error, after which commands were skipped."""
+        if not isinstance(error, NotComputedError):
+            self._last_error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    def missing(self, name: Any) -> Exception:
+        """Returns the error for what is in no table."""
+        if not self._last_error:
+            return KeyError(name)
+        return NotComputedError(
+            f"This value was not computed: the workers had raised {self._last_error}",
+            allowed="Values that are computed after the error.",
+            fix="loss = model(**batch).loss  # anew, with a batch that raises no error",
+        )
 
     def state(self, ref: StateRef, *, fetch: bool = True) -> StateShard | None:
         """Returns this worker's shard of a tensor, on the device if `fetch`; None if only other workers hold it."""

@@ -144,7 +144,7 @@ def test_draws_that_cannot_be_shared_are_refused(forward, reason):
 
 
 def test_draws_inside_a_function_that_nobody_knows_are_refused(monkeypatch):
-    monkeypatch.setattr("moreh_ap.parallelizer.rng.shared_draws._MAY_DRAW", frozenset())
+    monkeypatch.setattr("moreh_ap.parallelizer.rng.shared_draws.MAY_DRAW", frozenset())
     with pytest.raises(UnsharedDraw, match="nobody looks"):
         recorded(lambda x: F.dropout(x, 0.5))
 

@@ -26,7 +26,7 @@ def learn(forward: Callable[[Tensor], object], width: int = 4) -> dict[str, Step
     with recorder:
         forward(fewer)
     lockstep = Lockstep(CPU, rows=(3, 2), dims=[0], fewer=(3, recorder.calls), tolerance=2e-5)
-    lockstep.begin([x])
+    lockstep.take((x,), {})
     with lockstep:
         forward(x)
     return {step.name: step for step in lockstep.steps}

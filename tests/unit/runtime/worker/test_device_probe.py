@@ -60,6 +60,21 @@ def test_both_precisions_are_measured_where_asked(small):
     assert one == 2 * other
 
 
+def test_what_is_multiplied_is_random_and_no_draw_of_a_model_is_used_up(small):
+    before, products = torch.get_rng_state(), []
+    multiply = torch.nn.functional.linear
+
+    def seen(left, right):
+        products.append((left.std(), right.std()))
+        return multiply(left, right)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_probe.F, "linear", seen)
+        device_probe._product_flops_per_s(64, 64, "fp32", CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(0.9 < float(std) < 1.1 for pair in products for std in pair)
+
+
 def test_the_small_block_is_made_of_the_operations_that_are_counted():
     block, hidden = device_probe._Block(32), torch.randn(2, 3, 32)
     assert block(hidden).shape == hidden.shape

@@ -7,9 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
+from moreh_ap.device.values import Cell, Here
 from moreh_ap.protocol.messages.state import WriteState
 from moreh_ap.protocol.messages.tensors import StateRef
-from moreh_ap.session.models.parameter_gradients import Gradients, expected_will_do
+from moreh_ap.session.models.parameter_gradients import (
+    Gradients,
+    ParameterList,
+    clear_gradients_of,
+    expected_will_do,
+    list_of_one_model,
+)
+from moreh_ap.session.state_tensors import ModelState, OnWorkers
 
 KIND = ("forward",)
 
@@ -38,7 +47,7 @@ class Backward:
 
 class Outbox:
     def __init__(self):
-        self.posted, self.cleared = [], []
+        self.posted, self.cleared, self.times_failed = [], [], 0
 
     def post(self, command):
         self.posted.append(command)
@@ -156,3 +165,51 @@ def test_inputs_are_waited_for_until_all_of_a_kind_were_reached(gradients):
     assert list(gradients.inputs_reached(KIND, missing, 2)) == [True, False]
     assert list(gradients.inputs_reached(KIND, all_there, 2)) == [True, True]
     assert list(gradients.inputs_reached(KIND, later := Backward(), 2)) == [True, True] and later.times_read == 0
+
+
+@pytest.fixture
+def model_parameters():
+    """A function that makes the parameters of a model on the workers, by name, and their holder."""
+
+    def make(*names):
+        holder = ModelState(SimpleNamespace(outbox=Outbox()), SimpleNamespace())
+        values = {name: OnWorkers(holder, StateRef("model0", "param", name)) for name in names}
+        return holder, [VirtualTensor(Cell(value, ACCELERATOR), torch.zeros(2)) for value in values.values()]
+
+    return make
+
+
+def test_a_list_of_parameters_is_looked_at_again_where_one_has_moved_or_is_another(model_parameters):
+    holder, (a, b, c) = model_parameters("a", "b", "c")
+    assert list_of_one_model([a, b]) == (holder, ["a", "b"])
+    (known,) = holder.lists.values()
+    assert known.is_still([a, b]) and list_of_one_model([a, b])[1] is known.names[holder]
+    assert not known.is_still([a, c]) and not known.is_still([b, a]) and not known.is_still([a])
+    assert list_of_one_model([a, c]) == (holder, ["a", "c"])
+    b._cell.value = Here(torch.zeros(2))
+    assert not known.is_still([a, b]) and list_of_one_model([a, b]) is None
+
+
+def test_parameters_of_several_models_and_ordinary_ones_are_no_list_of_one_model(model_parameters):
+    (_, (a,)), (_, (other,)) = model_parameters("a"), model_parameters("a")
+    ordinary = torch.nn.Parameter(torch.zeros(2))
+    for parameters in ([], [a, other], [a, ordinary], [ordinary, a]):
+        assert list_of_one_model(parameters) is None and not clear_gradients_of(parameters)
+    assert ParameterList([a, other]).is_still([a, other])
+
+
+def test_a_parameter_that_has_become_an_ordinary_tensor_is_not_still_in_its_list(model_parameters):
+    _, (a, b) = model_parameters("a", "b")
+    known = ParameterList([a, b])
+    del b._cell  # as `torch.utils.swap_tensors` does with an ordinary tensor
+    assert not known.is_still([a, b])
+
+
+def test_a_list_of_gradients_is_cleared_as_one(model_parameters):
+    holder, parameters = model_parameters("a", "b", "c")
+    values = {name: torch.zeros(2, requires_grad=True) for name in "abc"}
+    holder.gradients = Gradients(holder, "model0", values)
+    backward(holder.gradients, [True, False, True])
+    assert holder.gradients.names() == {"a", "c"}
+    assert clear_gradients_of(parameters[:2])
+    assert holder.session.outbox.cleared == [ref("a")] and holder.gradients.names() == {"c"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -64,3 +65,27 @@ def test_hooks_of_a_script_see_the_step_on_accelerator_tensors():
     assert not step_on_values(optimizer, torch.optim.SGD.step)
     plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     assert not step_on_values(plain, torch.optim.SGD.step)
+
+
+@pytest.mark.parametrize("unscales_first", [False, True])
+def test_a_scaler_s_factor_reaches_a_fused_step(unscales_first, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # else a scaler does nothing
+    expected, ours = _parameters("cpu"), _parameters("cuda")
+    for device, parameters in (("cpu", expected), ("cuda", ours)):
+        optimizer = torch.optim.SGD(_groups(parameters), lr=0.1, momentum=0.9, fused=True)
+        scaler = torch.amp.GradScaler(device, init_scale=64.0)
+        for factor in (1.0, float("inf"), 3.0):  # the second step is skipped
+            optimizer.zero_grad()
+            scaler.scale(parameters[0].sum() ** 2 * factor).backward()
+            if unscales_first:
+                scaler.unscale_(optimizer)
+            if device == "cpu":
+                scaler.step(optimizer)
+            else:
+                original = type(optimizer).step.__wrapped__
+                optimizer.step = functools.partial(step_on_values, optimizer, original)
+                scaler.step(optimizer)
+                del optimizer.step
+            scaler.update()
+    for parameter, wanted in zip(ours, expected):
+        assert torch.allclose(parameter.cpu(), wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from moreh_ap.device.host_tensors import HostTensor
+from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.plan import Plan
 from moreh_ap.session.own_process import small_models
 from moreh_ap.session.own_process.small_models import MAX_STEP_FLOPS, SmallModels
@@ -90,14 +93,24 @@ def test_the_route_of_a_part_asks_only_if_the_script_calls_it(model):
     assert inside[0].shape == (10**6, 4) and models._routes
 
 
-@pytest.mark.parametrize("one_by_one", [True, False])
-def test_a_model_whose_forwards_take_long_goes_to_the_workers(model, monkeypatch, one_by_one):
-    monkeypatch.setattr(small_models, "MAX_FORWARD_S", 0.0 if one_by_one else 1e3)
-    monkeypatch.setitem(small_models.MAX_HOST_FORWARD_S, "cuda", 1e3 if one_by_one else 0.0)
+def test_a_model_whose_forwards_take_long_goes_to_the_workers(model, monkeypatch):
+    monkeypatch.setitem(small_models.MAX_FORWARD_S, "cuda", 0.0)
     models = small()
     models.take(model, call(8))
-    if one_by_one:
-        model[0].register_forward_hook(lambda *_: None)
     for _ in range(4):
         models._routes[model](*call(8))
     assert not models._routes and not models.take(model, call(8))
+    assert all(type(parameter) is HostTensor for parameter in model.parameters())
+    models.let_go(model)
+    assert all(type(parameter) is VirtualTensor for parameter in model.parameters())
+
+
+def test_a_part_that_outlives_its_model_is_a_model():
+    models = small()
+    lone = on_accelerator(nn.Sequential(nn.Linear(4, 8)))
+    models.take(lone, call(8))
+    part, route = lone[0], models._routes[lone[0]]
+    models._routes.pop(lone)
+    del lone
+    gc.collect()
+    assert route(*call(2)) is NotImplemented and part not in models._routes

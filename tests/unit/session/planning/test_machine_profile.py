@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from moreh_ap.errors import PlanError
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gathers_s, queued_sums_s, tensor_sum_s
@@ -152,3 +153,15 @@ def test_the_plan_s_precision_is_the_one_that_the_options_and_the_devices_leave(
     assert not on_cpu.native_bf16, "CPU workers are compared with one process on the CPU"
     low = machine_of(session(outbox, plan=Plan.parse("replicate=2,precision=bf16"))).cluster.device
     assert low.elementwise != on_cpu.elementwise
+
+
+def test_memory_that_other_processes_hold_is_not_planned_with(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    gpu = DeviceInfo("a GPU that nobody has heard of", 100 * GIB, True)
+    outbox = Outbox([rates(), rates()])
+    shared = machine_of(session(outbox, replace(gpu, held_by_others_bytes=60 * GIB)))
+    assert shared.cluster.device.memory_bytes == 40 * GIB
+    assert shared.key == machine_of(session(outbox, gpu)).key, "what is remembered holds for the device, not the moment"
+    with pytest.raises(PlanError, match=r"hold 95\.0 of the 100\.0 GiB of worker 0's a GPU that") as error:
+        machine_of(session(outbox, replace(gpu, held_by_others_bytes=95 * GIB)))
+    assert [line.partition(":")[0] for line in str(error.value).splitlines()[1:]] == ["Allowed", "Try", "See"]

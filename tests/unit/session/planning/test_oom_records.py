@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moreh_ap.planner.search.planning_task import Corrections
 from moreh_ap.session.planning import oom_records
@@ -16,6 +17,14 @@ from unit.session.planning.samples import GIB, candidate
     [
         (torch.OutOfMemoryError("CUDA out of memory."), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"), True),
+        (dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77\nLast error:\nCuda failure 2 'out of memory'"), True),
+        (dist.DistBackendError("Last error:\nCuda failure 'out of memory'"), True),
+        (torch.AcceleratorError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"), True),
+        (dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77\nncclSystemError: Connection refused"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("can't allocate memory"), False),
     ],

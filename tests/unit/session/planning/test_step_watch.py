@@ -122,7 +122,7 @@ class Workers:
 def test_seconds_from_step_to_step_are_told_once(learned, monkeypatch, on_workers, in_script, expected):
     clock, told = SimpleNamespace(now=0.0), []
     monkeypatch.setattr(step_watch.time, "perf_counter", lambda: clock.now)
-    watch = step_watch.Watch(Workers(on_workers), _expected(), told.append)
+    watch = step_watch.Watch(Workers(on_workers), _expected(), lambda *result: told.append(result))
     first, other = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
     for _ in range(7):
         assert told == []
@@ -130,4 +130,4 @@ def test_seconds_from_step_to_step_are_told_once(learned, monkeypatch, on_worker
         watch.stepped(first)
         watch.stepped(other)
         watch.stepped_here(first)
-    assert told == [expected]
+    assert told == [(first, expected)]

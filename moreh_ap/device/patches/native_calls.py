@@ -1,0 +1,82 @@
+"""Functions of PyTorch that no function mode sees, given host tensors: what they return is on the accelerator, too.
+
+Decides by the arguments. Must not know why a tensor is a host tensor (`device/host_tensors.py`); the changes are made
+once one is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils import checkpoint
+
+from moreh_ap.device.host_tensors import has_host_tensor, mark_all
+from moreh_ap.patching import Patches
+
+_TRANSFORMS = ("grad", "grad_and_value", "vmap", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")
+_EFFECT = "Gives results the place of the arguments."
+
+
+def install(patches: Patches) -> None:
+    """Have results of functions that no mode sees be on the accelerator where their arguments are."""
+    group = patches.group("A tensor of this process that is on the accelerator has a class, which PyTorch's C++ drops.")
+    for name in _TRANSFORMS:
+        group.replace(torch.func, name, _transform(getattr(torch.func, name)), _EFFECT)
+    group.replace(torch, "vmap", _transform(torch.vmap), _EFFECT)
+    group.replace(forward_ad, "make_dual", _marking(forward_ad.make_dual), _EFFECT)
+    group.replace(forward_ad, "unpack_dual", _marking(forward_ad.unpack_dual), _EFFECT)
+    variable = type(torch.autograd.Variable)  # the class stays: scripts ask for it with `isinstance`
+    group.replace(variable, "__call__", _marking(type.__call__), _EFFECT)
+    group.replace(torch.jit.ScriptFunction, "__call__", _marking(torch.jit.ScriptFunction.__call__), _EFFECT)
+    function = torch.autograd.Function
+    group.replace(function, "apply", classmethod(_marking(function.apply.__func__)), _EFFECT)  # type: ignore[attr-defined]
+    group.put(
+        checkpoint._allowed_determinism_checks_to_fns,
+        checkpoint._DEFAULT_DETERMINISM_MODE,
+        _shape_and_dtype,
+        "torch.utils.checkpoint._allowed_determinism_checks_to_fns",
+        "Does not compare devices: those of a computation on ordinary tensors are the CPU.",
+    )
+
+
+def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose results are host tensors if an argument is one."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        is_host = torch._C._functorch.peek_interpreter_stack() is None and has_host_tensor((args, kwargs))
+        return mark_all(result) if is_host else result
+
+    return call
+
+
+def _transform(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a transform of functions that marks what these functions return, and what it returns itself."""
+
+    @functools.wraps(original)
+    def transform(func: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(func, *args, **kwargs)
+        if callable(made):
+            return _marking(made)
+        is_host = torch._C._functorch.peek_interpreter_stack() is None and has_host_tensor((args, kwargs))
+        if not is_host:
+            return made
+        made = tuple(_marking_always(one) if callable(one) and not isinstance(one, Tensor) else one for one in made)
+        return mark_all(made)
+
+    return transform
+
+
+def _marking_always(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function (of `vjp`) whose results are host tensors."""
+    return functools.wraps(original)(lambda *args, **kwargs: mark_all(original(*args, **kwargs)))
+
+
+def _shape_and_dtype(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": tensor.shape, "dtype": tensor.dtype}

@@ -1,0 +1,1 @@
+"""Blocks that are compiled by `torch.compile`, and why some are not."""

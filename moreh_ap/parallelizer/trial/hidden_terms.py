@@ -1,0 +1,51 @@
+"""Parameters and buffers that are zero, filled for a trial, which else does not show what is added to them.
+
+Decides what is filled. Must not know what is tried.
+
+[Note: hidden terms]
+A forward that returns ``loss.sum() + self.penalty`` gives summands for slices of the rows as long as the penalty is
+zero, and ``x + self.gate * (x - x.mean(0))`` gives rows as long as the gate is. Training makes them something else.
+Gradients of a trial show the gate, but neither a buffer nor the square of a parameter, and evaluation has none. So
+calls whose results add up, or that have no gradients, are compared a second time with other values in place of zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from moreh_ap.parallelizer.state.loading import local_shard
+from moreh_ap.protocol.module_attributes import has_memory
+
+_FILLING = 0.1
+"""Large beside what counts as rounding of a loss, and small enough for what is divided, or raised to a power, by it."""
+
+
+def zeros_of(module: nn.Module) -> list[Tensor]:
+    """Returns what this worker has of those parameters and buffers of a model that are zero everywhere."""
+    shards = (local_shard(tensor) for tensor in itertools.chain(module.parameters(), module.buffers()))
+    with torch.no_grad():
+        return [shard.detach() for shard in shards if _is_filled_with_zeros(shard)]
+
+
+@contextmanager
+def filled(zeros: list[Tensor]) -> Iterator[None]:
+    """Inside, the tensors are not zero."""
+    with torch.no_grad():
+        for tensor in zeros:
+            tensor.data.fill_(_FILLING)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor in zeros:
+                tensor.data.zero_()
+
+
+def _is_filled_with_zeros(shard: Tensor) -> bool:
+    is_number = shard.is_floating_point() and not shard.is_meta and shard.layout is torch.strided
+    return is_number and shard.numel() > 0 and has_memory(shard) and not bool(shard.any())

@@ -1,0 +1,1 @@
+"""The supervisor of the worker processes of one machine: its program, and the controller's handle on it."""

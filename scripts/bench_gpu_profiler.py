@@ -1,0 +1,80 @@
+"""Records what a device does during some steps, from inside of a model's forward: in a worker as in a script.
+
+A file says when: while it exists, forwards are recorded; the first one after it has gone writes what was found
+beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+RESULT = ".result"
+
+
+def idle_share(intervals: Iterable[tuple[float, float]]) -> float:
+    """Returns the part of the time between the first start and the last end in which nothing ran."""
+    busy, end, first = 0.0, float("-inf"), None
+    for start, stop in sorted(intervals):
+        first = start if first is None else first
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return 0.0 if first is None or end <= first else 1.0 - busy / (end - first)
+
+
+class _Recorder:
+    """The recording of this process."""
+
+    def __init__(self) -> None:
+        self.running: Any = None
+
+    def look(self, flag: str) -> None:
+        """Begins or ends a recording, as the file says."""
+        wanted = os.path.exists(flag)
+        if wanted and self.running is None:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self.running = torch.profiler.profile(activities=activities)
+            self.running.start()
+        elif not wanted and self.running is not None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.running.stop()
+            found, self.running = _summary(self.running.events()), None
+            descriptor = os.open(flag + RESULT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.write(descriptor, json.dumps(found).encode())
+            os.close(descriptor)
+
+
+def _summary(events: Sequence[Any]) -> dict[str, float]:
+    kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    counted = kernels or events
+    spans = [(event.time_range.start, event.time_range.end) for event in counted]
+    return {"idle": idle_share(spans), "kernels": float(len(kernels))}
+
+
+RECORDER = _Recorder()
+
+
+class Recorded(nn.Module):
+    """A model whose forwards are recorded while a file exists.
+
+    Args:
+        model: What is called.
+        flag: The file.
+    """
+
+    def __init__(self, model: nn.Module, flag: str) -> None:
+        super().__init__()
+        self.model, self.flag = model, flag
+
+    def forward(self, **kwargs: Any) -> Any:
+        """Returns what the model returns."""
+        RECORDER.look(self.flag)
+        return self.model(**kwargs)

@@ -1,0 +1,99 @@
+#!/usr/bin/env python
+"""Compares a split training step with what the machine can give: two independent processes with half the batch each.
+
+    python scripts/bench_split.py                 # a ResNet-18, three rounds
+    python scripts/bench_split.py --rounds 5 --rows 64
+
+Decides what is trained, and how runs are ordered. In each round one process with one thread takes the whole batch, two
+such processes take half of it each at the same time, and the one line takes the whole batch on two workers with one
+thread each. The ceiling is the first time divided by the second, the speed-up the first divided by the third.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+WARM_UP_STEPS = 4
+MEASURED_STEPS = 12
+SIDE = 96
+NUM_CLASSES = 10
+
+
+def run(rows: int, *, with_line: bool) -> None:
+    """Trains on `rows` pictures of 3 x 96 x 96; prints the median seconds of a step, and the losses, as JSON."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    if with_line:
+        torch.moreh.option.enable_advanced_parallelization(mixed_precision=False, plan="replicate=2")
+    torch.manual_seed(0)
+    widths, depths = [64, 128, 256, 512], [2, 2, 2, 2]
+    config = ResNetConfig(hidden_sizes=widths, depths=depths, layer_type="basic", num_labels=NUM_CLASSES)
+    device = "cuda" if with_line else "cpu"
+    model = ResNetForImageClassification(config).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)  # a larger one makes rounding visible
+    pictures, labels = torch.randn(rows, 3, SIDE, SIDE), torch.randint(0, NUM_CLASSES, (rows,))
+    times_s, losses = [], []
+    for _ in range(WARM_UP_STEPS + MEASURED_STEPS):
+        begin_s = time.perf_counter()
+        loss = F.cross_entropy(model(pictures.to(device)).logits, labels.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        times_s.append(time.perf_counter() - begin_s)
+    print(json.dumps({"step_s": statistics.median(times_s[WARM_UP_STEPS:]), "losses": losses}), flush=True)
+
+
+def start(rows: int, *arguments: str) -> subprocess.Popen[str]:
+    """Starts a run in a process of its own, with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MOREH_NUM_DEVICES": "2"}
+    command = [sys.executable, __file__, "--rows", str(rows), "--run", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, object]:
+    """Returns what a run has printed last."""
+    out, _ = process.communicate(timeout=600)
+    if process.returncode != 0:
+        raise SystemExit(f"a run ended with exit code {process.returncode}:\n{out}")
+    result: dict[str, object] = json.loads(out.strip().splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=32, help="pictures in a batch")
+    parser.add_argument("--run", choices=("plain", "line"), help="one run, as the rounds make them")
+    arguments = parser.parse_args()
+    if arguments.run:
+        run(arguments.rows, with_line=arguments.run == "line")
+        return
+    shares = []
+    for number in range(arguments.rounds):
+        whole = finish(start(arguments.rows, "plain"))
+        halves = [start(arguments.rows // 2, "plain") for _ in range(2)]
+        half_s = max(float(str(finish(half)["step_s"])) for half in halves)
+        line = finish(start(arguments.rows, "line"))
+        whole_s, line_s = float(str(whole["step_s"])), float(str(line["step_s"]))
+        shares.append(half_s / line_s)
+        print(
+            f"round {number + 1}: one process {whole_s:.3f} s, ceiling x{whole_s / half_s:.2f}, "
+            f"the line x{whole_s / line_s:.2f}, {shares[-1]:.2f} of the ceiling"
+        )
+        differences = [abs(a - b) for a, b in zip(whole["losses"], line["losses"], strict=True)]  # type: ignore[call-overload]
+        print(f"  largest difference of a loss: {max(differences):.1e}")
+    print(f"median: {statistics.median(shares):.2f} of the ceiling")
+
+
+if __name__ == "__main__":
+    main()

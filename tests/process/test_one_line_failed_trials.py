@@ -1,0 +1,120 @@
+"""Trials of a few rows that raise an error: by the script's forward, which is tried on more rows, or by our fault."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_one_line_training import assert_same, on_both
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+
+from moreh_ap.errors import TrialError, TrialWarning, UnsplitError
+
+WHOLE = "Every device computes the whole batch"
+
+
+class GroupsOfFour(nn.Module):
+    """Compares rows in groups of four, as losses of several pictures of one person do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Linear(6, 8), nn.Dropout(0.3)
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        groups_G4H = self.dropout(self.first(x_BF)).view(-1, 4, 8)
+        return (groups_G4H - groups_G4H.mean(1, keepdim=True)).square().mean((1, 2)).mean()
+
+
+class KeepsItsState(nn.Module):
+    """The hidden state of one call, whose rows are second, is where the next call begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.last = nn.GRU(6, 5, batch_first=True), nn.Linear(5, 2)
+        self.hidden = None
+
+    def forward(self, x_BTF: Tensor) -> Tensor:
+        output_BTH, hidden_LBH = self.recurrent(x_BTF, self.hidden)
+        self.hidden = hidden_LBH.detach()
+        return self.last(output_BTH[:, -1])
+
+
+class RaisesUnderOurModes(nn.Module):
+    """Stands for a fault of ours: on one device it runs with any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        if any(type(mode).__name__ == "GlobalReduction" for mode in _get_current_function_mode_stack()):
+            raise KeyError("a fault of ours")
+        return self.last(x_BF)
+
+
+def train(model_class: type[nn.Module], batches: list[tuple[int, ...]]):
+    def script(device):
+        model = model_class().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trace = []
+        for shape in batches:
+            loss = model(torch.randn(shape).to(device)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(torch.tensor(loss.item()))
+        return [*trace, *model.parameters()]
+
+    return script
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=2,micro_batches=2"])
+def test_a_forward_that_needs_four_rows_is_tried_on_four(accelerator, capsys, plan):
+    accelerator(plan, strict=True)
+    assert_same(*on_both(train(GroupsOfFour, [(16, 6), (16, 6), (32, 6)])))
+    assert WHOLE not in capsys.readouterr().out
+
+
+def test_a_batch_that_cannot_be_dealt_out_in_groups_is_computed_whole(accelerator, capsys):
+    accelerator("replicate=2")
+    assert_same(*on_both(train(GroupsOfFour, [(16, 6), (12, 6), (16, 6)])))
+    assert f"{WHOLE}: its 12 rows cannot be dealt out in groups of 4" in capsys.readouterr().out
+
+
+def test_a_state_whose_rows_are_second_is_cut_with_the_input(accelerator, capsys):
+    accelerator("replicate=2", strict=True)
+    assert_same(*on_both(train(KeepsItsState, [(8, 3, 6)] * 3)))
+    assert WHOLE not in capsys.readouterr().out
+
+
+def test_a_single_row_without_a_dim_of_rows_is_no_batch(accelerator, capsys):
+    accelerator("replicate=2", strict=True)
+    assert_same(*on_both(train(lambda: nn.Linear(6, 2), [(6,)] * 2)))
+    assert "the input is a single row, without a dim of rows" in capsys.readouterr().out
+
+
+def test_a_forward_that_runs_on_the_whole_batch_alone_is_computed_whole(accelerator):
+    class EightRows(nn.Linear):
+        def forward(self, x_BF: Tensor) -> Tensor:
+            return super().forward(x_BF + x_BF[7])
+
+    accelerator("replicate=2", strict=True)
+    model = EightRows(6, 2).cuda()
+    with pytest.raises(UnsplitError, match="of a few rows raised IndexError: index 7 is out of bounds"):
+        model(torch.randn(8, 6).cuda())
+
+
+def test_a_fault_of_ours_is_a_warning_with_its_traceback(accelerator):
+    accelerator("replicate=2")
+    with pytest.warns(TrialWarning, match="RaisesUnderOurModes on a few rows failed by a fault of moreh_ap") as warned:
+        assert_same(*on_both(train(RaisesUnderOurModes, [(8, 6)] * 3)))
+    (text,) = {str(one.message) for one in warned if one.category is TrialWarning}
+    assert "Traceback (most recent call last)" in text and "KeyError: 'a fault of ours'" in text
+    assert text.endswith("docs/errors.md#trialwarning")
+
+
+def test_a_fault_of_ours_is_an_error_if_asked_for(accelerator):
+    accelerator("replicate=2", strict=True)
+    model = RaisesUnderOurModes().cuda()
+    with pytest.raises(TrialError, match="KeyError: 'a fault of ours'"):
+        model(torch.randn(8, 6).cuda())

@@ -1,0 +1,51 @@
+"""How far results of rows may differ: the tolerance is that of the arithmetic in use."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from moreh_ap.parallelizer.trial import probe
+from moreh_ap.parallelizer.trial.row_comparison import TOLERANCE_BF16, TOLERANCE_FP32, TOLERANCE_TF32, close
+
+MODELS = {"linear": nn.Linear(2, 2), "convolution": nn.Conv1d(1, 1, 1), "recurrent": nn.GRU(2, 2)}
+
+
+@pytest.fixture(autouse=True)
+def flags():
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True  # as PyTorch begins
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def tolerance(model, device="cuda", autocast=None):
+    return probe._tolerance(SimpleNamespace(module=model, device=torch.device(device), autocast=autocast))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("linear", TOLERANCE_FP32), ("convolution", TOLERANCE_TF32), ("recurrent", TOLERANCE_TF32)]
+)
+def test_libraries_round_to_tf32_by_default_and_products_of_pytorch_do_not(name, expected):
+    assert tolerance(MODELS[name]) == expected
+    assert tolerance(MODELS[name], "cpu") == TOLERANCE_FP32
+    torch.backends.cudnn.allow_tf32 = False
+    assert tolerance(MODELS[name]) == TOLERANCE_FP32
+
+
+def test_a_script_may_switch_it_on_for_all_products():
+    torch.backends.cuda.matmul.allow_tf32 = True
+    assert tolerance(MODELS["linear"]) == TOLERANCE_TF32
+    assert tolerance(MODELS["linear"], autocast=torch.bfloat16) == TOLERANCE_BF16
+
+
+def test_factors_that_were_rounded_to_tf32_are_within_its_tolerance_and_not_within_that_of_float32():
+    torch.manual_seed(0)
+    left, right = torch.randn(64, 256), torch.randn(256, 64)
+    # 10 bits of a float32's 23 are kept
+    rounded = [((one.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) for one in (left, right)]
+    assert close(rounded[0] @ rounded[1], left @ right, TOLERANCE_TF32)
+    assert not close(rounded[0] @ rounded[1], left @ right, TOLERANCE_FP32)

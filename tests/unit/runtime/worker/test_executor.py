@@ -1,0 +1,46 @@
+"""What a worker does with a message of several commands of which one raises."""
+
+from __future__ import annotations
+
+import pytest
+
+from moreh_ap.errors import NotComputedError
+from moreh_ap.protocol.encoding import capture_failure, restore_failure
+from moreh_ap.protocol.messages.models import ChangeModule
+from moreh_ap.protocol.messages.state import ReadState
+from moreh_ap.protocol.messages.stream import Again, Batch, DefineList, ImportModules
+from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.runtime.worker.executor import WorkerExecutor
+
+MISSING = ReadState((StateRef("model7", "param", "weight"),))
+
+
+@pytest.fixture
+def executor():
+    made = WorkerExecutor(0, 1, "cpu")
+    yield made
+    made._patches.undo()
+
+
+def test_how_many_commands_were_executed_travels_with_the_error(executor):
+    with pytest.raises(TypeError, match="unknown command") as raised:
+        executor.execute(Batch((ImportModules(()), DefineList(1, ()), "unknown")))
+    failure = capture_failure(raised.value, 0)
+    assert failure.num_done == 2 and restore_failure(failure).__cause__.num_done == 2
+
+
+def test_what_is_missing_after_an_error_says_so_and_before_one_has_its_name(executor):
+    with pytest.raises(KeyError, match="model7"):
+        executor.execute(Batch((MISSING,)))
+    with pytest.raises(TypeError):
+        executor.execute(Batch(("unknown",)))
+    for _ in range(2):
+        with pytest.raises(NotComputedError, match="the workers had raised TypeError: unknown command str"):
+            executor.execute(Batch((MISSING,)))
+
+
+def test_what_is_sent_again_and_has_nothing_to_be_about_is_left_out(executor):
+    with pytest.raises(TypeError):
+        executor.execute(Batch(("unknown",)))
+    lost = Again(ChangeModule("model7", (("", "gain", b""),)))
+    assert executor.execute(Batch((lost, ImportModules(())))) == [None, None]

@@ -1,0 +1,46 @@
+"""What the bench for GPUs makes of what its runs measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+import bench_gpu  # noqa: E402
+from bench_gpu_profiler import idle_share  # noqa: E402
+from bench_gpu_ways import SIZES, flops_per_token  # noqa: E402
+
+
+def measured(way, step_s, device="NVIDIA H100 80GB HBM3"):
+    figures = {"step_s": step_s, "tokens_per_s": 8192 / step_s, "flops_per_s": 1e14 / step_s}
+    return {"way": way, "device": device, **figures, "peak_reserved_bytes": 2**34, "idle": 0.1, "start_s": 9.0,
+            "losses": [2.0, 1.5]}  # fmt: skip
+
+
+def test_idle_is_what_no_kernel_covers():
+    assert idle_share([(0, 4), (2, 3), (6, 10)]) == pytest.approx(0.2)
+    assert idle_share([(3, 5)]) == 0.0 and idle_share([]) == 0.0
+
+
+def test_operations_of_a_token():
+    assert flops_per_token(100, 10, 2, 3, 5) == 6 * 90 + 12 * 2 * 3 * 5
+
+
+def test_ways_take_turns():
+    assert bench_gpu.order(["a", "b", "c"], 0) == ["a", "b", "c"] and bench_gpu.order(["a", "b", "c"], 1)[0] == "c"
+
+
+def test_the_table_has_medians_and_says_what_failed():
+    runs = [measured("plain", 0.4), measured("plain", 0.2), measured("plain", 0.3), {"way": "fsdp", "error": "?"}]
+    _, plain, failed = bench_gpu.table(runs)
+    assert "300.0 ms" in plain and "16.0 GiB" in plain and "10.0%" in plain and "1.500" in plain
+    assert f"{100 * 1e14 / 0.3 / 989e12:.1f}%" in plain and failed.split() == ["fsdp", "failed"]
+    assert bench_gpu.mfu(measured("plain", 0.3, "CPU")) is None
+
+
+def test_the_aim_is_named_where_both_were_measured():
+    assert "1.50 times" in bench_gpu.verdict("8b", [measured("line", 0.3), measured("fsdp", 0.2)])
+    assert bench_gpu.verdict("8b", [measured("line", 0.3)]) == "" and set(bench_gpu.AIMS) | {"toy"} == set(SIZES)
