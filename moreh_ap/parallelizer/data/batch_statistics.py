@@ -94,13 +94,24 @@ def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     else:  # a worker whose rows left nothing
         var_C = mean_C = kept.new_zeros(channels)
     own = torch.cat([mean_C.double(), var_C.double() * count, mean_C.new_full((1,), count, dtype=torch.float64)])
-    all_W = own.new_empty(axis.size * len(own))
-    all_gather(all_W, own, group=axis.group)
-    mean_WC, distance_WC, count_W1 = all_W.view(axis.size, -1).split((channels, channels, 1), dim=1)
+    mean_WC, distance_WC, count_W1 = _gather(own, axis).split((channels, channels, 1), dim=1)
     total = count_W1.sum()
     mean_C = (mean_WC * count_W1).sum(0) / total
     distance_C = distance_WC.sum(0) + ((mean_WC - mean_C).square() * count_W1).sum(0)
     return total, mean_C, distance_C / total
+
+
+def _gather(own: Tensor, axis: Axis) -> Tensor:
+    """Returns the workers' tensors, one a row, in rank order."""
+    all_WN = own.new_empty(axis.size * own.numel())
+    all_gather(all_WN, own.contiguous(), group=axis.group)
+    return all_WN.view(axis.size, *own.shape)
+
+
+def _sum(own: Tensor, axis: Axis) -> Tensor:
+    """Returns the sum of the workers' tensors. For some numbers a channel: a gather needs one exchange, where gloo's
+    sum needs several, and each wakes threads that sleep."""
+    return _gather(own, axis).sum(0)
 
 
 def _average(given: dict[str, Any], axis: Axis) -> None:
@@ -109,7 +120,7 @@ def _average(given: dict[str, Any], axis: Axis) -> None:
     if running:
         rows = float(given["input"].shape[0])
         sums = torch.cat([*(one.detach().double() * rows for one in running), running[0].new_tensor([rows]).double()])
-        dist.all_reduce(sums, group=axis.group)
+        sums = _sum(sums, axis)
         for one, value in zip(running, (sums[:-1] / sums[-1]).chunk(len(running)), strict=True):
             one.detach().copy_(value)
 
@@ -157,8 +168,7 @@ class _Normalise(torch.autograd.Function):
             ctx.eps,
             [False, True, True],
         )
-        total_2C = torch.cat([dot_C, sum_C]).to(mean_C.dtype)
-        dist.all_reduce(total_2C, group=ctx.axis.group)
+        total_2C = _sum(torch.cat([dot_C, sum_C]).to(mean_C.dtype), ctx.axis)
         mean_dot_C, mean_sum_C = (total_2C / count.to(mean_C.dtype)).chunk(2)
         through_C = given.to(mean_C.dtype) * scale_C
         slope_C, shift_C = -through_C * scale_C * mean_dot_C, -through_C * mean_sum_C
