@@ -88,8 +88,28 @@ class HardestRows(TwoEncoders):
         return rows_BH.norm(dim=1).topk(2)[0].sum(), rows_BH
 
 
+class Routing(TwoEncoders):
+    """A capsule network: a weight is repeated for each row, and how rows are routed is a mean over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 8, 3, 4))
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x_BF.size(0)
+        votes_BFCD = torch.cat([self.weight] * rows) * torch.stack([x_BF * y_BF] * 3, dim=2).unsqueeze(3)
+        routes_1FC = torch.zeros(1, 8, 3, device=x_BF.device)
+        for _ in range(2):
+            shares_BFC1 = torch.cat([routes_1FC.softmax(1)] * rows).unsqueeze(3)
+            capsules_B1CD = (shares_BFC1 * votes_BFCD).sum(1, keepdim=True)
+            agreement_BFC = (votes_BFCD * torch.cat([capsules_B1CD] * 8, dim=1)).sum(-1)
+            routes_1FC = routes_1FC + agreement_BFC.mean(0, keepdim=True)
+        lengths_BC = capsules_B1CD.squeeze(1).norm(dim=-1)
+        return (lengths_BC.softmax(0) * self.left(y_BF)[:, :3]).sum() / rows, lengths_BC
+
+
 @pytest.mark.parametrize(
-    "model_class", [InBatchNegatives, SupervisedContrast, OwnNormalisation, BalancedExperts, HardestRows]
+    "model_class", [InBatchNegatives, SupervisedContrast, OwnNormalisation, BalancedExperts, HardestRows, Routing]
 )
 def test_losses_are_those_of_one_device_and_each_worker_computes_its_rows(model_class, capsys):
     def script(device):
@@ -209,6 +229,38 @@ def test_rows_along_the_second_dim_are_split(model_class, capsys):
             loss.backward()
             optimizer.step()
             trace += [loss.detach(), scores_TBC.detach()]
+        return [*trace, *model.state_dict().values()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
+class LossOfWords(nn.Module):
+    """Words and their successors with steps first, viewed as one row of words, as in Transformer-XL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.recurrent = nn.Embedding(20, 8), nn.GRU(8, 16)
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(16, 20, cutoffs=[5, 10])
+
+    def forward(self, words_TB: Tensor, next_TB: Tensor) -> Tensor:
+        hidden_TBH, _ = self.recurrent(self.words(words_TB))
+        found = self.softmax(hidden_TBH.view(-1, 16), next_TB.view(-1))
+        return -found.output.view(next_TB.size(0), -1)
+
+
+def test_words_with_steps_first_are_viewed_as_one_row(capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model, trace = LossOfWords().to(device), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            words_TB = torch.randint(0, 20, (8, 6)).to(device)
+            losses_TB = model(words_TB[:-1], words_TB[1:])
+            optimizer.zero_grad()
+            losses_TB.mean().backward()
+            optimizer.step()
+            trace.append(losses_TB.detach())
         return [*trace, *model.state_dict().values()]
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)

@@ -32,6 +32,7 @@ from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, SumOverWorkers, all_gather
 from moreh_ap.parallelizer.data.loss_reduction import Diverged, call_site
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
+from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, map_leaves
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.protocol.batch import row_range
 
@@ -56,8 +57,9 @@ class Rows(NamedTuple):
         return tensor.flatten(self.dim, self.dim + 2)
 
     def narrow(self, tensor: Tensor, rows: int, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop` of a tensor that has `rows` of them."""
-        return self.merge(self.split(tensor, rows).narrow(self.dim + 1, start, stop - start))
+        """Returns rows `start` to `stop` of a tensor that has `rows` of them, as dense in memory as all rows are."""
+        own = self.merge(self.split(tensor, rows).narrow(self.dim + 1, start, stop - start))
+        return own.clone() if self.dim else own
 
 
 SHARE = "share"
@@ -109,51 +111,6 @@ class Gathering:
     dims: tuple[int | None, ...]
     rows: int
     cuts: bool = False
-
-
-_GETTERS_OF_TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag"}
-_QUESTIONS = {"size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"}
-_QUESTIONS |= {
-    "untyped_storage",
-    "storage_offset",
-    "register_hook",
-    "retain_grad",
-    "requires_grad_",
-    "data_ptr",
-    "__hash__",
-    "has_names",
-}
-
-
-def is_question(func: Callable[..., Any]) -> bool:
-    """Says whether a torch function asks for something that is not computed from the entries of a tensor."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in _GETTERS_OF_TENSORS
-    return name in _QUESTIONS or (name.startswith("is_") and name != "is_nonzero")
-
-
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Returns arguments of a torch function with `function` applied to each leaf, in a fixed order."""
-    if isinstance(value, slice):
-        return slice(*(map_leaves(function, one) for one in (value.start, value.stop, value.step)))
-    if isinstance(value, torch.Size):
-        return tuple(map_leaves(function, one) for one in value)
-    if isinstance(value, (list, tuple)):
-        mapped = [map_leaves(function, one) for one in value]
-        kind = type(value)
-        is_named = issubclass(kind, tuple) and kind is not tuple and kind.__module__ != "torch.return_types"
-        return kind(*mapped) if is_named else kind(mapped)
-    if isinstance(value, dict):
-        return {key: map_leaves(function, one) for key, one in value.items()}
-    return function(value)
-
-
-def leaves_of(value: Any) -> list[Any]:
-    """Returns the leaves in the order of `map_leaves`."""
-    found: list[Any] = []
-    map_leaves(found.append, value)
-    return found
 
 
 class Placements:
@@ -226,7 +183,7 @@ class GatheringReduction(JoinedReduction):
         for position, dim in enumerate(self._gathering.dims):
             if dim is not None:
                 if self._gathering.cuts:  # differentiably: its gradient is zero for the rows of others
-                    given[position] = given[position].narrow(dim, self._start, self._stop - self._start)
+                    given[position] = Rows(dim).narrow(given[position], self._gathering.rows, self._start, self._stop)
                 self._placements[given[position]] = Rows(dim)
         return tree_unflatten(given, spec)  # type: ignore[no-any-return]
 
@@ -355,13 +312,6 @@ class GatheringReduction(JoinedReduction):
         self._meet_here()
         own = placement.split(tensor, self._stop - self._start)
         return placement.merge(_Gather.apply(own, placement.dim + 1, self._gathering.rows, self.axis))
-
-
-def function_name(func: Callable[..., Any]) -> str:
-    """Returns what tells a torch function from others."""
-    name = getattr(func, "__name__", type(func).__name__)
-    owner = getattr(getattr(func, "__self__", None), "__name__", "")
-    return f"{owner}.{name}" if name in ("__get__", "__set__") else name
 
 
 def has_first_rows(placements: Sequence[Placement]) -> bool:

@@ -30,9 +30,8 @@ from moreh_ap.parallelizer.data.row_gathering import (
     Rows,
     Step,
     has_first_rows,
-    leaves_of,
-    map_leaves,
 )
+from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
 from moreh_ap.parallelizer.trial.dry_run import Refused
 from moreh_ap.parallelizer.trial.row_comparison import close
 

@@ -27,10 +27,8 @@ from moreh_ap.parallelizer.data.row_gathering import (
     Placements,
     Rows,
     Step,
-    function_name,
-    is_question,
-    leaves_of,
 )
+from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of
 from moreh_ap.parallelizer.trial.dry_run import Refused, state_restored
 from moreh_ap.parallelizer.trial.function_trial import DRAWS, Double, Trial, cut, tensors_of, with_numbers
 from moreh_ap.parallelizer.trial.recorded_calls import Called

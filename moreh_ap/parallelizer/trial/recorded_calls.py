@@ -14,7 +14,7 @@ from torch import nn
 
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
-from moreh_ap.parallelizer.data.row_gathering import function_name, is_question, leaves_of
+from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of
 
 
 @dataclass

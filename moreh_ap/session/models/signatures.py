@@ -253,8 +253,11 @@ class Signatures:
 
 
 def pickle_constants(constants: list[Any]) -> bytes:
-    """Returns the leaves of a call that are not tensors, as they are sent."""
+    """Returns the leaves of a call that are not tensors, as they are sent; with classes of the script by value."""
     try:
-        return pickle.dumps(constants)
+        by_name = pickle.dumps(constants)
     except (pickle.PicklingError, TypeError, AttributeError):
+        by_name = None
+    if by_name is None or b"__main__" in by_name:  # the `__main__` of a worker is another module
         return cloudpickle.dumps(constants)
+    return by_name
