@@ -14,7 +14,6 @@ CPU time is that of the whole process, the engine's threads among them.
 from __future__ import annotations
 
 import argparse
-import collections
 import gc
 import json
 import statistics
@@ -24,19 +23,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
+from call_counter import CallCounter, Function
 
 WARM_UP_STEPS = 12  # the first ones build the optimizer's state, and the sixth is compared with its prediction
 COUNTED_STEPS = 6
 TIMED_STEPS = 20
 META_STEPS = 5  # of PyTorch on meta, which takes seconds for a hundred layers
 ROWS, TOKENS = 8, 16
-
-Function = tuple[str, str]
-"""A module and the qualified name of a function in it."""
 
 
 @dataclass(frozen=True)
@@ -58,32 +53,6 @@ class Weight:
     cpu_ms: float
     meta_cpu_ms: float
     functions: list[tuple[str, str, int]]
-
-
-class CallCounter:
-    """Counts calls of the package's functions in the threads that it was given to as their profile function."""
-
-    def __init__(self) -> None:
-        self._is_counting = False
-        self._calls: collections.Counter[Function] = collections.Counter()
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and self._is_counting:
-            module = frame.f_globals.get("__name__", "")  # generated functions have no file, but their module's globals
-            if module.startswith("moreh_ap."):
-                self._calls[module, frame.f_code.co_qualname] += 1
-
-    def count(self, step: Callable[[], object]) -> collections.Counter[Function]:
-        """Returns the calls during a step, by function."""
-        self._calls = collections.Counter()
-        sys.setprofile(self)
-        self._is_counting = True
-        try:
-            step()
-        finally:
-            self._is_counting = False
-            sys.setprofile(None)
-        return self._calls
 
 
 def build(layers: int, with_cache: bool) -> torch.nn.Module:

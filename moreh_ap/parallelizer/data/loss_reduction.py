@@ -267,9 +267,11 @@ class GlobalReduction(OwnDevice):
     def _meet(self, mark: int) -> None:
         """Waits until the forwards of all workers are through. See [Note: workers meet]."""
         through = torch.zeros((), dtype=torch.float64, device=self.device)
-        while self._exchange(through, 0, mark)[1] != 0:
-            pass
-        other_places, other_marks = torch.stack(self._apart).any(0).tolist()
+        are_others_inside = True
+        while are_others_inside:
+            _, places = self._exchange(through, 0, mark)
+            answers = torch.cat([places.reshape(1), torch.stack(self._apart).any(0)])
+            are_others_inside, other_places, other_marks = map(bool, answers.tolist())  # the one read
         if other_places:
             raise Diverged("rows decide over which losses the forward takes a mean")
         if other_marks:

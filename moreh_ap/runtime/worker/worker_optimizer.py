@@ -76,9 +76,18 @@ class OptimizerCommands:
 
     def _norm(self, command: GradientNorm) -> None:
         shards, tables = self._shards(command.tensors), self._tables
-        counted = [shard for shard, counts in shards if counts]
-        norm = total_norm(counted, command.norm_type, tables.device.torch_device, tables.world_size)
+        num_workers = 1 if self._are_all_here(command.tensors) else tables.world_size
+        counted = [shard for shard, counts in shards if counts or num_workers == 1]
+        norm = total_norm(counted, command.norm_type, tables.device.torch_device, num_workers)
         tables.temporaries[command.output] = StateShard(norm, self._position(command.tensors))
+
+    def _are_all_here(self, tensors: int) -> bool:
+        """Returns whether each worker has all elements of the tensors in a list: gradients of replicated models."""
+        for ref in self._tables.lists[tensors]:
+            plan = self._tables.models[ref.owner].plan if ref.kind == "grad" else None
+            if plan is None or plan.shard * plan.tensor * plan.pipeline > 1:
+                return False
+        return True
 
     def _position(self, tensors: int) -> Position:
         tables = self._tables

@@ -56,6 +56,7 @@ class Call:
         self.structure: Structure | None = None
         self.plan = model.plan
         self.takes_cache = False
+        self._is_computed_later = False  # than it is answered, so that no value is in the answer
         self.kind: Hashable = None
         """Calls of one kind have equal structures."""
         self.backward_kind: tuple[Hashable, ...] = ()
@@ -75,6 +76,7 @@ class Call:
         model, signature = self.model, self._signature
         session, signatures = model.session, model.signatures
         training = model.send_changes()
+        self._is_computed_later = grad and model.runs_after_answer
         if not grad:
             session.traffic.step += 1
         self.backward_kind = (signature, model.settings.number)
@@ -130,9 +132,12 @@ class Call:
     def read_output(self, index: int) -> Tensor:
         """Returns the full value of output `index`; waits."""
         assert self.reply is not None
+        outbox, read, found = self.session.outbox, ReadOutputs(self.id, (index,)), None
+        if self._is_computed_later and not self.reply.done():
+            found = outbox.submit(read).result()  # one wait for both answers
         replies = [reply.leaves[index] for reply in self.reply.result() if reply is not None]
         if replies[0].data is None:
-            found = self.session.outbox.submit(ReadOutputs(self.id, (index,))).result()
+            found = found or outbox.submit(read).result()
             replies = answered([reply[0] for reply in found])
             self.session.traffic.moved(sum(len(reply.data or b"") for reply in replies))
         return LeafReply.join(replies)
