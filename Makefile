@@ -129,8 +129,10 @@ $(MERMAID):
 		echo "npm is not installed: drawings will need a network (apt-get install npm)" >&2; \
 	fi
 
-bench: $(INSTALLED)  ## step time against hand-written torchrun scripts
-	$(PY) scripts/bench_overhead.py
+PAIRS ?= 6
+
+bench: $(INSTALLED)  ## measure the figures of docs/benchmarks.md on an idle machine, FIGURES="ddp fsdp" PAIRS=10 for some
+	$(PY) scripts/bench.py $(FIGURES) --pairs $(PAIRS)
 
 compare: $(INSTALLED)  ## the page that sets hand-written scripts beside the one line; MEASURE=--measure runs them again
 	$(PY) scripts/compare_manual.py $(MEASURE)

@@ -184,8 +184,15 @@ def measured(report: dict, mode: str) -> float:
     return median_s * 1e3 if mode == "empty" else median_s
 
 
-def run_pair(args: argparse.Namespace, mode: str, baseline: str, ours_first: bool) -> Pair:
-    """Returns the result of one run with the one line and one of `baseline`, one directly after the other."""
+def run_both(args: argparse.Namespace, mode: str, baseline: str, ours_first: bool) -> dict[str, dict]:
+    """Returns the reports of one run with the one line and one of `baseline`, one directly after the other.
+
+    Args:
+        args: The command line.
+        mode: One of `MODES`.
+        baseline: One of `PLAN_NAMES`.
+        ours_first: Which of the two runs first; the reports are in that order, by script.
+    """
     plan = args.plan or default_plan(baseline, args.devices)
     flags = ["--layers", str(args.layers), "--hidden", str(args.hidden), "--batch-size", str(args.batch_size),
              "--block-size", str(args.block_size), "--steps", str(args.steps), *(["--bf16"] if args.bf16 else []),
@@ -195,6 +202,12 @@ def run_pair(args: argparse.Namespace, mode: str, baseline: str, ours_first: boo
     reports = {}
     for script in (ONE_LINE, baseline) if ours_first else (baseline, ONE_LINE):
         reports[script] = run(script, [*flags, *own[script]], plan.num_devices, args.threads, args.timeout)
+    return reports
+
+
+def run_pair(args: argparse.Namespace, mode: str, baseline: str, ours_first: bool) -> Pair:
+    """Returns the result of one run with the one line and one of `baseline`, one directly after the other."""
+    reports = run_both(args, mode, baseline, ours_first)
     ours, theirs = reports[ONE_LINE], reports[baseline]
     differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours["losses"], theirs["losses"], strict=True)]
     return Pair(baseline, measured(ours, mode), measured(theirs, mode), max(differences))

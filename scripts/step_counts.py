@@ -311,7 +311,6 @@ def count(kind: str, calls: CallCounter) -> dict[str, tuple[Counts, Functions]]:
     accelerator = device.current()
     accelerator.options = accelerator.session.options = replace(accelerator.options, plan=Plan.parse(plan))
     torch.manual_seed(0)
-    accelerator.session.outbox._ids = itertools.count(FIRST_ID)
     step = make()
     for _ in range(WARM_UP_STEPS):
         step()
@@ -329,6 +328,7 @@ def main() -> int:
     calls = CallCounter()
     threading.setprofile(calls)  # for the threads that the accelerator starts
     torch.moreh.option.enable_advanced_parallelization(plan="replicate=2", mixed_precision=False)
+    device.current().session.outbox._ids = itertools.count(FIRST_ID)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for kind in args.kinds or KINDS:
         for regime, (counts, functions) in count(kind, calls).items():
