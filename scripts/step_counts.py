@@ -144,11 +144,15 @@ class Regime:
     Args:
         workers: The workers.
         is_held: Whether they are held.
+
+    Attributes:
+        num_waits: How often the script waited for an answer that was not there when it looked.
     """
 
     def __init__(self, workers: WorkerGroup, *, is_held: bool) -> None:
         self._workers, self._is_held = workers, is_held
         self._pids = workers.pids
+        self.num_waits = 0
         self._changed = threading.Condition()
         self._num_sent, self._num_completed = 0, 0
 
@@ -172,7 +176,9 @@ class Regime:
                 self._changed.notify_all()
 
         def waiting(reply: Any, timeout_s: float | None = None) -> None:
-            if reply.done() or not self._is_held:
+            is_there = reply.done()
+            self.num_waits += not is_there
+            if is_there or not self._is_held:
                 WorkerGroup._wait(workers, reply, timeout_s)
                 return
             self._go_on()
@@ -247,9 +253,12 @@ class StepCounter:
             functions |= {f"calls in worker {rank}": called, f"reads in worker {rank}": read}
         return counts, functions
 
-    def _run(self, is_held: bool) -> None:
-        with Regime(self._session.workers, is_held=is_held).step():
+    def _run(self, is_held: bool) -> int:
+        """Runs a step; returns how often the script waited in it."""
+        regime = Regime(self._session.workers, is_held=is_held)
+        with regime.step():
             self._step()
+        return regime.num_waits
 
     def _controller_calls(self, is_held: bool) -> collections.Counter[tuple[str, str]]:
         with no_finalizers(), Regime(self._session.workers, is_held=is_held).step():
@@ -263,11 +272,12 @@ class StepCounter:
         session.outbox.flush()
         session.workers.submit(BeginTrace()).result()
         traced: list[Any] = []
+        waits: list[int] = []  # not those of the trace, in which an answer may arrive just before the wait for it
 
         def run() -> None:
             spans = ControllerSpans(session)
             try:
-                self._run(is_held)
+                waits.append(self._run(is_held))
             finally:
                 spans.stop()
             traced.extend(spans.recorder.spans)
@@ -279,10 +289,9 @@ class StepCounter:
             collections.Counter(span.name for span in one.spans if span.category == "collective") for one in workers
         ]
         collectives = {kind: [one[kind] for one in kinds] for kind in sorted(set().union(*kinds))}
-        waits = sum(span.category == "wait" for span in traced)
-        return len(sent), waits, sum(span.details["bytes"] for span in sent), collectives, reads
+        return len(sent), waits[0], sum(span.details["bytes"] for span in sent), collectives, reads
 
-    def _on_workers(self, what: str, run: Callable[[], None]) -> list[dict[str, int]]:
+    def _on_workers(self, what: str, run: Callable[[], object]) -> list[dict[str, int]]:
         """Returns what the workers count while something runs."""
         session = self._session
         begin, end = (getattr(step_counts_worker, f"{edge}_{what}") for edge in ("begin", "end"))
