@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.tensors import TensorData
+from moreh_ap.protocol.script_code.value_forms import is_of_script
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
         if isinstance(obj, _OPERATIONS):
             return _operation, (str(obj),)
         reduced = super().reducer_override(obj)
+        if isinstance(obj, types.FunctionType) and isinstance(reduced, tuple):
+            return _with_globals_of_library(obj, reduced)
         if reduced is not NotImplemented or isinstance(obj, (type, types.FunctionType)):
             return reduced
         if isinstance(obj, torch.jit.ScriptFunction) and hasattr(obj, "_torchdynamo_inline"):
@@ -159,6 +162,34 @@ _OPERATIONS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 def _operation(name: str) -> Any:
     """Returns the operation of a name such as ``aten.add.Tensor``."""
     return functools.reduce(getattr, name.split("."), torch.ops)
+
+
+def _with_globals_of_library(function: types.FunctionType, reduced: Any) -> Any:
+    """`reduced`, but a function that a library made inside another one reads the global variables of its module there.
+
+    cloudpickle would send the values of those that it reads. A hook of transformers that collects hidden states would
+    then ask for a collector that nobody sets, and a lock or a context variable would not arrive at all.
+    """
+    module = sys.modules.get(function.__module__ or "")
+    if module is None or function.__globals__ is not vars(module) or is_of_script(module.__name__):
+        return reduced
+    make, (code, _, *others), (attributes, members), *rest = reduced
+    members = {**members, "__globals__": {}}
+    return (make, (code, _GlobalsOf(module.__name__), *others), (attributes, members), *rest)
+
+
+@dataclass(frozen=True)
+class _GlobalsOf:
+    """Stands for the global variables of the Python module `name`, and arrives as the dict of them."""
+
+    name: str
+
+    def __reduce__(self) -> Any:
+        return _globals_of, (self.name,)
+
+
+def _globals_of(name: str) -> dict[str, Any]:
+    return vars(importlib.import_module(name))
 
 
 def _with_attributes_first(container: Any, reduced: Any) -> Any:

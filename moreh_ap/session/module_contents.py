@@ -1,4 +1,4 @@
-"""What modules contain, as it was at one moment: attributes, parameters, buffers, submodules, and what lists collected.
+"""What modules contain, as it was at one moment: attributes, parameters, buffers, submodules, hooks, list lengths.
 
 Decides what of a call is undone on the modules. Must not know who calls them, or why.
 """
@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-_HELD = ("_parameters", "_buffers", "_modules")
+_HELD = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+"""Parameters, buffers, submodules and hooks of every kind."""
 
 
 class ModuleContents:

@@ -28,6 +28,33 @@ def test_a_parametrized_module_arrives_with_its_parametrizations():
     assert type(copy[0]) is nn.Linear and torch.equal(copy(x), model(x))
 
 
+def test_a_hook_that_a_library_made_reads_the_variables_of_the_library(monkeypatch):
+    """As transformers' hooks that collect hidden states: what collects them is a context variable of its module."""
+    library = types.ModuleType("library_with_hooks")
+    code = """
+from contextvars import ContextVar
+COLLECTED = ContextVar("collected", default=None)
+def install(module, scale):
+    def hook(module, args, output):
+        COLLECTED.get().append(scale)
+        return output * scale
+    hook.label = "scaled"
+    module.register_forward_hook(hook)
+"""
+    exec(code, vars(library))
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    library.__file__ = torch.__file__  # beside PyTorch, where libraries are installed
+    model = nn.Linear(3, 2, bias=False)
+    library.install(model, 3.0)
+    copy = unpickle_skeleton(pickle_skeleton(model), torch.device("cpu")).to_empty(device="cpu")
+    copy.load_state_dict(model.state_dict())
+    collected = []
+    library.COLLECTED.set(collected)
+    assert torch.equal(copy(torch.ones(1, 3)), model(torch.ones(1, 3)))
+    assert collected == [3.0, 3.0]
+    assert [hook.label for hook in copy._forward_hooks.values()] == ["scaled"]
+
+
 def test_what_a_module_defines_in_the_script_alone_is_refused_where_it_is_used(monkeypatch):
     """As where a library defines a kernel only if `torch.cuda.is_available()`, which holds in the script alone."""
     library = types.ModuleType("library_with_kernels")

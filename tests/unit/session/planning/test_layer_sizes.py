@@ -97,6 +97,24 @@ def test_forwards_that_need_values_or_may_be_noticed_tell_nothing(make):
     assert layer_sizes(net, net, (PICTURES,), {}) == {} and LOG == []
 
 
+def test_hooks_that_the_forward_puts_on_modules_are_taken_off():
+    """As those of transformers that collect hidden states: with the mark gone and the hooks left, they come twice."""
+
+    class Collects(nn.Sequential):
+        def forward(self, x):
+            if not getattr(self, "is_hooked", False):
+                self.is_hooked = True
+                self[0].register_forward_hook(lambda part, args, output: None, with_kwargs=False)
+                self[0].register_forward_pre_hook(lambda part, args, kwargs: None, with_kwargs=True)
+            return super().forward(x)
+
+    model = Collects(nn.Conv1d(2, 3, 3))
+    assert layer_sizes(model, model, (torch.zeros(1, 2, 8),), {})
+    assert not hasattr(model, "is_hooked")
+    part = model[0]
+    assert not any([part._forward_hooks, part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs])
+
+
 def test_models_without_convolutions_are_not_run(monkeypatch):
     monkeypatch.setattr(module, "_noting", None)
     net = nn.Linear(3, 4)
