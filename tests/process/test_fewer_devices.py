@@ -94,7 +94,8 @@ def test_a_number_that_is_asked_for_is_kept(folder):
 def test_a_second_model_that_is_faster_on_all_devices_gets_them_and_the_next_run_starts_with_all(folder, one_process):
     set_machine(1000.0)
     out, losses = run(folder, "plain", "larger")
-    assert starts(out) == [ALL, FEW, ALL] and f"all {ALL} devices are used from now on: Model takes" in out
+    assert starts(out) == [ALL, FEW, ALL]
+    assert f"all {ALL} devices are used from now on: Model is predicted to take" in out
     assert losses == pytest.approx(one_process[1], rel=1e-5)
     out, losses = run(folder, "plain", "larger")
     assert starts(out) == [ALL]

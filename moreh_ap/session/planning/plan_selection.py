@@ -232,9 +232,9 @@ def _moves_to_all(session: Session, question: Question, machine: Machine) -> boo
         return False
     name, count, everything = type(question.root).__name__, session.num_devices, session.max_devices
     all_s = on_all.best.seconds
-    does = f"takes {here_s:.3g} s a step on {count}" if here.num_fitting else f"does not fit on {count}"
+    there = f"take {here_s:.3g} s a step on {count}" if here.num_fitting else f"need more memory than {count} have"
     assert session.use_all_devices is not None  # set by `Recovery`
-    if session.use_all_devices(f"{name} {does}, as predicted, and takes {all_s:.3g} s on {everything}"):
+    if session.use_all_devices(f"{name} is predicted to {there}, and {all_s:.3g} s a step on {everything}"):
         return True
     if here.num_fitting:
         say([log.kept_devices_line(name, count, everything, here_s, all_s)])
