@@ -109,15 +109,3 @@ def test_where_fewer_devices_run_out_of_memory_all_are_used(folder, one_process)
     assert f"all {ALL} devices are used from now on: " in out
     assert losses == pytest.approx(one_process[0], rel=1e-5)
     assert starts(run(folder, "memory")[0]) == [ALL]
-
-
-@pytest.mark.rotating
-def test_another_model_than_the_one_that_is_remembered_has_all_devices_again(folder):
-    run(folder, "plain")
-    records = json.loads(device_count_records.FILE.path.read_text())
-    for entry in records.values():
-        entry["model"] = "Another, 7 parameters, (2, 3)"
-    device_count_records.FILE.path.write_text(json.dumps(records))
-    out, _ = run(folder, "plain")
-    assert f"{ALL} devices instead of {FEW} are used: the {FEW} were chosen" in out
-    assert starts(out)[-2:] == [ALL, FEW] and CHOSEN.search(out), "and the number is chosen anew"

@@ -115,6 +115,8 @@ class Recovery:
     def _next_plan(self, planned: Planned) -> tuple[Planned, bool]:
         """Returns the plan after one that ran out, and whether it is on all devices instead of on the present ones.
 
+        If none there needs clearly less either, it is the one that the model would have had without fewer devices.
+
         Raises:
             PlanError: No plan is left, or the script gave the plan.
         """
@@ -124,7 +126,13 @@ class Recovery:
         except PlanError:
             if planned.on_all is None or not self._may_use_all():
                 raise
-        return _next_best(planned.on_all, planned.chosen, journal), True
+        try:
+            return _next_best(planned.on_all, planned.chosen, journal), True
+        except PlanError:
+            plan = planned.on_all.plan
+            if journal.differentiates_gradients and plan != plan.whole_model():
+                raise
+            return planned.on_all, True
 
     def use_all_devices(self, why: str) -> bool:
         """Lays all models out on all devices of the accelerator, where fewer were used, and replays the journal.
