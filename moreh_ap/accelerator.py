@@ -20,6 +20,7 @@ from moreh_ap.runtime import gpu_checks
 from moreh_ap.runtime.worker_environment import device_ids, workers_per_gpu
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.model_registry import ModelRegistry
+from moreh_ap.session.planning import device_count
 from moreh_ap.session.rng_streams import AcceleratorGenerator, ProcessGenerator
 from moreh_ap.session.session import Session
 from moreh_ap.session.session_backend import SessionBackend
@@ -57,18 +58,24 @@ class Accelerator:
         device_type, num_devices = resolve_devices(options.devices)
         if device_type == "cuda":
             gpu_checks.check_script_process()
-        threads = max(1, len(os.sched_getaffinity(0)) // num_devices)
+        num_used = device_count.devices_at_start(options, device_type, num_devices)
         taken = accelerator_models.load(device_type)
         # Many scripts go on with ``os.environ["CUDA_VISIBLE_DEVICES"] = "0"``: the devices are those of this moment.
         visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        ids = device_ids(num_devices, visible_devices) if device_type == "cuda" else ()
-        job = Job(taken.current, taken.model, device_type, num_devices, threads, ids)
+
+        def shares(count: int) -> tuple[int, tuple[str, ...]]:
+            """Returns the threads of each of so many workers, and the GPUs that they have."""
+            threads = max(1, len(os.sched_getaffinity(0)) // count)
+            return threads, device_ids(count, visible_devices) if device_type == "cuda" else ()
+
+        job = Job(taken.current, taken.model, device_type, num_used, *shares(num_used))
 
         self.state = state = StateMachine(AcceleratorState.STARTING)
 
-        def start_workers() -> WorkerGroup:
+        def start_workers(count: int) -> WorkerGroup:
             _log(log.requesting_line())
             state.enter(AcceleratorState.STARTING)
+            job.has_devices(count, *shares(count))
             made = threading.Event()
 
             def on_progress(stage: str, done: int, total: int) -> None:
@@ -79,9 +86,9 @@ class Accelerator:
                     job.has_workers(workers.pids)
 
             workers = WorkerGroup(
-                num_devices,
+                count,
                 device_type=device_type,
-                threads_per_worker=threads,
+                threads_per_worker=shares(count)[0],
                 preimport=("moreh_ap.runtime.worker.executor", *_slow_imports()),
                 on_progress=on_progress,
                 visible_devices=visible_devices,
@@ -90,10 +97,11 @@ class Accelerator:
             return workers
 
         generator = ProcessGenerator() if device_type == "cpu" else AcceleratorGenerator()
-        self.session = Session(options, start_workers, job, generator)
+        self.session = Session(options, start_workers, num_devices, num_used, job, generator)
         if options.check_steps:
+            threads, num_gpus = shares(num_devices)[0], torch.cuda.device_count()
             start_reference = functools.partial(
-                reference_worker.start, num_devices, device_type, threads, torch.cuda.device_count(), _slow_imports()
+                reference_worker.start, num_devices, device_type, threads, num_gpus, _slow_imports()
             )
             self.session.check = FirstStepsCheck(self.session, start_reference, options.check_steps)
         self.models = ModelRegistry(self.session)

@@ -155,6 +155,78 @@ def _measured(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
     )
 
 
+def fewer_devices_line(count: int, num_devices: int, fewer_s: float, all_s: float) -> str:
+    """Returns the line for a script that uses fewer devices than there are, since they are predicted to be faster.
+
+    Args:
+        count: Devices that are used.
+        num_devices: Devices of the accelerator.
+        fewer_s: Predicted seconds of a step on those that are used.
+        all_s: Predicted seconds of a step on all.
+    """
+    return info(
+        f"{count} of {num_devices} devices are used: a step is predicted to take {fewer_s:.3g} s on {count}, and "
+        f"{all_s:.3g} s on {num_devices} (devices={num_devices} uses all). Other workers start"
+    )
+
+
+def remembered_devices_line(count: int, num_devices: int, all_s: float) -> str:
+    """Returns the line for a script whose earlier run chose fewer devices; arguments as above."""
+    return info(
+        f"{count} of {num_devices} devices are used, as in an earlier run of this script: a step was predicted to take "
+        f"{all_s:.3g} s on {num_devices} (devices={num_devices} uses all)"
+    )
+
+
+def other_model_line(count: int, num_devices: int) -> str:
+    """Returns the line for a script that was given fewer devices for another model than it has now."""
+    return info(
+        f"{num_devices} devices instead of {count} are used: the {count} were chosen in an earlier run of this script "
+        "for another model or batch. Other workers start"
+    )
+
+
+def all_devices_line(num_devices: int, why: str) -> str:
+    """Returns the line for a script that used fewer devices and uses all from now on.
+
+    Args:
+        num_devices: Devices of the accelerator.
+        why: The reason.
+    """
+    return info(f"all {num_devices} devices are used from now on: {why}. Other workers start")
+
+
+def kept_devices_line(name: str, count: int, num_devices: int, fewer_s: float, all_s: float) -> str:
+    """Returns the line for a second model that would be faster on all devices, while the workers cannot change.
+
+    Args:
+        name: Its class.
+        count: Devices that are used.
+        num_devices: Devices of the accelerator.
+        fewer_s: Predicted seconds of a step on those that are used.
+        all_s: Predicted seconds of a step on all.
+    """
+    return info(
+        f"{name} stays on {count} of {num_devices} devices, which an earlier model uses: a step is predicted to take "
+        f"{fewer_s:.3g} s there, and {all_s:.3g} s on {num_devices} (devices={num_devices} uses all from the start)"
+    )
+
+
+def slower_than_all_line(count: int, num_devices: int, seconds: float, all_s: float) -> str:
+    """Returns the line for fewer devices whose steps take longer than was predicted for all.
+
+    Args:
+        count: Devices that are used.
+        num_devices: Devices of the accelerator.
+        seconds: Measured seconds of a step.
+        all_s: Predicted seconds of a step on all devices.
+    """
+    return info(
+        f"a step takes {seconds:.3g} s on {count} devices, and {all_s:.3g} s were predicted for {num_devices}: the "
+        "next run of this script chooses the number of devices anew"
+    )
+
+
 def own_process_line(name: str, step_megaflops: float, num_devices: int) -> str:
     """Returns the line for a model that is too small for workers."""
     return info(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from moreh_ap.planner.profiles.known_models import find_model, shape_from_file
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.planner.search.candidate import Candidate, evaluate_plan
 from moreh_ap.planner.search.constraints import ALL_KINDS, Constraints
+from moreh_ap.planner.search.device_counts import faster_on_fewer
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import Task
 from moreh_ap.planner.search.ranking import Ranking
@@ -93,11 +95,15 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
         return 0
     ranking = search(task)
     best = ranking.best
+    fewer = _on_fewer(task, shape, best)
     if arguments.json:
-        json.dump(_plain_ranking(ranking, arguments.top), sys.stdout, indent=1)
+        plain = _plain_ranking(ranking, arguments.top)
+        json.dump({**plain, "fewer_devices": None if fewer is None else _plain_fewer(fewer)}, sys.stdout, indent=1)
         print()
     else:
         plan_tables.print_ranking(ranking, arguments.top)
+        if fewer is not None:
+            plan_tables.print_fewer(fewer, ranking)
         if arguments.explain:
             plan_tables.print_explanation(ranking)
     _draw(arguments, task, best, picture)
@@ -154,6 +160,22 @@ def task_of(arguments: argparse.Namespace, shape: TransformerShape, cluster: Clu
     )
     batch = cluster.num_devices if arguments.global_batch is None else arguments.global_batch
     return Task(profile_of(shape, arguments.seq_len), cluster, batch, constraints)
+
+
+def _on_fewer(task: Task, shape: TransformerShape, best: Candidate) -> Ranking | None:
+    """Returns the plans of a smaller number of devices that is clearly faster; None if there is none."""
+    cluster = task.cluster
+
+    def task_on(count: int) -> Task:
+        smaller = replace(cluster, num_devices=count, devices_per_node=min(cluster.devices_per_node, count))
+        constraints = replace(task.constraints, tensor_degrees=tensor_degrees_of(shape, count))
+        return replace(task, cluster=smaller, constraints=constraints)
+
+    return faster_on_fewer(best.seconds, cluster.num_devices, task.global_batch, task_on)
+
+
+def _plain_fewer(fewer: Ranking) -> dict[str, Any]:
+    return {"num_devices": fewer.task.cluster.num_devices, **_plain(fewer.best)}
 
 
 def _compare(arguments: argparse.Namespace, task: Task, picture: Path | None) -> None:

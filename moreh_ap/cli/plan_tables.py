@@ -52,6 +52,19 @@ def print_ranking(ranking: Ranking, top: int) -> None:
     )
 
 
+def print_fewer(fewer: Ranking, ranking: Ranking) -> None:
+    """Prints that a smaller number of devices would be faster, and its plan."""
+    count, everything = fewer.task.cluster.num_devices, ranking.task.cluster.num_devices
+    _print_notes(
+        Console(),
+        [
+            f"{count} of the {everything} devices would be faster: {fewer.best.seconds:.3g} s a step, and "
+            f"{ranking.best.seconds:.3g} s on {everything}. A script without a number of devices uses {count}:",
+            f'plan="{fewer.best.plan}"',
+        ],
+    )
+
+
 def print_explanation(ranking: Ranking) -> None:
     """Prints where memory and time of the best plan go, and why it is the best."""
     console, best = Console(), ranking.best

@@ -116,6 +116,10 @@ class Job:
         self._change()
         atexit.register(self.close)
 
+    def has_devices(self, devices: int, threads_per_worker: int, device_ids: tuple[str, ...]) -> None:
+        """Notes which devices the workers have that are starting; arguments as for the class."""
+        self._change(devices=devices, threads_per_worker=threads_per_worker, device_ids=device_ids, workers=())
+
     def has_workers(self, pids: Sequence[int]) -> None:
         """Notes the worker processes, in rank order."""
         self._change(workers=tuple(Process(pid, start_of(pid)) for pid in pids))

@@ -49,6 +49,11 @@ class Journal:
         return any(_counts_on_layout(command) for message in self._messages for command in message.commands)
 
     @property
+    def passes_outputs_on(self) -> bool:
+        """Whether a call was given an output that workers kept, which was decided by their number."""
+        return any(_takes_outputs(command) for message in self._messages for command in message.commands)
+
+    @property
     def differentiates_gradients(self) -> bool:
         """Whether a command needs the full model and a call's activations on every worker."""
         return any(isinstance(command, Differentiate) for message in self._messages for command in message.commands)
@@ -83,6 +88,8 @@ def _num_bytes(command: Any) -> int:
 
 
 def _counts_on_layout(command: Any) -> bool:
-    if isinstance(command, Forward):
-        return any(isinstance(tensor, OutputRef) for tensor in command.tensors)
-    return isinstance(command, (RunOperation, RunOnRowShards, TakeGradients))
+    return _takes_outputs(command) or isinstance(command, (RunOperation, RunOnRowShards, TakeGradients))
+
+
+def _takes_outputs(command: Any) -> bool:
+    return isinstance(command, Forward) and any(isinstance(tensor, OutputRef) for tensor in command.tensors)

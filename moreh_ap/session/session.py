@@ -50,17 +50,30 @@ class Session:
 
     Args:
         options: The script's options.
-        start_workers: Starts the worker processes and returns at once.
+        start_workers: Starts so many worker processes and returns at once.
+        max_devices: Devices of the accelerator.
+        num_devices: Those of them that have a worker at first.
         job: The entry by which other programs see this process and its workers.
         generator: The source of random numbers of remote forwards.
+
+    Attributes:
+        max_devices: Devices of the accelerator.
+        num_devices: Those of them that have a worker.
     """
 
     def __init__(
-        self, options: Options, start_workers: Callable[[], WorkerGroup], job: Job, generator: AcceleratorGenerator
+        self,
+        options: Options,
+        start_workers: Callable[[int], WorkerGroup],
+        max_devices: int,
+        num_devices: int,
+        job: Job,
+        generator: AcceleratorGenerator,
     ) -> None:
         self.options, self._start_workers, self.job = options, start_workers, job
-        self.workers = start_workers()
-        self.num_devices, self.device_type = self.workers.num_workers, self.workers.device_type
+        self.max_devices, self.num_devices = max_devices, num_devices
+        self.workers = start_workers(num_devices)
+        self.device_type = self.workers.device_type
         self.generator = generator
         self.outbox = Outbox(self.workers, leaves_at_once=self.device_type == "cuda")
         self.traffic = Traffic()
@@ -70,8 +83,14 @@ class Session:
         self._devices: list[DeviceInfo] | None = None
         self.extensions: CallExtensions  # set by `session_backend`
         self.lay_out_again: Callable[[Any, Plan, str], bool] | None = None  # see `recovery`
+        self.use_all_devices: Callable[[str], bool] | None = None  # see `recovery`
         self.runs_after_answer = False  # whether a model's outputs are promised before they are computed
         self.script_only_hooks: set[int] = set()  # see `script_hooks.RunsInScriptOnly`
+
+    @property
+    def uses_fewer_devices(self) -> bool:
+        """Whether some devices of the accelerator have no worker."""
+        return self.num_devices < self.max_devices
 
     @contextlib.contextmanager
     def trying(self, plan: Plan) -> Iterator[None]:
@@ -96,10 +115,15 @@ class Session:
         self.outbox.submit(Synchronize()).result()
         self.workers.drain()
 
-    def restart_workers(self) -> WorkerGroup:
-        """Ends the workers and starts others without any state; the caller passes them to the outbox."""
+    def restart_workers(self, num_devices: int | None = None) -> WorkerGroup:
+        """Ends the workers and starts others without any state; the caller passes them to the outbox.
+
+        Args:
+            num_devices: How many are started; None: as many as before.
+        """
         self.workers.close()
-        self.workers = self._start_workers()
+        self.num_devices, self._devices = num_devices or self.num_devices, None
+        self.workers = self._start_workers(self.num_devices)
         return self.workers
 
     def close(self) -> None:

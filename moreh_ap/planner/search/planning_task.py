@@ -18,7 +18,7 @@ from moreh_ap.planner.cost.training_systems import MOREH_AP, TrainingSystem
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 from moreh_ap.planner.search.constraints import Constraints
 
-__all__ = ["Corrections", "Task"]
+__all__ = ["UNCORRECTED", "Corrections", "Task"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class Corrections:
 
     time: float = 1.0
     memory: float = 1.0
+
+
+UNCORRECTED = Corrections()
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Task:
     constraints: Constraints = field(default_factory=Constraints)
     system: TrainingSystem = MOREH_AP
     coefficients: Coefficients = COEFFICIENTS
-    corrections: Corrections = Corrections()
+    corrections: Corrections = UNCORRECTED
 
     @property
     def usable_bytes(self) -> float:

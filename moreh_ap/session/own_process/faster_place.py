@@ -31,13 +31,12 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from moreh_ap import log
 from moreh_ap.local.cache_files import CacheFile
+from moreh_ap.session.planning.model_profiling import identity_of
 from moreh_ap.session.session import Session
 
 FILE = CacheFile("own_process.json")
@@ -164,12 +163,7 @@ class FasterPlace:
         return StepTimes(models, *times, self._session.num_devices)  # type: ignore[arg-type]
 
     def _key(self, root: nn.Module, call: Any) -> str:
-        with torch._C.DisableTorchFunction():
-            size = sum(parameter.numel() for parameter in root.parameters())
-            tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        shape = tuple(tensors[0].shape) if tensors else ()
-        cores = os.cpu_count()
-        return f"{type(root).__name__}, {size} parameters, {shape}, {self._session.num_devices} workers, {cores} cores"
+        return f"{identity_of(root, call)}, {self._session.num_devices} workers, {os.cpu_count()} cores"
 
 
 class StepTrial:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,7 @@ from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU, Tr
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
 from moreh_ap.session.planning.device_rates import as_entry, rates_of, slowest
 from moreh_ap.session.session import Session
+from moreh_ap.settings import Options
 
 FILE = CacheFile("machine.json")
 
@@ -58,23 +60,60 @@ def machine_of(session: Session) -> Machine:
     If devices differ, the smallest memory and the slowest rates count. Measuring takes some seconds and needs every
     worker.
     """
-    infos, options = session.devices(), session.options
-    info = min((_without_others(rank, one) for rank, one in enumerate(infos)), key=lambda one: one.memory_bytes)
-    native = all(one.native_bf16 for one in infos)
-    # CPU workers stand in for accelerators, and are compared with one process on the CPU, which computes in float32.
-    computes_bf16 = native and info.name != "CPU"
-    precision = "bf16" if computes_bf16 and options.mixed_precision else "fp32"
-    if options.plan is not None:
-        precision = options.plan.precision
-    threads = f" with {info.num_threads} threads" if info.num_threads else ""
-    key = f"{platform.node()}, {len(infos)} x {info.name}{threads}, torch {torch.__version__}"
+    info, native = _weakest(session.devices())
+    num_devices = len(session.devices())
+    key = machine_key(info, num_devices)
     rates = rates_of(FILE.look_up(key))
     if rates is None:
         answers: list[DeviceRates] = session.outbox.submit(ProbeDevice(native)).result()
         rates = slowest(answers)
         with contextlib.suppress(OSError):  # the folder cannot be written: the machine is measured again next time
             FILE.keep(key, as_entry(rates))
-    return machine_from(replace(info, native_bf16=computes_bf16), precision, len(infos), rates, key)
+    return _described(info, native, num_devices, rates, key, session.options)
+
+
+def machine_on(session: Session, num_devices: int) -> Machine | None:
+    """Returns the same accelerator with another number of devices, of which no worker needs to run.
+
+    If so many were never measured, fewer devices have the rates of the present ones: an exchange among fewer members is
+    predicted to take what the nearest measured one takes, and a CPU worker is predicted to have no more threads.
+
+    Returns:
+        None if so many were never measured and they are more than the present ones, or nothing is saved of those.
+    """
+    (info, native), present = _weakest(session.devices()), len(session.devices())
+    there = replace(info, num_threads=max(1, info.num_cores // num_devices)) if info.num_threads else info
+    key = machine_key(there, num_devices)
+    rates = rates_of(FILE.look_up(key))
+    if rates is not None:
+        return _described(there, native, num_devices, rates, key, session.options)
+    rates = rates_of(FILE.look_up(machine_key(info, present)))
+    if rates is None or num_devices > present:
+        return None
+    return _described(info, native, num_devices, rates, key, session.options)
+
+
+def _weakest(infos: Sequence[DeviceInfo]) -> tuple[DeviceInfo, bool]:
+    """Returns the device with the least free memory, and whether all devices compute bfloat16 in hardware."""
+    info = min((_without_others(rank, one) for rank, one in enumerate(infos)), key=lambda one: one.memory_bytes)
+    return info, all(one.native_bf16 for one in infos)
+
+
+def machine_key(info: DeviceInfo, num_devices: int) -> str:
+    """Returns the name under which what was found out of so many devices is saved."""
+    threads = f" with {info.num_threads} threads" if info.num_threads else ""
+    return f"{platform.node()}, {num_devices} x {info.name}{threads}, torch {torch.__version__}"
+
+
+def _described(
+    info: DeviceInfo, native: bool, num_devices: int, rates: DeviceRates, key: str, options: Options
+) -> Machine:
+    # CPU workers stand in for accelerators, and are compared with one process on the CPU, which computes in float32.
+    computes_bf16 = native and info.name != "CPU"
+    precision = "bf16" if computes_bf16 and options.mixed_precision else "fp32"
+    if options.plan is not None:
+        precision = options.plan.precision
+    return machine_from(replace(info, native_bf16=computes_bf16), precision, num_devices, rates, key)
 
 
 _LEAST_FREE = 0.1
@@ -176,7 +215,8 @@ def _link(rates: DeviceRates, num_devices: int, is_cpu: bool, sharing: float) ->
     exchanges = tuple(
         MeasuredCollective(kind, members, tuple(sorted(found))) for (kind, members), found in points.items()
     )
-    (small, small_s), *_, (large, large_s) = sorted(points["sum", num_devices])
+    members = min((found for kind, found in points if kind == "sum"), key=lambda found: abs(found - num_devices))
+    (small, small_s), *_, (large, large_s) = sorted(points["sum", members])
     # for collectives that were not measured: a ring over all devices that sums as fast
-    passed = 2 * (large - small) * (num_devices - 1) / num_devices
+    passed = 2 * (large - small) * (members - 1) / members
     return Link("measured", passed / max(large_s - small_s, 1e-9), small_s / 2, measured=exchanges)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +36,20 @@ _KERNELS = 4
 _FROZEN = 0.9
 """Fraction of frozen parameters above which memory and time of the others are neglected. LoRA freezes more than 95
 per cent; a model with fewer frozen parameters counts as fully trained."""
+
+
+def identity_of(root: nn.Module, call: Any) -> str:
+    """Returns by what a model and its batch are recognised in another run: class, parameters, shape of the batch.
+
+    Args:
+        root: The model.
+        call: Positional and keyword arguments of a call.
+    """
+    with torch._C.DisableTorchFunction():
+        size = sum(parameter.numel() for parameter in root.parameters())
+        tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    shape = tuple(tensors[0].shape) if tensors else ()
+    return f"{type(root).__name__}, {size} parameters, {shape}"
 
 
 def trains_weights(root: nn.Module) -> bool:

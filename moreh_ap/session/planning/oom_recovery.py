@@ -36,7 +36,7 @@ from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.journal import Journal
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.outbox import Restart
-from moreh_ap.session.planning import oom_records
+from moreh_ap.session.planning import device_count, oom_records
 from moreh_ap.session.planning.plan_selection import Planned, say, write_selected
 from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
@@ -67,6 +67,7 @@ class Recovery:
         self._largest: Planned | None = None
         session.outbox.on_error = self._on_error
         session.lay_out_again = self.lay_out_again
+        session.use_all_devices = self.use_all_devices
 
     def take_on(self, remote: RemoteModel, planned: Planned, values: Values) -> None:
         """Records that a model was built; `values` are its tensors' values from before.
@@ -97,19 +98,78 @@ class Recovery:
         model = max((remote.first_layout for remote in self._models), key=lambda one: _needed_bytes(one.planned))
         failed = model.planned.expected
         oom_records.remember(failed, error)
+        ran_out = f'plan="{failed.chosen.plan}" ran out of memory'
         try:
-            model.planned = planned = _next_best(model.planned, journal)
+            planned, is_on_all = self._next_plan(model.planned)
         except PlanError as nothing:
             self._give_up()
             # The type of the original error, so that a script that tries smaller batches catches it.
             raise type(error)(f"{oom_records.first_line(error)}\n{nothing}") from error
-        say(
-            [
-                log.info(f'plan="{failed.chosen.plan}" ran out of memory: {oom_records.first_line(error)}'),
-                log.plan_line(planned.plan, f"the next that fits: {log.prediction(planned.chosen)}"),
-            ]
-        )
-        return self._restart(self._session.restart_workers(), planned)
+        say([log.info(f"{ran_out}: {oom_records.first_line(error)}")])
+        if is_on_all:
+            self._move_all_models(ran_out)
+        model.planned = planned
+        say([log.plan_line(planned.plan, f"the next that fits: {log.prediction(planned.chosen)}")])
+        return self._restart(self._session.restart_workers(planned.plan.num_devices), planned)
+
+    def _next_plan(self, planned: Planned) -> tuple[Planned, bool]:
+        """Returns the plan after one that ran out, and whether it is on all devices instead of on the present ones.
+
+        If none there needs clearly less either, it is the one that the model would have had without fewer devices.
+
+        Raises:
+            PlanError: No plan is left, or the script gave the plan.
+        """
+        journal = self._session.outbox.journal
+        try:
+            return _next_best(planned, planned.chosen, journal), False
+        except PlanError:
+            if planned.on_all is None or not self._may_use_all():
+                raise
+        try:
+            return _next_best(planned.on_all, planned.chosen, journal), True
+        except PlanError:
+            plan = planned.on_all.plan
+            if journal.differentiates_gradients and plan != plan.whole_model():
+                raise
+            return planned.on_all, True
+
+    def use_all_devices(self, why: str) -> bool:
+        """Lays all models out on all devices of the accelerator, where fewer were used, and replays the journal.
+
+        Args:
+            why: The reason, for the log.
+
+        Returns:
+            False, with nothing changed, if the workers cannot be replaced any more.
+        """
+        if not self._may_use_all():
+            return False
+        self._session.outbox.flush()
+        self._move_all_models(why)
+        planned = [remote.first_layout.planned for remote in self._models]
+        for one in planned:
+            say([log.plan_line(one.plan, log.prediction(one.chosen))])
+        workers = self._session.restart_workers(self._session.max_devices)
+        self._session.outbox.restart(self._restart(workers, max(planned, key=_needed_bytes)))
+        return True
+
+    def _may_use_all(self) -> bool:
+        """Returns whether the journal holds for another number of workers, and every model fits on all devices."""
+        journal, models = self._session.outbox.journal, [remote.first_layout.planned for remote in self._models]
+        if journal.state.current is not SessionState.REPLAYABLE or journal.passes_outputs_on or not models:
+            return False
+        if any(planned.on_all is None for planned in models):
+            return False
+        plans = [plan for planned in models for plan in (planned.plan, planned.on_all.plan)]
+        return not journal.is_bound_to_layout or all(plan.tensor * plan.pipeline == 1 for plan in plans)
+
+    def _move_all_models(self, why: str) -> None:
+        """Gives every model its plan on all devices; the caller restarts the workers."""
+        for remote in self._models:
+            remote.first_layout.planned = remote.first_layout.planned.on_all
+        say([log.all_devices_line(self._session.max_devices, why)])
+        device_count.use_all_next_time(self._session)
 
     def lay_out_again(self, remote: RemoteModel, plan: Plan, reason: str) -> bool:
         """Rebuilds a model under `plan` and replays the journal.
@@ -165,13 +225,17 @@ class Recovery:
         self._session.outbox.restart(Restart(self._session.restart_workers(), lambda command: command))
 
 
-def _next_best(planned: Planned, journal: Journal) -> Planned:
+def _next_best(planned: Planned, failed: Candidate, journal: Journal) -> Planned:
     """Returns the fastest plan that needs less memory than the one that ran out.
+
+    Args:
+        planned: The model, on the devices on which the plan is looked for.
+        failed: The plan that ran out.
+        journal: The commands that will be sent again under the new plan.
 
     Raises:
         PlanError: No such plan is left, or the script gave the plan.
     """
-    failed = planned.chosen
     if planned.is_given:
         raise PlanError(
             f"plan={str(failed.plan)!r}, which the script asks for, ran out of memory",

@@ -17,18 +17,21 @@ from moreh_ap.planner.profiles.transformer_shape import TransformerShape
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.choice import Choice, choose_plan
 from moreh_ap.planner.search.constraints import Constraints
-from moreh_ap.planner.search.planning_task import Task
+from moreh_ap.planner.search.plan_search import search
+from moreh_ap.planner.search.planning_task import UNCORRECTED, Corrections, Task
 from moreh_ap.planner.search.search_space import tensor_degrees_of
 from moreh_ap.planner.search.verified_kinds import verified_kinds
 from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.session.models.script_hooks import has_hooks_of_script
-from moreh_ap.session.planning import oom_records
-from moreh_ap.session.planning.machine_profile import Machine, machine_of
-from moreh_ap.session.planning.model_profiling import joins_rows, profile_model, shape_of, trains_weights
+from moreh_ap.session.planning import device_count, oom_records
+from moreh_ap.session.planning.device_count_records import script_key
+from moreh_ap.session.planning.machine_profile import Machine, machine_of, machine_on
+from moreh_ap.session.planning.model_profiling import identity_of, joins_rows, profile_model, shape_of, trains_weights
 from moreh_ap.session.planning.step_watch import Expected, corrections_of
 from moreh_ap.session.session import Session
 from moreh_ap.settings import Options
+from moreh_ap.states import SessionState
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Planned:
         candidates: The plans that fit, best first; only the given plan if the script gave one.
         family: The model's name in the list of verified families.
         is_given: Whether the script gave the plan.
+        on_all: Where fewer devices than there are have workers: the plan on all of them, if one fits.
     """
 
     expected: Expected
@@ -48,6 +52,7 @@ class Planned:
     candidates: tuple[Candidate, ...]
     family: str
     is_given: bool
+    on_all: Planned | None = None
 
     @property
     def chosen(self) -> Candidate:
@@ -69,6 +74,8 @@ def choose_plan_for(
 ) -> Planned:
     """Returns the plan for a model with its predictions; logs it and writes it to the `.dump` files.
 
+    Where fewer devices than there are would be faster, the workers are restarted on them first (`device_count.py`).
+
     Args:
         session: The session of the workers.
         root: The model.
@@ -79,45 +86,169 @@ def choose_plan_for(
     Raises:
         PlanError: If no plan fits, or a forced plan does not match the devices.
     """
-    options = session.options
-    shape = shape_of(root)
+    options, shape = session.options, shape_of(root)
     profile = profile_model(root, shape, call, rows or 1)  # may import for seconds, while the workers start
-    machine = machine_of(session)
-    # On CPU workers dropout has one device's masks, which only data-parallel plans can draw (`shared_draws.py`).
-    draws_apart = machine.cluster.device.name == "CPU" and draws_random_numbers(root)()
-    shares_batch_only = draws_apart or has_hooks_of_script(root)
-    system = replace(machine.system, trains_weights=trains_weights(root))
-    constraints = constraints_of(options, "" if shares_batch_only else family, profile, shape, machine)
-    given, is_compiled = options.plan, bool(compiled_in(root))
-    has_blocks = is_compiled and bool(block_lists(root))
-    if has_blocks:
-        constraints = replace(constraints, compiles_blocks=True)
-        given = None if given is None else given.with_compiled_blocks()
-    if joins_rows(root):
-        constraints = without_pieces(constraints, given)
-    task = Task(
-        profile,
-        machine.cluster,
-        rows or 1,
-        constraints,
-        system,
-        machine.coefficients,
-        corrections_of(machine.key),
-    )
-    limit_bytes = oom_records.limit_of(machine.key, profile.name, task.global_batch, task.corrections.memory)
-    choice = _choose(task, limit_bytes, given)
+    question = Question(options, root, family, profile, shape, rows or 1)
+    is_first = session.outbox.state.current is SessionState.EMPTY
+    machine, choice = _choice_on_its_devices(session, question, identity_of(root, call[1:]), is_first=is_first)
     lines = log.choice_lines(choice)
-    if is_compiled and choice.plan.compile == "none":
-        lines.append(log.uncompiled_line(choice.plan.why_uncompiled if has_blocks else ""))
+    if question.is_compiled and choice.plan.compile == "none":
+        lines.append(log.uncompiled_line(choice.plan.why_uncompiled if question.has_blocks else ""))
     if options.detailed_log == 1:
         lines += log.candidate_lines(choice)
     elif options.detailed_log == 2:
         log.write_autoconfig_log(choice)
     say(lines)
-    write_selected(choice.plan, task)
-    expected = Expected(machine.key, profile.name, task.global_batch, choice.chosen, task.corrections)
-    fitting = tuple(one for one in choice.candidates if one.fits and one.step is not None)
-    return Planned(expected, task, fitting, family, options.plan is not None)
+    write_selected(choice.plan, choice.ranking.task)
+    planned = question.planned(machine, choice)
+    if session.uses_fewer_devices and options.plan is None:
+        key = script_key(session.device_type, session.max_devices) if is_first else ""
+        planned = replace(planned, expected=replace(planned.expected, script=key), on_all=_on_all(session, question))
+    return planned
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the planner is asked of a model, on whatever devices.
+
+    Attributes:
+        options: The script's options.
+        root: The model.
+        family: Its name in the list of verified families.
+        profile: What it is made of.
+        shape: Its shape, if it is a decoder of transformers.
+        rows: Rows of the global batch.
+    """
+
+    options: Options
+    root: nn.Module
+    family: str
+    profile: ModelProfile
+    shape: TransformerShape | None
+    rows: int
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the script has compiled the model or a part of it."""
+        return bool(compiled_in(self.root))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it has and can be compiled block by block."""
+        return self.is_compiled and bool(block_lists(self.root))
+
+    @property
+    def given(self) -> Plan | None:
+        """The plan that the script asks for."""
+        given = self.options.plan
+        return given.with_compiled_blocks() if given is not None and self.has_blocks else given
+
+    def task_on(self, machine: Machine, otherwise: Corrections = UNCORRECTED) -> Task:
+        """Returns the planner's task on a machine.
+
+        Args:
+            machine: The devices.
+            otherwise: The corrections if nothing was learned on this machine.
+
+        Raises:
+            PlanError: The script asks for micro-batches, and the model's rows meet.
+        """
+        root = self.root
+        # On CPU workers dropout has one device's masks, which only data-parallel plans can draw (`shared_draws.py`).
+        draws_apart = machine.cluster.device.name == "CPU" and draws_random_numbers(root)()
+        family = "" if draws_apart or has_hooks_of_script(root) else self.family
+        constraints = constraints_of(self.options, family, self.profile, self.shape, machine)
+        if self.has_blocks:
+            constraints = replace(constraints, compiles_blocks=True)
+        if joins_rows(root):
+            constraints = without_pieces(constraints, self.given)
+        return Task(
+            self.profile,
+            machine.cluster,
+            self.rows,
+            constraints,
+            replace(machine.system, trains_weights=trains_weights(root)),
+            machine.coefficients,
+            corrections_of(machine.key, otherwise),
+        )
+
+    def limit_bytes(self, machine: Machine, task: Task) -> float:
+        """Returns the predicted bytes above which plans of the model ran out of memory on a machine."""
+        return oom_records.limit_of(machine.key, self.profile.name, self.rows, task.corrections.memory)
+
+    def choice_on(self, machine: Machine) -> Choice:
+        """Returns the plan on a machine, which has to be the one of the workers.
+
+        Raises:
+            PlanError: No plan fits, or a given plan is for another number of devices.
+        """
+        task = self.task_on(machine)
+        return _choose(task, self.limit_bytes(machine, task), self.given)
+
+    def limited_task_on(self, machine: Machine | None, otherwise: Corrections = UNCORRECTED) -> Task | None:
+        """Returns the task on a machine that is only thought of, within the memory that earlier runs found; None
+        without a machine. Arguments as for `task_on`."""
+        if machine is None:
+            return None
+        task = self.task_on(machine, otherwise)
+        limit = self.limit_bytes(machine, task)
+        return task.with_usable(limit) if limit < task.usable_bytes else task
+
+    def planned(self, machine: Machine, choice: Choice) -> Planned:
+        """Returns a choice with all that is known of it."""
+        task = choice.ranking.task if choice.is_forced else self.task_on(machine)
+        expected = Expected(machine.key, self.profile.name, self.rows, choice.chosen, task.corrections)
+        fitting = tuple(one for one in choice.candidates if one.fits and one.step is not None)
+        return Planned(expected, task, fitting, self.family, self.options.plan is not None)
+
+
+def _choice_on_its_devices(
+    session: Session, question: Question, identity: str, *, is_first: bool
+) -> tuple[Machine, Choice]:
+    """Returns a model's plan on the devices that it is to have, and these; restarts the workers if they are others."""
+    if is_first:
+        device_count.settle_start(session, identity)
+    machine = machine_of(session)
+    if not is_first and session.uses_fewer_devices and _moves_to_all(session, question, machine):
+        machine = machine_of(session)
+    choice = question.choice_on(machine)
+
+    def task_on(count: int) -> Task | None:
+        return question.limited_task_on(machine_on(session, count), choice.ranking.task.corrections)
+
+    if device_count.use_fewer(session, question.root, identity, choice.chosen.seconds, question.rows, task_on):
+        machine = machine_of(session)
+        choice = question.choice_on(machine)
+    return machine, choice
+
+
+def _moves_to_all(session: Session, question: Question, machine: Machine) -> bool:
+    """Returns whether all devices have workers now, since a second model is clearly faster on them."""
+    task = question.limited_task_on(machine_on(session, session.max_devices))
+    on_all = None if task is None else search(task)
+    here = search(question.task_on(machine))
+    here_s = here.best.seconds if here.num_fitting else float("inf")
+    if on_all is None or not device_count.is_faster_on_all(here_s, on_all):
+        return False
+    name, count, everything = type(question.root).__name__, session.num_devices, session.max_devices
+    all_s = on_all.best.seconds
+    there = f"take {here_s:.3g} s a step on {count}" if here.num_fitting else f"need more memory than {count} have"
+    assert session.use_all_devices is not None  # set by `Recovery`
+    if session.use_all_devices(f"{name} is predicted to {there}, and {all_s:.3g} s a step on {everything}"):
+        return True
+    if here.num_fitting:
+        say([log.kept_devices_line(name, count, everything, here_s, all_s)])
+    return False
+
+
+def _on_all(session: Session, question: Question) -> Planned | None:
+    """Returns the plan that a model on fewer devices would have on all; None if none fits, or they are not known."""
+    machine = machine_on(session, session.max_devices)
+    task = question.limited_task_on(machine)
+    ranking = None if task is None else search(task)
+    if machine is None or ranking is None or not ranking.num_fitting:
+        return None
+    return question.planned(machine, Choice(ranking, is_forced=False))
 
 
 def say(lines: Iterable[str]) -> None:

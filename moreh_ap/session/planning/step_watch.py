@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from moreh_ap import log
 from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.planner.search.candidate import Candidate
-from moreh_ap.planner.search.planning_task import Corrections
+from moreh_ap.planner.search.planning_task import UNCORRECTED, Corrections
 from moreh_ap.protocol.messages.devices import ReportSteps, StepReport
 from moreh_ap.session.outbox import Outbox, Posted
+from moreh_ap.session.planning import device_count_records
 
 FILE = CacheFile("learned.json")
 
@@ -49,6 +50,8 @@ class Expected:
         batch: Rows of a step.
         chosen: The plan with its predictions.
         corrections: The corrections from earlier runs in these predictions; removed before a run is saved.
+        script: The name under which it is saved that this model has fewer devices than there are; empty if it has all,
+            or if another model decided the number.
     """
 
     machine: str
@@ -56,6 +59,7 @@ class Expected:
     batch: int
     chosen: Candidate
     corrections: Corrections
+    script: str = ""
 
 
 class Watch:
@@ -106,13 +110,21 @@ class Watch:
         assert chosen.step is not None  # a chosen plan has been timed
         print(log.measured_line(chosen, seconds, peak_bytes), flush=True)
         remember_run(self._expected, seconds, peak_bytes)
+        fewer = device_count_records.look_up(self._expected.script)
+        if fewer is not None and fewer.is_worse_than_all(seconds):
+            device_count_records.forget(self._expected.script)
+            print(log.slower_than_all_line(fewer.devices, fewer.all_devices, seconds, fewer.all_s), flush=True)
         return max(seconds, between_s)
 
 
-def corrections_of(machine: str) -> Corrections:
+def corrections_of(machine: str, otherwise: Corrections = UNCORRECTED) -> Corrections:
     """Returns the factors by which predictions for this machine were off: medians over its saved runs.
 
     Runs that were edited by hand, or that lack a figure, are left out.
+
+    Args:
+        machine: The name under which the machine's runs are saved.
+        otherwise: The factors that hold if no run says one.
     """
     runs = _runs_of(machine)
     seconds = [_off(run, "measured_s", "predicted_s", _LEAST_S) for run in runs]
@@ -120,7 +132,8 @@ def corrections_of(machine: str) -> Corrections:
     sizes = [_off(run, "measured_bytes", "predicted_bytes", _LEAST_BYTES) for run in runs]
     memories = [off for off in sizes if off is not None]
     return Corrections(
-        time=statistics.median(times) if times else 1.0, memory=statistics.median(memories) if memories else 1.0
+        time=statistics.median(times) if times else otherwise.time,
+        memory=statistics.median(memories) if memories else otherwise.memory,
     )
 
 

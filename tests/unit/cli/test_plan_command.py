@@ -147,3 +147,16 @@ def test_tables_need_no_torch():
         "sys.exit(3 if 'torch' in sys.modules or 'matplotlib' in sys.modules else 0)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120).returncode == 0
+
+
+def test_fewer_devices_that_would_be_faster_are_named(capsys):
+    small = ["GPT-2", "--devices", "8xT4", "--global-batch", "2", "--seq-len", "64", "--kinds"]
+    found = json.loads(show(capsys, *small, "--json"))
+    fewer = found["fewer_devices"]
+    assert Plan.parse(fewer["plan"]).num_devices == fewer["num_devices"] < 8
+    assert fewer["step"]["total_s"] < found["candidates"][0]["step"]["total_s"]
+    shown = show(capsys, *small)
+    assert f"{fewer['num_devices']} of the 8 devices would be faster" in shown and f'plan="{fewer["plan"]}"' in shown
+    large = ["Llama3-8B", "--devices", "8xH100", "--global-batch", "64"]
+    assert json.loads(show(capsys, *large, "--json"))["fewer_devices"] is None
+    assert "would be faster" not in show(capsys, *large)

@@ -87,3 +87,12 @@ def test_a_job_runs_where_nothing_can_be_written(cache, monkeypatch):
     job.has_model("Tiny", "")
     assert jobs.running_jobs() == []
     job.close()
+
+
+def test_a_job_that_takes_other_devices_says_so():
+    job = jobs.Job(0, "", "cuda", 2, 4, ("0", "1"))
+    job.has_workers([os.getpid()])
+    job.has_devices(1, 8, ("0",))
+    (found,) = jobs.running_jobs()
+    assert (found.devices, found.threads_per_worker, found.device_ids, found.workers) == (1, 8, ("0",), ())
+    job.close()

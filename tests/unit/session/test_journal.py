@@ -27,10 +27,10 @@ def test_a_journal_knows_what_another_layout_would_break():
     noted.note((forward(TensorData.of(torch.zeros(2))),), ())
     assert not noted.is_bound_to_layout
     noted.note((forward(OutputRef(0, 0)),), ())
-    assert noted.is_bound_to_layout
+    assert noted.is_bound_to_layout and noted.passes_outputs_on
     noted.open()
     noted.note((RunOperation("aten::add.Tensor", (), {}, ()),), ())
-    assert noted.is_bound_to_layout and not noted.differentiates_gradients
+    assert noted.is_bound_to_layout and not noted.differentiates_gradients and not noted.passes_outputs_on
     noted.note((Differentiate(1, 0, (), (), (), ()),), ())
     assert noted.differentiates_gradients
 

@@ -15,8 +15,8 @@ from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gather
 from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
 from moreh_ap.session.planning import machine_profile as machines
-from moreh_ap.session.planning.device_rates import rates_of
-from moreh_ap.session.planning.machine_profile import machine_from, machine_of
+from moreh_ap.session.planning.device_rates import as_entry, rates_of
+from moreh_ap.session.planning.machine_profile import machine_from, machine_of, machine_on
 from moreh_ap.settings import Options
 from unit.session.planning.samples import GIB, rates
 
@@ -165,3 +165,21 @@ def test_memory_that_other_processes_hold_is_not_planned_with(tmp_path, monkeypa
     with pytest.raises(PlanError, match=r"hold 95\.0 of the 100\.0 GiB of worker 0's a GPU that") as error:
         machine_of(session(outbox, replace(gpu, held_by_others_bytes=95 * GIB)))
     assert [line.partition(":")[0] for line in str(error.value).splitlines()[1:]] == ["Allowed", "Try", "See"]
+
+
+def test_another_number_of_devices_has_what_was_measured_of_it_or_the_present_rates(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    here = SimpleNamespace(devices=lambda: [CPU] * 4, outbox=Outbox([rates(sizes=(2, 4))]), options=Options())
+    assert machine_on(here, 2) is None, "nothing is known yet"
+    four = machine_of(here)
+    two = machine_on(here, 2)
+    assert two.cluster.num_devices == 2 and len(here.outbox.asked) == 1, "nothing is measured for it"
+    expected = machine_from(replace(CPU, native_bf16=False), "fp32", 2, rates(sizes=(2, 4)), two.key)
+    assert two == expected
+    assert two.cluster.device.fp32_flops == pytest.approx(2 * four.cluster.device.fp32_flops), "cores are not shared"
+    assert machine_on(here, 3).cluster.intra.latency_s > 0, "its sums are those of the nearest number"
+    assert machine_on(here, 8) is None, "more devices than there are workers"
+    machines.FILE.keep(two.key, as_entry(rates(7.0)))
+    assert machine_on(here, 2).cluster.device.fp32_flops == pytest.approx(two.cluster.device.fp32_flops / 7)
+    fewer = SimpleNamespace(devices=lambda: [CPU] * 2, outbox=here.outbox, options=Options())
+    assert machine_on(fewer, 4) == four == machine_on(here, 4), "known from when all had workers"

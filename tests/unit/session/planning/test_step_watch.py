@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,8 @@ from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profil
 from moreh_ap.planner.search.candidate import evaluate_plan
 from moreh_ap.planner.search.planning_task import Corrections, Task
 from moreh_ap.protocol.messages.devices import StepReport
-from moreh_ap.session.planning import step_watch
+from moreh_ap.session.planning import device_count_records, step_watch
+from moreh_ap.session.planning.device_count_records import DeviceRecord
 
 GIB = 2**30
 MACHINE = "here, 2 x CPU"
@@ -131,3 +133,23 @@ def test_seconds_from_step_to_step_are_told_once(learned, monkeypatch, on_worker
         watch.stepped(other)
         watch.stepped_here(first)
     assert told == [(first, expected)]
+
+
+def test_where_nothing_was_learned_of_a_number_of_devices_that_of_another_counts(learned):
+    other = Corrections(time=3.0, memory=2.0)
+    assert step_watch.corrections_of(MACHINE, other) == other
+    write(learned, [{**GOOD, "measured_bytes": 1}])
+    assert step_watch.corrections_of(MACHINE, other) == Corrections(time=1.5, memory=2.0)
+
+
+@pytest.mark.parametrize(("all_s", "is_kept"), [(1.9, False), (2.1, True)])
+def test_fewer_devices_that_are_slower_than_all_were_predicted_are_forgotten(learned, capsys, all_s, is_kept):
+    device_count_records.keep("script", DeviceRecord("small", 2, 4, 1.0, all_s))
+    watch = step_watch.Watch(
+        Workers([9.0, *[2.0] * 5]), replace(_expected(), script="script"), lambda optimizer, step_s: None
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    for _ in range(7):
+        watch.stepped(optimizer)
+    assert (device_count_records.look_up("script") is not None) is is_kept
+    assert ("chooses the number of devices anew" in capsys.readouterr().out) is not is_kept
