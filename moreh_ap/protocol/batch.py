@@ -78,13 +78,14 @@ def row_dims_elsewhere(leaves: Sequence[Any]) -> list[list[int | None]]:
             dims = [_dim_of(leaf, first.shape[place], place) for leaf in leaves]
             found += [dims] if any(dims) else []  # none is another than 0: those are tried anyway
             without_masks = [
-                None if leaf is not first and _is_square(leaf) else dim for leaf, dim in zip(leaves, dims, strict=True)
+                None if leaf is not first and is_square(leaf) else dim for leaf, dim in zip(leaves, dims, strict=True)
             ]
             found += [without_masks] if without_masks != dims else []
     return found
 
 
-def _is_square(leaf: Any) -> bool:
+def is_square(leaf: Any) -> bool:
+    """Says whether a leaf is a tensor with as many rows as columns, such as a mask."""
     return isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]
 
 

@@ -40,7 +40,7 @@ def _is_repetition(blocks: nn.ModuleList | nn.Sequential) -> bool:
     if any(member is None for member in members):
         return False
     return len({type(b) for b in members}) == 1 and all(
-        next(b.children(), None) is not None and next(b.parameters(), None) is not None for b in members
+        next(b.children(), None) is not None and next(iter(b.parameters()), None) is not None for b in members
     )
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
@@ -41,11 +42,21 @@ _NUMBERS = itertools.count()
 
 def install(patches: Patches) -> None:
     """Have the classes that are added to PyTorch's pytrees from now on removed by the undoing."""
-    patches.group("Arguments and results of a model travel between controller and workers leaf by leaf.").note(
+    group = patches.group("Arguments and results of a model travel between controller and workers leaf by leaf.")
+    group.note(
         "torch.utils._pytree.SUPPORTED_NODES",
         "Takes apart dataclasses and other objects among them, and caches and batches of transformers.",
         _remove_added,
     )
+
+    def make_packed_sequence(
+        cls: type, data: Any, batch_sizes: Any = None, sorted_indices: Any = None, unsorted_indices: Any = None
+    ) -> Any:
+        """Makes a packed sequence whose batch sizes, which PyTorch takes on the CPU alone, come from a device."""
+        sizes = batch_sizes.cpu() if isinstance(batch_sizes, torch.Tensor) else batch_sizes
+        return make(cls, data, sizes, sorted_indices, unsorted_indices)
+
+    make = group.replace(PackedSequence, "__new__", make_packed_sequence)
 
 
 def _remove_added() -> None:

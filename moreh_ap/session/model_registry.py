@@ -20,6 +20,7 @@ from moreh_ap.protocol.messages.stream import ImportModules
 from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import replaying
+from moreh_ap.session.models.training_forwards import trains_itself
 from moreh_ap.session.own_process.faster_place import StepTrial
 from moreh_ap.session.own_process.small_models import SmallModels
 from moreh_ap.session.planning import first_call
@@ -99,8 +100,8 @@ class ModelRegistry:
         """Returns the remote model for a call of `module` and the path in it; None if the controller runs the call."""
         if getattr(self._calling_here, "active", False):
             return None
-        parameter = next(module.parameters(), None)
-        if not isinstance(parameter, VirtualTensor) or not parameter.is_cuda:
+        parameter = next(iter(module.parameters()), None)
+        if not isinstance(parameter, VirtualTensor) or not parameter.is_cuda or trains_itself(module):
             return None
         value = parameter._cell.value
         if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState):

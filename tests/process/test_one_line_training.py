@@ -101,6 +101,67 @@ def test_several_forwards_before_one_backward():
     assert_same(*on_both(script))
 
 
+class ListedParameters(nn.Sequential):
+    """Its own `parameters` gives a list."""
+
+    def parameters(self, recurse: bool = True) -> list[nn.Parameter]:
+        return list(super().parameters(recurse))
+
+
+class Learner(nn.Module):
+    """Its forward is a step of training: gradients for fast weights, a loss of these, the step of an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = ListedParameters(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=0.05)
+
+    def forward(self, x_BF: Tensor, y_B: Tensor) -> float:
+        weights = list(self.network.parameters())
+        gradients = torch.autograd.grad(F.cross_entropy(self.network(x_BF), y_B), weights)
+        fast = [weight - 0.1 * gradient for weight, gradient in zip(weights, gradients)]
+        hidden_BH = F.linear(x_BF, fast[0], fast[1]).tanh()
+        loss = F.cross_entropy(F.linear(hidden_BH, fast[2], fast[3]), y_B)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+def test_a_forward_that_trains_runs_in_the_script_and_its_network_on_the_workers(session, capsys):
+    def script(device):
+        learner = Learner().to(device)
+        rows = [(torch.randn(6, 6).to(device), torch.randint(0, 3, (6,)).to(device)) for _ in range(4)]
+        return [torch.tensor(learner(*batch)) for batch in rows], list(learner.parameters())
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert "Every device computes the whole batch" not in capsys.readouterr().out
+
+
+class Tagger(nn.Module):
+    """A method beside `forward` calls its layers one by one, with packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.last = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+
+    def scores(self, x_BTF: Tensor, lengths_B: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x_BTF, lengths_B, batch_first=True, enforce_sorted=False)
+        hidden_BTH, _ = nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        return self.last(hidden_BTH)
+
+
+def test_packed_sequences_go_to_a_layer_and_come_back():
+    def script(device):
+        tagger = Tagger().to(device)
+        x_BTF, lengths_B = torch.randn(4, 7, 6).to(device), torch.tensor([3, 7, 2, 5])
+        scores_BTC = tagger.scores(x_BTF, lengths_B)
+        scores_BTC.square().sum().backward()
+        return scores_BTC, [parameter.grad for parameter in tagger.parameters()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_are_there_to_read_change_and_clear():
     def script(device):
         model = OwnTransformer().to(device)

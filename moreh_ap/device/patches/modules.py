@@ -35,7 +35,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
             result = route(args, kwargs)
             if result is not NotImplemented:
                 return result_of_module(result, args, kwargs) if _have_classes(args, kwargs) else result
-        parameter = next(module.parameters(), None)
+        parameter = next(iter(module.parameters()), None)
         if parameter is None or is_transformed:
             return original_call(module, *args, **kwargs)
         if is_traced and parameter.is_cuda:
@@ -72,7 +72,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
         _let_go_of_graphs(module)
         swap = torch.__future__.get_swap_module_params_on_conversion()
         # A virtual parameter is never replaced by `.data =`: its object stays, its cell and dtype change.
-        on_accelerator = isinstance(next(module.parameters(), None), VirtualTensor)
+        on_accelerator = isinstance(next(iter(module.parameters()), None), VirtualTensor)
         torch.__future__.set_swap_module_params_on_conversion(swap or on_accelerator)
         try:
             return original_apply(module, fn, recurse)

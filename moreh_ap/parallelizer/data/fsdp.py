@@ -65,7 +65,7 @@ def shard(
     if compute is not None:
         whole_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
         for norm in [submodule for root in roots for submodule in root.modules() if isinstance(submodule, _BatchNorm)]:
-            if next(norm.parameters(), None) is not None:  # its running statistics are in float32
+            if next(iter(norm.parameters()), None) is not None:  # its running statistics are in float32
                 fully_shard(norm, mp_policy=whole_precision, **options)
     for block in blocks:
         block.register_forward_hook(_own_outputs)

@@ -107,7 +107,7 @@ class Splitter:
         if type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS):
             if is_linear(module):
                 self._split_alone(module, path)
-            elif next(module.children(), None) is not None and next(module.parameters(), None) is not None:
+            elif next(module.children(), None) is not None and next(iter(module.parameters()), None) is not None:
                 self._note(module, "whole on every rank: PyTorch's own module uses its layers' weights directly")
             return
         if self._try_attention(module, path) or self._try_experts(module):

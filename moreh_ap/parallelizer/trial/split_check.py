@@ -46,7 +46,7 @@ from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
-from moreh_ap.protocol.batch import carries_rows, row_dims_elsewhere, rows_along
+from moreh_ap.protocol.batch import carries_rows, is_square, row_dims_elsewhere, rows_along
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
 
 
@@ -214,9 +214,11 @@ def _group_sizes(rows: int, parts: int) -> list[int]:
 
 
 def _are_single_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> bool:
-    """Says whether what has as many entries along dim 0 as the batch has rows has no other dim."""
-    leaves = tree_leaves((tuple(args), dict(kwargs)))
-    return all(leaf.ndim == 1 for leaf in leaves if carries_rows(leaf, rows))
+    """Says whether what has as many entries along dim 0 as the batch has rows has no other dim, or rows along dim 1
+    and no more than one, as the words of one sentence in a model with steps first."""
+    leaves = [leaf for leaf in tree_leaves((tuple(args), dict(kwargs))) if carries_rows(leaf, rows)]
+    is_time_first = any(leaf.ndim > 2 and leaf.shape[1] == 1 for leaf in leaves)
+    return all(leaf.ndim == 1 or (is_time_first and (leaf.shape[1] == 1 or is_square(leaf))) for leaf in leaves)
 
 
 def _gathered(kinds: tuple[str, ...]) -> tuple[str, ...]:
