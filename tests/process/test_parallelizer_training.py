@@ -43,7 +43,7 @@ CASES = [
     *((name, plan) for name in ("classifier", "gpt2", "llama") for plan in PLANS),
     ("branching", "replicate=2,micro_batches=2"),
     ("branching", "shard=2,micro_batches=2"),
-    *(("routed", plan) for plan in ("shard=2,micro_batches=2", "shard=2,micro_batches=3", "replicate=2,shard=2")),
+    *(("routed", plan) for plan in ("shard=2,micro_batches=2", "shard=2,micro_batches=3")),
     *(("dividing", plan) for plan in ("replicate=2", "shard=2", "replicate=2,micro_batches=2", "replicate=3")),
 ]
 
