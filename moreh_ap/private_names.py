@@ -186,10 +186,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.distributed.distributed_c10d._get_default_group", "parallelizer parallelizer/pipeline"),
     ),
     *_names(
-        "The state of FSDP2 of a module: its groups of parameters and its precision.",
+        "The state of FSDP2 of a module: groups of parameters, precision, what is a root and what is inside.",
         ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "parallelizer/data"),
         ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group", "parallelizer/data"),
         ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups", "parallelizer/data"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init", "parallelizer/data"),
         ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._mp_policy", "parallelizer/data"),
     ),
     *_names(
@@ -197,14 +198,14 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState", "parallelizer/data"),
         ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx", "parallelizer/data"),
         ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._training_state", "parallelizer/data"),
+        (
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._partial_reduce_output",
+            "parallelizer/data",
+        ),
     ),
     *_names(
         "Replaced on objects: missing gradients become zeros before FSDP2 reduces.",
         ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward", "parallelizer/data"),
-    ),
-    *_names(
-        "Has FSDP2 settle its roots before parts are called one by one.",
-        ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init", "parallelizer/data"),
     ),
     *_names(
         "Replaced: `fully_shard` refuses models on the accelerator.",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from parallelizer_models import ADAMW, ROWS, make_batch, make_model
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.parallelizer.apply import apply_plan
@@ -19,7 +19,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.way_to_execute import way_to_execute
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
-from moreh_ap.parallelizer.data.fsdp import set_requires_grad, settle
+from moreh_ap.parallelizer.data.fsdp import fsdp_modules, param_groups, set_requires_grad, settle
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import TensorSource, fill, full_tensor, write_tensor
@@ -136,6 +136,50 @@ def accumulate(rank: int, world: int, plan: str, order: str) -> Any:
         for turn in turns:
             forwards[turn].backward(runner.loss_gradient(forwards[turn], (turn + 1) / 4))
     return runner.gradients()
+
+
+def whole_gradients(rank: int, world: int, plan: str, name: str) -> Any:
+    """Returns how a step with micro-batches goes about gradients, given the rows 4 x `world` of `skipping_batch`.
+
+    Returns:
+        The most bytes of whole gradients that were there at a time, those of all parameters and of the largest block,
+        and the gradients of two such steps.
+    """
+    runner = Runner(make_model(name).train(), Plan.parse(plan))
+    groups = [group for part in fsdp_modules(runner.model) for group in param_groups(part)]
+    there = []
+
+    def watched(post_backward: Any) -> Any:
+        def run(*unused: Any) -> None:
+            there.append(sum(map(_whole_gradient_bytes, groups)))
+            post_backward(*unused)
+
+        return run
+
+    for group in groups:
+        group.post_backward = watched(group.post_backward)
+    for _ in range(2):
+        rows = tree_map(lambda leaf: leaf[4 * rank : 4 * rank + 4], skipping_batch(4 * world))
+        call = Call(runner.model, "split", CPU, random=RandomPolicy(seed=3), kinds=("share", "rows"))
+        forward = way_to_execute(call, runner.plan, 4 * world, runner.meta)(call, (), rows)
+        forward.backward([torch.tensor(1.0), None])
+    sizes = [sum(param.numel() for param in part.parameters()) for part in make_model(name).blocks]
+    whole = sum(param.numel() for param in make_model(name).parameters())
+    return max(there), 4 * whole, 4 * max(sizes), runner.gradients()
+
+
+def _whole_gradient_bytes(group: Any) -> int:
+    """Returns the bytes of the gradients in a group of FSDP2 that are not reduced."""
+    found = [param.unsharded_accumulated_grad for param in group.fsdp_params]
+    found += [param._unsharded_param.grad for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+    return sum(grad.nbytes for grad in found if grad is not None)
+
+
+def skipping_batch(rows: int) -> dict[str, Tensor]:
+    """Returns a batch of which two rows in four come to every block of `Skipping`, two to all but one."""
+    batch = make_batch("skipping", 0, rows)
+    batch["x"][:, 0] = torch.where(torch.arange(rows) % 4 < 2, -1.0, 1.0)
+    return batch
 
 
 def freeze(rank: int, world: int, plan: str) -> Any:

@@ -71,7 +71,58 @@ class Dividing(Classifier):
         return losses.sum() / mask.sum().clamp(min=1), losses
 
 
-OWN_MODELS = {"classifier": Classifier, "branching": Branching, "dividing": Dividing}
+class RoutedBlock(Block):
+    """A block that sends each row to one of two experts by a value of its own, and none to a third."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """[rows, width], [rows] -> [rows, width]"""
+        hidden = super().forward(hidden)
+        added = torch.zeros_like(hidden)
+        for expert, layer in enumerate(self.experts):
+            rows = (places == expert).nonzero()[:, 0]
+            if len(rows):
+                added = added.index_add(0, rows, layer(hidden[rows]))
+        return hidden + added
+
+
+class Routed(Classifier):
+    """Has experts; which rows come to them depends on the rows alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RoutedBlock(15) for _ in range(3))
+
+    def features(self, x: Tensor) -> Tensor:
+        """[rows, 9] -> [rows, width]"""
+        hidden = self.inlet(x)
+        for block in self.blocks:
+            hidden = block(hidden, x[:, 0].lt(0).long())
+        return hidden
+
+
+class Skipping(Classifier):
+    """Leaves the second block out where no row has a value for it: it comes to the block in the first rows alone."""
+
+    def features(self, x: Tensor) -> Tensor:
+        """[rows, 9] -> [rows, width]"""
+        hidden = self.blocks[0](self.inlet(x))
+        chosen = x[:, :1] < 0
+        if bool(chosen.any()):
+            hidden = torch.where(chosen, self.blocks[1](hidden), hidden)
+        return self.blocks[2](hidden)
+
+
+OWN_MODELS = {
+    "classifier": Classifier,
+    "branching": Branching,
+    "dividing": Dividing,
+    "routed": Routed,
+    "skipping": Skipping,
+}
 
 
 def make_model(name: str) -> nn.Module:

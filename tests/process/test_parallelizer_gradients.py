@@ -37,6 +37,18 @@ def test_gradients_accumulate(team: Team, plan: str, order: str) -> None:
         assert_same_gradients(gradients, model)
 
 
+@pytest.mark.parametrize("name", ["classifier", "skipping", "routed"])
+@pytest.mark.parametrize("plan", ["shard=2,micro_batches=2", "replicate=2,shard=2,micro_batches=2"])
+def test_micro_batches_leave_no_whole_gradients(team: Team, plan: str, name: str) -> None:
+    model = make_model(name)
+    for _ in range(2):
+        loss_of(model(**jobs.skipping_batch(4 * jobs.Plan.parse(plan).num_devices))).backward()
+    outside = 4 * sum(p.numel() for key, p in model.named_parameters() if not key.startswith("blocks."))
+    for most, whole, block, gradients in run(team, plan, jobs.whole_gradients, name=name):
+        assert 0 < most <= block + outside < whole
+        assert_same_gradients(gradients, model)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_parameters_freeze_and_thaw(team: Team, plan: str) -> None:
     model = make_model("llama")

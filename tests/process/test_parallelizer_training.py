@@ -25,6 +25,7 @@ PLANS = [
     "replicate=4",
     "shard=4",
     "replicate=2,shard=2",
+    "replicate=2,shard=2,micro_batches=2",
 ]
 one_process = cache(train_alone)
 
@@ -42,6 +43,7 @@ CASES = [
     *((name, plan) for name in ("classifier", "gpt2", "llama") for plan in PLANS),
     ("branching", "replicate=2,micro_batches=2"),
     ("branching", "shard=2,micro_batches=2"),
+    *(("routed", plan) for plan in ("shard=2,micro_batches=2", "shard=2,micro_batches=3")),
     *(("dividing", plan) for plan in ("replicate=2", "shard=2", "replicate=2,micro_batches=2", "replicate=3")),
 ]
 

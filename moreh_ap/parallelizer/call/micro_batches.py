@@ -28,7 +28,7 @@ from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.extension import Findings, extended
 from moreh_ap.parallelizer.call.forward import EagerForward, summing_gradients
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
-from moreh_ap.parallelizer.data.fsdp import fsdp_roots
+from moreh_ap.parallelizer.data.fsdp import before_the_last_backward
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MetaReduction
 from moreh_ap.protocol.batch import row_range, slice_rows
 from moreh_ap.protocol.pytree import flatten
@@ -102,7 +102,7 @@ class MicroBatchedForward(Execution):
         input_grads: list[list[Tensor | None]] = []
         with summing_gradients(self.call):
             for chunk in range(self._num_chunks):
-                with nullcontext() if chunk == self._num_chunks - 1 else _gradients_stay_here(self.call.module):
+                with nullcontext() if chunk == self._num_chunks - 1 else _before_the_last(self.call.module):
                     done = self._run_chunk(self.call, chunk)
                     input_grads.append(done.accumulate(self._chunk_grads(output_grads, chunk)))
                 chunks.append(list(done.outputs))
@@ -219,18 +219,11 @@ class _Joined(Sequence[Any]):
 
 
 @contextmanager
-def _gradients_stay_here(module: nn.Module) -> Iterator[None]:
-    """Inside the block backward leaves gradients on this worker; the next one outside it sums them all."""
+def _before_the_last(module: nn.Module) -> Iterator[None]:
+    """Inside the block a backward is followed by another; what the last one outside leaves is summed over workers."""
     sync = gradient_sync_of(module)
-    outermost = fsdp_roots(module)
-    for submodule in outermost:
-        submodule.set_requires_gradient_sync(False)
-    try:
-        with nullcontext() if sync is None else sync.local():
-            yield
-    finally:
-        for submodule in outermost:
-            submodule.set_requires_gradient_sync(True)
+    with before_the_last_backward(module), nullcontext() if sync is None else sync.local():
+        yield
 
 
 def _join_gradients(pieces: list[Tensor | None], leaf: Tensor, rows: int) -> Tensor | None:

@@ -2,6 +2,14 @@
 
 Decides what FSDP2 manages and in which precision it computes. Must not know batches, losses, stages' contents or the
 controller.
+
+[Note: every micro-batch]
+Where a plan shards, the gradients of a micro-batch are reduced as soon as a block's backward has them, and added to the
+shard: only one block's gradients at a time are whole, where all of them would take 4 bytes a parameter. The sum over
+replicas of a shard waits for the last micro-batch, since what waits is a shard. Where nothing is sharded, gradients
+wait for the last micro-batch, since a sum is as large as what it is made of. So they do in a pipeline: its stages keep
+their parameters gathered for all micro-batches, these are many, and under the zero-bubble schedule the gradients of a
+block's weights come later than those of its inputs, at which FSDP2 reduces.
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 
 _ATTRIBUTE = "_moreh_fsdp_roots"
+_WAITING = "_moreh_fsdp_what_waits"
 
 
 def uses_fsdp(plan: Plan) -> bool:
@@ -73,6 +82,8 @@ def shard(
     for root in roots:
         fully_shard(root, mp_policy=outer if getattr(root, "is_last", True) else inner, **options)
     object.__setattr__(module, _ATTRIBUTE, list(roots))
+    waiting = "everything" if plan.shard == 1 else "replicas" if plan.replicate > 1 else "nothing"
+    object.__setattr__(module, _WAITING, waiting)
     for submodule in fsdp_modules(module):
         submodule.set_gradient_divide_factor(1.0)
         submodule.set_force_sum_reduction_for_comms(True)
@@ -160,6 +171,28 @@ def compute_dtype(module: nn.Module) -> torch.dtype | None:
     return submodules[0]._get_fsdp_state()._mp_policy.param_dtype if submodules else None
 
 
+@contextmanager
+def before_the_last_backward(module: nn.Module) -> Iterator[None]:
+    """Inside, a backward is followed by another one of the same step. See [Note: every micro-batch].
+
+    After the last one outside, every gradient is the sum over all workers and all of these backwards.
+    """
+    waiting, outermost = module.__dict__.get(_WAITING, "nothing"), fsdp_roots(module)
+
+    def sums(flag: bool) -> None:
+        for root in outermost:
+            if waiting == "everything":
+                root.set_requires_gradient_sync(flag)
+            elif waiting == "replicas":
+                root.set_requires_all_reduce(flag)
+
+    sums(False)
+    try:
+        yield
+    finally:
+        sums(True)
+
+
 def settle(module: nn.Module) -> None:
     """Puts the shards back in place as the module's parameters, wherever forward left whole ones.
 
@@ -195,6 +228,7 @@ def recover(module: nn.Module) -> None:
         state._state_ctx.iter_forward_root = None
         for group in param_groups(submodule):
             group._training_state = TrainingState.IDLE
+            group._partial_reduce_output = None  # of micro-batches before the one that raised
     settle(module)
 
 

@@ -9,6 +9,10 @@ Before FSDP2 reduces, zeros become the gradient of every parameter that has none
 other which they had; a parameter that nobody used gets back what it had before, which may be None. Only a worker that
 misses a gradient looks at the answer, so the usual step reads nothing back from the device. It is what
 `bucketed_allreduce.py` does for whole parameters.
+
+A step may reduce once for each micro-batch: a gradient is missing if it was in all of them. Sums over the replicas of a
+shard wait for the last one ([Note: every micro-batch] in `fsdp.py`). A block that only earlier micro-batches came to is
+reduced once more behind it, with zeros, which takes what waits to the replicas.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from moreh_ap.parallelizer.call.call import attach_gradient_sync
 from moreh_ap.parallelizer.data.fsdp import fsdp_modules, param_groups
@@ -53,10 +58,12 @@ class UnevenGradients:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._missing: list[Any] = []
+        self._filled: dict[Any, int] = {}  # parameter -> reductions for which it had no gradient
+        self._reductions: dict[Any, int] = {}  # group of parameters -> reductions
         groups = [group for submodule in fsdp_modules(module) for group in param_groups(submodule)]
         self._params = [param for group in groups for param in group.fsdp_params]
         self._number = {param: number for number, param in enumerate(self._params)}
+        self._groups = {param: group for group in groups for param in group.fsdp_params}
         for param_group in groups:
             self._fill_before_reducing(param_group)
 
@@ -65,6 +72,7 @@ class UnevenGradients:
 
         def post_backward(*unused: Any) -> None:
             if param_group.reduce_grads and param_group.is_unsharded:
+                self._reductions[param_group] = self._reductions.get(param_group, 0) + 1
                 self._fill(param_group.fsdp_params)
             reduce(*unused)
 
@@ -76,7 +84,17 @@ class UnevenGradients:
             full = param.unsharded_param
             if full.requires_grad and full.grad is None and param.unsharded_accumulated_grad is None:
                 full.grad = torch.zeros_like(full)
-                self._missing.append(param)
+                self._filled[param] = self._filled.get(param, 0) + 1
+
+    def _finish_sums(self) -> None:
+        """Sums over replicas what the last micro-batch did not come to: on every worker the same blocks."""
+        for param_group in dict.fromkeys(self._groups.values()):
+            if param_group._partial_reduce_output is not None:
+                param_group.unshard()
+                param_group.wait_for_unshard()
+                param_group.post_backward()
+                param_group.finalize_backward()
+                param_group._training_state = TrainingState.IDLE
 
     @contextmanager
     def sync(self) -> Iterator[None]:
@@ -88,13 +106,16 @@ class UnevenGradients:
             yield
             return
         without = [param.sharded_param.grad is None for param in self._params]
-        self._missing.clear()
+        self._filled.clear()
+        self._reductions.clear()
         yield
+        self._finish_sums()
         used = torch.ones(len(self._params), dtype=torch.int32, device=self._params[0].sharded_param.device)
-        if self._missing:
-            used[[self._number[param] for param in self._missing]] = 0
+        missing = [param for param, times in self._filled.items() if times == self._reductions[self._groups[param]]]
+        if missing:
+            used[[self._number[param] for param in missing]] = 0
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
-        if self._missing:
+        if missing:
             for param, is_used, had_none in zip(self._params, used.tolist(), without, strict=True):
                 if had_none and not is_used:
                     param.sharded_param.grad = None

@@ -53,12 +53,13 @@ def data_s(
         uses = 2.0 * count if system.regathers_for_backward else float(count)
         if system.keeps_gathered and plan.pipeline > 1:
             uses = 1.0
-        sums = count if system.reduces_every_micro_batch else 1
+        sums = 1 if system.keeps_whole_gradients(plan) else count
         sums = sums if system.trains_weights else 0
         data_s = uses * queued_gathers_s(2.0 * wide * parameters, pieces, inside)
         data_s += sums * queued_gathers_s(system.reduced_bytes * parameters, pieces, inside, "scatter")
         if plan.replicate > 1:
             across = group_of(plan.replicate, stride * plan.shard, cluster)
+            sums = min(sums, 1) if system.sums_replicas_once else sums
             data_s += sums * queued_sums_s(system.reduced_bytes * parameters / plan.shard, pieces, across)
         hidden_s = min(data_s, count * computing_s * system.hides_gathers)
         return data_s - hidden_s, hidden_s

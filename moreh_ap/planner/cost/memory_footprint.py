@@ -146,7 +146,7 @@ def _at(
     step_copies = 0.0
     if system.gather_copies and zero >= 1 and sharing > 1:
         step_copies = 2.0 * (by_plan + by_zero)
-    if plan.micro_batches > 1 and plan.shard > 1 and system.gathers_blocks and not system.reduces_every_micro_batch:
+    if system.keeps_whole_gradients(plan):
         gradients += system.gradient_bytes * parameters
     if system.gradients_come:
         activations, logits, gathered = peak_moment(profile, plan, rows, system, stage, parameters, gradients)

@@ -7,7 +7,8 @@ architectures, devices or seconds.
 Where a step begins without gradients (`TrainingSystem.gradients_come`), they come block by block as activations go, and
 there are five moments at which a device may be fullest. With activations `A`, of which a block keeps `K`, and `E` more
 of a block that is computed again; a block's parameters `B` and those outside of blocks `R`, in the computation's
-precision; and `4B` for a block's gradients in float32 on their way to the other devices:
+precision; and `4B` for a block's gradients in float32 on their way to the other devices (with micro-batches all
+gradients of the last but one are there beside):
 
 1. the loss, or the begin of the backward: A, the logits and what the loss makes of them, R and the next block gathered;
 2. the backward of the last block but one, when the gradients of the last are on their way: A - K + E, the results,
@@ -68,12 +69,13 @@ def peak_moment(
     # -- parameters and gradients on their way
     stays = plan.shard == 1 or plan.pipeline > 1
     gathered = ahead = travelling = 0.0
-    whole_until_last = plan.micro_batches > 1
+    whole_until_last = plan.micro_batches > 1 and (plan.shard == 1 or system.keeps_whole_gradients(plan))
     if sharded:
         gathered = computed * (parameters if stays else outside)
         ahead = 0.0 if stays else computed * block
         travelling = 0.0 if whole_until_last else trained * 4.0 * block
-    present = 0.0 if sharded else gradients  # buckets stay from step to step; on one device this is too much
+    # Buckets stay from step to step (on one device this is too much), shards from the micro-batch before.
+    present = gradients if not sharded or plan.micro_batches > 1 else 0.0
     if whole_until_last:
         present = trained * system.gradient_bytes * parameters
     outside_travelling = trained * 4.0 * outside if sharded else 0.0  # where the gathered weights were

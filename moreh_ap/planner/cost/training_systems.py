@@ -1,12 +1,14 @@
 """Training systems: how the program that executes a plan does so, as far as memory and time depend on it.
 
 Decides what distinguishes programs: in which precisions they keep state, what they shard beyond the plan, what they
-fuse and what they overlap. Must not know models, plans or devices.
+fuse and what they overlap. Must not know models, devices, or what a plan costs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+from moreh_ap.plan import Plan
 
 __all__ = ["EAGER_MEGATRON", "MOREH_AP", "MOREH_AP_ON_CPU", "PLAIN_MEGATRON", "TRAINING_SYSTEMS", "TUNED_FSDP",
            "TUNED_MEGATRON", "TrainingSystem"]  # fmt: skip
@@ -40,7 +42,9 @@ class TrainingSystem:
         keeps_gathered: Whether gathered weights stay for the whole step where that saves gathering again for every
             micro-batch of a pipeline, or where the plan does not shard.
         reduces_every_micro_batch: Whether sharded gradients are summed over the devices after every micro-batch; else
-            they are kept whole until the last.
+            they are kept whole until the last. Where weights stay gathered for the whole step of a pipeline
+            (`keeps_gathered`), gradients stay whole too.
+        sums_replicas_once: Whether the sums over replicas of a shard wait for the last micro-batch.
         logits_kept_bytes: Bytes for each logit that are kept from the forward of the loss to its backward.
         logits_peak_bytes: Bytes for each logit on top of that while the loss is computed.
         logits_left_bytes: Bytes for each logit of the micro-batch before that are still there then.
@@ -92,6 +96,7 @@ class TrainingSystem:
     regathers_for_backward: bool = True
     keeps_gathered: bool = False
     reduces_every_micro_batch: bool = True
+    sums_replicas_once: bool = False
     logits_kept_bytes: float = 6.0
     logits_peak_bytes: float = 4.0
     logits_left_bytes: float = 0.0
@@ -119,6 +124,12 @@ class TrainingSystem:
     partition: str = "even"
     matrix_precision: str = ""
 
+    def keeps_whole_gradients(self, plan: Plan) -> bool:
+        """Says whether every device has whole gradients of its blocks until the last micro-batch, beside its shard."""
+        if plan.micro_batches == 1 or plan.shard == 1 or not self.gathers_blocks:
+            return False
+        return not self.reduces_every_micro_batch or (self.keeps_gathered and plan.pipeline > 1)
+
     def with_zero_stage(self, zero_stage: int) -> TrainingSystem:
         """Returns the same habits with another sharding over the devices that share the batch."""
         return replace(self, zero_stage=zero_stage)
@@ -129,7 +140,7 @@ MOREH_AP = TrainingSystem(
     weight_bytes=0.0,
     gathers_blocks=True,
     keeps_gathered=True,
-    reduces_every_micro_batch=False,
+    sums_replicas_once=True,
     reduced_bytes=4.0,
     accumulation_bytes=10.0,
     logits_kept_bytes=4.0,

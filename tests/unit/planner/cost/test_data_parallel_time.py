@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from moreh_ap.plan import Plan
+from moreh_ap.planner.cost.training_systems import MOREH_AP
 from unit.planner.cost.samples import estimate
 
 
 def test_gathering_sharded_weights_takes_longer_for_more_micro_batches():
     few, many = (estimate(Plan(1, 64, micro_batches=count, precision="bf16")) for count in (1, 8))
     assert many.data_s + many.data_hidden_s > 4 * (few.data_s + few.data_hidden_s)
+
+
+def exchanges_s(plan: Plan) -> float:
+    """Returns the seconds of gathering and summing, hidden or not."""
+    found = estimate(plan)
+    return found.data_s + found.data_hidden_s
+
+
+def test_every_micro_batch_scatters_its_gradients_and_the_last_sums_those_of_replicas():
+    def added_s(replicate: int, pipeline: int = 1) -> list[float]:
+        plans = [Plan(replicate, 8, pipeline=pipeline, micro_batches=count, precision="bf16") for count in (4, 8, 12)]
+        few, more, most = map(exchanges_s, plans)
+        return [more - few, most - more]
+
+    scatter_s = added_s(1)
+    assert scatter_s[0] == pytest.approx(scatter_s[1])
+    once = replace(MOREH_AP, reduces_every_micro_batch=False)
+    fewer, later = (estimate(Plan(1, 8, micro_batches=count, precision="bf16"), system=once) for count in (4, 8))
+    gathers_s = later.data_s + later.data_hidden_s - fewer.data_s - fewer.data_hidden_s
+    assert scatter_s[0] > 1.5 * gathers_s  # 4 bytes a parameter go out, and 2 x 2 come in
+    assert added_s(8) == pytest.approx(scatter_s)  # sums over replicas do not grow
+    assert added_s(1, pipeline=4) == pytest.approx([0.0, 0.0])

@@ -35,10 +35,15 @@ def test_sharding_divides_state_by_the_group():
     assert shared.activation_bytes == whole.activation_bytes
 
 
-def test_gradients_stay_whole_until_the_last_micro_batch():
+def test_micro_batches_leave_a_shard_of_the_gradients():
     once, twice = estimate(Plan(1, 8), 64), estimate(Plan(1, 8, micro_batches=2), 64)
-    assert twice.gradient_bytes - once.gradient_bytes == pytest.approx(4 * PARAMETERS)
+    assert twice.gradient_bytes == once.gradient_bytes == pytest.approx(4 * PARAMETERS / 8)
     assert twice.activation_bytes == once.activation_bytes / 2
+
+
+def test_gradients_stay_whole_until_the_last_micro_batch_of_a_pipeline():
+    shares = [estimate(Plan(1, shard, pipeline=2, micro_batches=4), 64, position=0).gradient_bytes for shard in (1, 8)]
+    assert shares[1] == pytest.approx(shares[0] * 9 / 8)  # whole ones beside the shard
 
 
 def test_a_sharded_optimizer_is_all_that_zero_1_shards():

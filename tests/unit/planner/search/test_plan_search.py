@@ -147,6 +147,11 @@ def test_a_large_model_is_split_and_a_small_one_is_not():
     assert small.tensor == small.pipeline == 1
 
 
+def test_gradients_do_not_push_a_tensor_axis_across_nodes():
+    best = find("64xH100", 512, profile_of(find_model("Llama3-70B").shape, 4096)).best.plan
+    assert best.micro_batches > 1 and best.shard * best.tensor == 64 and best.tensor <= 8
+
+
 def test_precision_follows_the_devices():
     assert find("4xA100", 16).best.plan.precision == "bf16"
     assert find("4xV100", 16).best.plan.precision == "fp32"
