@@ -60,6 +60,7 @@ class UnevenGradients:
         self._group = group
         self._filled: dict[Any, int] = {}  # parameter -> reductions for which it had no gradient
         self._reductions: dict[Any, int] = {}  # group of parameters -> reductions
+        self._some_wait = False  # sums over replicas, for the last micro-batch
         groups = [group for submodule in fsdp_modules(module) for group in param_groups(submodule)]
         self._params = [param for group in groups for param in group.fsdp_params]
         self._number = {param: number for number, param in enumerate(self._params)}
@@ -73,6 +74,7 @@ class UnevenGradients:
         def post_backward(*unused: Any) -> None:
             if param_group.reduce_grads and param_group.is_unsharded:
                 self._reductions[param_group] = self._reductions.get(param_group, 0) + 1
+                self._some_wait |= not param_group.all_reduce_grads
                 self._fill(param_group.fsdp_params)
             reduce(*unused)
 
@@ -85,6 +87,10 @@ class UnevenGradients:
             if full.requires_grad and full.grad is None and param.unsharded_accumulated_grad is None:
                 full.grad = torch.zeros_like(full)
                 self._filled[param] = self._filled.get(param, 0) + 1
+
+    def _missing(self) -> list[Any]:
+        """Returns the parameters that had no gradient here at any of their reductions."""
+        return [param for param, times in self._filled.items() if times == self._reductions[self._groups[param]]]
 
     def _finish_sums(self) -> None:
         """Sums over replicas what the last micro-batch did not come to: on every worker the same blocks."""
@@ -108,10 +114,12 @@ class UnevenGradients:
         without = [param.sharded_param.grad is None for param in self._params]
         self._filled.clear()
         self._reductions.clear()
+        self._some_wait = False
         yield
-        self._finish_sums()
+        if self._some_wait:
+            self._finish_sums()
         used = torch.ones(len(self._params), dtype=torch.int32, device=self._params[0].sharded_param.device)
-        missing = [param for param, times in self._filled.items() if times == self._reductions[self._groups[param]]]
+        missing = self._missing() if self._filled else []
         if missing:
             used[[self._number[param] for param in missing]] = 0
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)

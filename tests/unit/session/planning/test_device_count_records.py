@@ -19,6 +19,7 @@ RECORD = DeviceRecord("Net, 7 parameters, (2, 3)", 2, 4, 0.1, 0.3)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
 
 
 def test_a_script_is_recognised_by_its_file_arguments_and_devices(monkeypatch, tmp_path):
