@@ -37,7 +37,7 @@ from moreh_ap.parallelizer.call.extension import CallExtension
 from moreh_ap.parallelizer.compiling.chosen_blocks import blocks_of_requests
 from moreh_ap.parallelizer.compiling.compiled_blocks import compile_blocks
 from moreh_ap.parallelizer.data import bucketed_allreduce, unused_parameters
-from moreh_ap.parallelizer.data.fsdp import shard, uses_fsdp
+from moreh_ap.parallelizer.data.fsdp import shard, unshardable, uses_fsdp
 from moreh_ap.parallelizer.data.recompute import apply_recompute
 from moreh_ap.parallelizer.mesh import TENSOR_AXIS, Position
 from moreh_ap.parallelizer.pipeline import stages
@@ -164,7 +164,7 @@ def _compile(
 
 def _spread_over_data(module: nn.Module, plan: Plan, mesh: DeviceMesh, position: Position, here: Stages | None) -> None:
     """Shards or replicates what this worker holds. See [Note: which machinery]."""
-    plain = {p for p in module.parameters() if p.ndim == 0 or p.numel() == 0}  # FSDP2 cannot shard them
+    plain = unshardable(module)
     if here is not None:
         inside = {id(p) for stage in here.local.values() for p in stage.parameters()}
         plain |= {p for p in module.parameters() if id(p) not in inside}

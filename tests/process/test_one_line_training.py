@@ -77,6 +77,43 @@ def test_accumulation_clipping_and_schedule():
     assert_same(*on_both(script))
 
 
+class FourierLayer(nn.Module):
+    """Complex weights for the low frequencies, beside real layers."""
+
+    def __init__(self, width=6, modes=3):
+        super().__init__()
+        self.modes = modes
+        self.weights = nn.ParameterList(0.1 * torch.randn(width, width, modes, dtype=torch.cfloat) for _ in range(2))
+        self.inlet, self.head = nn.Linear(2, width), nn.Linear(width, 1)
+
+    def forward(self, x):
+        """[rows, points, 2] -> [rows, points]"""
+        hidden = self.inlet(x).transpose(1, 2)
+        for weight in self.weights:
+            frequencies = torch.fft.rfft(hidden)
+            kept = torch.einsum("rim,iom->rom", frequencies[..., : self.modes], weight)
+            hidden = hidden + torch.fft.irfft(kept, n=hidden.shape[-1])
+        return self.head(hidden.transpose(1, 2)).squeeze(-1)
+
+
+def test_complex_weights_beside_real_ones():
+    def script(device):
+        model = FourierLayer().to(device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+        losses = []
+        for _ in range(4):
+            x, y = torch.randn(5, 16, 2).to(device), torch.randn(5, 16).to(device)
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return torch.tensor(losses), model.state_dict()
+
+    assert_same(*on_both(script))
+
+
 def test_a_model_trains_at_once_after_it_was_frozen():
     def script(device):
         model, trace = OwnTransformer().to(device), []

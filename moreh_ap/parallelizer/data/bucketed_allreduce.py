@@ -181,7 +181,7 @@ class _Bucket:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        used = [True] * len(self.params) if all(self._has_grad) else (self._flags > 0).tolist()
+        used = [True] * len(self.params) if all(self._has_grad) else (self._flags != 0).tolist()
         for param, view, is_used in zip(self.params, self._views, used, strict=True):
             late = param.grad
             if (

@@ -14,6 +14,7 @@ block's weights come later than those of its inputs, at which FSDP2 reduces.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,23 @@ _WAITING = "_moreh_fsdp_what_waits"
 def uses_fsdp(plan: Plan) -> bool:
     """Says whether a plan is carried out by FSDP2: it shards, and it casts parameters."""
     return plan.shard > 1 or plan.precision != "fp32"
+
+
+def unshardable(module: nn.Module) -> set[nn.Parameter]:
+    """Returns the parameters that FSDP2 cannot manage: those without dims or elements, and rare dtypes.
+
+    The gradients of a unit travel as one tensor, so all trainable parameters need one dtype: that of most elements.
+    Complex weights (of a Fourier layer) beside real ones are left out.
+    """
+    parameters = list(module.parameters())
+    sizes: collections.Counter[torch.dtype] = collections.Counter()
+    for parameter in parameters:
+        if parameter.requires_grad:
+            sizes[parameter.dtype] += parameter.numel()
+    usual = sizes.most_common(1)[0][0] if sizes else None
+    return {
+        one for one in parameters if one.ndim == 0 or one.numel() == 0 or (one.requires_grad and one.dtype != usual)
+    }
 
 
 def shard(

@@ -29,9 +29,13 @@ def total_norm(shards: Sequence[Tensor], order: float, device: torch.device, num
     """
     if not order > 0:
         raise UnsupportedError(f"a norm of order {order} over all devices", "orders above 0, or inf", "norm_type=2.0")
-    dtype = torch.promote_types(shards[0].dtype, torch.float32) if shards else torch.float32
+    dtype = torch.promote_types(shards[0].dtype.to_real(), torch.float32) if shards else torch.float32
     norms = torch.stack(
-        [torch.linalg.vector_norm(shard.detach(), order, dtype=dtype) for shard in shards if shard.numel()]
+        [
+            torch.linalg.vector_norm(one.detach().abs() if one.is_complex() else one.detach(), order, dtype=dtype)
+            for one in shards
+            if one.numel()
+        ]
         or [torch.zeros((), dtype=dtype, device=device)]
     )
     norm = torch.linalg.vector_norm(norms, order).to(device)

@@ -71,7 +71,7 @@ def _gradients_of(parameters: list[Tensor]) -> tuple[tuple[StateRef, ...], Tenso
     if not refs:
         return None
     with torch._C.DisableTorchFunction():
-        dtype = parameters[names.index(refs[0].name)].dtype
+        dtype = parameters[names.index(refs[0].name)].dtype.to_real()
         return refs, torch.empty((), dtype=dtype, device="meta")
 
 
@@ -91,7 +91,7 @@ def norm_on_workers(
     if not refs:
         return None
     holder = tensors[0]._cell.value.owner  # type: ignore[attr-defined]
-    norm = holder.promise(torch.empty((), dtype=tensors[0].dtype, device="meta"))
+    norm = holder.promise(torch.empty((), dtype=tensors[0].dtype.to_real(), device="meta"))
     session.outbox.post(GradientNorm(session.outbox.list_id(refs), float(norm_type), norm._cell.value.ref))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(

@@ -22,6 +22,13 @@ def test_a_worker_alone_has_the_norm_of_all_its_elements(order, expected):
     assert found.item() == pytest.approx(expected) and found.dim() == 0
 
 
+def test_complex_elements_count_by_their_magnitude():
+    parts = [torch.tensor([3.0 + 4.0j]), torch.tensor([12.0])]
+    for order, expected in [(1.0, 17.0), (2.0, 13.0), (math.inf, 12.0)]:
+        found = norms.total_norm(parts, order, CPU, num_workers=1)
+        assert found.dtype == torch.float32 and found.item() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("order", "expected"), [(1.0, 19.0), (2.0, 13.0), (3.0, 1819 ** (1 / 3)), (math.inf, 12.0)])
 def test_two_workers_have_the_norm_of_both_s_elements(monkeypatch, order, expected):
     """Each in a thread; what they hand in is summed, or the largest of it taken."""
