@@ -10,8 +10,9 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ POLL_S = 0.1  # how often a wait looks up to see whether it still makes sense
 START_POLL_S = 0.02  # the same while processes start
 _CAUSE_S = 4.0  # how long to wait for somebody to say how a process ended; the engine may never do so
 _STOP_TIMEOUT_S = 15.0
+_EXIT_S = 5.0  # how long the end of a script waits for the engine to be there
 
 Progress = Callable[[str, int, int], object]
 
@@ -123,13 +125,17 @@ class Launcher:
             Launch(rank, self._pid_writer, *self._output.descriptors(rank), self._request.imports)
             for rank in range(num_workers)
         ]
-        try:
-            from moreh_ap.runtime.engine import Engine  # imports Monarch, which takes a while: here, beside the script
+        with _exit_waits():
+            try:
+                if self._is_stopping():
+                    raise Stopping
+                from moreh_ap.runtime.engine import Engine  # imports Monarch, which takes a while: beside the script
 
-            self.engine = engine = Engine(self._agent.address(self._request.start_timeout_s), launches, environments)
-        finally:
-            engine_variables.take_away()
-        engine_made()
+                address = self._agent.address(self._request.start_timeout_s)
+                self.engine = engine = Engine(address, launches, environments)
+            finally:
+                engine_variables.take_away()
+            engine_made()
         store = str(self._agent.folder / "store")
         joining = engine.join([self._spec(rank, store) for rank in range(num_workers)])
         self._await_pids(joining, on_progress)
@@ -250,6 +256,29 @@ class Launcher:
             f"Worker {rank} of {self._request.num_workers} (process {child.pid}) died: {how}.{self.last_words(rank)}",
             fix=memory if code == -signal.SIGKILL else "",
         )
+
+
+@contextlib.contextmanager
+def _exit_waits() -> Iterator[None]:
+    """Has Python wait, should the script end meanwhile, before it runs exit handlers.
+
+    Monarch registers exit handlers while it is imported and attached to. They would run without our `close`, which has
+    to come first, and the next call of the engine would abort. The wait has a limit: an interrupted import may have
+    left its lock with the main thread.
+    """
+    done, main = threading.Event(), threading.main_thread()
+
+    def wait() -> None:  # in a thread that is no daemon, so Python joins it
+        while not done.wait(POLL_S):
+            if not main.is_alive():
+                done.wait(_EXIT_S)
+                return
+
+    threading.Thread(target=wait, name="moreh-exit", daemon=False).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _how(code: int) -> str:

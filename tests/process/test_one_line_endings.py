@@ -111,6 +111,23 @@ def test_ctrl_c_in_the_middle_of_an_import_ends_the_script(tmp_path):
         script.leaves_nothing()
 
 
+ENDS_EARLY = """
+import time, torch
+torch.moreh.option.enable_advanced_parallelization()
+print(torch.ones(2).cuda().sum().item())
+time.sleep({seconds})
+"""
+
+
+def test_a_script_that_ends_while_its_workers_start_is_told_nothing(tmp_path):
+    """Whatever the background thread is at then: the imports, the processes, or their joining each other."""
+    for seconds in (0.0, 0.4, 0.8, 1.2):
+        with UserScript("-c", ENDS_EARLY.format(seconds=seconds), cwd=tmp_path, **TWO) as script:
+            assert script.wait(timeout_s=30) == 0
+            assert "2.0\n" in script.out and script.err == ""
+            script.leaves_nothing()
+
+
 def test_exit_codes_and_tracebacks_are_the_script_s_own(tmp_path):
     """Three scripts at once on one machine, each with an end of its own."""
     with (

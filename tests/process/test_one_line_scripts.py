@@ -122,10 +122,13 @@ def test_disabling_restores_every_patched_place(tmp_path):
 
 
 def test_the_environment_does_what_the_line_does(tmp_path):
-    code = "import torch; print(torch.cuda.get_device_name(), torch.ones(2).cuda().sum().item())"
+    code = (
+        "import torch; model = torch.nn.Linear(1000, 1000).cuda(); x = torch.ones(2000, 1000).cuda();"
+        "print(torch.cuda.get_device_name(), torch.cuda.device_count(), model(x).isnan().any().item())"
+    )
     with UserScript("-c", code, cwd=tmp_path, MOREH_ENABLE_ADVANCED_PARALLELIZATION="1", **TWO) as script:
         out = script.succeed()
-    assert "MoAI Accelerator 2.0" in out
+    assert "MoAI Accelerator 1 False" in out
     assert out.count("Connecting to resources") == 2
 
 

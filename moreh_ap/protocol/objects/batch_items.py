@@ -171,19 +171,26 @@ def _has_rows(value: Any, count: int) -> bool:
 
 
 def _listed(given: Arguments) -> ListedItems | None:
+    """Returns the items of the first list of tensors; None where tensors are beside it and none has a row for each,
+    as where a recurrent network is given a sequence and the pair of its hidden states."""
     counts: list[int] = []
+    beside: list[Tensor] = []
 
     def look(value: Any) -> Any:
         is_list = type(value) in (list, tuple) and len(value) > 0
         if is_list and all(any(isinstance(leaf, Tensor) for leaf in tree_leaves(one)) for one in value):
             counts.append(len(value))
             return value
+        if isinstance(value, Tensor) and value.ndim > 0:
+            beside.append(value)
         return _INSIDE
 
     args, kwargs = given
     for one in (*args, *kwargs.values()):
         _replaced(look, one)
-    return ListedItems(given, counts[0]) if counts else None
+    if not counts or (beside and not any(_has_rows(tensor, counts[0]) for tensor in beside)):
+        return None
+    return ListedItems(given, counts[0])
 
 
 def _is_graph_batch(value: Any) -> bool:

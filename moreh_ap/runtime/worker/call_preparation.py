@@ -159,7 +159,7 @@ class CallPreparation:
         keeps_no_cache = command.grad and (model.applied.stages is not None or has_blocks_apart)
         args, kwargs = nesting.fill(tensors)
         if keeps_no_cache:
-            kwargs = without_cache(model.module, kwargs)
+            kwargs = without_cache(module, kwargs)
         call = Call(
             model.module,
             "unsplit",

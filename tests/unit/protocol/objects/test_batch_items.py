@@ -40,6 +40,12 @@ def test_tensors_and_dataclasses_beside_lists_are_cut_with_them():
     assert len(kwargs[PASSED_STATE]["kept"]) == 3, "what earlier forwards left is no part of the batch"
 
 
+def test_a_pair_of_hidden_states_beside_a_sequence_is_no_list_of_items():
+    hidden = torch.zeros(1, 2, 4), torch.ones(1, 2, 4)
+    assert find_items((torch.randn(1, 5, 3), hidden), {}) is None
+    assert find_items((hidden,), {}) is not None
+
+
 def graphs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch = torch.tensor([0, 0, 1, 1, 1, 2])
     edges = torch.tensor([[0, 1, 2, 4, 3, 5, 2, 3], [1, 0, 4, 2, 3, 5, 3, 3]])
