@@ -116,8 +116,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._C._swap_tensor_impl", "device"),
     ),
     *_names(
-        "Checks targets of a split vocabulary on the device, without waiting.",
-        ("torch._assert_async", "parallelizer/tensor"),
+        "Losses over a vocabulary in chunks of rows; their targets are checked on the device, without waiting.",
+        ("torch._C._nn.cross_entropy_loss", "parallelizer/loss"),
+        ("torch._assert_async", "parallelizer/loss"),
     ),
     *_names(
         "Sets the compiler to eager at once if it has been imported.",

@@ -123,9 +123,11 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     from moreh_ap.parallelizer.call.way_to_execute import way_to_execute
     from moreh_ap.parallelizer.data.fsdp import prepare, settle
     from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+    from moreh_ap.parallelizer.loss import chunked_cross_entropy
     from moreh_ap.parallelizer.mesh import build_mesh
     from moreh_ap.parallelizer.state.loading import _allocate, _names_by_tensor, local_shard
     from moreh_ap.parallelizer.tensor import vocabulary
+    from moreh_ap.patching import Patches
     from moreh_ap.plan import Plan
     from moreh_ap.planner.cost.memory_footprint import estimate_memory
     from moreh_ap.planner.profiles.known_models import find_model
@@ -143,12 +145,15 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
         "labels": torch.zeros(local_rows, length, dtype=torch.long),
         "use_cache": False,
     }
+    chunked_cross_entropy.install(Patches())
+    chunked_cross_entropy.use_for(module)
     applied = apply_plan(module, plan, build_mesh(plan, "cpu"), cpu, Example(meta, (), batch))
     position = applied.position
     peaks = (0.0, 0.0, 0.0)
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
-        mock.patch.object(vocabulary, "_check_targets"),
+        mock.patch.object(vocabulary, "check_targets"),
+        mock.patch.object(chunked_cross_entropy, "check_targets"),
         mock.patch.object(GlobalReduction, "_meet"),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
     ):

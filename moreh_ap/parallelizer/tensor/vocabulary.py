@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moreh_ap.parallelizer.loss.loss_targets import check_targets
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, computes, gather_split_tensors
 
@@ -83,21 +84,13 @@ def cross_entropy(
         return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     valid = target != ignore_index
     picked = target.where(valid, 0)
-    _check_targets(picked, input.shape[class_dim])
+    check_targets(picked, input.shape[class_dim])
     losses = _SplitCrossEntropy.apply(input, picked, class_dim, label_smoothing)
     factors = valid.to(losses.dtype) if weight is None else weight[picked] * valid
     losses = torch.where(valid, losses * factors, 0.0)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / factors.sum()
-
-
-def _check_targets(target: Tensor, classes: int) -> None:
-    out_of_range = (target < 0) | (target >= classes)
-    if target.device.type == "cpu" and bool(out_of_range.any()):
-        raise IndexError(f"Target {int(target[out_of_range].reshape(-1)[0])} is out of bounds.")
-    if target.device.type != "cpu":
-        torch._assert_async(~out_of_range.any())
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

@@ -65,7 +65,10 @@ def peak_moment(
         all_kept += rows * _outside_bytes_per_row(profile, plan, system)
     results = elements * system.logits_out_bytes * plan.micro_batches
     in_loss = stage.in_flight if plan.schedule == "gpipe" else 1.0
-    loss = elements * (system.logits_kept_bytes * in_loss + system.logits_peak_bytes)
+    kept_for_loss, in_backward = system.logits_kept_bytes, system.logits_peak_bytes
+    if system.takes_logits_in_chunks(plan, profile.logits_per_token, elements):  # in float32 they are the results
+        kept_for_loss, in_backward = computed % 4.0, computed
+    loss = elements * (kept_for_loss * in_loss + in_backward)
     # -- parameters and gradients on their way
     stays = plan.shard == 1 or plan.pipeline > 1
     gathered = ahead = travelling = 0.0

@@ -6,6 +6,7 @@ fuse and what they overlap. Must not know models, devices, or what a plan costs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from moreh_ap.plan import Plan
@@ -49,6 +50,10 @@ class TrainingSystem:
         logits_peak_bytes: Bytes for each logit on top of that while the loss is computed.
         logits_left_bytes: Bytes for each logit of the micro-batch before that are still there then.
         logits_out_bytes: Bytes for each logit of the results, which stay for every micro-batch until the step ends.
+        chunked_logits: From how many logits of a micro-batch on the loss takes them in chunks, without copies of them,
+            where a token has at least `chunked_classes`: then there are, beside the results, the logits and their
+            gradients in the computation's precision.
+        chunked_classes: See `chunked_logits`.
         gradients_come: Whether a step begins without gradients, so that they come as activations go. Then the peak is
             found moment by moment: [Note: moments] in `peak_moment.py`.
         step_copy_bytes: Bytes for each of a device's parameters that the optimizer's step makes and drops. Source: the
@@ -101,6 +106,8 @@ class TrainingSystem:
     logits_peak_bytes: float = 4.0
     logits_left_bytes: float = 0.0
     logits_out_bytes: float = 0.0
+    chunked_logits: float = math.inf
+    chunked_classes: int = 0
     gradients_come: bool = False
     step_copy_bytes: float = 0.0
     norm_kept_bytes: float = 0.0
@@ -130,6 +137,10 @@ class TrainingSystem:
             return False
         return not self.reduces_every_micro_batch or (self.keeps_gathered and plan.pipeline > 1)
 
+    def takes_logits_in_chunks(self, plan: Plan, classes: int, logits: float) -> bool:
+        """Says whether a loss over so many logits of a micro-batch makes no copies of them."""
+        return plan.tensor == 1 and classes >= self.chunked_classes and logits >= self.chunked_logits
+
     def with_zero_stage(self, zero_stage: int) -> TrainingSystem:
         """Returns the same habits with another sharding over the devices that share the batch."""
         return replace(self, zero_stage=zero_stage)
@@ -146,6 +157,8 @@ MOREH_AP = TrainingSystem(
     logits_kept_bytes=4.0,
     logits_peak_bytes=8.0,
     logits_out_bytes=4.0,
+    chunked_logits=2.0**25,
+    chunked_classes=2**13,
     gradients_come=True,
     step_copy_bytes=4.0,
     norm_kept_bytes=4.0,

@@ -21,6 +21,7 @@ from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.call.parameter_writes import keep_parameters
 from moreh_ap.parallelizer.call.reports import Reports
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots, prepare, set_requires_grad, settle
+from moreh_ap.parallelizer.loss import chunked_cross_entropy
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.state.loading import fill
 from moreh_ap.parallelizer.state.state_shard import StateShard
@@ -59,6 +60,7 @@ class WorkerModel:
         self.runs_later = self.plan.recompute != "none" or self.plan.micro_batches > 1 or self.plan.pipeline > 1
         mesh = build_mesh(self.plan, device.torch_device.type)
         example = self._example(command.example)
+        chunked_cross_entropy.use_for(self.module)
         self.applied = apply_plan(self.module, self.plan, mesh, device.torch_device, example, command.compiled)
         fill(self.module, command.sources, device.torch_device, self.applied.layouts, self.applied.absent)
         prepare(self.module)

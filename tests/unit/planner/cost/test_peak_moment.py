@@ -60,3 +60,15 @@ def test_recomputing_keeps_what_blocks_are_given():
     assert everything > selective > full
     some = [peak(Plan(recompute=blocks), 64)[0] for blocks in (2, 4, 6)]
     assert everything > some[0] > some[1] > some[2] >= full
+
+
+@pytest.mark.parametrize("precision, before, after", [("fp32", 16.0, 8.0), ("bf16", 16.0, 8.0)])
+def test_many_logits_have_no_copies_in_float32(precision, before, after):
+    """Results take 4 bytes a logit; in bfloat16 the logits themselves and their gradients 2 each."""
+    plan = Plan(shard=2, precision=precision)
+    few = replace(MOREH_AP, chunked_logits=1e12)
+    many = replace(MOREH_AP, chunked_logits=1.0, chunked_classes=1000)
+    elements = 1024 * PROFILE.sequence_length * PROFILE.logits_per_token
+    assert peak(plan, 1024, few)[1] == pytest.approx(before * elements, rel=0.05)
+    assert peak(plan, 1024, many)[1] == pytest.approx(after * elements, rel=0.05)
+    assert peak(plan, 1024, replace(many, chunked_classes=1001)) == peak(plan, 1024, few)

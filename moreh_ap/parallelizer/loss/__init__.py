@@ -1,0 +1,1 @@
+"""Losses over classes that workers compute in their own way, and the targets of such losses."""
