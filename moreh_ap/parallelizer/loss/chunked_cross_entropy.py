@@ -14,6 +14,7 @@ https://arxiv.org/abs/2411.09009, section 4, which does without logits too; here
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,12 +28,13 @@ from moreh_ap.integrations import transformers_losses
 from moreh_ap.parallelizer.loss.loss_targets import check_targets
 from moreh_ap.patching import Patches, PatchGroup
 
-LEAST_ELEMENTS = 2**25
-"""How many logits are taken in chunks; a float32 copy of them takes 128 MiB. The planner knows this number."""
+LEAST_ELEMENTS = {"cpu": 2**22, "cuda": 2**25}
+"""How many logits are taken in chunks. On GPUs a float32 copy of fewer takes less than 128 MiB, and PyTorch's function
+is one kernel. The planner knows these numbers."""
 LEAST_CLASSES = 2**13
 """How many classes make a vocabulary: a model with fewer is left alone. The planner knows this number too."""
-CHUNK_ELEMENTS = 2**23
-"""About how many logits are in a chunk."""
+CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
+"""About how many logits are in a chunk: on a CPU, as many as its caches hold."""
 
 _GROUPS: list[PatchGroup] = []  # where changes are noted, in a worker
 _REPLACED: list[Callable[..., Tensor]] = []  # PyTorch's own function, while it is replaced
@@ -72,23 +74,26 @@ def _cross_entropy_loss(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Stands in for ``torch._C._nn.cross_entropy_loss``, which `torch.nn.functional.cross_entropy` calls."""
-    if logits.numel() < LEAST_ELEMENTS or not _can_be_chunked(logits, target, weight):
+    if not _are_many(logits) or not _can_be_chunked(logits, target, weight):
         (original,) = _REPLACED
         return original(logits, target, weight, reduction, ignore_index, label_smoothing)
     return chunked_cross_entropy(logits, target, reduction, ignore_index, label_smoothing)
 
 
+def _are_many(logits: Tensor) -> bool:
+    return logits.numel() >= LEAST_ELEMENTS.get(logits.device.type, math.inf)
+
+
 def _can_be_chunked(logits: Tensor, target: Tensor, weight: Tensor | None) -> bool:
     """Says whether these are rows of logits on a device, each with the number of a class."""
-    is_plain = not logits.is_meta and not isinstance(logits, DTensor)
     has_rows = logits.ndim == 2 and target.shape == logits.shape[:1] and target.dtype == torch.int64
-    return is_plain and has_rows and weight is None and logits.dtype in _IN_CHUNKS
+    return has_rows and weight is None and not isinstance(logits, DTensor) and logits.dtype in _IN_CHUNKS
 
 
 @contextmanager
 def _surroundings(logits: Tensor) -> Iterator[None]:
     """Inside, a loss that would convert many logits to float32 gets them as they are, and is float32 nevertheless."""
-    if logits.numel() < LEAST_ELEMENTS or logits.dtype not in (torch.bfloat16, torch.float16):
+    if not _are_many(logits) or logits.dtype not in (torch.bfloat16, torch.float16):
         yield
         return
     with _InOwnPrecision(), torch.autocast(logits.device.type, dtype=logits.dtype):
@@ -123,7 +128,7 @@ def chunked_cross_entropy(
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    rows = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 
@@ -172,6 +177,6 @@ class _InOwnPrecision(TorchFunctionMode):
     """While active, `Tensor.float` leaves many logits as they are: the loss makes each chunk float32 by itself."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float and args[0].numel() >= LEAST_ELEMENTS:
+        if func is Tensor.float and _are_many(args[0]):
             return args[0]
         return func(*args, **(kwargs or {}))

@@ -169,7 +169,9 @@ MOREH_AP = TrainingSystem(
 )
 """This package's runtime: float32 master weights, FSDP2 where the plan shards or computes in bfloat16."""
 
-MOREH_AP_ON_CPU = replace(MOREH_AP, host_computes=True, hides_gradients=0.0, hides_gathers=0.0, hides_pipeline=0.0)
+MOREH_AP_ON_CPU = replace(
+    MOREH_AP, host_computes=True, hides_gradients=0.0, hides_gathers=0.0, hides_pipeline=0.0, chunked_logits=2.0**22
+)
 """The same on CPU workers. What carries messages are the cores that compute, so nothing is hidden."""
 
 EAGER_MEGATRON = TrainingSystem(

@@ -9,7 +9,7 @@ from torch import nn
 if len(sys.argv) > 1:
     torch.moreh.option.enable_advanced_parallelization(plan=sys.argv[1], mixed_precision=False)
 
-ROWS, POSITIONS, VOCABULARY, WIDTH = 16, 128, 2**15, 8
+ROWS, POSITIONS, VOCABULARY, WIDTH = 16, 64, 2**14, 8
 
 
 class Speaker(nn.Module):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.parallelizer.loss import chunked_cross_entropy
 from moreh_ap.patching import Patches
-from moreh_ap.planner.cost.training_systems import MOREH_AP
+from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
 
 ROWS, CLASSES = 50, 40
 ORIGINAL = torch._C._nn.cross_entropy_loss
@@ -23,9 +23,9 @@ ORIGINAL = torch._C._nn.cross_entropy_loss
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Logits of this size are many, and a chunk has seven rows of them."""
-    monkeypatch.setattr(chunked_cross_entropy, "LEAST_ELEMENTS", ROWS * CLASSES)
+    monkeypatch.setattr(chunked_cross_entropy, "LEAST_ELEMENTS", {"cpu": ROWS * CLASSES})
     monkeypatch.setattr(chunked_cross_entropy, "LEAST_CLASSES", CLASSES)
-    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_ELEMENTS", 7 * CLASSES)
+    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_ELEMENTS", {"cpu": 7 * CLASSES})
     patches = Patches()
     chunked_cross_entropy.install(patches)
     chunked_cross_entropy.use_for(nn.Embedding(CLASSES, 2))
@@ -134,5 +134,6 @@ def test_a_model_without_a_vocabulary_changes_nothing():
 
 
 def test_the_planner_knows_from_where_on():
-    assert MOREH_AP.chunked_logits == chunked_cross_entropy.LEAST_ELEMENTS
+    known = {"cpu": MOREH_AP_ON_CPU.chunked_logits, "cuda": MOREH_AP.chunked_logits}
+    assert known == chunked_cross_entropy.LEAST_ELEMENTS
     assert MOREH_AP.chunked_classes == chunked_cross_entropy.LEAST_CLASSES
