@@ -72,8 +72,8 @@ class Doubling(torch.nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
 torch.manual_seed(0)
-model = Doubling(1700, 1700)  # a smaller one would stay in this process
-x = torch.ones(6, 1700)
+model = Doubling(4000, 4000)  # a smaller one would stay in this process, of a busy machine too
+x = torch.ones(6, 4000)
 expected = model(x)
 torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
 model.cuda()

@@ -23,6 +23,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "threading", 
 # What PyTorch, pickle and threads note and count while they work, with the one line or without it.
 WORK = {
     "threading._active",  # the threads that run
+    "threading._shutdown_locks",  # those for which Python waits before it ends, until it looks which have ended
     "torch._dynamo.eval_frame.cached_backends",  # those that `torch.compile` was called with
     "torch._dynamo.mutation_guard.GenerationTracker.generation",  # a counter
     "torch.jit._builtins._builtin_table",  # operators that were looked up
