@@ -22,6 +22,7 @@ STEP = (
     "moreh_ap/parallelizer/*.py",
     "moreh_ap/parallelizer/call/*.py",
     "moreh_ap/parallelizer/data/*.py",
+    "moreh_ap/parallelizer/loss/*.py",
     "tutorials/manual/common.py",
     "tutorials/manual/train_one_line.py",
 )
