@@ -73,11 +73,6 @@ class Call:
     lacks_rows: bool = False
     meets_failed: bool = False
 
-    @property
-    def called(self) -> Callable[..., Any]:
-        """The module or method that is given the arguments."""
-        return self.module if self.target is None else self.target
-
 
 class SumsGradients(Protocol):
     """Sums over workers what a backward adds to gradients."""

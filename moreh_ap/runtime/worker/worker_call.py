@@ -165,7 +165,8 @@ class CallCommands:
         own = [t.detach().requires_grad_() if wants else t for t, wants in zip(own, roles.wants_grad)]
         args, kwargs = prepared.nesting.fill(own)
         if prepared.keeps_no_cache:
-            kwargs = without_cache(prepared.call.called, kwargs)
+            call = prepared.call
+            kwargs = without_cache(call.module if call.target is None else call.target, kwargs)
         return prepared.execute(replace(prepared.call, random=random), args, kwargs)
 
     def _argument(self, data: TensorData | OutputRef | StateRef) -> Tensor:
