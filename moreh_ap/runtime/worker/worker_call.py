@@ -154,7 +154,7 @@ class CallCommands:
     @staticmethod
     def _run(prepared: PreparedCall, arrived: ArrivedTensors, random: RandomPolicy) -> Execution:
         """Run the call on this worker's rows, or on the whole batch where it cannot be split."""
-        share, roles = prepared.share, prepared.roles
+        share, roles, call = prepared.share, prepared.roles, prepared.call
         if share is None:
             own = arrived.whole()
         else:
@@ -165,9 +165,8 @@ class CallCommands:
         own = [t.detach().requires_grad_() if wants else t for t, wants in zip(own, roles.wants_grad)]
         args, kwargs = prepared.nesting.fill(own)
         if prepared.keeps_no_cache:
-            call = prepared.call
             kwargs = without_cache(call.module if call.target is None else call.target, kwargs)
-        return prepared.execute(replace(prepared.call, random=random), args, kwargs)
+        return prepared.execute(replace(call, random=random), args, kwargs)
 
     def _argument(self, data: TensorData | OutputRef | StateRef) -> Tensor:
         if isinstance(data, TensorData):
