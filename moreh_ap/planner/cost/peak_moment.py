@@ -66,8 +66,9 @@ def peak_moment(
     results = elements * system.logits_out_bytes * plan.micro_batches
     in_loss = stage.in_flight if plan.schedule == "gpipe" else 1.0
     kept_for_loss, in_backward = system.logits_kept_bytes, system.logits_peak_bytes
-    if system.takes_logits_in_chunks(plan, profile.logits_per_token, elements):  # in float32 they are the results
-        kept_for_loss, in_backward = computed % 4.0, computed
+    if system.takes_logits_in_chunks(plan, profile.logits_per_token, elements):
+        # What the loss keeps are the logits; in float32 they are the results, which are counted apart.
+        kept_for_loss, in_backward = (computed if plan.precision == "bf16" else 0.0), computed
     loss = elements * (kept_for_loss * in_loss + in_backward)
     # -- parameters and gradients on their way
     stays = plan.shard == 1 or plan.pipeline > 1

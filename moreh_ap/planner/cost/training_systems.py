@@ -138,7 +138,13 @@ class TrainingSystem:
         return not self.reduces_every_micro_batch or (self.keeps_gathered and plan.pipeline > 1)
 
     def takes_logits_in_chunks(self, plan: Plan, classes: int, logits: float) -> bool:
-        """Says whether a loss over so many logits of a micro-batch makes no copies of them."""
+        """Says whether a loss makes no copies of its logits.
+
+        Args:
+            plan: The plan; a tensor axis splits the vocabulary instead.
+            classes: Logits of one token.
+            logits: Logits of one micro-batch on one device.
+        """
         return plan.tensor == 1 and classes >= self.chunked_classes and logits >= self.chunked_logits
 
     def with_zero_stage(self, zero_stage: int) -> TrainingSystem:
