@@ -43,7 +43,7 @@ ma.unhandled_fault_hook = lambda failure: _faults.append(failure.report())
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
-_ATTACH_TIMEOUT_S = 30.0
+_ATTACH_TIMEOUT_S = 15.0  # an agent that listens answers in 0.25 s, on a busy machine too, or never
 _transports: list[str] = []
 _transport_lock = threading.Lock()
 
@@ -128,6 +128,9 @@ class Engine:
         environments: variables to set for each worker.
 
     Returns at once; the processes start in the background.
+
+    Raises:
+        EngineError: The agent does not answer.
     """
 
     def __init__(self, address: str, launches: Sequence[Launch], environments: Sequence[Mapping[str, str]]) -> None:
@@ -193,15 +196,23 @@ def _bootstrap_commands(launches: Sequence[Launch], environments: Sequence[Mappi
 
 
 def _attach(address: str) -> Any:
-    """Returns Monarch's handle of the agent at `address`."""
+    """Returns Monarch's handle of the agent at `address`.
+
+    Raises:
+        EngineError: The agent does not answer.
+    """
     with _transport_lock, without_lines(_BANNER):
         first, before = not _transports, private_sockets.abstract_listeners()
         if first:
             _open_transport()
         host = ma.attach_to_workers(ca="trust_all_connections", workers=[address])
-        host.initialized.get(timeout=_ATTACH_TIMEOUT_S)
-        if first:
-            private_sockets.close(private_sockets.abstract_listeners() - before)
+        try:
+            host.initialized.get(timeout=_ATTACH_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineError(f"Timeout: no answer from {address} in {_ATTACH_TIMEOUT_S:g} s") from error
+        finally:
+            if first:
+                private_sockets.close(private_sockets.abstract_listeners() - before)
         return host
 
 

@@ -133,6 +133,11 @@ class Launcher:
 
                 address = self._agent.address(self._request.start_timeout_s)
                 self.engine = engine = Engine(address, launches, environments)
+            except EngineError as error:
+                raise MeshStartError(
+                    f"The process that supervises the workers (process {self._agent.pid}) does not answer: {error}",
+                    fix="run the script again",
+                ) from error
             finally:
                 engine_variables.take_away()
             engine_made()

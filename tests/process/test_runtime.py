@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from moreh_ap.errors import MeshStartError, WorkerError, WorkerLostError
+from moreh_ap.runtime.host.agent_process import AgentProcess
 from moreh_ap.runtime.worker_group import MAX_OUTSTANDING, WorkerGroup
 
 EXECUTOR = "runtime_executor:Executor"
@@ -461,6 +462,34 @@ def test_processes_that_start_too_slowly_are_said_to_be():
     mesh = start_mesh(2)
     mesh.wait_ready(60)
     mesh.close()
+
+
+@pytest.mark.parametrize("num_deaf", [1, 2])
+def test_an_agent_that_does_not_answer_is_started_again_once(monkeypatch, num_deaf):
+    mesh = start_mesh(1)
+    mesh.wait_ready(60)  # the engine is there
+    mesh.close()
+    address, agents = AgentProcess.address, []
+
+    def deaf_at_first(agent, timeout_s):
+        result = address(agent, timeout_s)
+        agents.append(agent)
+        if len(agents) <= num_deaf:
+            os.kill(agent.pid, signal.SIGSTOP)
+        return result
+
+    monkeypatch.setattr(AgentProcess, "address", deaf_at_first)
+    monkeypatch.setattr("moreh_ap.runtime.engine._ATTACH_TIMEOUT_S", 1.0)
+    mesh = start_mesh(2)
+    if num_deaf == 1:
+        mesh.wait_ready(60)
+        assert mesh.submit(("rank",)).result() == [0, 1]
+    else:
+        with pytest.raises(MeshStartError, match="does not answer: Timeout"):
+            mesh.wait_ready(60)
+    mesh.close()
+    assert len(agents) == 2
+    assert agents[0].exit_code() == -signal.SIGKILL
 
 
 SCRIPT = """
