@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,6 +161,37 @@ def test_another_way_through_the_forward_is_noticed_and_computed_as_one_device_d
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
     assert capsys.readouterr().out.count(WHOLE) == 1
+
+
+class AugmentedContrast(TwoEncoders):
+    """Rows meet, and a number that Python draws decides by which way, once for each of three rounds."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> Tensor:
+        left_BD, right_BD = self.left(x_BF), self.right(y_BF)
+        answers_B = torch.arange(len(x_BF), device=x_BF.device)
+        for _ in range(3):
+            if random.random() < 0.5:
+                left_BD = F.normalize(left_BD + right_BD, dim=-1)
+            else:
+                right_BD = torch.tanh(right_BD) - left_BD.mean(0)
+        return F.cross_entropy(left_BD @ right_BD.T, answers_B)
+
+
+def test_rows_meet_by_a_way_that_python_draws(capsys):
+    def script(device):
+        random.seed(0)
+        torch.manual_seed(0)
+        model = AugmentedContrast().to(device)
+        losses = []
+        for _ in range(8):
+            x, y = torch.randn(6, 8), torch.randn(6, 8)
+            loss = model(x.to(device), y.to(device))
+            loss.backward()
+            losses.append(torch.tensor(loss.item()))
+        return losses, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
 
 
 class RecurrentTimeFirst(nn.Module):

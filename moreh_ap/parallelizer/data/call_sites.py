@@ -17,16 +17,33 @@ _NAMES: dict[CodeType, int] = {}
 
 def site_of_call() -> int:
     """Returns a number from 1 to 2^32 for the place in the model's code that is being executed, and what called it."""
-    found = 0
+    found, inner = 0, None
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module == FORWARD:
             break
-        if module.partition(".")[0] != "moreh_ap":
+        package, place = module.partition(".")[0], (frame.f_code, frame.f_lasti)
+        # A function of PyTorch is entered once more for each torch function mode that passes it on.
+        is_passed_on = module == "torch.overrides" or (package == "torch" and place == inner)
+        if package != "moreh_ap" and not is_passed_on:
             found = zlib.crc32(f"{found} {_name_of(frame.f_code)} {frame.f_lasti}".encode())
+            inner = place
         frame = frame.f_back  # type: ignore[assignment]
     return found or 1
+
+
+def is_called_by(package: str) -> bool:
+    """Returns whether the torch function that is being called comes from a package of PyTorch, not from the model."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if f"{module}.".startswith(f"{package}."):
+            return True
+        if module.partition(".")[0] not in ("torch", "moreh_ap"):
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _name_of(code: CodeType) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,9 +30,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, SumOverWorkers, all_gather
+from moreh_ap.parallelizer.data.call_sites import is_called_by, site_of_call
 from moreh_ap.parallelizer.data.loss_reduction import Diverged, call_site
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
-from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, map_leaves
+from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of, map_leaves
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.protocol.batch import row_range
 
@@ -82,6 +83,9 @@ class Step:
         writes: Whether it writes to its first argument.
         cuts: Whether the result is one device's at first, and cut to this worker's rows.
         results: The placements of the tensors in the result.
+        site: Where in the model's code it is called, as `call_sites.site_of_call` tells; 0 where the order of steps
+            tells it.
+        given: The placements of the tensors among the arguments, with a site.
     """
 
     name: str
@@ -93,6 +97,13 @@ class Step:
     writes: bool = False
     cuts: bool = False
     results: tuple[Placement, ...] = ()
+    site: int = 0
+    given: tuple[Placement, ...] = ()
+
+    @property
+    def place(self) -> Hashable:
+        """What tells steps apart in a forward that goes several ways: function, line, and where arguments have rows."""
+        return self.name, self.site, self.given
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,8 @@ class Gathering:
 
     Attributes:
         steps: What each call of a torch function or module does, in order; those inside a module that works row by row
-            are left out.
+            are left out. Where numbers of Python or NumPy decide which functions the forward calls, every step that
+            was seen, in no order, each with its site.
         dims: For each leaf of the arguments where it has rows; None: nowhere.
         rows: Rows of the batch.
         cuts: Whether the arguments have the rows of the whole batch, and are cut to this worker's by the forward.
@@ -174,6 +186,7 @@ class GatheringReduction(JoinedReduction):
         self._gathering = gathering
         self._placements = Placements()
         self._position = 0
+        self._by_place = {step.place: step for step in gathering.steps if step.site}
         self._inside: bool | None = None
         """In a module that works row by row, whether its means over dim 0 are means over the batch."""
         self._start, self._stop = row_range(axis.rank, axis.size, gathering.rows)
@@ -224,7 +237,7 @@ class GatheringReduction(JoinedReduction):
             return self._run(self._inside, func, args, kwargs)
         if is_question(func):
             return func(*args, **kwargs)
-        step = self._next(function_name(func))
+        step = self._next(function_name(func), args, kwargs)
         args, kwargs, placements = self._prepare(step, args, kwargs)
         return self._placed(step, self._run(has_first_rows(placements), func, args, kwargs))
 
@@ -237,7 +250,7 @@ class GatheringReduction(JoinedReduction):
     def _call_module(self, call: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside is not None:
             return call(*args, **kwargs)
-        step = self._next(module_step(module))
+        step = self._next(module_step(module), args, kwargs)
         if step.enters:
             return call(*args, **kwargs)
         args, kwargs, placements = self._prepare(step, args, kwargs)
@@ -248,12 +261,21 @@ class GatheringReduction(JoinedReduction):
             self._inside = None
         return self._placed(step, result)
 
-    def _next(self, name: str) -> Step:
-        steps = self._gathering.steps
-        if self._position >= len(steps) or steps[self._position].name != name:
+    def _next(self, name: str, args: Any, kwargs: Any) -> Step:
+        """Returns the step of the function or module that is called now."""
+        steps, found = self._gathering.steps, None
+        if self._by_place:
+            leaves = leaves_of((args, kwargs))
+            given = tuple(self._placements.get(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+            # FSDP2 gathers parameters in one way in its first forward and in others later.
+            is_ours = not any(given) and is_called_by("torch.distributed")
+            found = Step(name) if is_ours else self._by_place.get(Step(name, site=site_of_call(), given=given).place)
+        elif self._position < len(steps) and steps[self._position].name == name:
+            found = steps[self._position]
+            self._position += 1
+        if found is None:
             raise Diverged("the forward calls other functions than when it was tried on a few rows")
-        self._position += 1
-        return steps[self._position - 1]
+        return found
 
     def _prepare(self, step: Step, args: Any, kwargs: Any) -> tuple[Any, Any, list[Placement]]:
         """Returns the arguments as the step wants them, and the placements of the tensors among them."""

@@ -22,11 +22,15 @@ _QUESTIONS |= {
     "data_ptr",
     "__hash__",
     "has_names",
+    "_set_grad_enabled",
+    "_record_function_enter_new",
+    "_record_function_exit",
 }
 
 
 def is_question(func: Callable[..., Any]) -> bool:
-    """Says whether a torch function asks for something that is not computed from the entries of a tensor."""
+    """Says whether a torch function asks for something that is not computed from the entries of a tensor, or sets
+    something beside them."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _GETTERS_OF_TENSORS

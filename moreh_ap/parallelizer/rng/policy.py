@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.parallelizer.rng.shared_draws import Draw, DrawRecorder, Share, SharedDraws, draws_of
+from moreh_ap.parallelizer.rng.shared_draws import Coins, Draw, DrawRecorder, Share, SharedDraws, draws_of
 from moreh_ap.protocol.rng_state import (
     Streams,
     host_untouched,
@@ -40,8 +40,8 @@ from moreh_ap.protocol.rng_state import (
     state_of_stream,
 )
 
-NUM_HOST_RNG_PROBES = 6
-"""With how many other states of Python's and NumPy's streams a forward is probed that draws from them."""
+NUM_OTHER_STREAMS = 6
+"""With how many other states of the streams a forward is tried whose way they may decide."""
 
 
 @dataclass(frozen=True)
@@ -132,22 +132,25 @@ class RandomPolicy:
         if self.stream is None:
             return ()
         drawing = self.begin(device)
-        found = self._compare_draws(forward, fewest)
-        if drawing.moved_host():  # which numbers are drawn may depend on a number of Python's or NumPy's stream
-            for seed in range(NUM_HOST_RNG_PROBES):
-                other = replace(self, host=seeded_state_of_host(seed))._compare_draws(forward, fewest)
-                found += tuple(dict.fromkeys(draw for draw in other if draw not in found))
+        coins = Coins()
+        found = self._compare_draws(forward, fewest, coins)
+        if drawing.moved_host() or coins.found:  # a number of one of the streams may decide which others are drawn
+            for seed in range(NUM_OTHER_STREAMS):
+                other = replace(self, host=seeded_state_of_host(seed), stream=_seeded_stream(seed))
+                draws = other._compare_draws(forward, fewest, Coins())
+                found += tuple(dict.fromkeys(draw for draw in draws if draw not in found))
         return found
 
-    def _compare_draws(self, forward: Callable[[RandomPolicy, int], object], fewest: int) -> tuple[Draw, ...]:
-        recorders = []
-        for rows in (fewest, 2 * fewest):
-            recorders.append(DrawRecorder())
-            with recorders[-1]:
-                forward(self, rows)
-            if not recorders[-1].drawn:
-                return ()
-        return draws_of(*(recorder.drawn for recorder in recorders))
+    def _compare_draws(
+        self, forward: Callable[[RandomPolicy, int], object], fewest: int, coins: Coins
+    ) -> tuple[Draw, ...]:
+        with DrawRecorder(coins) as first:
+            forward(self, fewest)
+        if not first.drawn:
+            return ()
+        with DrawRecorder(coins.again()) as second:
+            forward(self, 2 * fewest)
+        return draws_of(first.drawn, second.drawn)
 
 
 class Drawing:
@@ -247,6 +250,11 @@ def _seed(number: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(number % 2**63)
     if device.type == "cuda":
         torch.cuda.manual_seed(number % 2**63)
+
+
+def _seeded_stream(seed: int) -> Tensor:
+    """Returns where the CPU's stream is after ``torch.manual_seed(seed)``."""
+    return torch.Generator().manual_seed(seed).get_state()
 
 
 def _stream_fingerprint() -> int:

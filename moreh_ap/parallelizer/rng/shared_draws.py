@@ -19,11 +19,16 @@ where follows the order of dims in memory, which is that of the two rows: one ro
 [Note: drawn again]
 A checkpointed block draws once more in backward, from the state that it drew from in forward. That state is by what a
 draw is recognised.
+
+[Note: coins]
+A single number that is drawn may decide what else is: whether a layer is left out. Two rows draw more than one does on
+the way to it, and would get another. So they are given the numbers that the one row got, wherever one number is drawn
+(`Coins`), and the comparison is repeated with others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -105,12 +110,45 @@ class Drawn:
     order: tuple[int, ...]
 
 
-class DrawRecorder(TorchFunctionMode):
-    """While active, notes everything that is drawn, in order."""
+class Coins:
+    """Single numbers that a forward draws, which a second forward gets again. See [Note: coins].
+
+    Attributes:
+        found: Whether the second forward drew any that the rows leave alone.
+    """
 
     def __init__(self) -> None:
+        self.found = False
+        self._first: list[Tensor | None] = []
+        self._second: Iterator[Tensor | None] | None = None
+
+    def again(self) -> Coins:
+        """Returns these coins, for the second forward."""
+        self._second = iter(self._first)
+        return self
+
+    def pass_on(self, result: Tensor) -> None:
+        """Keeps what the first forward draws, and gives it to the second."""
+        if self._second is None:
+            self._first.append(result.detach().clone() if result.numel() == 1 else None)
+            return
+        known = next(self._second, None)
+        if known is not None and known.shape == result.shape:
+            self.found = True
+            result.copy_(known)
+
+
+class DrawRecorder(TorchFunctionMode):
+    """While active, notes everything that is drawn, in order.
+
+    Args:
+        coins: Gets, or gives, what is drawn as a single number.
+    """
+
+    def __init__(self, coins: Coins | None = None) -> None:
         super().__init__()
         self.drawn: list[Drawn] = []
+        self._coins = coins
         self._all = Recording()
 
     def __enter__(self) -> DrawRecorder:
@@ -130,18 +168,19 @@ class DrawRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") not in MAY_DRAW:
             return func(*args, **(kwargs or {}))
-        with Recording() as recording:
+        with Recording(self._coins) as recording:
             result = func(*args, **(kwargs or {}))
         self.drawn += recording.drawn
         return result
 
 
 class Recording(TorchDispatchMode):
-    """While active, notes what operations draw, in order."""
+    """While active, notes what operations draw, in order; `coins` as in `DrawRecorder`."""
 
-    def __init__(self) -> None:
+    def __init__(self, coins: Coins | None = None) -> None:
         super().__init__()
         self.drawn: list[Drawn] = []
+        self._coins = coins
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -150,6 +189,8 @@ class Recording(TorchDispatchMode):
                 raise UnsharedDraw(f"{func._opname} draws random numbers that nobody sees")
             order = memory_order(result) or tuple(range(result.ndim))
             self.drawn.append(Drawn(func._opname, tuple(result.shape), order))
+            if self._coins is not None:
+                self._coins.pass_on(result)
         return result
 
 

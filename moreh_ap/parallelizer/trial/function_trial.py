@@ -32,6 +32,7 @@ from moreh_ap.parallelizer.data.row_gathering import (
     has_first_rows,
 )
 from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
+from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.trial.dry_run import Refused
 from moreh_ap.parallelizer.trial.row_comparison import close
 
@@ -107,8 +108,13 @@ class Trial:
         self.takes_means = has_first_rows(placements)
 
     def decide_on_module(self) -> tuple[Step, Sequence[Double | None]] | None:
-        """Returns the step of a module that works row by row, and what its results are; None if rows meet in it."""
-        with GlobalReduction(self._device, record=True) if self.takes_means else nullcontext() as full:
+        """Returns the step of a module that works row by row, and what its results are; None if rows meet in it.
+
+        Every call draws the same random numbers, and the streams are left as they were.
+        """
+        device = self._device if self._device.type == "cuda" else None
+        recording = GlobalReduction(self._device, record=True) if self.takes_means else nullcontext()
+        with streams_untouched(device), recording as full:
             args, kwargs = map_leaves(lambda leaf: leaf, (self._args, self._kwargs))  # a module may add to a dict
             wanted = tensors_of(self._func(*args, **kwargs))
         denominators = full.global_denominators if full is not None else ()
@@ -118,7 +124,7 @@ class Trial:
                 args, kwargs = self._slice_of((self._args, self._kwargs), which, adds_up, for_all)
                 own = GlobalReduction(self._device, denominators=denominators)
                 try:
-                    with own if self.takes_means else nullcontext():
+                    with streams_untouched(device), own if self.takes_means else nullcontext():
                         results.append(tensors_of(self._func(*args, **kwargs)))
                 except Exception:  # whatever the module raises for such slices: it does not work on them
                     break

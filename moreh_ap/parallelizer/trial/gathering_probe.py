@@ -6,20 +6,22 @@ statistics that a model takes itself. Must not know what follows from it (`split
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.row_gathering import Gathering, GatheringReduction
-from moreh_ap.parallelizer.rng.policy import RandomPolicy
-from moreh_ap.parallelizer.trial.dry_run import NoDropout
+from moreh_ap.parallelizer.data.row_gathering import Gathering, GatheringReduction, Step
+from moreh_ap.parallelizer.rng.policy import NUM_OTHER_STREAMS, Drawing, RandomPolicy
+from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused
 from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
 from moreh_ap.parallelizer.trial.lockstep import Lockstep
-from moreh_ap.parallelizer.trial.recorded_calls import NumberRecorder
+from moreh_ap.parallelizer.trial.recorded_calls import Called, NumberRecorder
 from moreh_ap.protocol.batch import row_range
+from moreh_ap.protocol.rng_state import seeded_state_of_host
 
 
 class GatheringProbe(JoinedProbe):
@@ -28,26 +30,60 @@ class GatheringProbe(JoinedProbe):
     _least_rounding = 0.0
 
     def compare_outputs(self) -> None:
-        number = len(self._chosen)
-        _, first = row_range(0, 2, number)
-        fewer = NumberRecorder(self.call.device)
-        self._forward(first, fewer)
+        self.steps = self._learn()
+        super().compare_outputs()
+
+    def _learn(self) -> tuple[Step, ...]:
+        """Returns the steps of the forward; with their sites where numbers of Python or NumPy decide which it takes.
+
+        Raises:
+            Refused: They do, and at one place in the model's code functions do different things with rows.
+        """
+        host = self.call.random.host
+        fewer, draws = self._record(host)
+        seeds = range(NUM_OTHER_STREAMS) if draws else ()
+        ways = [(other, self._record(other)[0]) for other in map(seeded_state_of_host, seeds)]
+        others = [(other, calls) for other, calls in ways if _names(calls) != _names(fewer)]
+        steps = self._steps_of(host, fewer)
+        if not others:
+            return tuple(replace(step, site=0, given=()) for step in steps)
+        by_place: dict[Hashable, Step] = {}
+        for step in itertools.chain(steps, *itertools.starmap(self._steps_of, others)):
+            if by_place.setdefault(step.place, step) != step:
+                raise Refused(f"numbers of Python decide what {step.name} does with rows, which depend on each other")
+        return tuple(by_place.values())
+
+    def _record(self, host: bytes | None) -> tuple[Sequence[Called], bool]:
+        """Returns what a forward of fewer rows calls if Python's and NumPy's streams start at `host`, and whether it
+        draws from them."""
+        recorder = NumberRecorder(self.call.device)
+        drawing = self._forward(self._num_fewer, recorder, host)
+        return recorder.calls, drawing.moved_host()
+
+    def _steps_of(self, host: bytes | None, fewer: Sequence[Called]) -> tuple[Step, ...]:
+        number, first = len(self._chosen), self._num_fewer
         lockstep = Lockstep(
             self.call.device,
             rows=(first, number - first),
             dims=self.dims,
-            fewer=(first, fewer.calls),
+            fewer=(first, fewer),
             tolerance=self._tolerance,
         )
-        self._forward(number, lockstep)
-        self.steps = tuple(lockstep.steps)
-        super().compare_outputs()
+        self._forward(number, lockstep, host)
+        return tuple(lockstep.steps)
 
-    def _forward(self, number: int, mode: OwnDevice) -> None:
-        """Runs the first of the chosen rows under a mode."""
+    @property
+    def _num_fewer(self) -> int:
+        """How many rows the first of two workers has."""
+        return row_range(0, 2, len(self._chosen))[1]
+
+    def _forward(self, number: int, mode: OwnDevice, host: bytes | None) -> Drawing:
+        """Runs the first of the chosen rows under a mode; returns what knows the random numbers that they drew."""
         args, kwargs = self._arguments(self._chosen[:number])
+        random = RandomPolicy(stream=self.call.random.stream, host=host)
         with self._from_the_same_state(), NoDropout():
-            EagerForward(replace(self.call, random=RandomPolicy()), args, kwargs, reduction=mode)
+            run = EagerForward(replace(self.call, random=random), args, kwargs, reduction=mode)
+        return run.drawing
 
     def _reduction(self, mark: Callable[[], int] | None) -> GatheringReduction:
         gathering = Gathering(self.steps, tuple(self.dims), len(self._chosen))
@@ -55,3 +91,7 @@ class GatheringProbe(JoinedProbe):
 
     def _check_denominators(self, common: Sequence[Tensor], apart: Sequence[Sequence[Tensor]]) -> None:
         """Means of what every worker has are no sites on workers; the results are compared in any case."""
+
+
+def _names(calls: Sequence[Called]) -> list[str]:
+    return [called.name for called in calls]

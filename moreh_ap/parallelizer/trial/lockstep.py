@@ -13,6 +13,7 @@ they are left as they are, or made those of the whole batch, as the comparison s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.parallelizer.call.placement import OwnDevice
+from moreh_ap.parallelizer.data.call_sites import site_of_call
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.data.row_gathering import (
@@ -114,12 +116,14 @@ class Lockstep(GlobalReduction):
         doubles = self._doubles_of(leaves)
         if not any(doubles) or name.startswith("new_"):
             result = OwnDevice.__torch_function__(self, func, types, args, kwargs)
-            self.steps.append(self._of_one_device(func, args, kwargs, follows, result) if follows else Step(name))
+            step = self._of_one_device(func, args, kwargs, follows, result) if follows else Step(name)
+            self._note(step, leaves, doubles)
             return result
         step, result, found = Trial(
             self.device, self._rows, self._tolerance, func, name, (args, kwargs), doubles, follows
         ).decide()
-        self._learn(step, result, found)
+        self._note(step, leaves, doubles)
+        self._place(result, found)
         return result
 
     def _call_module(self, call: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,15 +146,22 @@ class Lockstep(GlobalReduction):
                     self._inside = trial.takes_means
                     result = call(*args, **kwargs)
                     self._position = after
-                    self._learn(step, result, found)
+                    self._note(step, leaves, doubles)
+                    self._place(result, found)
                     return result
             finally:
                 self._inside = None
-        self.steps.append(Step(name, enters=True))
+        self._note(Step(name, enters=True), leaves, doubles)
         return call(*args, **kwargs)
 
-    def _learn(self, step: Step, result: Any, found: Sequence[Double | None]) -> None:
-        self.steps.append(step)
+    def _note(self, step: Step, leaves: Sequence[Any], doubles: Sequence[Double | None]) -> None:
+        """Keeps a step with the place at which the forward took it."""
+        placements = [None if double is None else double.placement for double in doubles]
+        given = tuple(place for leaf, place in zip(leaves, placements, strict=True) if isinstance(leaf, Tensor))
+        self.steps.append(replace(step, site=site_of_call(), given=given))
+
+    def _place(self, result: Any, found: Sequence[Double | None]) -> None:
+        """Keeps what two workers have in place of a result."""
         for leaf, double in zip(tensors_of(result), found, strict=False):  # what is written to has its doubles
             if double is None:
                 self._doubles.forget(leaf)

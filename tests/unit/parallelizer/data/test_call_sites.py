@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from moreh_ap.parallelizer.data.call_sites import site_of_call
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from moreh_ap.parallelizer.data.call_sites import is_called_by, site_of_call
 
 
 def inner() -> int:
@@ -13,3 +21,49 @@ def test_a_place_is_told_by_every_line_that_leads_there():
     in_a_loop = [inner() for _ in range(3)]
     one, other = inner(), inner()
     assert len({*in_a_loop}) == 1 and len({one, other, *in_a_loop}) == 3
+
+
+NOTING = """
+class PassingOn(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Noting(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.sites, self.by_functional = [], []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.sites.append(site_of_call())
+        self.by_functional.append(is_called_by("torch.nn.functional"))
+        return func(*args, **(kwargs or {}))
+"""
+"""Modes as those of the package, whose own lines are left out of places."""
+
+
+@pytest.fixture(scope="module")
+def modes():
+    names = {"TorchFunctionMode": TorchFunctionMode, "site_of_call": site_of_call, "is_called_by": is_called_by}
+    exec(NOTING, names := {**names, "__name__": "moreh_ap.modes"})
+    return SimpleNamespace(**names)
+
+
+def test_a_mode_that_passes_functions_on_changes_no_place(modes):
+    """A function that PyTorch has written in Python is entered once more for each mode."""
+    x, found = torch.ones(2, 3), []
+    for outer in (nullcontext(), modes.PassingOn(), modes.PassingOn()):
+        noting = modes.Noting()
+        with noting, outer:
+            for function in (torch.exp, F.normalize):
+                function(x)
+        found.append(noting.sites[:2])
+    assert found[0] == found[1] == found[2] and len(set(found[0])) == 2
+
+
+def test_functions_that_pytorch_calls_are_told_from_those_of_the_model(modes):
+    x = torch.ones(2, 3)
+    with modes.Noting() as noting:
+        torch.exp(x)
+        F.normalize(x)
+    assert noting.by_functional == [False, True]

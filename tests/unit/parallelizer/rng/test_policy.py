@@ -7,7 +7,14 @@ import random
 import pytest
 import torch
 
-from moreh_ap.parallelizer.rng.policy import HostReplay, OwnStream, RandomPolicy, current_streams, streams_untouched
+from moreh_ap.parallelizer.rng.policy import (
+    NUM_OTHER_STREAMS,
+    HostReplay,
+    OwnStream,
+    RandomPolicy,
+    current_streams,
+    streams_untouched,
+)
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Rows, Share
 from moreh_ap.protocol.rng_state import Streams
 
@@ -76,6 +83,39 @@ def test_draws_that_follow_a_number_of_python_are_found_with_other_states_too():
     found = RandomPolicy.of(1, streams, has_one_stream=True).find_draws(CPU, forward)
     assert set(found) == {Draw("rand", 2, Rows(0, (0, 1))), Draw("randn", 3, Rows(1, (0, 1, 2)))}
     assert RandomPolicy(seed=1).find_draws(CPU, forward) == ()
+
+
+def test_draws_that_follow_a_single_number_of_the_stream_are_found_with_other_states_too():
+    """Two rows draw more than one before the number that decides, which would be another for them."""
+    seen = []
+
+    def forward(policy: RandomPolicy, rows: int) -> None:
+        policy.begin(CPU)
+        torch.nn.functional.dropout(torch.ones(rows, 5), 0.5)
+        coin = torch.rand([])
+        seen.append((rows, coin.item()))
+        torch.rand(rows, 3, 2) if coin < 0.5 else torch.randn(2, rows, 4, 1)
+
+    streams = Streams(current_streams().torch, current_streams().host)
+    found = RandomPolicy.of(1, streams, has_one_stream=True).find_draws(CPU, forward)
+    assert {(draw.name, draw.num_dims) for draw in found} == {("bernoulli_", 2), ("rand", 0), ("rand", 3), ("randn", 4)}
+    coins = [[coin for rows, coin in seen if rows == number] for number in (1, 2)]
+    assert coins[0] == coins[1] and len(set(coins[0])) == 1 + NUM_OTHER_STREAMS
+
+
+def test_a_number_for_each_row_is_no_single_number():
+    runs = []
+
+    def forward(policy: RandomPolicy, rows: int) -> None:
+        policy.begin(CPU)
+        runs.append(rows)
+        torch.rand(rows, 1)
+
+    streams = Streams(current_streams().torch, current_streams().host)
+    assert RandomPolicy.of(1, streams, has_one_stream=True).find_draws(CPU, forward) == (
+        Draw("rand", 2, Rows(0, (0, 1))),
+    )
+    assert runs == [1, 2]
 
 
 def test_streams_of_the_host_are_repeated_and_put_back():
