@@ -5,8 +5,8 @@ Decides what a state is and how it is put back. Must not know who draws, or what
 [Note: streams of the host]
 A forward may flip a coin with `random` or `numpy.random` (LayerDrop, masks of speech models, self-conditioning). One
 process has one stream of each, whatever its device. So a call of such a forward carries their states, every worker goes
-on from them and flips the same coin, and the script goes on from where the forward left them. A forward that draws for
-each row fails the split check, and runs unsplit.
+on from them and flips the same coin, and the script goes on from where the forward left them. Where a forward draws for
+each row in turn, each worker also makes the calls for the rows of the others (`parallelizer.rng.host_draws`).
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ from user_script import SCRIPTS, UserScript
 
 SPLIT = {"MOREH_STRICT": "1"}  # a training call that every device computes whole is an error
 WHOLE = {
-    "drop_in_chance.py": "source and target with time first, of different lengths; a loss over the experts of all rows",
-    "drop_in_coins.py": "a mask that Python draws for one row after the other, behind a coin for the whole batch",
     "drop_in_objects.py": "a graph as one sparse matrix",
     "drop_in_own_parameters.py": "forwards that change parameters: a codebook, an encoder of keys, embeddings",
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,9 +70,52 @@ class OwnGenerator(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
+class Masking(nn.Module):
+    """A layer as SpecAugment: NumPy draws how many steps are masked, then which, row after row."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.linear, self.mask = nn.Dropout(0.2), nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+
+    def forward(self, hidden, lengths):
+        spans = int(1 + 2 * np.random.rand())
+        masked = np.zeros(hidden.shape[:2], dtype=bool)
+        for row, length in enumerate(lengths):
+            masked[row, np.random.choice(np.arange(length), spans, replace=False)] = True
+        return torch.where(torch.tensor(masked, device=hidden.device).unsqueeze(-1), self.mask, self.linear(hidden))
+
+
+class MaskedSpans(nn.Module):
+    """SpecAugment, and LayerDrop as in transformers: a number of PyTorch decides whether a layer is left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.drop, self.head = nn.Embedding(VOCABULARY, 8), nn.Dropout(0.2), nn.Linear(8, VOCABULARY)
+        self.layers = nn.ModuleList(Masking() for _ in range(3))
+
+    def lengths(self, ids):
+        return [ids.shape[1]] * ids.shape[0]
+
+    def forward(self, ids, labels):
+        hidden, lengths = self.embedding(ids), self.lengths(ids)
+        for layer in self.layers:
+            if torch.rand([]) >= 0.4:
+                hidden = self.drop(hidden) + layer(hidden, lengths).relu()
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+class MaskedSpansOfWords(MaskedSpans):
+    """The same with masks in the words of each row: how many those are, only its own worker knows."""
+
+    def lengths(self, ids):
+        return (ids.shape[1] - (ids[:, 2:] % 3 == 0).sum(1)).tolist()
+
+
 def train(make, device, steps=4):
     """Losses, and what the script draws for itself between them, from one seed."""
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     model = make().to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trace = []
@@ -78,7 +124,7 @@ def train(make, device, steps=4):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        trace += [loss.item(), torch.rand(()).item()]
+        trace += [loss.item(), torch.rand(()).item(), np.random.rand()]
     model.eval()
     with torch.no_grad():
         trace.append(model(batch["input_ids"].to(device), batch["labels"].to(device)).item())
@@ -97,12 +143,19 @@ def train(make, device, steps=4):
         ("replicate=3", WithGpt2),
         ("replicate=2", OwnGenerator),
         ("shard=2", OwnGenerator),
+        ("replicate=2", MaskedSpans),
+        ("shard=2", MaskedSpans),
+        ("replicate=3", MaskedSpans),
+        ("replicate=2,micro_batches=2", MaskedSpans),
+        ("shard=2,recompute=full", MaskedSpans),
+        ("replicate=2", MaskedSpansOfWords),
     ],
 )
-def test_a_model_that_draws_has_the_losses_of_one_process(accelerator, plan, make):
+def test_a_model_that_draws_has_the_losses_of_one_process(accelerator, capsys, plan, make):
     expected = train(make, "cpu")
     accelerator(plan)
     assert train(make, "cuda") == pytest.approx(expected, rel=1e-5)
+    assert ("computes the whole batch" in capsys.readouterr().out) == (make is MaskedSpansOfWords)
 
 
 class Images(nn.Module):

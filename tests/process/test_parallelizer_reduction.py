@@ -26,6 +26,17 @@ OTHER = torch.rand(ROWS, CLASSES, generator=random)
 SIGNS = torch.tensor([1.0, -1, 1, 1, -1, -1, 1])
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 3.0, 0.1])
 
+TARGET_LENGTHS = torch.tensor([1, 2, 3, 0, 2, 1, 3])
+
+
+def _ctc(x: Tensor, rows: slice, lengths: Callable[[Tensor], object] = lambda one: one) -> Tensor:
+    """The loss of six steps a row; targets of a row have lengths of their own, one has none."""
+    scores_TBC = torch.stack([x * factor for factor in (1.0, 2.0, -1.0, 0.5, 3.0, 1.5)]).log_softmax(-1)
+    steps, targets = torch.full((len(x),), 6), torch.tensor([[1, 2, 3]]).expand(len(x), 3)
+    given = TARGET_LENGTHS[rows]
+    return F.ctc_loss(scores_TBC, targets, lengths(steps), lengths(given), reduction="mean")
+
+
 LOSSES: dict[str, Callable[[Tensor, slice], Tensor]] = {
     "cross entropy": lambda x, s: F.cross_entropy(x, LABELS[s]),
     "cross entropy, module": lambda x, s: nn.CrossEntropyLoss(ignore_index=2)(x, LABELS[s].clamp(min=0)),
@@ -53,6 +64,8 @@ LOSSES: dict[str, Callable[[Tensor, slice], Tensor]] = {
     "triplet": lambda x, s: F.triplet_margin_loss(x, OTHER[s], x.flip(1)),
     "multi margin": lambda x, s: F.multi_margin_loss(x, LABELS[s].clamp(min=0)),
     "multilabel soft margin": lambda x, s: F.multilabel_soft_margin_loss(x, OTHER[s].round()),
+    "ctc": lambda x, s: _ctc(x, s),
+    "ctc, lengths as numbers": lambda x, s: _ctc(x, s, tuple),
     "sum": lambda x, s: F.mse_loss(x, OTHER[s], reduction="sum"),
     "mean of everything": lambda x, s: x.square().mean(),
     "mean of rows": lambda x, s: (torch.mean(x, 0) * WEIGHT).sum(),

@@ -192,7 +192,7 @@ def autocasting(call: Call) -> AbstractContextManager[Any]:
 def reducing(call: Call) -> AbstractContextManager[Any]:
     """Returns what makes mean losses of a forward shares of the global mean, and CUDA devices this worker's."""
     if call.mode == "split" and call.axis.size > 1:
-        fingerprint = call.random.fingerprint() if call.random.draws else None
+        fingerprint = call.random.fingerprint()
         if call.items is not None:
             return ItemReduction(
                 call.device,

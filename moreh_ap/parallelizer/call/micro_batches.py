@@ -68,7 +68,7 @@ class MicroBatchedForward(Execution):
         self.shapes, self.treespec, self._denominators, draws_from_host = self._dry_run(meta_module)
         self.kinds = call.kinds or ("same",) * len(self.shapes)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in self.shapes]
-        self.drew = bool(call.random.draws) or draws_from_host
+        self.drew = bool(call.random.draws.stream) or draws_from_host
         if self.drew:
             self._draw()
 

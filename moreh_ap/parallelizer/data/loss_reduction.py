@@ -62,6 +62,7 @@ ELEMENT_LOSSES = {
     F.multi_margin_loss,
     F.multilabel_margin_loss,
     F.multilabel_soft_margin_loss,
+    F.ctc_loss,
 }
 _WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their weighted mean divides by the sum of weights, others by the count
 _MEANS = {torch.mean, Tensor.mean}
@@ -197,6 +198,8 @@ class GlobalReduction(OwnDevice):
             return self._share(self._evaluate(func, call), count)
         given["reduction"] = "none"
         values = self._evaluate(func, call)
+        if func is F.ctc_loss:  # the mean over rows of what a row loses for each of its targets
+            values = values / torch.as_tensor(given["target_lengths"], device=values.device).clamp(min=1)
         weight = given.get("weight")
         if func in _WEIGHTED_MEANS and weight is not None:
             count = weight.detach().sum()
@@ -322,6 +325,9 @@ class MetaReduction(GlobalReduction):
         return func, args, kwargs
 
     def _evaluate(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Tensor:
+        if func is F.ctc_loss:  # which reads lengths; (T, B, V) or (T, V)
+            scores = call.arguments["log_probs"]
+            return scores.new_empty(scores.shape[1:-1], device="meta")
         args, kwargs = tree_map_only(Tensor, _to_meta, (call.args, call.kwargs))
         return func(*args, **kwargs)
 

@@ -18,18 +18,23 @@ the backward repeats this, because the number comes from the common stream.
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moreh_ap.parallelizer.rng.host_draws import (
+    HostDrawRecorder,
+    RowDraws,
+    SharedHostDraws,
+    host_position,
+    row_draws_of,
+)
 from moreh_ap.parallelizer.rng.shared_draws import Coins, Draw, DrawRecorder, Share, SharedDraws, draws_of
 from moreh_ap.protocol.rng_state import (
     Streams,
@@ -45,6 +50,19 @@ NUM_OTHER_STREAMS = 6
 
 
 @dataclass(frozen=True)
+class Draws:
+    """What a forward draws, of which each worker takes the part of its rows.
+
+    Attributes:
+        stream: From the common CPU stream of PyTorch.
+        host: From Python's and NumPy's streams, for each row in turn.
+    """
+
+    stream: tuple[Draw, ...] = ()
+    host: tuple[RowDraws, ...] = ()
+
+
+@dataclass(frozen=True)
 class RandomPolicy:
     """The random numbers of one call; the same on every worker but for `worker` and `share`. See [Note: streams].
 
@@ -53,7 +71,7 @@ class RandomPolicy:
         stream: The state of the one CPU stream that all workers draw from, as `torch.get_rng_state` gives it.
         host: Where the host's streams start; None leaves them where they are.
         worker: Tells workers apart that each draw their own numbers from `seed`.
-        draws: What a split call draws from `stream`.
+        draws: What a split call draws.
         share: The rows that this worker, or this micro-batch, draws for.
     """
 
@@ -61,7 +79,7 @@ class RandomPolicy:
     stream: Tensor | None = None
     host: bytes | None = None
     worker: int = 0
-    draws: tuple[Draw, ...] = ()
+    draws: Draws = Draws()
     share: Share | None = None
 
     @staticmethod
@@ -79,7 +97,7 @@ class RandomPolicy:
         stream = torch.frombuffer(bytearray(streams.torch or b""), dtype=torch.uint8) if has_stream else None
         return RandomPolicy(seed, stream, streams.host)
 
-    def shared(self, worker: int, share: Share, draws: tuple[Draw, ...]) -> RandomPolicy:
+    def shared(self, worker: int, share: Share, draws: Draws) -> RandomPolicy:
         """Returns the policy of a worker that computes some rows of the batch."""
         return replace(self, worker=worker, share=share, draws=draws)
 
@@ -89,11 +107,13 @@ class RandomPolicy:
 
     def for_probe(self) -> RandomPolicy:
         """Returns the policy of forwards that only find something out about a call: they all start alike."""
-        return replace(self, seed=None, worker=0, draws=(), share=None)
+        return replace(self, seed=None, worker=0, draws=Draws(), share=None)
 
     def fingerprint(self) -> Callable[[], int] | None:
-        """Returns what tells where the common stream is, None where rows cannot change how far it gets."""
-        return _stream_fingerprint if self.draws else None
+        """Returns what tells where the streams are, None where rows cannot change how far they get."""
+        if self.draws.host:
+            return _fingerprint_with_host
+        return _stream_fingerprint if self.draws.stream else None
 
     def position(self) -> Callable[[], int] | None:
         """Returns what tells where the common stream is, None without one."""
@@ -113,13 +133,15 @@ class RandomPolicy:
             torch.default_generator.set_state(self.stream)
         elif self.seed is not None:
             _seed(self.seed + 0x9E3779B9 * self.worker + 0x85EBCA6B * chunk + 0xC2B2AE35 * stage, device)
-        is_shared = self.stream is not None and self.share is not None
-        return Drawing(SharedDraws(self.draws, self.share) if is_shared else None)  # type: ignore[arg-type]
+        if self.share is None:
+            return Drawing()
+        shared = None if self.stream is None else SharedDraws(self.draws.stream, self.share)
+        return Drawing(shared, SharedHostDraws(self.draws.host, self.share) if self.draws.host else None)
 
     def find_draws(
         self, device: torch.device, forward: Callable[[RandomPolicy, int], object], fewest: int = 1
-    ) -> tuple[Draw, ...]:
-        """Returns what a forward draws from the common stream, and how the rows lie in it; () without such a stream.
+    ) -> Draws:
+        """Returns what a forward draws from the common streams, and how the rows lie in it.
 
         Args:
             device: This worker's device.
@@ -127,30 +149,32 @@ class RandomPolicy:
             fewest: How many rows it can do with; it is run with twice as many too.
 
         Raises:
-            UnsharedDraw: It cannot be told which numbers belong to which row.
+            UnsharedDraw: It cannot be told which numbers of PyTorch's stream belong to which row.
         """
-        if self.stream is None:
-            return ()
+        if self.stream is None and self.host is None:
+            return Draws()
         drawing = self.begin(device)
         coins = Coins()
-        found = self._compare_draws(forward, fewest, coins)
+        found = [self._compare_draws(forward, fewest, coins)]
         if drawing.moved_host() or coins.found:  # a number of one of the streams may decide which others are drawn
             for seed in range(NUM_OTHER_STREAMS):
-                other = replace(self, host=seeded_state_of_host(seed), stream=_seeded_stream(seed))
-                draws = other._compare_draws(forward, fewest, Coins())
-                found += tuple(dict.fromkeys(draw for draw in draws if draw not in found))
-        return found
+                stream = None if self.stream is None else _seeded_stream(seed)
+                other = replace(self, host=seeded_state_of_host(seed), stream=stream)
+                found.append(other._compare_draws(forward, fewest, Coins()))
+        in_order = found[0].stream
+        others = dict.fromkeys(itertools.chain(*(draws.stream for draws in found[1:])))
+        of_host = {block.place: block for block in itertools.chain(*(draws.host for draws in found))}
+        return Draws((*in_order, *(draw for draw in others if draw not in in_order)), tuple(of_host.values()))
 
-    def _compare_draws(
-        self, forward: Callable[[RandomPolicy, int], object], fewest: int, coins: Coins
-    ) -> tuple[Draw, ...]:
-        with DrawRecorder(coins) as first:
+    def _compare_draws(self, forward: Callable[[RandomPolicy, int], object], fewest: int, coins: Coins) -> Draws:
+        with DrawRecorder(coins) as first, HostDrawRecorder() as first_of_host:
             forward(self, fewest)
-        if not first.drawn:
-            return ()
-        with DrawRecorder(coins.again()) as second:
+        if not first.drawn and not first_of_host.drawn:
+            return Draws()
+        with DrawRecorder(coins.again()) as second, HostDrawRecorder() as second_of_host:
             forward(self, 2 * fewest)
-        return draws_of(first.drawn, second.drawn)
+        of_stream = () if self.stream is None else draws_of(first.drawn, second.drawn)
+        return Draws(of_stream, row_draws_of(first_of_host.drawn, second_of_host.drawn, fewest))
 
 
 class Drawing:
@@ -158,15 +182,22 @@ class Drawing:
 
     Args:
         shared: Draws this worker's part of the batch's numbers; None where PyTorch draws as usual.
+        host: The same for Python and NumPy, where they draw for each row in turn.
     """
 
-    def __init__(self, shared: SharedDraws | None) -> None:
-        self._shared = shared
-        self._stream, self._host = _stream_position(), _host_position()
+    def __init__(self, shared: SharedDraws | None = None, host: SharedHostDraws | None = None) -> None:
+        self._shared, self._shared_host = shared, host
+        self._stream, self._host = _stream_position(), host_position()
 
     def forward(self) -> AbstractContextManager[Any]:
         """Returns what has to be active during the forward."""
-        return self._shared or nullcontext()
+        if self._shared_host is None:
+            return self._shared or nullcontext()
+        both = ExitStack()
+        both.enter_context(self._shared_host)
+        if self._shared is not None:
+            both.enter_context(self._shared)
+        return both
 
     def end(self) -> None:
         """The forward is over on all workers.
@@ -179,11 +210,16 @@ class Drawing:
 
     def backward(self) -> AbstractContextManager[Any]:
         """Returns what has to be active while blocks may be computed again, with the random numbers they had."""
-        return nullcontext() if self._shared is None else self._shared.again()
+        both = ExitStack()
+        if self._shared is not None:
+            both.enter_context(self._shared.again())
+        if self._shared_host is not None:
+            both.enter_context(self._shared_host.again())
+        return both
 
     def moved_host(self) -> bool:
         """Says whether anything was drawn from the host's streams since the forward began."""
-        return self._host != _host_position()
+        return self._host != host_position()
 
     def moved(self) -> bool:
         """Says whether anything was drawn: from the host's streams, PyTorch's on the CPU, a generator of the model."""
@@ -262,12 +298,11 @@ def _stream_fingerprint() -> int:
     return zlib.crc32(_stream_position()) % 2**16
 
 
+def _fingerprint_with_host() -> int:
+    """Returns a number below 2^16 that tells where all streams are, and what was drawn for rows."""
+    return zlib.crc32(repr((host_position(), SharedHostDraws.mark)).encode(), _stream_fingerprint()) % 2**16
+
+
 def _stream_position() -> bytes:
     """Returns what tells where the CPU's stream is."""
     return torch.default_generator.get_state().numpy().tobytes()
-
-
-def _host_position() -> tuple[Any, bytes | None]:
-    """Returns what tells where the host's streams are; faster than their states in bytes."""
-    numpy = sys.modules.get("numpy.random")
-    return random.getstate(), None if numpy is None else pickle.dumps(numpy.get_state(legacy=False))

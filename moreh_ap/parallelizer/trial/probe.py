@@ -24,8 +24,8 @@ from moreh_ap.parallelizer.data.fsdp import BlockTrace, compute_dtype, record_bl
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.row_gathering import Step
 from moreh_ap.parallelizer.pipeline.stages import stages_of
-from moreh_ap.parallelizer.rng.policy import RandomPolicy
-from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
+from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
+from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, state_restored
 from moreh_ap.parallelizer.trial.host_activations import saved_on_host
@@ -64,7 +64,7 @@ class Probe:
 
     Attributes:
         kinds: The kind of every leaf of the result, once outputs were compared. See `split_check.py`.
-        draws: What is drawn from a common stream, once draws were compared.
+        draws: What is drawn from common streams, once draws were compared.
         saw_counts, saw_statistics: See `GlobalReduction`.
         takes_means: Whether the forward takes means over the batch.
         written: A parameter that the forward changes.
@@ -91,7 +91,7 @@ class Probe:
     ) -> None:
         self.kinds: tuple[str, ...] = ()
         self.attributes: Mapping[str, int] = {}
-        self.draws: tuple[Draw, ...] = ()
+        self.draws = Draws()
         self.has_unknown = False
         self.saw_counts = self.saw_statistics = self.takes_means = False
         self.call = call
@@ -148,7 +148,7 @@ class Probe:
 
     def _surroundings(self) -> AbstractContextManager[Any]:
         """Returns what is active around a run: nothing is dropped where workers would drop something else."""
-        return nullcontext() if self.draws else NoDropout()
+        return nullcontext() if self.draws.stream else NoDropout()
 
     def compare_draws(self) -> None:
         """Runs one row, and two if that drew anything, and finds which dims of what they draw have the rows.

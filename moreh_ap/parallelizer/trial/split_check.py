@@ -38,7 +38,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.data.item_reduction import ItemRules
 from moreh_ap.parallelizer.data.row_gathering import Step
 from moreh_ap.parallelizer.pipeline.stages import stages_of
-from moreh_ap.parallelizer.rng.shared_draws import Draw
+from moreh_ap.parallelizer.rng.policy import Draws
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import untouched
 from moreh_ap.parallelizer.trial.fault_finding import Outcome, try_out
@@ -59,7 +59,7 @@ class SplitVerdict:
         kinds: The kind of every leaf of the result but for attributes; empty where `split` is False.
         attributes: The kinds of the leaves of each attribute that the forward sets.
         reason: Why it cannot be split; empty where it can.
-        draws: Of everything drawn from a common stream, how the rows lie in it; empty without such a stream.
+        draws: Of everything drawn from common streams, how the rows lie in it.
         written: A parameter that the forward itself changes first; empty where it changes none.
         added: What it adds to the model's modules: layers, buffers, hooks.
         means: Whether it takes means over the batch.
@@ -80,7 +80,7 @@ class SplitVerdict:
     means: bool = True
     counts: bool = False
     joined: bool = False
-    draws: tuple[Draw, ...] = ()
+    draws: Draws = field(default_factory=Draws)
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     written: str = ""
     added: tuple[str, ...] = ()

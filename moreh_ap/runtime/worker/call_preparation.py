@@ -23,8 +23,8 @@ from moreh_ap.parallelizer.data.fsdp import fsdp_roots
 from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
 from moreh_ap.parallelizer.data.row_gathering import Gathering
 from moreh_ap.parallelizer.mesh import Axis
-from moreh_ap.parallelizer.rng.policy import RandomPolicy
-from moreh_ap.parallelizer.rng.shared_draws import Draw, Share
+from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
+from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.trial.item_probe import check_items
 from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_split
 from moreh_ap.protocol.batch import carries_rows, row_range, rows_along
@@ -85,7 +85,7 @@ class PreparedCall:
         cuts_heads: Cuts keys and values of all heads among the tensor inputs to those of this worker; None without.
         keeps_no_cache: Whether the model is kept from filling a cache.
         share: The rows that this worker computes; None where it computes all.
-        draws: What is drawn from a stream that all workers share.
+        draws: What is drawn from streams that all workers share.
     """
 
     kind: Hashable
@@ -97,7 +97,7 @@ class PreparedCall:
     cuts_heads: Callable[[list[Tensor]], list[Tensor]] | None
     keeps_no_cache: bool
     share: Share | None
-    draws: tuple[Draw, ...]
+    draws: Draws
 
 
 class CallPreparation:

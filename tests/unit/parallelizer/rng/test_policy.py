@@ -9,6 +9,7 @@ import torch
 
 from moreh_ap.parallelizer.rng.policy import (
     NUM_OTHER_STREAMS,
+    Draws,
     HostReplay,
     OwnStream,
     RandomPolicy,
@@ -36,7 +37,7 @@ def test_a_seed_gives_each_worker_micro_batch_and_stage_numbers_of_its_own():
     seeded = RandomPolicy(seed=3)
     places = [{}, {"chunk": 1}, {"stage": 1}, {"chunk": 1, "stage": 1}]
     numbers = {first_number(seeded, **place) for place in places}
-    numbers.add(first_number(seeded.shared(1, Share(2, 4, 4), ())))
+    numbers.add(first_number(seeded.shared(1, Share(2, 4, 4), Draws())))
     assert len(numbers) == 5
     assert first_number(seeded) == first_number(RandomPolicy(seed=3))
 
@@ -60,7 +61,7 @@ def test_a_common_stream_comes_before_a_seed_except_in_a_pipeline():
 
 
 def test_rows_of_a_micro_batch_are_counted_in_the_whole_batch():
-    policy = RandomPolicy(seed=1).shared(1, Share(4, 8, 8), ()).of_rows(1, 3)
+    policy = RandomPolicy(seed=1).shared(1, Share(4, 8, 8), Draws()).of_rows(1, 3)
     assert policy.share == Share(5, 7, 8)
     assert RandomPolicy(seed=1).of_rows(1, 3) == RandomPolicy(seed=1)
 
@@ -80,9 +81,9 @@ def test_draws_that_follow_a_number_of_python_are_found_with_other_states_too():
         torch.rand(rows, 3) if random.random() < 0.5 else torch.randn(2, rows, 4)
 
     streams = Streams(current_streams().torch, current_streams().host)
-    found = RandomPolicy.of(1, streams, has_one_stream=True).find_draws(CPU, forward)
+    found = RandomPolicy.of(1, streams, has_one_stream=True).find_draws(CPU, forward).stream
     assert set(found) == {Draw("rand", 2, Rows(0, (0, 1))), Draw("randn", 3, Rows(1, (0, 1, 2)))}
-    assert RandomPolicy(seed=1).find_draws(CPU, forward) == ()
+    assert RandomPolicy(seed=1).find_draws(CPU, forward) == Draws()
 
 
 def test_draws_that_follow_a_single_number_of_the_stream_are_found_with_other_states_too():
@@ -97,7 +98,7 @@ def test_draws_that_follow_a_single_number_of_the_stream_are_found_with_other_st
         torch.rand(rows, 3, 2) if coin < 0.5 else torch.randn(2, rows, 4, 1)
 
     streams = Streams(current_streams().torch, current_streams().host)
-    found = RandomPolicy.of(1, streams, has_one_stream=True).find_draws(CPU, forward)
+    found = RandomPolicy.of(1, streams, has_one_stream=True).find_draws(CPU, forward).stream
     assert {(draw.name, draw.num_dims) for draw in found} == {("bernoulli_", 2), ("rand", 0), ("rand", 3), ("randn", 4)}
     coins = [[coin for rows, coin in seen if rows == number] for number in (1, 2)]
     assert coins[0] == coins[1] and len(set(coins[0])) == 1 + NUM_OTHER_STREAMS
@@ -112,7 +113,7 @@ def test_a_number_for_each_row_is_no_single_number():
         torch.rand(rows, 1)
 
     streams = Streams(current_streams().torch, current_streams().host)
-    assert RandomPolicy.of(1, streams, has_one_stream=True).find_draws(CPU, forward) == (
+    assert RandomPolicy.of(1, streams, has_one_stream=True).find_draws(CPU, forward).stream == (
         Draw("rand", 2, Rows(0, (0, 1))),
     )
     assert runs == [1, 2]
