@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,9 @@ from moreh_ap.states import AcceleratorState, StateMachine
 from moreh_ap.tracing import chrome_trace
 from moreh_ap.version import __version__
 
+if TYPE_CHECKING:
+    from moreh_ap.runtime.host.hosts_launcher import HostPool
+
 _MADE_S = 5.0  # workers take seconds to be ready, the constructor that starts them none, unless it is interrupted
 
 
@@ -55,8 +59,12 @@ class Accelerator:
         if is_traced:
             trace_file = Path(options.trace_file).absolute()  # scripts may go to another folder
             chrome_trace.claim(trace_file)
-        device_type, num_devices = resolve_devices(options.devices)
-        if device_type == "cuda":
+        pool = _join_hosts(options) if options.hosts else None
+        if pool is None:
+            device_type, num_devices = resolve_devices(options.devices)
+        else:
+            device_type, num_devices = pool.device_type, options.devices or pool.per_host * len(pool.names)
+        if device_type == "cuda" and pool is None:
             gpu_checks.check_script_process()
         num_used = device_count.devices_at_start(options, device_type, num_devices)
         taken = accelerator_models.load(device_type)
@@ -65,6 +73,8 @@ class Accelerator:
 
         def shares(count: int) -> tuple[int, tuple[str, ...]]:
             """Returns the threads of each of so many workers, and the GPUs that they have."""
+            if pool is not None:
+                return max(1, pool.num_cores // pool.per_host), ()
             threads = max(1, len(os.sched_getaffinity(0)) // count)
             return threads, device_ids(count, visible_devices) if device_type == "cuda" else ()
 
@@ -79,10 +89,11 @@ class Accelerator:
             made = threading.Event()
 
             def on_progress(stage: str, done: int, total: int) -> None:
-                _log_progress(stage, done, total)
+                place = pool.place_of(done - 1) if pool is not None else f"localhost:{done - 1}"
+                _log_progress(stage, done, total, place)
                 if stage != "ready" or not made.wait(_MADE_S):
                     return
-                if state.enter(AcceleratorState.READY, only_from=AcceleratorState.STARTING):
+                if state.enter(AcceleratorState.READY, only_from=AcceleratorState.STARTING) and pool is None:
                     job.has_workers(workers.pids)
 
             workers = WorkerGroup(
@@ -92,6 +103,8 @@ class Accelerator:
                 preimport=("moreh_ap.runtime.worker.executor", *_slow_imports()),
                 on_progress=on_progress,
                 visible_devices=visible_devices,
+                make_launcher=None if pool is None else pool.launcher,
+                shares_memory=pool is None,
             )
             made.set()
             return workers
@@ -134,6 +147,12 @@ def enable(options: Options) -> None:
     if in_force is not None:
         if in_force.options == options:
             return
+        if in_force.options.hosts != options.hosts:
+            raise OptionError(
+                "The accelerator has other hosts already.",
+                allowed="the hosts of the first call",
+                fix="torch.moreh.option.enable_advanced_parallelization(hosts=...)  # once, before anything else",
+            )
         if in_force.in_use():
             raise OptionError(
                 f"The accelerator is in use with {in_force.options}; it cannot take other options now.",
@@ -142,6 +161,13 @@ def enable(options: Options) -> None:
             )
         device.disable()
     device.put_in_force(Accelerator(options))
+
+
+def _join_hosts(options: Options) -> HostPool:
+    """Returns the hosts of the options, which have joined; waits for them."""
+    from moreh_ap.runtime.host.hosts_launcher import HostPool
+
+    return HostPool(options.hosts, options.devices, lambda line: _log(log.info(line)))
 
 
 def resolve_devices(asked: int | None) -> tuple[str, int]:
@@ -181,11 +207,11 @@ def _log(line: str) -> None:
     print(line + "\n", end="", flush=True)
 
 
-def _log_progress(stage: str, done: int, total: int) -> None:
+def _log_progress(stage: str, done: int, total: int, place: str) -> None:
     if stage == "spawn":
         _log(log.daemon_line())
     elif stage == "connect":
-        _log(log.connecting_line(done, total, f"localhost:{done - 1}"))
+        _log(log.connecting_line(done, total, place))
     elif stage == "link":
         _log(log.links_line())
     elif stage == "ready":

@@ -7,9 +7,11 @@ Decides what its arguments are called. Checking them is `moreh_ap.settings`'; ev
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 from moreh_ap import checked_versions
+from moreh_ap.hosts.host_list import parse_hosts
 from moreh_ap.plan import Plan
 from moreh_ap.settings import (
     Options,
@@ -34,6 +36,7 @@ def enable_advanced_parallelization(
     devices: int | None = None,
     plan: str | Plan | None = None,
     autotune: bool = False,
+    hosts: str | Sequence[str] | None = None,
 ) -> None:
     """Makes "cuda" mean all devices of this machine, used as one accelerator, for the rest of the process.
 
@@ -58,8 +61,12 @@ def enable_advanced_parallelization(
         autotune: Whether to train the model for a few steps under each of the three best plans that differ in more than
             details, and to keep the fastest. Costs loading the model and five steps for each; the training itself is
             not touched.
+        hosts: Machines whose devices are used together: names that ssh knows, or lines that ``moreh-ap host`` printed,
+            as a list, with commas, or as the path of a file of lines; default: `MOREH_HOSTS`, else this machine. The
+            call waits until they have joined.
 
     Raises:
+        MeshStartError: A host cannot join.
         OptionError: An argument or environment variable has a wrong type or value, or two contradict each other.
         PlanError: The text of `plan` is no plan.
 
@@ -77,6 +84,7 @@ def enable_advanced_parallelization(
         devices=None if devices is None else check_count("devices", devices),
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.parse(plan),
         autotune=check_bool("autotune", autotune),
+        hosts=() if hosts is None else parse_hosts(hosts),
     )
     checked_versions.warn_if_unchecked(stacklevel=3)
     from moreh_ap import accelerator

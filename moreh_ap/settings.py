@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moreh_ap.errors import OptionError
+from moreh_ap.hosts.host_list import SSH_VARIABLE as SSH_VARIABLE
+from moreh_ap.hosts.host_list import parse_hosts
 from moreh_ap.plan import Plan
 
 ENABLE_VARIABLE = "MOREH_ENABLE_ADVANCED_PARALLELIZATION"
@@ -18,6 +20,8 @@ _PREFIX = "MOREH_ADVANCED_PARALLELIZATION_"
 COMPILE_THREADS_VARIABLE = _PREFIX + "MAX_PARALLEL_COMPILE_THREADS"
 DETAILED_LOG_VARIABLE = _PREFIX + "DETAILED_LOG"
 MEMORY_RATIO_VARIABLE = _PREFIX + "MEMORY_USAGE_CORRECTION_RATIO"
+HOSTS_VARIABLE = "MOREH_HOSTS"
+
 STRICT_VARIABLE = "MOREH_STRICT"
 CHECK_VARIABLE = "MOREH_CHECK"
 TRACE_VARIABLE = "MOREH_TRACE"
@@ -47,6 +51,7 @@ class Options:
         trace_steps: The first and the last step in it, counted from 1.
         plan: The plan to use; None leaves it to the planner.
         autotune: Whether the planner's best plans are tried before one is kept.
+        hosts: The hosts whose devices are used, as they were given; empty: this machine.
         max_parallel_compile_threads: Threads used while candidates are prepared.
         detailed_log: 0 normal, 1 more on the console, 2 into a file.
         memory_usage_correction_ratio: Per cent of a device's memory that a chosen plan may reserve.
@@ -70,6 +75,7 @@ class Options:
     check_steps: int = 0
     trace_file: str = ""
     trace_steps: tuple[int, int] = TRACED_STEPS
+    hosts: tuple[str, ...] = field(default=(), repr=False)  # may have secrets
     asks_for_devices: bool = field(default=False, compare=False)
 
     @property
@@ -77,6 +83,7 @@ class Options:
         """Whether nothing says how a model is to be laid out, so that a small one need not be on the workers at all."""
         wishes = (
             self.plan,
+            self.hosts,
             self.autotune,
             self.strict,
             self.check_steps > 0,
@@ -98,6 +105,7 @@ def resolve_options(
     devices: int | None = None,
     plan: Plan | None = None,
     autotune: bool = False,
+    hosts: tuple[str, ...] = (),
 ) -> Options:
     """Returns the options that checked arguments and the environment make together; an argument outranks a variable.
 
@@ -109,6 +117,8 @@ def resolve_options(
         devices = plan.num_devices
     if devices is None:
         devices = _read_variable(environment, NUM_DEVICES_VARIABLE, 0, least=1) or None
+    if not hosts and environment.get(HOSTS_VARIABLE, "").strip():
+        hosts = parse_hosts(environment[HOSTS_VARIABLE], f"environment: {HOSTS_VARIABLE}")
     options = Options(
         pipeline_parallel=pipeline_parallel,
         num_stages=num_stages,
@@ -119,6 +129,7 @@ def resolve_options(
         devices=devices,
         plan=plan,
         autotune=autotune,
+        hosts=hosts,
         max_parallel_compile_threads=_read_variable(environment, COMPILE_THREADS_VARIABLE, 16, least=1),
         detailed_log=_read_variable(environment, DETAILED_LOG_VARIABLE, 0, least=0, most=2),
         memory_usage_correction_ratio=_read_variable(environment, MEMORY_RATIO_VARIABLE, 80, least=1, most=100),
@@ -130,6 +141,8 @@ def resolve_options(
     )
     if plan is not None:
         _check_plan(plan, options)
+    if hosts:
+        _check_hosts(options)
     return options
 
 
@@ -140,6 +153,26 @@ def enabled_by_environment(environment: Mapping[str, str]) -> bool:
         OptionError: The variable is neither `0` nor `1`.
     """
     return bool(_read_variable(environment, ENABLE_VARIABLE, 0, least=0, most=1))
+
+
+def _check_hosts(options: Options) -> None:
+    """Raises OptionError where another option does not go with the hosts."""
+    num_hosts = len(options.hosts)
+    if options.devices is not None and options.devices % num_hosts:
+        each = max(1, options.devices // num_hosts)
+        raise OptionError(
+            f"devices={options.devices} on {num_hosts} hosts: every host has the same number of workers",
+            f"a multiple of {num_hosts}",
+            f"{_CALL}(hosts=..., devices={each * num_hosts})",
+            _LINK,
+        )
+    if options.check_steps:
+        raise OptionError(
+            f"{CHECK_VARIABLE}={options.check_steps} with several hosts: the worker that checks is on this machine",
+            f"{CHECK_VARIABLE} on one machine",
+            f"export {CHECK_VARIABLE}=0",
+            _LINK,
+        )
 
 
 def _check_plan(plan: Plan, options: Options) -> None:

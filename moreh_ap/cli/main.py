@@ -23,6 +23,7 @@ COMMANDS = {
     "predict": ("moreh_ap.cli.predict_command", "predict memory and speed of the plans in a table of runs"),
     "evaluate": ("moreh_ap.cli.evaluate_command", "compare predictions with measured runs"),
     "trace": ("moreh_ap.cli.trace_command", "run a script and write a trace of some of its training steps"),
+    "host": ("moreh_ap.toolkit.host_command", "let scripts on other machines use this one where ssh does not"),
     "doctor": (
         "moreh_ap.toolkit.doctor",
         "check this machine: versions, devices, limits, and whether workers reach each other",

@@ -63,3 +63,32 @@ class Child:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class RemoteChild:
+    """A process on another host, whose agent tells of its end.
+
+    Args:
+        pid: its process id there.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._has_ended = False
+        self._code: int | None = None
+
+    def ended(self, code: int | None) -> None:
+        """Notes that the agent has told of its end."""
+        self._code = code
+        self._has_ended = True
+
+    def is_alive(self) -> bool:
+        """Returns whether the agent has not told of its end."""
+        return not self._has_ended
+
+    def exit_code(self) -> int | None:
+        """Returns how it ended, as far as its agent knows."""
+        return self._code
+
+    def close(self) -> None:
+        """Gives nothing back: there is no descriptor."""

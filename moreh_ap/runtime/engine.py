@@ -120,30 +120,39 @@ class Pending(Generic[T]):
 
 
 class Engine:
-    """Worker processes on this machine and the two actors in each.
+    """Worker processes and the two actors in each.
 
     Args:
-        address: where the engine of this machine's agent listens.
+        agents: where the engines of the agents listen, one a host; each has as many workers, in rank order.
         launches: what each worker is told on its command line, in rank order.
-        environments: variables to set for each worker.
+        environments: variables to set for each worker; None: not to set.
+        answers: where this process takes answers from other hosts; empty: from this machine alone.
 
     Returns at once; the processes start in the background.
 
     Raises:
-        EngineError: The agent does not answer.
+        EngineError: An agent does not answer.
     """
 
-    def __init__(self, address: str, launches: Sequence[Launch], environments: Sequence[Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        agents: Sequence[str],
+        launches: Sequence[Launch],
+        environments: Sequence[Mapping[str, str | None]],
+        answers: str = "",
+    ) -> None:
         self._num_workers = len(launches)
+        per_host = self._num_workers // len(agents)
         # Names are part of fault reports; unique ones tell the meshes of a process apart.
         self._name = f"worker-{uuid.uuid4().hex[:8]}"
-        self._procs = _attach(address).spawn_procs(
-            per_host={"gpus": self._num_workers}, bootstrap_command=_bootstrap_commands(launches, environments)
+        self._procs = _attach(agents, answers).spawn_procs(
+            per_host={"gpus": per_host}, bootstrap_command=_bootstrap_commands(launches, environments)
         )
         self._workers: Any = self._procs.spawn(self._name, CommandActor)
         self._watches: Any = self._procs.spawn(f"{self._name}-watch", WatchActor)
-        self._each = [self._workers.slice(gpus=rank) for rank in range(self._num_workers)]
-        self._each_watch = [self._watches.slice(gpus=rank) for rank in range(self._num_workers)]
+        self._places = [_place(rank, len(agents), per_host) for rank in range(self._num_workers)]
+        self._each = [self._workers.slice(**place) for place in self._places]
+        self._each_watch = [self._watches.slice(**place) for place in self._places]
 
     def join(self, specs: Sequence[WorkerSpec]) -> Pending[Answer]:
         """Lets every worker join the process group."""
@@ -167,7 +176,8 @@ class Engine:
 
     def cause_of_death(self, rank: int) -> str | None:
         """Returns what is known about the end of worker `rank`'s process, such as "Killed(sig=9)"."""
-        concerned = re.compile(rf"{self._name}(-watch)?{{'gpus': {rank}/")
+        place = r"/\d+, ".join(f"'{axis}': {index}" for axis, index in self._places[rank].items())
+        concerned = re.compile(rf"{self._name}(-watch)?{{{place}/")
         for report in reversed(_faults):
             if concerned.search(report):
                 found = re.search(r"failed: (.+)", report)
@@ -182,7 +192,15 @@ class Engine:
             _logger.debug("the engine could not end the worker processes in an orderly way", exc_info=True)
 
 
-def _bootstrap_commands(launches: Sequence[Launch], environments: Sequence[Mapping[str, str]]) -> Callable[[Any], Any]:
+def _place(rank: int, num_hosts: int, per_host: int) -> dict[str, int]:
+    """Returns where a worker is in Monarch's mesh, whose first axis counts hosts where it has several."""
+    place = {"gpus": rank % per_host}
+    return {"hosts": rank // per_host, **place} if num_hosts > 1 else place
+
+
+def _bootstrap_commands(
+    launches: Sequence[Launch], environments: Sequence[Mapping[str, str | None]]
+) -> Callable[[Any], Any]:
     """Returns a function from a place in the mesh to the command that starts a worker there: our bootstrap module,
     followed by what Monarch would have run itself."""
 
@@ -195,35 +213,36 @@ def _bootstrap_commands(launches: Sequence[Launch], environments: Sequence[Mappi
     return command
 
 
-def _attach(address: str) -> Any:
-    """Returns Monarch's handle of the agent at `address`.
+def _attach(agents: Sequence[str], answers: str) -> Any:
+    """Returns Monarch's handle of the agents at these addresses.
 
     Raises:
-        EngineError: The agent does not answer.
+        EngineError: One does not answer.
     """
     with _transport_lock, without_lines(_BANNER):
         first, before = not _transports, private_sockets.abstract_listeners()
         if first:
-            _open_transport()
-        host = ma.attach_to_workers(ca="trust_all_connections", workers=[address])
+            _open_transport(answers or f"ipc://{private_sockets.run_folder()}/controller")
+        hosts = ma.attach_to_workers(ca="trust_all_connections", workers=list(agents))
         try:
-            host.initialized.get(timeout=_ATTACH_TIMEOUT_S)
+            hosts.initialized.get(timeout=_ATTACH_TIMEOUT_S)
         except TimeoutError as error:
-            raise EngineError(f"Timeout: no answer from {address} in {_ATTACH_TIMEOUT_S:g} s") from error
+            places = ", ".join(agent.rpartition("@")[2] for agent in agents)  # without the names that strangers lack
+            raise EngineError(f"Timeout: no answer from {places} in {_ATTACH_TIMEOUT_S:g} s") from error
         finally:
             if first:
                 private_sockets.close(private_sockets.abstract_listeners() - before)
-        return host
+        return hosts
 
 
-def _open_transport() -> None:
-    """Has Monarch take answers at a socket that only this user can reach, once a process.
+def _open_transport(address: str) -> None:
+    """Has Monarch take answers at an address, once a process: a socket that only this user can reach, or one that asks
+    for a certificate of this run.
 
     Loader processes that the script has forked hold Monarch's connections open, and its threads would outlive its own
     exit handlers; one that comes back from native code while Python ends aborts the process. So what multiprocessing
     does at exit, to end such processes, is done before those handlers, which run last in, first out.
     """
-    address = f"ipc://{private_sockets.run_folder()}/controller"
     ma.enable_transport(address)
     _transports.append(address)
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]

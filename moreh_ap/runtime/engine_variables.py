@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Mapping
+from types import MappingProxyType
 
 # Read once, when Monarch is imported in a process. Poll frequency: a lost process is noticed within a second, not ten.
 # Orphan time-out: a suspended laptop must not lose its mesh; local workers die with their parent through the kernel.
@@ -28,13 +30,18 @@ _run = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
 _before: dict[str, str | None] | None = None
 
 
-def add() -> None:
-    """Adds the variables until `take_away` is called, the first time in a process that it is called."""
+def add(further: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Adds the variables until `take_away` is called, the first time in a process that it is called.
+
+    Args:
+        further: More of them.
+    """
     global _before
     if _before is not None:
         return
-    _before = {name: os.environ.get(name) for name in of_worker()}
-    os.environ.update(of_worker())
+    variables = {**of_worker(), **further}
+    _before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
 
 
 def take_away() -> None:

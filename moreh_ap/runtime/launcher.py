@@ -12,14 +12,14 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.runtime import engine_variables, worker_environment
 from moreh_ap.runtime.bootstrap import Launch
-from moreh_ap.runtime.child_process import Child
+from moreh_ap.runtime.child_process import Child, RemoteChild
 from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.host.agent_process import AgentProcess
 from moreh_ap.runtime.worker.actor import Answer, WorkerSpec
@@ -90,11 +90,11 @@ class Launcher:
         self.engine: Engine | None = None
         self._request = request
         self._is_stopping = is_stopping
-        self._output = WorkerOutput(request.num_workers)
-        self._children: dict[int, Child] = {}
+        self._output = WorkerOutput([self._label(rank) for rank in range(request.num_workers)])
+        self._children: dict[int, Child | RemoteChild] = {}
         self._pid_reader, self._pid_writer = os.pipe()
         os.set_blocking(self._pid_reader, False)
-        engine_variables.add()  # in this thread, not in the one that imports the engine
+        engine_variables.add(self._variables())  # in this thread, not in the one that imports the engine
         self._agent: AgentProcess | None = None
 
     @property
@@ -118,33 +118,28 @@ class Launcher:
         """
         num_workers = self._request.num_workers
         on_progress("spawn", 0, num_workers)
-        inherited = [self._pid_writer, self._request.shared_memory_fd, *self._output.write_ends()]
-        self._agent = AgentProcess(inherited)
-        environments = [self._environment(rank) for rank in range(num_workers)]
-        launches = [
-            Launch(rank, self._pid_writer, *self._output.descriptors(rank), self._request.imports)
-            for rank in range(num_workers)
-        ]
+        self._start_agents()
         with _exit_waits():
             try:
                 if self._is_stopping():
                     raise Stopping
                 from moreh_ap.runtime.engine import Engine  # imports Monarch, which takes a while: beside the script
 
-                address = self._agent.address(self._request.start_timeout_s)
-                self.engine = engine = Engine(address, launches, environments)
+                agents = self._agents()
+                ranks = range(num_workers)
+                launches = [self._launch(rank) for rank in ranks]
+                environments = [self._environment(rank) for rank in ranks]
+                self.engine = engine = Engine(agents, launches, environments, self._answers())
             except EngineError as error:
                 raise MeshStartError(
-                    f"The process that supervises the workers (process {self._agent.pid}) does not answer: {error}",
-                    fix="run the script again",
+                    f"{self._supervisor()} does not answer: {error}", fix="run the script again"
                 ) from error
             finally:
                 engine_variables.take_away()
             engine_made()
-        store = str(self._agent.folder / "store")
-        joining = engine.join([self._spec(rank, store) for rank in range(num_workers)])
+        joining = engine.join([self._spec(rank) for rank in range(num_workers)])
         self._await_pids(joining, on_progress)
-        self._output.workers_have_inherited()
+        self._workers_run()
         on_progress("link", 0, num_workers)
         return engine, joining
 
@@ -152,10 +147,7 @@ class Launcher:
         """Returns the error for the agent or the first worker whose process is gone, None while all live."""
         code = None if self._agent is None else self._agent.exit_code()
         if self._agent is not None and code is not None:
-            return WorkerLostError(
-                f"The process that supervises the workers (process {self._agent.pid}) died: {_how(code)}. The workers "
-                "ended with it."
-            )
+            return WorkerLostError(f"{self._supervisor()} died: {_how(code)}. The workers ended with it.")
         for rank, child in self._children.items():
             if not child.is_alive():
                 return self._lost(rank)
@@ -180,7 +172,7 @@ class Launcher:
         self._read_pids()
         self.kill()
         if self.engine is not None:
-            self.engine.stop(_STOP_TIMEOUT_S)
+            self.engine.stop(self._stop_timeout_s())
         if self._agent is not None:
             self._agent.end()
         for child in self._children.values():
@@ -194,7 +186,50 @@ class Launcher:
         tail = self._output.tail(rank)
         return f" Its last output:\n{tail}" if tail else ""
 
-    def _environment(self, rank: int) -> dict[str, str]:
+    def provide(self, files: Sequence[str]) -> None:
+        """Has every worker find files that this process can read. Waits where another host lacks one."""
+
+    # -- this machine; `hosts_launcher` has others -----------------------------------------------------------------
+
+    def _variables(self) -> Mapping[str, str]:
+        """Returns variables that the engine needs in this process beyond `engine_variables`."""
+        return {}
+
+    def _stop_timeout_s(self) -> float:
+        return _STOP_TIMEOUT_S
+
+    def _label(self, rank: int) -> str:
+        """Returns what a worker is called in front of its output and in errors."""
+        return f"worker {rank}"
+
+    def _describe(self, rank: int) -> str:
+        return f"Worker {rank} of {self._request.num_workers} (process {self._children[rank].pid})"
+
+    def _start_agents(self) -> None:
+        """Starts what starts workers."""
+        self._agent = AgentProcess([self._pid_writer, self._request.shared_memory_fd, *self._output.write_ends()])
+
+    def _agents(self) -> Sequence[str]:
+        """Returns where the engine of each agent listens, once it does."""
+        assert self._agent is not None, "started"
+        return [self._agent.address(self._request.start_timeout_s)]
+
+    def _answers(self) -> str:
+        """Returns where the engine takes answers of other hosts; empty: there are none."""
+        return ""
+
+    def _supervisor(self) -> str:
+        assert self._agent is not None, "started"
+        return f"The process that supervises the workers (process {self._agent.pid})"
+
+    def _workers_run(self) -> None:
+        """Gives back what all workers have inherited."""
+        self._output.workers_have_inherited()
+
+    def _launch(self, rank: int) -> Launch:
+        return Launch(rank, self._pid_writer, *self._output.descriptors(rank), self._request.imports)
+
+    def _environment(self, rank: int) -> Mapping[str, str | None]:
         return worker_environment.worker_environment(
             rank,
             self._request.num_workers,
@@ -203,7 +238,7 @@ class Launcher:
             threads_per_worker=self._request.threads_per_worker,
         )
 
-    def _spec(self, rank: int, store: str) -> WorkerSpec:
+    def _spec(self, rank: int) -> WorkerSpec:
         request = self._request
         return WorkerSpec(
             rank=rank,
@@ -211,7 +246,7 @@ class Launcher:
             device_type=request.device_type,
             executor=request.executor,
             shared_memory_fd=request.shared_memory_fd,
-            store_path=store,
+            store_path="" if self._agent is None else str(self._agent.folder / "store"),
             collective_timeout_s=request.collective_timeout_s,
         )
 
@@ -219,13 +254,14 @@ class Launcher:
         """Waits until every process runs. Each says so at once, long before it has imported what it needs."""
         num_workers, timeout_s = self._request.num_workers, self._request.start_timeout_s
         deadline_s = time.monotonic() + timeout_s
-        while len(self._children) < num_workers:
+        told = 0
+        while told < num_workers:
             if self._is_stopping():
                 raise Stopping
-            known = len(self._children)
             self._read_pids()
-            for count in range(known, len(self._children)):
-                on_progress("connect", count + 1, num_workers)
+            while told < len(self._children):
+                told += 1
+                on_progress("connect", told, num_workers)
             try:
                 joining.wait(START_POLL_S)
             except TimeoutError:
@@ -258,7 +294,7 @@ class Launcher:
         how = (report or "cause unknown") if code is None else _how(code)
         memory = "dmesg | grep -i 'out of memory'  # the system kills for memory: try a smaller batch or model"
         return WorkerLostError(
-            f"Worker {rank} of {self._request.num_workers} (process {child.pid}) died: {how}.{self.last_words(rank)}",
+            f"{self._describe(rank)} died: {how}.{self.last_words(rank)}",
             fix=memory if code == -signal.SIGKILL else "",
         )
 

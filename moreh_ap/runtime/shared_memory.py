@@ -24,11 +24,15 @@ _LIMIT_BYTES = 1 << 30
 class SharedMemory:
     """The controller's side: a file in memory whose descriptor the workers inherit.
 
+    Args:
+        is_shared: Whether all workers are on this machine; values travel with the engine where they are not.
+
     Attributes:
         descriptor: The file descriptor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_shared: bool = True) -> None:
+        self._is_shared = is_shared
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create("moreh")
         else:  # not Linux
@@ -79,7 +83,7 @@ class SharedMemory:
                 rest = [Place(start + num_bytes, length - num_bytes)] if length > num_bytes else []
                 self._free[index : index + 1] = rest
                 return Place(start, num_bytes)
-        if self._end + num_bytes > _LIMIT_BYTES:
+        if not self._is_shared or self._end + num_bytes > _LIMIT_BYTES:
             return None
         self._end += num_bytes
         return Place(self._end - num_bytes, num_bytes)

@@ -25,14 +25,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
-from moreh_ap.protocol.encoding import Packed, restore_failure
-from moreh_ap.runtime.engine_error import EngineError
+from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.future import Reply, told_again
-from moreh_ap.runtime.launcher import Launcher, LaunchRequest, Progress, Stopping, start_error, was_too_slow
-from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang, failure_of, stopped_error, unexpected_error
+from moreh_ap.runtime.joining import launch
+from moreh_ap.runtime.launcher import Launcher, LaunchRequest, Progress, Stopping, was_too_slow
+from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang, stopped_error, unexpected_error
 from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.shared_memory import SharedMemory
-from moreh_ap.runtime.worker.actor import FAILED, Answer
+from moreh_ap.runtime.worker.actor import Answer
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.engine import Engine, Pending
@@ -71,6 +71,8 @@ class WorkerGroup:
         start_timeout_s: how long the processes may take to answer.
         collective_timeout_s: how long a collective may wait for its peers.
         visible_devices: what CUDA_VISIBLE_DEVICES was when the devices were counted; None: what it is now.
+        make_launcher: returns what starts the processes; None: the launcher that starts them on this machine.
+        shares_memory: whether it does, so that they may read large values from this process's memory.
 
     Attributes:
         num_workers: how many.
@@ -89,6 +91,8 @@ class WorkerGroup:
         start_timeout_s: float = 300.0,
         collective_timeout_s: float = 300.0,
         visible_devices: str | None = None,
+        make_launcher: Callable[[LaunchRequest, Callable[[], bool]], Launcher] | None = None,
+        shares_memory: bool = True,
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; it must be at least 1")
@@ -108,7 +112,7 @@ class WorkerGroup:
         self._stopped: BaseException | None = None  # why no further command is accepted
         self._ready = threading.Event()
         self._owner_pid = os.getpid()
-        self._shared_memory = SharedMemory()
+        self._shared_memory = SharedMemory(shares_memory)
         request = LaunchRequest(
             num_workers,
             device_type,
@@ -121,7 +125,8 @@ class WorkerGroup:
             os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible_devices is None else visible_devices,
         )
         self._request = request
-        self._launcher = Launcher(request, self._is_stopped)
+        self._make_launcher = make_launcher or Launcher
+        self._launcher = self._make_launcher(request, self._is_stopped)
         self._thread = threading.Thread(target=self._run, name="moreh-workers", daemon=True)
         atexit.register(self.close)
         self._thread.start()
@@ -189,6 +194,10 @@ class WorkerGroup:
         """Lets `error` be raised where an error of a worker would be: at the script's next call. For callbacks."""
         with self._lock:
             self._errors.append((0, error))
+
+    def provide(self, files: Sequence[str]) -> None:
+        """Has every worker find files of this machine that commands will name."""
+        self._launcher.provide(files)
 
     def close(self) -> None:
         """Ends all workers at once; what they have not finished is lost. Harmless when repeated."""
@@ -296,13 +305,13 @@ class WorkerGroup:
     def _start(self) -> Receiver:
         """Starts the workers; once more if that took too long: what a slow disk gave is in memory then."""
         try:
-            engine, receiver = self._launch()
+            engine, receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self._is_stopped)
         except MeshStartError as error:
             if not was_too_slow(error) or self._is_stopped():
                 raise
             self._launcher.end()
-            self._launcher = Launcher(self._request, self._is_stopped)
-            engine, receiver = self._launch()
+            self._launcher = self._make_launcher(self._request, self._is_stopped)
+            engine, receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self._is_stopped)
         with self._lock:
             self._engine = engine
             for command in self._unsent:
@@ -311,26 +320,6 @@ class WorkerGroup:
         self._on_progress("ready", self.num_workers, self.num_workers)
         self._ready.set()
         return receiver
-
-    def _launch(self) -> tuple[Engine, Receiver]:
-        """Starts processes and lets them join each other."""
-        engine, joining = self._launcher.start(self._on_progress, self._come_first_at_exit)
-        receiver = Receiver(self._launcher, engine, self._is_stopped)
-        try:
-            answers: list[Answer] = receiver.receive(0, 0, joining)
-        except PeersHang as hang:
-            answers = [hang.answer]
-        except WorkerLostError as lost:
-            if isinstance(lost.__cause__, EngineError) and lost.__cause__.is_time_out:
-                raise start_error(lost.__cause__) from lost
-            raise MeshStartError(f"While the workers were joining each other: {lost.fact}", fix=lost.fix) from lost
-        failed = next((answer for answer in answers if answer.status == FAILED), None)
-        if failed is not None:
-            failure = failure_of(failed)
-            raise MeshStartError(
-                f"Worker {failure.rank} could not join the others: {failure.type_name}: {failure.text}"
-            ) from restore_failure(failure)
-        return engine, receiver
 
     def _come_first_at_exit(self) -> None:
         """Exit handlers run last in, first out, and the engine has just registered its own."""

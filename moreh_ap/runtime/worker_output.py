@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 
 # How long a line of another worker may wait for the same line of worker 0.
 HOLD_S = 1.0
@@ -85,9 +86,14 @@ class _Stream:
 
 
 class WorkerOutput:
-    """Receives and shows the output of all workers of a group, in a thread of its own."""
+    """Receives and shows the output of all workers of a group, in a thread of its own.
 
-    def __init__(self, num_workers: int) -> None:
+    Args:
+        labels: What each worker is called in front of its lines, in rank order.
+    """
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels, num_workers = labels, len(labels)
         self._streams = [_Stream(rank, name) for rank in range(num_workers) for name in ("stdout", "stderr")]
         self._tails = [deque[str](maxlen=_TAIL_LINES) for _ in range(num_workers)]
         self._selector = selectors.DefaultSelector()
@@ -105,6 +111,12 @@ class WorkerOutput:
     def write_ends(self) -> list[int]:
         """Returns the descriptors that take the output of all workers."""
         return [stream.write_fd for stream in self._streams]
+
+    def feed(self, rank: int, name: str, data: bytes) -> None:
+        """Takes what a worker on another host has written to "stdout" or "stderr"."""
+        stream = next(one for one in self._streams if one.rank == rank and one.name == name)
+        while data and stream.write_fd >= 0:
+            data = data[os.write(stream.write_fd, data) :]
 
     def workers_have_inherited(self) -> None:
         """Closes this process's copies of the write ends. Harmless when repeated."""
@@ -173,7 +185,7 @@ class WorkerOutput:
         for stream in self._streams:
             lines = stream.comparison.differing(before_s)
             if lines:
-                _show(stream.name, "".join(f"[worker {stream.rank}] {line}\n" for line in lines))
+                _show(stream.name, "".join(f"[{self._labels[stream.rank]}] {line}\n" for line in lines))
 
 
 def _show(name: str, text: str) -> None:

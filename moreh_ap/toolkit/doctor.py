@@ -13,9 +13,11 @@ from dataclasses import asdict
 
 from moreh_ap import accelerator_models
 from moreh_ap.errors import MorehError, OptionError
+from moreh_ap.hosts.host_list import parse_hosts
 from moreh_ap.toolkit import findings, smi_tables
 from moreh_ap.toolkit.environment_checks import check_environment
 from moreh_ap.toolkit.findings import FAILED, Finding
+from moreh_ap.toolkit.hosts_check import check_hosts
 from moreh_ap.toolkit.machine_inventory import MachineInventory, look
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -28,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "The exit status is 0 if nothing failed, warnings or not, else 1."
     parser.add_argument("--devices", type=int, metavar="N",
                         help="workers to start (default: as many as a process would take)")  # fmt: skip
+    parser.add_argument("--hosts", metavar="A,B",
+                        help="check these hosts instead, as a script that names them would")  # fmt: skip
     parser.add_argument("--timeout", type=float, metavar="S", default=DEFAULT_TIMEOUT_S,
                         help=f"seconds that each exchange may take (default {DEFAULT_TIMEOUT_S:g})")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
@@ -46,6 +50,8 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
         raise OptionError(
             f"--timeout {arguments.timeout:g}", f"at least {_LEAST_TIMEOUT_S:g} second", "moreh-ap doctor --timeout 30"
         )
+    if arguments.hosts is not None:
+        return check_hosts(parse_hosts(arguments.hosts, "--hosts"), arguments.devices, arguments.json)
     machine = look()
     most = machine.supply.num_devices if machine.gpus else None
     if arguments.devices is not None and (arguments.devices < 1 or (most and arguments.devices > most)):

@@ -38,6 +38,8 @@ IMPORTS_IN_FUNCTIONS = {
     ("integrations.transformers_import", "integrations.adamw"): "not at `import torch`",
     # An optional library: torchmonarch exists for Linux only, and its import takes a while.
     ("runtime.launcher", "runtime.engine"): "optional library: torchmonarch",
+    # What only several hosts need.
+    ("accelerator", "runtime.host.hosts_launcher"): "optional: several hosts",
     # A library that is slow to import.
     ("device.values", "parallelizer.state.loading"): "imports torch.distributed.tensor, for reading files alone",
     ("parallelizer.call.pipelined_forward", "parallelizer.pipeline.schedules"): "imports the compiler: 1 s a worker",

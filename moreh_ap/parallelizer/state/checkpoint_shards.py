@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.hosts.host_files import path_here
 from moreh_ap.parallelizer.state.loading import pieces
 from moreh_ap.parallelizer.state.state_shard import StateShard
 
@@ -172,6 +173,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 def problem_with(path: str, num_bytes: int, sha256: str | None) -> str:
     """Returns what is wrong with a file of a checkpoint; nothing if it has this size and, if one is given, checksum."""
+    path = path_here(path)
     try:
         found_bytes = os.stat(path).st_size
         if found_bytes != num_bytes:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moreh_ap.errors import LoadError
+from moreh_ap.hosts.host_files import path_here
 from moreh_ap.parallelizer.data.fsdp import fsdp_modules
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
@@ -107,7 +108,7 @@ def read(wanted: Iterable[Wanted]) -> None:
     needed.sort(key=lambda item: item.source.file)
     for file, group in groupby(needed, key=lambda item: item.source.file):
         try:
-            opened = safe_open(file, framework="pt")
+            opened = safe_open(path_here(file), framework="pt")
         except (OSError, SafetensorError) as error:
             raise LoadError(
                 f"{file} cannot be read: {error}",

@@ -19,6 +19,7 @@ import select
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,13 +58,23 @@ def main() -> None:
     own = Path(task.folder, task.name)
     own.mkdir(mode=0o700)
     os.environ["TMPDIR"] = str(own)  # the engine makes folders for sockets of its own there
+    threading.Thread(target=_end_with_controller, args=(task,), name="moreh-controller", daemon=True).start()
+    serve(f"ipc://{own}/host", lambda address: os.write(1, f"{address}\n".encode()))
+
+
+def serve(url: str, on_address: Callable[[str], object]) -> None:
+    """Serves the engine for the rest of this process's life.
+
+    Args:
+        url: Where to listen.
+        on_address: Told where the engine listens, with the random name that a controller needs to know, once it does.
+    """
     from monarch.actor import start_worker_loop_forever
     from monarch.job import new_service_proc_id, service_proc_addr
 
-    address = service_proc_addr(f"ipc://{own}/host", new_service_proc_id())
-    threading.Thread(target=_end_with_controller, args=(task,), name="moreh-controller", daemon=True).start()
+    address = service_proc_addr(url, new_service_proc_id())
     serving = start_worker_loop_forever(address=address, ca="trust_all_connections")
-    os.write(1, f"{address}\n".encode())
+    on_address(address)
     serving.get()
 
 
@@ -78,14 +89,19 @@ def _end_with_controller(task: AgentTask) -> None:
         if ready:
             told = os.read(0, 4096)
             break
+    end_workers()
+    shutil.rmtree(Path(task.folder, task.name) if told == END else task.folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)  # the engine's threads would go on after `sys.exit`
+
+
+def end_workers() -> None:
+    """Ends the processes that this one has started, and all that they started."""
     for pid in _children():
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(pid) == pid:
                 os.killpg(pid, signal.SIGKILL)
             else:
                 os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(Path(task.folder, task.name) if told == END else task.folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGKILL)  # the engine's threads would go on after `sys.exit`
 
 
 def _children() -> list[int]:

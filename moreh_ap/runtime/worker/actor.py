@@ -53,6 +53,7 @@ class WorkerSpec:
         executor: "package.module:Class"; called with rank, world_size and device_type, in the thread that executes.
         shared_memory_fd: file descriptor, inherited, of the memory in which large values of commands lie.
         store_path: file through which the workers meet, in a folder that only this user can enter.
+        store_class: "package.module:Class" of a store, called with path and time-out; empty: PyTorch's for files.
         collective_timeout_s: how long a collective may wait for its peers before it raises.
     """
 
@@ -63,6 +64,7 @@ class WorkerSpec:
     shared_memory_fd: int
     store_path: str
     collective_timeout_s: float
+    store_class: str = ""
 
 
 class WorkerSide:
@@ -72,13 +74,14 @@ class WorkerSide:
         self._spec: WorkerSpec | None = None
         self._shared_memory: SharedMemoryReader | None = None
         self._executor: Any = None
+        self._store: object = None  # kept alive: PyTorch uses it as long as there are groups
         self._trouble: Trouble | None = None
 
     def join(self, spec: WorkerSpec) -> Answer:
         """Joins the process group of all workers, waiting for them. Counts as command 0, in epoch 0."""
         self._spec, self._shared_memory = spec, SharedMemoryReader(spec.shared_memory_fd)
         try:
-            _join_process_group(spec)
+            self._store = _join_process_group(spec)
             return Answer(DONE, pack(None))
         except BaseException as error:  # any error of torch.distributed: the controller has to hear of it
             return self._fail(0, 0, error)
@@ -120,13 +123,19 @@ class WorkerSide:
         return answer
 
 
-def _join_process_group(spec: WorkerSpec) -> None:
+def _join_process_group(spec: WorkerSpec) -> object:
+    """Joins, and returns the store."""
     import torch
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=spec.collective_timeout_s)
-    store = dist.FileStore(spec.store_path, spec.world_size)
-    store.set_timeout(timeout)
+    store: dist.Store
+    if spec.store_class:
+        factory: Any = import_by_name(spec.store_class)
+        store = factory(spec.store_path, timeout)
+    else:
+        store = dist.FileStore(spec.store_path, spec.world_size)
+        store.set_timeout(timeout)
     backend, device_id = "gloo", None
     if spec.device_type == "cuda":
         # The current device belongs to the thread, which is why this runs in the thread that executes commands.
@@ -137,3 +146,4 @@ def _join_process_group(spec: WorkerSpec) -> None:
     dist.init_process_group(
         backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout, device_id=device_id
     )
+    return store

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -170,7 +171,14 @@ def _write_files(new: NewCheckpoint, tensors: dict[str, Tensor]) -> list[Written
     files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
     for posted in writing:
         files += posted.result()
-    return [file for file in files if file is not None]
+    return [_looked_for(file) for file in files if file is not None]
+
+
+def _looked_for(file: WrittenFile) -> WrittenFile:
+    """Returns what a worker wrote, as a failure if this process does not see it: it is on another host's disk."""
+    if file.failure or os.path.exists(file.path):
+        return file
+    return replace(file, failure="its host does not share this folder: save into one that all hosts share")
 
 
 def _reader(tensor: Tensor) -> Callable[[], Tensor]:
@@ -184,6 +192,8 @@ def _problems(checkpoint: Checkpoint, verify: bool) -> dict[str, str]:
     """Returns the problems of a checkpoint's files; workers share the reading if an accelerator runs."""
     files = checkpoint.files(verify=verify)
     accelerator = device.current()
+    if accelerator is not None:
+        accelerator.session.workers.provide([path for path, _, _ in files])
     if not verify or accelerator is None:
         return problems_of(files)
     found: dict[str, str] = {}

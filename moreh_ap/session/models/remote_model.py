@@ -162,6 +162,7 @@ class RemoteModel:
                 allowed="Every attribute of a module must be picklable (no open files, locks or generators).",
                 fix="del model.<attribute>  # before the first call",
             ) from error
+        self.session.workers.provide(sorted({source.file for boxes in sources.values() for source in boxes}))
         before = [(tensor, tensor._cell.value) for tensor in (*self.parameters.values(), *self.buffers.values())]
         self._attach()
         outbox = self.session.outbox

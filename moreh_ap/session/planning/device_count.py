@@ -109,7 +109,7 @@ def is_faster_on_all(fewer_s: float, on_all: Ranking) -> bool:
 
 def _is_open(options: Options) -> bool:
     """Returns whether the script leaves the number of devices to us."""
-    return options.devices is None and options.plan is None
+    return options.devices is None and options.plan is None and not options.hosts
 
 
 def _record(options: Options, device_type: str, num_devices: int) -> DeviceRecord | None:

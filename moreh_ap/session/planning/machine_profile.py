@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moreh_ap.errors import OptionError, PlanError
+from moreh_ap.hosts.host_list import public_name
 from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
 from moreh_ap.planner.cost.hardware import Cluster, Device, Link, find_device, find_link
@@ -62,7 +63,7 @@ def machine_of(session: Session) -> Machine:
     """
     info, native = _weakest(session.devices())
     num_devices = len(session.devices())
-    key = machine_key(info, num_devices)
+    key = machine_key(info, num_devices, session.options.hosts)
     rates = rates_of(FILE.look_up(key))
     if rates is None:
         answers: list[DeviceRates] = session.outbox.submit(ProbeDevice(native)).result()
@@ -83,11 +84,11 @@ def machine_on(session: Session, num_devices: int) -> Machine | None:
     """
     (info, native), present = _weakest(session.devices()), len(session.devices())
     there = replace(info, num_threads=max(1, info.num_cores // num_devices)) if info.num_threads else info
-    key = machine_key(there, num_devices)
+    key = machine_key(there, num_devices, session.options.hosts)
     rates = rates_of(FILE.look_up(key))
     if rates is not None:
         return _described(there, native, num_devices, rates, key, session.options)
-    rates = rates_of(FILE.look_up(machine_key(info, present)))
+    rates = rates_of(FILE.look_up(machine_key(info, present, session.options.hosts)))
     if rates is None or num_devices > present:
         return None
     return _described(info, native, num_devices, rates, key, session.options)
@@ -99,10 +100,11 @@ def _weakest(infos: Sequence[DeviceInfo]) -> tuple[DeviceInfo, bool]:
     return info, all(one.native_bf16 for one in infos)
 
 
-def machine_key(info: DeviceInfo, num_devices: int) -> str:
-    """Returns the name under which what was found out of so many devices is saved."""
+def machine_key(info: DeviceInfo, num_devices: int, hosts: Sequence[str] = ()) -> str:
+    """Returns the name under which what was found out of so many devices of these hosts is saved."""
+    place = ", ".join(map(public_name, hosts)) or platform.node()
     threads = f" with {info.num_threads} threads" if info.num_threads else ""
-    return f"{platform.node()}, {num_devices} x {info.name}{threads}, torch {torch.__version__}"
+    return f"{place}, {num_devices} x {info.name}{threads}, torch {torch.__version__}"
 
 
 def _described(

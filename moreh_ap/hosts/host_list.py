@@ -1,0 +1,78 @@
+"""The hosts that a script is given, as a person writes them.
+
+Decides how a list, a comma-separated text or a file names hosts, and how each is reached. Must not know what is done
+with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from moreh_ap.errors import OptionError
+
+BY_HAND = "tls://"
+SSH_VARIABLE = "MOREH_SSH"
+LINK = "docs/several-machines.md"
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+# What ssh is given as its destination: a name of its configuration, a host name or an address, with a user or without.
+_SSH_NAME = re.compile(r"(?:[A-Za-z0-9._-]+@)?[A-Za-z0-9_:%](?:[A-Za-z0-9._:%-]*)")
+_BY_HAND = re.compile(r"tls://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})/([0-9a-f]{64})/([A-Za-z0-9_-]{32,})")
+
+
+def parse_hosts(given: object, name: str = "hosts") -> tuple[str, ...]:
+    """Returns the hosts that an argument or variable names, each as it was written.
+
+    Args:
+        given: A list of hosts, a text with commas between them, or the path of a file with one in each line.
+        name: What the value was given as, for errors.
+
+    Raises:
+        OptionError: It names no host, one twice, or something that is no host.
+    """
+    if isinstance(given, str):
+        entries = _lines(given) if "," not in given and Path(given).is_file() else given.split(",")
+    elif isinstance(given, Sequence) and all(isinstance(entry, str) for entry in given):
+        entries = list(given)
+    else:
+        raise _error(f"{name}={given!r} ({type(given).__name__})")
+    hosts = tuple(entry.strip() for entry in entries if entry.strip())
+    if not hosts:
+        raise _error(f"{name}={given!r} names no host")
+    for host in hosts:
+        if not (_BY_HAND if host.startswith(BY_HAND) else _SSH_NAME).fullmatch(host):
+            raise _error(f"{name}: {public_name(host)!r} is no host")
+    twice = sorted({public_name(host) for host in hosts if hosts.count(host) > 1})
+    if twice:
+        raise _error(f"{name} names {', '.join(twice)} more than once")
+    return hosts
+
+
+def by_hand(host: str) -> tuple[str, int, str, str]:
+    """Returns address, port, fingerprint of the certificate and token of an agent that was started by hand."""
+    found = _BY_HAND.fullmatch(host)
+    assert found is not None, "parse_hosts accepts no other"
+    address, port, fingerprint, token = found.groups()
+    return address.strip("[]"), int(port), fingerprint, token
+
+
+def public_name(host: str) -> str:
+    """Returns what a log may say of a host: without the secrets of an agent that was started by hand."""
+    if not host.startswith(BY_HAND):
+        return host
+    return host.removeprefix(BY_HAND).partition("/")[0]
+
+
+def _lines(path: str) -> list[str]:
+    return [line.partition("#")[0] for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def _error(fact: str) -> OptionError:
+    return OptionError(
+        fact,
+        "names that ssh knows, or lines that `moreh-ap host` has printed: as a list, with commas, or a file of lines",
+        'torch.moreh.option.enable_advanced_parallelization(hosts=["node1", "node2"])',
+        LINK,
+    )

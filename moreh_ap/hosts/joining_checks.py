@@ -1,0 +1,155 @@
+"""What a host has to be like to join.
+
+Decides what is compared, from which difference on a host cannot join, and what a person can paste then. Must not know
+how facts are gathered, nor how a table is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moreh_ap.errors import MeshStartError
+from moreh_ap.hosts.host_list import BY_HAND, LINK, public_name
+from moreh_ap.hosts.host_report import COMPARED_PACKAGES, HostReport
+
+MOST_CLOCK_DIFFERENCE_S = 10.0
+"""A host whose clock is ahead of the controller's by more than the engine's orphan time-out, 60 s, ends its workers."""
+
+LEAST_MEMORY_BYTES = 512 << 20
+"""For each worker: what Python and PyTorch take before a model is there."""
+
+LEAST_SHARED_MEMORY_BYTES = 64 << 20
+"""Docker's default. NCCL asks for up to 33 MB a pair of devices. Source: NCCL's documentation, "Troubleshooting"."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was looked at on one host.
+
+    Attributes:
+        host: The host, as a log may name it.
+        what: What was looked at.
+        seen: What the host has.
+        expected: What it has to have; empty if anything will do.
+        ok: Whether that is so.
+        fix: A line to paste where it is not.
+    """
+
+    host: str
+    what: str
+    seen: str
+    expected: str = ""
+    ok: bool = True
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What hosts are compared with.
+
+    Attributes:
+        here: The report of the controller's machine.
+        device_type: "cuda" or "cpu"; empty: whatever all hosts have.
+        per_host: Devices wanted of each host; None: as many as it has.
+    """
+
+    here: HostReport
+    device_type: str = ""
+    per_host: int | None = None
+
+
+def unreachable(host: str, reason: str) -> Row:
+    """Returns the row of a host that has not answered."""
+    if host.startswith(BY_HAND):
+        return Row(public_name(host), "answer", reason, "an agent that listens", False, "moreh-ap host  # on that host")
+    return Row(host, "answer", reason, "ssh without a password", False, f"ssh {host} true")
+
+
+def check_report(host: str, report: HostReport, wanted: Wanted, arrived_s: float, delay_s: float) -> Iterator[Row]:
+    """Yields a row for each fact of a host's report.
+
+    Args:
+        host: The host, as it was given.
+        report: Its report.
+        wanted: What it is compared with.
+        arrived_s: When the report arrived, by this machine's clock.
+        delay_s: How long before it was made at most.
+    """
+    name, here = public_name(host), wanted.here
+    same_minor = report.python.split(".")[:2] == here.python.split(".")[:2]
+    expected = ".".join(here.python.split(".")[:2])
+    yield Row(name, "Python", report.python, expected, same_minor, _on(host, f"python{expected} --version"))
+    for package in ("moreh_ap", *COMPARED_PACKAGES):
+        seen, right = _public(report.packages.get(package, "")), _public(here.packages.get(package, ""))
+        pin = f"{package.replace('_', '-')}=={right}"
+        fix = _on(host, f"{report.executable or 'python'} -m pip install '{pin}'")
+        yield Row(name, package, seen or "missing", right, seen == right, fix)
+    ahead_s = report.time_s - arrived_s
+    off_s = ahead_s if ahead_s > 0.0 else min(0.0, ahead_s + delay_s)
+    clock_ok = abs(off_s) <= MOST_CLOCK_DIFFERENCE_S
+    expected = f"within {MOST_CLOCK_DIFFERENCE_S:g} s"
+    yield Row(name, "clock", f"{off_s:+.1f} s", expected, clock_ok, _on(host, "sudo chronyc makestep"))
+    yield _devices(host, report, wanted)
+    per_host = wanted.per_host or len(report.gpus) or report.num_cores
+    needed = per_host * LEAST_MEMORY_BYTES
+    yield Row(
+        name,
+        "free memory",
+        _gib(report.free_memory_bytes),
+        f"{_gib(needed)} for {per_host} workers",
+        report.free_memory_bytes >= needed,
+        _on(host, "free -h"),
+    )
+    yield Row(
+        name,
+        "free /dev/shm",
+        _gib(report.free_shared_memory_bytes),
+        _gib(LEAST_SHARED_MEMORY_BYTES),
+        report.free_shared_memory_bytes >= LEAST_SHARED_MEMORY_BYTES,
+        _on(host, "df -h /dev/shm  # in a container: docker run --shm-size=1g"),
+    )
+
+
+def check_machines(reports: Sequence[tuple[str, HostReport]], device_type: str) -> Iterator[Row]:
+    """Yields a row for each host that is the same machine as an earlier one, whose GPUs would be used twice."""
+    first: dict[str, str] = {}
+    for host, report in reports:
+        other = first.setdefault(report.machine, host)
+        if other != host and device_type == "cuda":
+            seen = f"the same machine as {public_name(other)}"
+            yield Row(public_name(host), "machine", seen, "another machine", False, f"hosts=[{public_name(other)!r}]")
+
+
+def error(rows: Sequence[Row]) -> MeshStartError | None:
+    """Returns the error of the rows that are not as they have to be, None if all are."""
+    wrong = [row for row in rows if not row.ok]
+    if not wrong:
+        return None
+    first = wrong[0]
+    more = f" {len(wrong) - 1} more of {len(rows)} checks failed; the table above has all." if len(wrong) > 1 else ""
+    return MeshStartError(
+        f"The host {first.host} cannot join: {first.what}: {first.seen}.{more}", first.expected, first.fix, LINK
+    )
+
+
+def _devices(host: str, report: HostReport, wanted: Wanted) -> Row:
+    kind = wanted.device_type or ("cuda" if report.gpus else "cpu")
+    if kind == "cpu":
+        return Row(public_name(host), "devices", f"{report.num_cores} cores")  # more workers than cores are allowed
+    seen, needed = len(report.gpus), wanted.per_host or 1
+    return Row(public_name(host), "devices", f"{seen} GPUs", f"{needed} GPUs", seen >= needed, _on(host, "nvidia-smi"))
+
+
+def _on(host: str, command: str) -> str:
+    """Returns a line to paste that runs a command on a host."""
+    return f"{command}  # on {public_name(host)}" if host.startswith(BY_HAND) else f'ssh {host} "{command}"'
+
+
+def _public(version: str) -> str:
+    """Returns a version without what tells builds apart: a controller without a GPU may have torch for CPUs."""
+    return version.partition("+")[0]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

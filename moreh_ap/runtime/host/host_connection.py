@@ -1,0 +1,168 @@
+"""One other host, as the controller sees it.
+
+Decides who gets what an agent says, and when the host counts as lost. Must not know how hosts are compared, nor what
+their workers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from moreh_ap.hosts import host_files
+from moreh_ap.hosts.channel import Channel, ChannelError, Message
+from moreh_ap.hosts.host_list import public_name
+from moreh_ap.hosts.host_report import HostReport
+from moreh_ap.hosts.ways import Way
+from moreh_ap.runtime.host.remote_agent import ALIVE_S, SILENCE_S
+
+_LONGEST_TRANSFER_S = 600.0  # of one piece of a file
+
+
+class HostLostError(Exception):
+    """The connection to a host's agent has ended."""
+
+
+class HostConnection:
+    """A connection to an agent that has begun to speak.
+
+    Args:
+        host: The host, as it was given.
+        way: The streams to its agent.
+
+    Attributes:
+        name: The host, as a log may name it.
+        report: What it said of itself.
+        arrived_s: When that arrived, by the clock of this machine.
+        delay_s: How long before it may have been said.
+        address: Where the other hosts reach it.
+        interface: Its network interface with that address.
+    """
+
+    def __init__(self, host: str, way: Way) -> None:
+        self.host, self.name = host, public_name(host)
+        self.report = HostReport()
+        self.arrived_s = self.delay_s = 0.0
+        self.address = self.interface = ""
+        self.on_message: Callable[[Message], None] = lambda message: None
+        self._way = way
+        self._channel = Channel(way.reader, way.writer)
+        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._asking = threading.Lock()
+        self._lost: str | None = None
+        self._closing = threading.Event()
+        self._heard_s = self._began_s = time.monotonic()
+        for name, target in (("moreh-host", self._receive), ("moreh-alive", self._stay_alive)):
+            threading.Thread(target=target, name=name, daemon=True).start()
+
+    def ask(self, kind: str, timeout_s: float, **values: Any) -> Message:
+        """Sends a request and returns its answer.
+
+        Raises:
+            HostLostError: The agent has ended, or does not answer in time.
+        """
+        with self._asking:
+            self.send(kind, **values)
+            return self._answer(timeout_s)
+
+    def send(self, kind: str, payload: bytes = b"", **values: Any) -> None:
+        """Sends a message that nothing answers.
+
+        Raises:
+            HostLostError: The agent has ended.
+        """
+        try:
+            self._channel.send(kind, payload, **values)
+        except (OSError, ValueError) as error:
+            raise HostLostError(self._lost or str(error)) from error
+
+    def await_report(self, timeout_s: float) -> None:
+        """Waits for what the agent says first.
+
+        Raises:
+            HostLostError: It has not said it in time.
+        """
+        message = self._answer(timeout_s)
+        if message.kind != "report":
+            raise HostLostError(f"the agent said {message.kind!r} where it should have said what the host has")
+        self.report = HostReport.of(message.values)
+        self.address = self._way.address or self.report.address
+
+    def send_file(self, path: str, area: str, name: str) -> int:
+        """Sends a file, piece by piece, and returns its bytes.
+
+        Raises:
+            HostLostError: The agent has ended.
+            OSError: The file cannot be read here, or not be written there.
+        """
+        total, left = 0, os.path.getsize(path)
+        with self._asking:
+            for piece in host_files.pieces(path):
+                left -= len(piece)
+                is_first, total = total == 0, total + len(piece)
+                self.send("file", piece, area=area, name=name, is_first=is_first, is_last=left <= 0)
+                if left <= 0:
+                    break
+            error = self._answer(_LONGEST_TRANSFER_S).values["error"]
+        if error:
+            raise OSError(f"{self.name}: {error}")
+        return total
+
+    def lost(self) -> str | None:
+        """Returns why the host cannot be used any longer, None while it can."""
+        return self._lost
+
+    def end(self) -> None:
+        """Has the agent end its workers and itself, and waits for that."""
+        self._closing.set()
+        with contextlib.suppress(HostLostError):
+            self.send("end")
+        self._way.close()
+
+    def _answer(self, timeout_s: float) -> Message:
+        try:
+            message = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise HostLostError(f"no answer in {timeout_s:.0f} s") from None
+        if message is None:
+            self._answers.put(None)  # for whoever asks next
+            raise HostLostError(self._lost or "the connection has ended")
+        return message
+
+    def _receive(self) -> None:
+        reason = ""
+        while True:
+            try:
+                message = self._channel.receive()
+            except ChannelError as error:
+                reason = f"not an agent's answer: {error}"
+                break
+            if message is None:
+                break
+            self._heard_s = time.monotonic()
+            if message.kind in _UNASKED:
+                self.on_message(message)
+            elif message.kind != "alive":
+                if message.kind == "report":
+                    self.arrived_s, self.delay_s = time.time(), self._heard_s - self._began_s
+                self._answers.put(message)
+        if not self._closing.is_set() and not reason:
+            reason = self._way.last_words()
+        self._lost = self._lost or reason or "the connection has ended"
+        self._answers.put(None)
+
+    def _stay_alive(self) -> None:
+        while self._lost is None and not self._closing.wait(ALIVE_S):
+            if time.monotonic() - self._heard_s > SILENCE_S:
+                self._lost = f"nothing was heard of it for {SILENCE_S:g} s"
+                self._answers.put(None)
+            with contextlib.suppress(HostLostError):  # `_receive` notices too
+                self.send("alive")
+
+
+_UNASKED = ("output", "pid", "exit", "store", "serving")

@@ -1,0 +1,246 @@
+"""How hosts join: connected, looked at, compared, and given what they need before anything heavy is started.
+
+Decides the order, and how long it may take. Must not know the engine, nor torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from moreh_ap.errors import OptionError
+from moreh_ap.hosts import host_files, host_table, joining_checks, reachability, script_files
+from moreh_ap.hosts.certificates import make_credentials
+from moreh_ap.hosts.credentials import Credentials
+from moreh_ap.hosts.host_list import LINK, LOCAL_NAMES, public_name
+from moreh_ap.hosts.host_report import look
+from moreh_ap.hosts.joining_checks import Row, Wanted
+from moreh_ap.hosts.ways import reach
+from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
+
+JOIN_S = 10.0
+"""How long hosts have to answer and to be compared."""
+
+_CONTROLLER = "controller"
+
+
+@dataclass
+class Hosts:
+    """Hosts that can join.
+
+    Attributes:
+        connections: The hosts, in the order in which they were given.
+        rows: What was looked at.
+        controller_address: Where the hosts reach the controller.
+        script_folder: The folder of the script.
+        sent: Bytes of each file that hosts were sent: (host, path).
+    """
+
+    connections: list[HostConnection]
+    rows: list[Row]
+    controller_address: str = ""
+    script_folder: str = ""
+    sent: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    @property
+    def device_type(self) -> str:
+        """The kind of devices that all have."""
+        return "cuda" if all(connection.report.gpus for connection in self.connections) else "cpu"
+
+    @property
+    def devices_per_host(self) -> int:
+        """As many as each has."""
+        reports = [connection.report for connection in self.connections]
+        return min(len(one.gpus) if self.device_type == "cuda" else one.num_cores for one in reports)
+
+    def end(self) -> None:
+        """Ends the agents."""
+        on_all(self.connections, lambda connection: connection.end())
+
+
+def connect(hosts: Sequence[str], per_host: int | None = None) -> Hosts:
+    """Connects to hosts and looks at them, all at the same time.
+
+    Args:
+        hosts: What `parse_hosts` returned.
+        per_host: Devices wanted of each; None: as many as it has.
+
+    Returns:
+        The hosts that have answered, and what was seen of all; `Hosts.rows` says what is not as it has to be.
+    """
+    deadline_s = time.monotonic() + JOIN_S
+    found = Hosts([], [], script_folder=script_folder())
+
+    def begin(host: str) -> HostConnection | Row:
+        connection = None
+        try:
+            connection = HostConnection(host, reach(host))
+            connection.await_report(max(1.0, deadline_s - time.monotonic()))
+        except (OSError, HostLostError) as error:
+            if connection is not None:
+                connection.end()
+            return joining_checks.unreachable(host, str(error) or type(error).__name__)
+        return connection
+
+    for answer in on_all(hosts, begin):
+        if isinstance(answer, Row):
+            found.rows.append(answer)
+        else:
+            found.connections.append(answer)
+    here = look(os.environ)
+    kind = "cuda" if found.connections and any(one.report.gpus for one in found.connections) else "cpu"
+    wanted = Wanted(here, kind, per_host)
+    for one in found.connections:
+        found.rows += joining_checks.check_report(one.host, one.report, wanted, one.arrived_s, one.delay_s)
+    found.rows += joining_checks.check_machines([(one.host, one.report) for one in found.connections], kind)
+    try:
+        _look_at_network(found)
+        _send_script(found)
+    except HostLostError as error:
+        found.rows.append(Row("all", "connection", str(error), "", False, "moreh-ap doctor --hosts ..."))
+    return found
+
+
+def join(hosts: Sequence[str], per_host: int | None = None) -> Hosts:
+    """Connects to hosts that can all join.
+
+    Raises:
+        MeshStartError: One cannot; a table of all is on standard error.
+    """
+    found = connect(hosts, per_host)
+    error = joining_checks.error(found.rows)
+    if error is not None:
+        found.end()
+        host_table.show(found.rows, Console(stderr=True, width=None if sys.stderr.isatty() else 160))
+        raise error
+    return found
+
+
+class RunCredentials:
+    """What the processes of a run show each other; made once, since the authority's key is gone afterwards."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Credentials] = {}
+        self._files: dict[str, str] = {}
+
+    def of_hosts(self, hosts: Hosts) -> dict[str, Credentials]:
+        """Returns the credentials of each address.
+
+        Raises:
+            OptionError: The hosts are others than those of this process's first call.
+        """
+        addresses = [hosts.controller_address, *(one.address for one in hosts.connections)]
+        if not self._made:
+            if "monarch" in sys.modules:
+                raise OptionError(
+                    "The engine runs already, for the devices of this machine alone.",
+                    "hosts in the first call of a process",
+                    'torch.moreh.option.enable_advanced_parallelization(hosts=["node1", "node2"])  # the only call',
+                    LINK,
+                )
+            self._made = make_credentials(addresses)
+            self._files = self._made[hosts.controller_address].as_files()
+        if not set(addresses) <= set(self._made):
+            raise OptionError("The hosts have other addresses than before.", "the hosts of the first call", "", LINK)
+        return self._made
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The engine's variables in this process."""
+        return self._files
+
+
+def script_folder() -> str:
+    """Returns the folder of this process's script; of an interactive process the working directory."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.dirname(os.path.abspath(main)) if main else os.getcwd()
+
+
+def _look_at_network(found: Hosts) -> None:
+    """Finds out where all reach each other, and tries it."""
+    others = [one for one in found.connections if one.host not in LOCAL_NAMES]
+    routes = [own for one in others if one.address and (own := _own_address(one.address))]
+    # Hosts that are this machine are told the address by which the others reach it.
+    found.controller_address = routes[0] if routes else "127.0.0.1"
+    for one in found.connections:
+        one.address = one.address or found.controller_address
+    probe = reachability.Probe(found.controller_address)
+    ports: dict[str, int] = {}
+    try:
+        listening = on_all(found.connections, lambda one: one.ask("listen", JOIN_S, address=one.address).values)
+        for one, values in zip(found.connections, listening):
+            one.interface, ports[one.host] = values["interface"], values["port"]
+            seen = values["error"] or f"{one.interface} {one.address}"
+            fix = f"ssh {one.host} ip -brief address" if one.host == one.name else "ip -brief address"
+            found.rows.append(Row(one.name, "interface", seen, "an address of its own", not values["error"], fix))
+        unreached = on_all(found.connections, lambda one: reachability.reaches(one.address, ports[one.host]))
+        for one, error in zip(found.connections, unreached):
+            found.rows.append(_reached(one.name, "reached from here", error, one.address, found.controller_address))
+        targets = [(_CONTROLLER, found.controller_address, probe.port)]
+        targets += [(one.host, one.address, ports[one.host]) for one in found.connections]
+
+        def try_others(one: HostConnection) -> list[Row]:
+            wanted = [target for target in targets if target[0] != one.host]
+            failed = one.ask("reach", JOIN_S, targets=[target[1:] for target in wanted]).values["failed"]
+            return [
+                _reached(one.name, f"reaches {public_name(name)}", error, address, one.address)
+                for (name, address, _), error in zip(wanted, failed)
+            ]
+
+        for rows in on_all(found.connections, try_others):
+            found.rows += rows
+    finally:
+        probe.close()
+
+
+def _reached(host: str, what: str, error: str, address: str, source: str) -> Row:
+    fix = f"sudo ufw allow from {source} to {address} proto tcp  # or open the network between them in another way"
+    return Row(host, what, error or "yes", "yes", not error, fix)
+
+
+def _own_address(address: str) -> str:
+    with contextlib.suppress(OSError):
+        numeric = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0][4][0]
+        return reachability.own_address_towards(str(numeric))
+    return ""
+
+
+def _send_script(found: Hosts) -> None:
+    """Sends hosts that do not share the script's folder the modules of it that they do not have."""
+    folder = found.script_folder
+    identity = list(script_files.identity_of(folder))
+    paths = [folder]
+    same = on_all(found.connections, lambda one: one.ask("identities", JOIN_S, paths=paths).values["identities"][0])
+    others = [one for one, seen in zip(found.connections, same) if seen != identity]
+    looked = script_files.look_at(folder) if others else None
+
+    def send(one: HostConnection) -> Row:
+        if looked is None or one not in others:
+            return Row(one.name, "script's folder", "shared")
+        if not looked.is_whole:
+            seen = f"more than {script_files.MOST_FILES} files or {script_files.MOST_BYTES >> 20} MiB of Python files"
+            return Row(one.name, "script's folder", seen, "a folder of its own", False, f"mkdir {folder}/training")
+        answer = one.ask("differing", JOIN_S, folder=folder, digests=dict(looked.digests)).values["files"]
+        names = script_files.to_send(looked.digests, answer)
+        for name in names:
+            path = os.path.join(folder, name)
+            found.sent[one.host, path] = one.send_file(path, host_files.SCRIPT, name)
+        return Row(one.name, "script's folder", f"{len(names)} files sent" if names else "the same files")
+
+    found.rows += on_all(found.connections, send)
+
+
+def on_all(things: Sequence, work: Callable) -> list:  # type: ignore[type-arg]
+    """Returns what a function returns for each of the things, called for all at the same time."""
+    if not things:
+        return []
+    with ThreadPoolExecutor(len(things), thread_name_prefix="moreh-join") as threads:
+        return list(threads.map(work, things))

@@ -1,0 +1,127 @@
+"""An agent that a person starts by hand on a host: it waits for controllers, one after the other.
+
+Decides who may use the host: who has the token that was printed, over a connection whose certificate was printed too.
+Everyone else is turned away before anything is started. Must not know what a controller wants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import ssl
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import IO, Any
+
+from moreh_ap.hosts.certificates import make_credentials
+from moreh_ap.hosts.credentials import fingerprint
+from moreh_ap.hosts.reachability import family
+from moreh_ap.hosts.ways import local_command
+
+_INTRODUCTION_S = 10.0  # how long a stranger may take to say the token
+_PIECE_BYTES = 1 << 16
+_LONGEST_TOKEN_BYTES = 200
+
+
+class HostListener:
+    """Listens for controllers.
+
+    Args:
+        address: Address of this host at which the controller and other hosts reach it.
+        port: Port; 0: any that is free.
+
+    Attributes:
+        line: What a person gives the script.
+
+    Raises:
+        OSError: No interface has the address, or the port is taken.
+    """
+
+    def __init__(self, address: str, port: int = 0) -> None:
+        own = make_credentials([address])[address]
+        self._token = secrets.token_urlsafe(32)
+        self._context = _server_context(own.certificate, own.key)
+        self._socket = socket.create_server((address, port), family=family(address))
+        host = f"[{address}]" if ":" in address else address
+        printed = fingerprint(ssl.PEM_cert_to_DER_cert(own.certificate))
+        self.line = f"tls://{host}:{self._socket.getsockname()[1]}/{printed}/{self._token}"
+        self._busy = threading.Lock()
+
+    def serve(self) -> None:
+        """Lets controllers in, one at a time, until this process ends."""
+        while True:
+            plain, _ = self._socket.accept()
+            threading.Thread(target=self._introduce, args=(plain,), daemon=True).start()
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._socket.close()
+
+    def _introduce(self, plain: socket.socket) -> None:
+        """Turns a connection away that does not begin with the token, and relays one that does to an agent."""
+        with contextlib.suppress(OSError):  # strangers get no answer, and no line in a log that they could fill
+            plain.settimeout(_INTRODUCTION_S)
+            with self._context.wrap_socket(plain, server_side=True) as connection:
+                said = b""
+                while not said.endswith(b"\n") and len(said) < _LONGEST_TOKEN_BYTES:
+                    more = connection.recv(1)  # nothing of what follows the token
+                    if not more:
+                        return
+                    said += more
+                if not hmac.compare_digest(said.strip(), self._token.encode()):
+                    return
+                connection.settimeout(None)
+                with self._busy:
+                    _relay(connection)
+        plain.close()
+
+
+def _server_context(certificate: str, key: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    with _in_memory(certificate) as certificate_file, _in_memory(key) as key_file:
+        context.load_cert_chain(certificate_file, key_file)
+    return context
+
+
+@contextlib.contextmanager
+def _in_memory(text: str) -> Iterator[str]:
+    """Has a path of a file that only this process has open."""
+    descriptor = os.memfd_create("moreh")
+    try:
+        os.write(descriptor, text.encode())
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _relay(connection: ssl.SSLSocket) -> None:
+    """Starts an agent and passes bytes on in both directions, until either side ends."""
+    with tempfile.TemporaryFile() as errors:
+        agent = subprocess.Popen(
+            local_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
+        assert agent.stdin is not None and agent.stdout is not None, "asked for"
+        back = threading.Thread(target=_pass_on, args=(agent.stdout, connection), daemon=True)
+        back.start()
+        with contextlib.suppress(OSError):
+            while piece := connection.recv(_PIECE_BYTES):
+                agent.stdin.write(piece)
+                agent.stdin.flush()
+        with contextlib.suppress(OSError):
+            agent.stdin.close()  # its input ends: it ends
+        agent.wait()
+        back.join()
+
+
+def _pass_on(source: IO[bytes], connection: Any) -> None:
+    with contextlib.suppress(OSError):
+        while piece := os.read(source.fileno(), _PIECE_BYTES):
+            connection.sendall(piece)
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # wakes the other direction

@@ -1,0 +1,284 @@
+"""The processes of a worker group on several hosts, from their start to their end.
+
+Decides what differs from one machine: agents are told what to do over their connections, which also carry what workers
+print, how they end, and the store through which they meet. Must not know commands, nor how hosts are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moreh_ap.errors import MeshStartError, WorkerLostError
+from moreh_ap.hosts import host_files, script_files
+from moreh_ap.hosts.channel import Message
+from moreh_ap.hosts.credentials import ENGINE_VARIABLES
+from moreh_ap.hosts.host_environment import passed_on
+from moreh_ap.runtime import worker_environment
+from moreh_ap.runtime.bootstrap import Launch
+from moreh_ap.runtime.child_process import RemoteChild
+from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
+from moreh_ap.runtime.host.host_joining import Hosts, RunCredentials, join, on_all
+from moreh_ap.runtime.host.store_server import StoreServer
+from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
+from moreh_ap.runtime.worker.actor import WorkerSpec
+
+_ASK_S = 60.0  # for digests of large files too
+_STOP_S = 0.5  # the engine's own end never comes where an agent has ended
+
+_STORE = "moreh_ap.runtime.host.host_store:HostStore"
+
+_credentials = RunCredentials()  # of this process: the engine reads them once
+
+
+class HostPool:
+    """The hosts of an accelerator, for one worker group after the other.
+
+    Args:
+        hosts: What `parse_hosts` returned.
+        devices: Devices wanted of all together; None: as many as each has.
+        say: Prints a line of the log.
+
+    Raises:
+        MeshStartError: A host cannot join.
+    """
+
+    def __init__(self, hosts: Sequence[str], devices: int | None, say: Callable[[str], object]) -> None:
+        self.hosts, self._say = hosts, say
+        self._per_host = None if devices is None else devices // len(hosts)
+        self._joined: Hosts | None = join(hosts, self._per_host)
+        self.device_type = self._joined.device_type
+        self.per_host = self._per_host or self._joined.devices_per_host
+        self.num_cores = min(one.report.num_cores for one in self._joined.connections)
+        self.names = [one.name for one in self._joined.connections]
+        self._provided: dict[str, None] = {}
+        for (host, path), num_bytes in self._joined.sent.items():
+            self._say(f"sent to {host}: {path} ({num_bytes} bytes)")
+
+    def launcher(self, request: LaunchRequest, is_stopping: Callable[[], bool]) -> Launcher:
+        """Returns the launcher of a worker group.
+
+        Raises:
+            MeshStartError: A host can no longer join.
+        """
+        joined, self._joined = self._joined, None
+        if joined is None:  # the agents of the last worker group have ended with it
+            joined = join(self.hosts, self._per_host)
+        return HostsLauncher(request, is_stopping, joined, self)
+
+    def place_of(self, rank: int) -> str:
+        """Returns host and number of a worker there, as the log says it."""
+        return f"{self.names[rank // self.per_host]}:{rank % self.per_host}"
+
+    def provide(self, connection: HostConnection, files: Sequence[str]) -> None:
+        """Sends a host the files that it does not have: it sees the same file system, or has the same content.
+
+        Raises:
+            HostLostError: The host is lost.
+            OSError: A file cannot be read here, or not be written there.
+        """
+        self._provided.update(dict.fromkeys(files))
+        there = connection.ask("identities", _ASK_S, paths=list(files)).values["identities"]
+        for path, seen in zip(files, map(tuple, there)):
+            here = script_files.identity_of(path)
+            if not here or seen == here or (seen[1:2] == here[1:2] and self._has_content(connection, path)):
+                continue
+            num_bytes = connection.send_file(path, host_files.DATA, host_files.sent_name(path))
+            self._say(f"sent to {connection.name}: {path} ({num_bytes} bytes)")
+
+    def provided(self) -> list[str]:
+        """Returns the files that earlier workers found, as far as they are still there."""
+        return [path for path in self._provided if os.path.exists(path)]
+
+    def _has_content(self, connection: HostConnection, path: str) -> bool:
+        return bool(connection.ask("digest", _ASK_S, path=path).values["digest"] == host_files.digest(path))
+
+
+@dataclass
+class _Serving:
+    """What an agent says once its engine listens; see `RemoteAgent._say_serving`."""
+
+    address: str
+    pid_fd: int
+    streams: Mapping[str, Sequence[int]]
+    store: str
+    files: str
+
+
+class HostsLauncher(Launcher):
+    """Worker processes on several hosts; ranks go host by host.
+
+    Args:
+        request: What to start.
+        is_stopping: Whether the worker group is being closed.
+        hosts: Where, with agents that wait.
+        pool: The hosts of the accelerator.
+    """
+
+    def __init__(self, request: LaunchRequest, is_stopping: Callable[[], bool], hosts: Hosts, pool: HostPool) -> None:
+        self._hosts, self._pool = hosts, pool
+        self._per_host = request.num_workers // len(hosts.connections)
+        self._made = _credentials.of_hosts(hosts)
+        self._served: dict[str, _Serving] = {}
+        self._store_server = StoreServer()
+        self._ended = threading.Event()
+        super().__init__(request, is_stopping)
+
+    def find_dead(self) -> WorkerLostError | None:
+        for index, one in enumerate(self._hosts.connections):
+            reason = one.lost()
+            if reason is not None and not self._ended.is_set():
+                first = index * self._per_host
+                ranks = ", ".join(str(first + rank) for rank in range(self._per_host))
+                return WorkerLostError(
+                    f"The host {one.name} is lost, and the workers on it ({ranks}): {reason}",
+                    fix=f"moreh-ap doctor --hosts {one.name}",
+                )
+        return super().find_dead()
+
+    def kill(self) -> None:
+        self._ended.set()
+        for one in self._hosts.connections:
+            with contextlib.suppress(HostLostError):
+                one.send("end")
+
+    def end(self) -> None:
+        self.kill()
+        for one in self._hosts.connections:
+            one.end()  # what its workers printed last has arrived then
+        super().end()
+
+    def provide(self, files: Sequence[str]) -> None:
+        def to(one: HostConnection) -> None:
+            try:
+                self._pool.provide(one, files)
+            except (HostLostError, OSError) as error:
+                raise WorkerLostError(f"The host {one.name} cannot be sent the model's files: {error}") from error
+
+        on_all(self._hosts.connections, to)
+
+    # -- what differs from one machine -----------------------------------------------------------------------------
+
+    def _stop_timeout_s(self) -> float:
+        return _STOP_S
+
+    def _variables(self) -> Mapping[str, str]:
+        return _credentials.variables
+
+    def _host(self, rank: int) -> HostConnection:
+        return self._hosts.connections[rank // self._per_host]
+
+    def _label(self, rank: int) -> str:
+        return f"{self._host(rank).name}, worker {rank}"
+
+    def _describe(self, rank: int) -> str:
+        return f"{super()._describe(rank)} on {self._host(rank).name}"
+
+    def _supervisor(self) -> str:
+        return "A host's agent"
+
+    def _start_agents(self) -> None:
+        again = self._pool.provided()
+        for index, one in enumerate(self._hosts.connections):
+            one.on_message = self._handler(one)
+            ranks = [index * self._per_host + rank for rank in range(self._per_host)]
+            credentials = asdict(self._made[one.address])
+            with contextlib.suppress(HostLostError):  # `_agents` says so
+                one.send("serve", ranks=ranks, credentials=credentials, working_folder=os.getcwd())
+                if again:
+                    self._pool.provide(one, again)
+
+    def _agents(self) -> Sequence[str]:
+        deadline_s = time.monotonic() + self._request.start_timeout_s
+        while len(self._served) < len(self._hosts.connections):
+            if self._is_stopping():
+                raise Stopping
+            lost = self.find_dead()
+            if lost is not None:
+                raise MeshStartError(lost.fact, fix=lost.fix) from lost
+            if time.monotonic() > deadline_s:
+                missing = [one.name for one in self._hosts.connections if one.host not in self._served]
+                raise MeshStartError(
+                    f"The agents of {', '.join(missing)} did not serve after {self._request.start_timeout_s:g} s.",
+                    fix=f"moreh-ap doctor --hosts {','.join(missing)}",
+                )
+            time.sleep(POLL_S / 5)
+        return [self._served[one.host].address for one in self._hosts.connections]
+
+    def _answers(self) -> str:
+        address = self._hosts.controller_address
+        return f"tls://[{address}]:0" if ":" in address else f"tls://{address}:0"
+
+    def _workers_run(self) -> None:
+        """Keeps the pipes open: agents send what goes into them."""
+
+    def _launch(self, rank: int) -> Launch:
+        serving = self._served[self._host(rank).host]
+        stdout, stderr = serving.streams[str(rank)]
+        others = [fd for other, pair in serving.streams.items() if int(other) != rank for fd in pair]
+        return Launch(rank, serving.pid_fd, stdout, stderr, tuple(others), self._request.imports)
+
+    def _environment(self, rank: int) -> Mapping[str, str | None]:
+        one, request = self._host(rank), self._request
+        local = worker_environment.worker_environment(
+            rank % self._per_host,
+            self._per_host,
+            device_type=request.device_type,
+            visible_devices=",".join(one.report.gpus),
+            threads_per_worker=request.threads_per_worker,
+        )
+        files = self._served[one.host].files
+        path = os.pathsep.join((str(Path(files, host_files.SCRIPT)), local["PYTHONPATH"]))
+        return {
+            **local,
+            worker_environment.WORKER_VARIABLE: str(rank),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(request.num_workers),
+            "PYTHONPATH": path,
+            host_files.FOLDER_VARIABLE: files,
+            "GLOO_SOCKET_IFNAME": one.interface,
+            "NCCL_SOCKET_IFNAME": one.interface,
+            **passed_on(os.environ),
+            "TMPDIR": None,  # the agent's is for sockets, and this process's may not be there
+            **dict.fromkeys(ENGINE_VARIABLES),
+        }
+
+    def _spec(self, rank: int) -> WorkerSpec:
+        store = self._served[self._host(rank).host].store
+        return replace(super()._spec(rank), shared_memory_fd=-1, store_path=store, store_class=_STORE)
+
+    def _read_pids(self) -> None:
+        """Does nothing: agents tell them."""
+
+    def _handler(self, one: HostConnection) -> Callable[[Message], None]:
+        def handle(message: Message) -> None:
+            kind, values = message.kind, message.values
+            if kind == "output":
+                self._output.feed(values["rank"], values["name"], message.payload)
+            elif kind == "store":
+                self._ask_store(one, dict(values), message.payload)
+            elif kind == "serving":
+                self._served[one.host] = _Serving(**values)
+            elif kind == "pid":
+                self._children[values["rank"]] = RemoteChild(values["pid"])
+            elif kind == "exit":
+                child = self._children[values["rank"]]
+                assert isinstance(child, RemoteChild), "all are"
+                child.ended(values["code"])
+
+        return handle
+
+    def _ask_store(self, one: HostConnection, values: dict[str, Any], payload: bytes) -> None:
+        number = values.pop("number")
+
+        def answer(payload: bytes, **found: Any) -> None:
+            with contextlib.suppress(HostLostError):  # `find_dead` says so
+                one.send("store", payload, number=number, **found)
+
+        self._store_server.ask(values, payload, answer)

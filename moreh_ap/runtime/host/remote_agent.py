@@ -1,0 +1,188 @@
+"""The agent of another host: `python -m moreh_ap.runtime.host.remote_agent`.
+
+Decides what a host does for a controller that reaches it by ssh or by hand: it says what it has, then serves the engine
+as the agent of one machine does, and passes on what its workers print, how they end, and what they ask of the store.
+Nothing is left once its input ends. Must not know commands, nor PyTorch.
+
+Keys come over the input, and stay in memory of this process: no file, no variable and no command line has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from moreh_ap.hosts import host_files, reachability, script_files
+from moreh_ap.hosts.channel import Channel, ChannelError, Message
+from moreh_ap.hosts.credentials import Credentials
+from moreh_ap.hosts.host_report import interfaces, look
+from moreh_ap.runtime import engine_variables
+from moreh_ap.runtime.host import agent
+from moreh_ap.runtime.host.agent_output import WorkerPipes
+from moreh_ap.runtime.host.private_sockets import run_folder
+from moreh_ap.runtime.host.store_relay import StoreRelay
+
+ALIVE_S = 5.0
+"""How often either side says that it lives."""
+
+SILENCE_S = 120.0
+"""After how long without a word a side counts as gone. A script may keep its threads from running for a while."""
+
+ORPHAN_TIMEOUT = "60s"
+"""After how long without the controller the engine ends its workers; it runs beside the script's threads."""
+
+
+class RemoteAgent:
+    """This host, for the time of one run.
+
+    Args:
+        channel: The connection to the controller.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._folder = run_folder()
+        self._files = host_files.HostFiles(self._folder)
+        self._pipes: WorkerPipes | None = None
+        self._store: StoreRelay | None = None
+        self._probe: reachability.Probe | None = None
+        self._address = ""
+        self._heard_s = time.monotonic()
+
+    def run(self) -> None:
+        """Does what the controller asks until it ends; returns to serve the engine meanwhile."""
+        self._channel.send("report", **look(os.environ).values())
+        threading.Thread(target=self._look_after_controller, name="moreh-alive", daemon=True).start()
+        while True:
+            message = self._next()
+            if message.kind == "serve":
+                break
+            self._handle(message)
+        url = self._prepare(message.values)
+        threading.Thread(target=self._follow, name="moreh-controller", daemon=True).start()
+        agent.serve(url, self._say_serving)
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def _next(self) -> Message:
+        """Returns the controller's next message; ends this process where there is none."""
+        try:
+            message = self._channel.receive()
+        except ChannelError:
+            message = None
+        self._heard_s = time.monotonic()
+        if message is None or message.kind == "end":
+            self._end()
+        assert message is not None, "the process has ended"
+        return message
+
+    def _follow(self) -> None:
+        while True:
+            self._handle(self._next())
+
+    def _handle(self, message: Message) -> None:
+        kind, values = message.kind, message.values
+        if kind == "store" and self._store is not None:
+            self._store.answer(message)
+        elif kind == "listen":
+            self._answer(kind, self._listen(values["address"]))
+        elif kind == "reach":
+            self._answer(kind, {"failed": [reachability.reaches(*target) for target in values["targets"]]})
+        elif kind == "differing":
+            self._answer(kind, {"files": script_files.different_on_this_host(values["folder"], values["digests"])})
+        elif kind == "identities":
+            self._answer(kind, {"identities": [list(script_files.identity_of(path)) for path in values["paths"]]})
+        elif kind == "digest":
+            self._answer(kind, {"digest": host_files.digest(values["path"])})
+        elif kind == "file":
+            self._take(message)
+
+    def _answer(self, kind: str, values: Mapping[str, Any]) -> None:
+        self._tell(kind, **values)
+
+    def _tell(self, kind: str, payload: bytes = b"", **values: Any) -> None:
+        try:
+            self._channel.send(kind, payload, **values)
+        except (OSError, ValueError):  # the controller is gone
+            self._end()
+
+    def _listen(self, address: str) -> dict[str, Any]:
+        """Opens a port at an address of this host, to which the others try to connect."""
+        self._address = address
+        interface = interfaces().get(address, "")
+        try:
+            self._probe = reachability.Probe(address)
+        except OSError as error:
+            return {"port": 0, "interface": interface, "error": str(error)}
+        return {"port": self._probe.port, "interface": interface, "error": ""}
+
+    def _take(self, message: Message) -> None:
+        values, error = message.values, ""
+        try:
+            self._files.write(values["area"], values["name"], message.payload, is_first=values["is_first"])
+        except (OSError, ValueError) as failure:
+            error = str(failure)
+        if error or values["is_last"]:
+            self._answer("file", {"error": error})
+
+    # -- serving ---------------------------------------------------------------------------------------------------
+
+    def _prepare(self, values: Mapping[str, Any]) -> str:
+        """Makes what the workers of this host need; returns where the engine is to listen."""
+        if self._probe is not None:
+            self._probe.close()
+        with contextlib.suppress(OSError):  # it is not on this host
+            os.chdir(values["working_folder"])
+        self._pipes = WorkerPipes(values["ranks"], self._tell)
+        self._store = StoreRelay(self._folder, self._tell)
+        os.environ.update(engine_variables.of_worker())
+        os.environ["HYPERACTOR_MESH_ORPHAN_TIMEOUT"] = ORPHAN_TIMEOUT
+        os.environ["TMPDIR"] = str(self._folder)
+        os.environ.update(Credentials(**values["credentials"]).as_files())
+        host = f"[{self._address}]" if ":" in self._address else self._address
+        return f"tls://{host}:{reachability.free_port(self._address)}"
+
+    def _say_serving(self, address: str) -> None:
+        assert self._pipes is not None and self._store is not None, "made by `_prepare`"
+        self._tell(
+            "serving",
+            address=address,
+            pid_fd=self._pipes.pid_fd,
+            streams={str(rank): pair for rank, pair in self._pipes.streams.items()},
+            store=self._store.path,
+            files=str(self._files.folder),
+        )
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _look_after_controller(self) -> None:
+        while time.monotonic() - self._heard_s < SILENCE_S:
+            time.sleep(ALIVE_S)
+            self._tell("alive")
+        self._end()
+
+    def _end(self) -> None:
+        """Ends the workers, all that they started, and this process; what they printed is passed on before."""
+        agent.end_workers()
+        if self._pipes is not None:
+            pipes, self._pipes = self._pipes, None
+            pipes.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.kill(os.getpid(), signal.SIGKILL)  # the engine's threads would go on after `sys.exit`
+
+
+def main() -> None:
+    """Serves one controller, whose messages come from standard input and whose answers go to standard output."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no message
+    RemoteAgent(Channel(os.fdopen(os.dup(0), "rb"), os.fdopen(answers, "wb"))).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""`moreh-ap host`: lets scripts on other machines use this one, where they cannot reach it by ssh.
+
+Decides the command's arguments and what it prints. Must not know how a script is let in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+
+from moreh_ap.errors import OptionError
+from moreh_ap.hosts.host_report import interfaces
+from moreh_ap.runtime.host.host_listener import HostListener
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.description = __doc__.split("\n\n")[0]
+    parser.epilog = "The printed line lets its owner start programs as you: keep it as you keep a password."
+    parser.add_argument("--address", metavar="IP", help="address at which the script's machine reaches this one")
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="port to listen at (default: any that is free)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
+    """Prints the line to paste, then lets scripts in until it is interrupted.
+
+    Raises:
+        OptionError: An argument is impossible.
+    """
+    if script_arguments:
+        raise OptionError(f"arguments after --: {' '.join(script_arguments)}", "none: no script is run")
+    address = arguments.address or _only_address()
+    try:
+        listener = HostListener(address, arguments.port)
+    except (OSError, ValueError, OverflowError) as error:
+        raise OptionError(
+            f"--address {address} --port {arguments.port}: {error}",
+            f"an address of this machine ({', '.join(_addresses())}) and a free port",
+            f"moreh-ap host --address {next(iter(_addresses()), '127.0.0.1')}",
+        ) from error
+    print(listener.line, flush=True)
+    try:
+        listener.serve()
+    except KeyboardInterrupt:
+        listener.close()
+    return 0
+
+
+def _addresses() -> list[str]:
+    """Returns the addresses of this machine that others may reach."""
+    found = [ipaddress.ip_address(address) for address in interfaces()]
+    return [str(address) for address in found if not address.is_loopback and not address.is_link_local]
+
+
+def _only_address() -> str:
+    addresses = _addresses()
+    if len(addresses) != 1:
+        raise OptionError(
+            f"This machine has {len(addresses)} addresses: {', '.join(addresses) or 'none'}",
+            "the address at which the script's machine and the other hosts reach it",
+            f"moreh-ap host --address {addresses[0] if addresses else '127.0.0.1'}",
+        )
+    return addresses[0]

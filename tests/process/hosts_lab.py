@@ -1,0 +1,215 @@
+"""Hosts for tests: network namespaces with a real sshd where root, `ip` and sshd are there, else agents on loopback.
+
+Host b has a folder of its own where the others share one: an empty file system is mounted there. Nothing of a lab is
+left, even of one whose process was killed: the next lab removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+SSHD = "/usr/sbin/sshd"
+NETWORK = "10.78.0"
+ADDRESSES = {"c": f"{NETWORK}.1", "a": f"{NETWORK}.2", "b": f"{NETWORK}.3"}
+ROOT = Path(__file__).parents[2]
+MISSING = [
+    text
+    for text, is_missing in (
+        ("root", os.geteuid() != 0),
+        ("the program `ip` (apt-get install iproute2)", shutil.which("ip") is None),
+        ("sshd (apt-get install openssh-server)", not os.path.exists(SSHD)),
+        ("network namespaces", os.geteuid() != 0 or bool(subprocess.run(["unshare", "-n", "true"]).returncode)),
+    )
+    if is_missing
+]
+"""Why there can be no namespaces."""
+
+_NAME = re.compile(r"mlab(\d+)(sw|[cab])")
+
+
+class Lab:
+    """Two hosts, `a` and `b`, and a controller, `c`, on one bridge.
+
+    Attributes:
+        hosts: What a script is given.
+        private: A folder that `a` and `c` share, and of which `b` sees nothing.
+        shared: A folder that all share.
+    """
+
+    def __init__(self) -> None:
+        self._remove_abandoned()
+        self.folder = Path(tempfile.mkdtemp(prefix="moreh-lab-"))
+        self.private, self.shared = self.folder / "private", self.folder / "shared"
+        self.private.mkdir()
+        self.shared.mkdir()
+        self.hosts = f"{ADDRESSES['a']},{ADDRESSES['b']}"
+        self._sshds: dict[str, subprocess.Popen[bytes]] = {}
+        try:
+            self._make_network()
+            self._make_keys()
+            for host in "ab":
+                self._start_sshd(host)
+        except BaseException:
+            self.close()
+            raise
+
+    def namespace(self, host: str) -> str:
+        """Returns the network namespace of a host."""
+        return f"mlab{os.getpid()}{host}"
+
+    def environment(self) -> dict[str, str]:
+        """Returns what a script of the controller has in its environment."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MOREH_")}
+        return {
+            **kept,
+            "MOREH_HOSTS": self.hosts,
+            "MOREH_SSH": f"ssh -F {self.folder}/ssh_config",
+            "MOREH_AP_CACHE": str(self.folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(ROOT),
+        }
+
+    def start(self, *arguments: object, host: str = "c", cwd: Path | None = None, **variables: str) -> subprocess.Popen:
+        """Starts Python on a host."""
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace(host), sys.executable, *map(str, arguments)],
+            cwd=cwd or self.shared,
+            env={**self.environment(), **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: object, timeout_s: float = 240.0, **others: object) -> tuple[int, str]:
+        """Runs Python to its end; returns its exit code and what it printed."""
+        process = self.start(*arguments, **others)
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode, said
+
+    def processes(self, host: str) -> list[int]:
+        """Returns the processes on a host, without its sshd."""
+        said = subprocess.run(["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True, check=True)
+        found = [int(pid) for pid in said.stdout.split()]
+        return [pid for pid in found if not _command(pid).startswith(("sshd:", SSHD, "sh -c"))]
+
+    def wait_until_empty(self, timeout_s: float = 10.0) -> dict[str, list[str]]:
+        """Waits until no host runs anything but sshd; returns what is left."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left = {host: [_command(pid) for pid in self.processes(host)] for host in "ab"}
+            if not any(left.values()) or time.monotonic() > deadline_s:
+                return {host: commands for host, commands in left.items() if commands}
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Ends everything of the lab."""
+        for sshd in self._sshds.values():
+            sshd.kill()
+        self._remove(f"mlab{os.getpid()}")
+        for sshd in self._sshds.values():
+            sshd.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _make_network(self) -> None:
+        switch = self.namespace("sw")
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        for host, address in ADDRESSES.items():
+            name = self.namespace(host)
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"v{host}", "netns", switch)
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", switch, "link", "set", f"v{host}", "master", "br0", "up")
+
+    def _make_keys(self) -> None:
+        for name in ("user", "host"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
+            subprocess.run(command, check=True)
+        public = (self.folder / "host.pub").read_text()
+        known = "".join(f"[{ADDRESSES[host]}]:2222 {public}" for host in "ab")
+        (self.folder / "known_hosts").write_text(known)
+        (self.folder / "sshd_config").write_text(
+            f"Port 2222\nHostKey {self.folder}/host\nAuthorizedKeysFile {self.folder}/user.pub\n"
+            "PasswordAuthentication no\nPidFile none\nStrictModes no\nUsePAM no\n"
+        )
+        (self.folder / "ssh_config").write_text(
+            f"Host *\n Port 2222\n IdentityFile {self.folder}/user\n UserKnownHostsFile {self.folder}/known_hosts\n"
+        )
+
+    def _start_sshd(self, host: str) -> None:
+        log = self.folder / f"sshd-{host}.log"
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd does not start without its folder
+        mount = f"mount -t tmpfs none {self.private} && " if host == "b" else ""  # seen in this namespace alone
+        command = ["sh", "-c", f"{mount}exec {SSHD} -f {self.folder}/sshd_config -D -e"]
+        with open(log, "wb") as said:
+            self._sshds[host] = subprocess.Popen(["ip", "netns", "exec", self.namespace(host), *command], stderr=said)
+        deadline_s = time.monotonic() + 10.0
+        while "listening" not in log.read_text():
+            assert time.monotonic() < deadline_s, log.read_text()
+            time.sleep(0.05)
+
+    def _remove_abandoned(self) -> None:
+        for line in _ip("netns", "list").splitlines():
+            found = _NAME.match(line)
+            if found is not None and not os.path.exists(f"/proc/{found[1]}"):
+                self._remove(f"mlab{found[1]}")
+
+    @staticmethod
+    def _remove(prefix: str) -> None:
+        names = [line.split()[0] for line in _ip("netns", "list").splitlines() if line.startswith(prefix)]
+        for name in names:
+            for pid in _ip("netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _ip("netns", "del", name)
+
+
+@contextlib.contextmanager
+def loopback_agents(folder: Path, num_hosts: int = 2) -> Iterator[str]:
+    """Has so many agents that were started by hand on this machine; gives the file with their lines."""
+    command = [sys.executable, "-m", "moreh_ap.cli.main", "host", "--address", "127.0.0.1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    agents = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True)
+        for _ in range(num_hosts)
+    ]
+    try:
+        (folder / "hosts").write_text("".join(agent.stdout.readline() for agent in agents if agent.stdout))
+        yield str(folder / "hosts")
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+
+def _ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    return done.stdout
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip() or "sshd: [ended]"
+    except OSError:
+        return "sshd: [ended]"

@@ -1,0 +1,157 @@
+"""Several hosts: the numbers of one process under every kind of plan, what a host does not have, and every kind of end.
+
+Two hosts with two workers each, as network namespaces with a real sshd; without root, `ip` or sshd two agents that were
+started by hand on loopback, and only the tests that need no more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hosts_lab import ADDRESSES, MISSING, Lab, loopback_agents
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PLANS = ("replicate=4", "shard=4", "tensor=2,replicate=2", "pipeline=2,replicate=2")
+
+needs_lab = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
+
+
+@pytest.fixture(scope="module")
+def lab():
+    made = Lab()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def assert_equal_runs(got, expected):
+    """Losses to 1e-5 and weights to 1e-4, relative."""
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
+    assert_equal_weights(got[1], expected[1])
+
+
+def assert_equal_weights(got, expected):
+    assert got.keys() == expected.keys()
+    for name, weight in expected.items():
+        difference = (got[name] - weight).abs().max() / weight.abs().max().clamp(min=1e-12)
+        assert difference < 1e-4, name
+
+
+def output_until(process: subprocess.Popen, text: str, timeout_s: float = 120.0) -> str:
+    said, deadline_s = "", time.monotonic() + timeout_s
+    while text not in said:
+        line = process.stdout.readline()
+        said += line
+        assert line and time.monotonic() < deadline_s, said
+    return said
+
+
+@needs_lab
+def test_numbers_of_one_process_by_ssh_with_a_script_and_a_model_that_one_host_lacks(lab):
+    folder = lab.private / "project"
+    folder.mkdir()
+    for name in ("several_hosts.py", "several_hosts_model.py"):
+        shutil.copy(SCRIPTS / name, folder)
+    results, checkpoint = lab.shared / "results", lab.shared / "checkpoint"
+    temporary = lab.private / "tmp"
+    temporary.mkdir()
+    script = folder / "several_hosts.py"
+    code, said = lab.run(script, results, checkpoint, *PLANS, cwd=folder, TMPDIR=str(temporary))
+    assert code == 0, said
+    assert lab.wait_until_empty() == {}
+    alone, more = lab.run(script, lab.shared / "alone", checkpoint, cwd=folder, MOREH_HOSTS="")
+    assert alone == 0, more
+    found, expected = torch.load(results), torch.load(lab.shared / "alone")
+    for plan in PLANS:
+        assert_equal_runs(found[plan], expected[""])
+    assert_equal_weights(found["loaded"][1], found[PLANS[-1]][1])  # by the workers of all hosts
+    assert_equal_weights(expected["loaded"][1], found[PLANS[-1]][1])  # on one host
+    sent = [line for line in said.splitlines() if "[info] sent to " in line]
+    assert any(f"sent to {ADDRESSES['b']}: {folder}/several_hosts_model.py" in line for line in sent), said
+    assert any(line.endswith("bytes)") and ".safetensors" in line for line in sent), said
+    assert not any(ADDRESSES["a"] in line for line in sent), "host a shares the folder"
+
+
+def test_numbers_of_one_process_with_agents_that_were_started_by_hand(tmp_path):
+    plan, results = "tensor=2,replicate=2", tmp_path / "results"
+    script = SCRIPTS / "several_hosts.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MOREH_AP_CACHE": str(tmp_path)}
+    with loopback_agents(tmp_path) as hosts:
+        command = [os.sys.executable, script, results, tmp_path / "checkpoint", plan]
+        done = subprocess.run(
+            command, env={**environment, "MOREH_HOSTS": hosts}, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        for line in Path(hosts).read_text().split():
+            assert line.rpartition("/")[2] not in done.stdout + done.stderr, "the token is a secret"
+    command = [os.sys.executable, script, tmp_path / "alone", tmp_path / "checkpoint"]
+    subprocess.run(command, env=environment, check=True, timeout=200)
+    found, expected = torch.load(results), torch.load(tmp_path / "alone")
+    assert_equal_runs(found[plan], expected[""])
+    assert_equal_weights(expected["loaded"][1], found[plan][1])
+
+
+@needs_lab
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_ended_script_leaves_nothing_on_any_host(lab, how):
+    script = lab.start(SCRIPTS / "several_hosts_forever.py")
+    said = output_until(script, "step 5")
+    assert f"[{ADDRESSES['b']}, worker " not in said, "all workers print the same line"
+    for host in "ab":
+        assert len(lab.processes(host)) >= 3, "an agent and two workers"
+    script.send_signal(how)
+    script.wait(10)
+    assert lab.wait_until_empty() == {}
+    assert list(Path("/tmp").glob(f"moreh-{script.pid}-*")) == []
+
+
+@needs_lab
+def test_a_lost_host_is_named_and_ends_the_script(lab):
+    script = lab.start(SCRIPTS / "several_hosts_forever.py")
+    output_until(script, "step 5")
+    (agent,) = [pid for pid in lab.processes("b") if "remote_agent" in _command(pid) and _is_agent(pid, lab)]
+    os.kill(agent, signal.SIGKILL)
+    said, _ = script.communicate(timeout=30)
+    assert script.returncode == 1, said
+    assert f"WorkerLostError: The host {ADDRESSES['b']} is lost, and the workers on it (2, 3)" in said
+    assert lab.wait_until_empty() == {}
+
+
+@needs_lab
+def test_no_key_is_on_a_command_line_in_an_environment_or_in_a_file(lab):
+    script = lab.start(SCRIPTS / "several_hosts_forever.py")
+    try:
+        output_until(script, "step 5")
+        for pid in [*lab.processes("a"), *lab.processes("b"), *lab.processes("c")]:
+            for name in ("cmdline", "environ"):
+                content = Path(f"/proc/{pid}/{name}").read_bytes()
+                assert b"PRIVATE KEY" not in content, (pid, name)
+            if b"bootstrap" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                assert b"HYPERACTOR_TLS" not in Path(f"/proc/{pid}/environ").read_bytes()
+        for folder in Path("/tmp").glob("moreh-*"):
+            for path in folder.rglob("*"):
+                if path.is_file() and lab.folder not in path.parents:
+                    assert b"PRIVATE KEY" not in path.read_bytes()
+    finally:
+        script.kill()
+        script.wait()
+    assert lab.wait_until_empty() == {}
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def _is_agent(pid: int, lab: Lab) -> bool:
+    """Returns whether a process is the agent itself, not one that it started."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    parent = int(status.split("PPid:")[1].split()[0])
+    return parent not in lab.processes("b")
