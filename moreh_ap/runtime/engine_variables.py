@@ -12,6 +12,7 @@ away, or giving it another value, moves nothing.
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -31,7 +32,7 @@ _before: dict[str, str | None] | None = None
 
 
 def add(further: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Adds the variables until `take_away` is called, the first time in a process that it is called.
+    """Adds the variables until `take_away` is called. Does nothing once Monarch has been imported with them.
 
     Args:
         further: More of them.
@@ -46,6 +47,7 @@ def add(further: Mapping[str, str] = MappingProxyType({})) -> None:
 
 def take_away() -> None:
     """Gives the environment what it had before `add`, so that the script's child processes inherit none of it."""
+    global _before
     before = _before or {}
     for name, value in before.items():
         if value is None:
@@ -53,6 +55,8 @@ def take_away() -> None:
         else:
             os.environ[name] = value
     before.clear()
+    if "monarch" not in sys.modules:  # the workers were closed before they needed it: others will
+        _before = None
 
 
 def of_worker() -> dict[str, str]:

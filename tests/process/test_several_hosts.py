@@ -103,8 +103,8 @@ def test_numbers_of_one_process_with_agents_that_were_started_by_hand(tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_ended_script_leaves_nothing_on_any_host(lab, how):
     script = lab.start(SCRIPTS / "several_hosts_forever.py")
-    said = output_until(script, "step 5")
-    assert f"[{ADDRESSES['b']}, worker " not in said, "all workers print the same line"
+    said = output_until(script, f"[{ADDRESSES['b']}, worker 3] rank 3 of 4")
+    assert "\nrank 0 of 4\n" in said and said.count("forward begins") == 1, "what all print is shown once"
     for host in "ab":
         assert len(lab.processes(host)) >= 3, "an agent and two workers"
     script.send_signal(how)
@@ -122,6 +122,40 @@ def test_a_lost_host_is_named_and_ends_the_script(lab):
     said, _ = script.communicate(timeout=30)
     assert script.returncode == 1, said
     assert f"WorkerLostError: The host {ADDRESSES['b']} is lost, and the workers on it (2, 3)" in said
+    assert lab.wait_until_empty() == {}
+
+
+@needs_lab
+def test_a_cut_link_is_a_lost_host(lab):
+    script = lab.start(SCRIPTS / "several_hosts_forever.py")
+    output_until(script, "step 5")
+    cut = ["ip", "-n", lab.namespace("sw"), "link", "set", "vb"]
+    subprocess.run([*cut, "down"], check=True)
+    start_s = time.monotonic()
+    try:
+        said, _ = script.communicate(timeout=60)
+        assert time.monotonic() - start_s < 30, "ssh notices in 10 s"
+        assert f"WorkerLostError: The host {ADDRESSES['b']} is lost" in said
+    finally:
+        subprocess.run([*cut, "up"], check=True)
+    assert lab.wait_until_empty(20.0) == {}, "the other host at once, this one when it hears of the controller's end"
+
+
+@needs_lab
+def test_the_doctor_says_within_ten_seconds_which_host_cannot_join(lab):
+    start_s = time.monotonic()
+    code, said = lab.run("-m", "moreh_ap.cli.main", "doctor", "--hosts", lab.hosts, timeout_s=30, COLUMNS="200")
+    assert code == 0 and time.monotonic() - start_s < 10, said
+    for word in (f"eth0 {ADDRESSES['a']}", f"eth0 {ADDRESSES['b']}", "torchmonarch", "reaches controller", "clock"):
+        assert word in said
+    missing = f"{lab.hosts},10.78.0.9"
+    start_s = time.monotonic()
+    code, said = lab.run("-m", "moreh_ap.cli.main", "doctor", "--hosts", missing, timeout_s=30, COLUMNS="200")
+    assert code == 1 and time.monotonic() - start_s < 12, said
+    assert "10.78.0.9, answer: ssh 10.78.0.9 true" in said and "✗ ssh: connect to host 10.78.0.9" in said
+    line = "import torch; torch.moreh.option.enable_advanced_parallelization()"
+    code, said = lab.run("-c", line, MOREH_HOSTS=missing)
+    assert code == 1 and "MeshStartError: The host 10.78.0.9 cannot join: answer: ssh: connect to host" in said
     assert lab.wait_until_empty() == {}
 
 

@@ -15,6 +15,7 @@ import ssl
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -24,6 +25,7 @@ from moreh_ap.hosts.reachability import family
 from moreh_ap.hosts.ways import local_command
 
 _INTRODUCTION_S = 10.0  # how long a stranger may take to say the token
+_AGAIN_S = 0.1
 _PIECE_BYTES = 1 << 16
 _LONGEST_TOKEN_BYTES = 200
 
@@ -55,7 +57,13 @@ class HostListener:
     def serve(self) -> None:
         """Lets controllers in, one at a time, until this process ends."""
         while True:
-            plain, _ = self._socket.accept()
+            try:
+                plain, _ = self._socket.accept()
+            except OSError:  # closed, or a stranger that has gone again
+                if self._socket.fileno() < 0:
+                    return
+                time.sleep(_AGAIN_S)
+                continue
             threading.Thread(target=self._introduce, args=(plain,), daemon=True).start()
 
     def close(self) -> None:

@@ -53,6 +53,7 @@ class HostPool:
         self.hosts, self._say = hosts, say
         self._per_host = None if devices is None else devices // len(hosts)
         self._joined: Hosts | None = join(hosts, self._per_host)
+        _credentials.of_hosts(self._joined)  # before the engine is imported
         self.device_type = self._joined.device_type
         self.per_host = self._per_host or self._joined.devices_per_host
         self.num_cores = min(one.report.num_cores for one in self._joined.connections)
@@ -62,15 +63,17 @@ class HostPool:
             self._say(f"sent to {host}: {path} ({num_bytes} bytes)")
 
     def launcher(self, request: LaunchRequest, is_stopping: Callable[[], bool]) -> Launcher:
-        """Returns the launcher of a worker group.
+        """Returns the launcher of a worker group."""
+        return HostsLauncher(request, is_stopping, self)
+
+    def take(self) -> Hosts:
+        """Returns hosts with agents that wait; those of the last worker group have ended with it.
 
         Raises:
             MeshStartError: A host can no longer join.
         """
         joined, self._joined = self._joined, None
-        if joined is None:  # the agents of the last worker group have ended with it
-            joined = join(self.hosts, self._per_host)
-        return HostsLauncher(request, is_stopping, joined, self)
+        return joined or join(self.hosts, self._per_host)
 
     def place_of(self, rank: int) -> str:
         """Returns host and number of a worker there, as the log says it."""
@@ -117,21 +120,21 @@ class HostsLauncher(Launcher):
     Args:
         request: What to start.
         is_stopping: Whether the worker group is being closed.
-        hosts: Where, with agents that wait.
         pool: The hosts of the accelerator.
     """
 
-    def __init__(self, request: LaunchRequest, is_stopping: Callable[[], bool], hosts: Hosts, pool: HostPool) -> None:
-        self._hosts, self._pool = hosts, pool
-        self._per_host = request.num_workers // len(hosts.connections)
-        self._made = _credentials.of_hosts(hosts)
+    def __init__(self, request: LaunchRequest, is_stopping: Callable[[], bool], pool: HostPool) -> None:
+        self._pool = pool
+        self._connections: list[HostConnection] = []  # until agents are asked to serve
+        self._answers_at = ""
+        self._per_host = request.num_workers // len(pool.hosts)
         self._served: dict[str, _Serving] = {}
         self._store_server = StoreServer()
         self._ended = threading.Event()
         super().__init__(request, is_stopping)
 
     def find_dead(self) -> WorkerLostError | None:
-        for index, one in enumerate(self._hosts.connections):
+        for index, one in enumerate(self._connections):
             reason = one.lost()
             if reason is not None and not self._ended.is_set():
                 first = index * self._per_host
@@ -144,13 +147,13 @@ class HostsLauncher(Launcher):
 
     def kill(self) -> None:
         self._ended.set()
-        for one in self._hosts.connections:
+        for one in self._connections:
             with contextlib.suppress(HostLostError):
                 one.send("end")
 
     def end(self) -> None:
         self.kill()
-        for one in self._hosts.connections:
+        for one in self._connections:
             one.end()  # what its workers printed last has arrived then
         super().end()
 
@@ -161,7 +164,7 @@ class HostsLauncher(Launcher):
             except (HostLostError, OSError) as error:
                 raise WorkerLostError(f"The host {one.name} cannot be sent the model's files: {error}") from error
 
-        on_all(self._hosts.connections, to)
+        on_all(self._connections, to)
 
     # -- what differs from one machine -----------------------------------------------------------------------------
 
@@ -172,10 +175,10 @@ class HostsLauncher(Launcher):
         return _credentials.variables
 
     def _host(self, rank: int) -> HostConnection:
-        return self._hosts.connections[rank // self._per_host]
+        return self._connections[rank // self._per_host]
 
     def _label(self, rank: int) -> str:
-        return f"{self._host(rank).name}, worker {rank}"
+        return f"{self._pool.names[rank // self._per_host]}, worker {rank}"
 
     def _describe(self, rank: int) -> str:
         return f"{super()._describe(rank)} on {self._host(rank).name}"
@@ -184,11 +187,13 @@ class HostsLauncher(Launcher):
         return "A host's agent"
 
     def _start_agents(self) -> None:
-        again = self._pool.provided()
-        for index, one in enumerate(self._hosts.connections):
+        again, hosts = self._pool.provided(), self._pool.take()
+        self._connections, self._answers_at = hosts.connections, hosts.controller_address
+        made = _credentials.of_hosts(hosts)
+        for index, one in enumerate(self._connections):
             one.on_message = self._handler(one)
             ranks = [index * self._per_host + rank for rank in range(self._per_host)]
-            credentials = asdict(self._made[one.address])
+            credentials = asdict(made[one.address])
             with contextlib.suppress(HostLostError):  # `_agents` says so
                 one.send("serve", ranks=ranks, credentials=credentials, working_folder=os.getcwd())
                 if again:
@@ -196,23 +201,23 @@ class HostsLauncher(Launcher):
 
     def _agents(self) -> Sequence[str]:
         deadline_s = time.monotonic() + self._request.start_timeout_s
-        while len(self._served) < len(self._hosts.connections):
+        while len(self._served) < len(self._connections):
             if self._is_stopping():
                 raise Stopping
             lost = self.find_dead()
             if lost is not None:
                 raise MeshStartError(lost.fact, fix=lost.fix) from lost
             if time.monotonic() > deadline_s:
-                missing = [one.name for one in self._hosts.connections if one.host not in self._served]
+                missing = [one.name for one in self._connections if one.host not in self._served]
                 raise MeshStartError(
                     f"The agents of {', '.join(missing)} did not serve after {self._request.start_timeout_s:g} s.",
                     fix=f"moreh-ap doctor --hosts {','.join(missing)}",
                 )
             time.sleep(POLL_S / 5)
-        return [self._served[one.host].address for one in self._hosts.connections]
+        return [self._served[one.host].address for one in self._connections]
 
     def _answers(self) -> str:
-        address = self._hosts.controller_address
+        address = self._answers_at
         return f"tls://[{address}]:0" if ":" in address else f"tls://{address}:0"
 
     def _workers_run(self) -> None:
@@ -275,10 +280,10 @@ class HostsLauncher(Launcher):
         return handle
 
     def _ask_store(self, one: HostConnection, values: dict[str, Any], payload: bytes) -> None:
-        number = values.pop("number")
+        request = values.pop("request")
 
         def answer(payload: bytes, **found: Any) -> None:
             with contextlib.suppress(HostLostError):  # `find_dead` says so
-                one.send("store", payload, number=number, **found)
+                one.send("store", payload, request=request, **found)
 
         self._store_server.ask(values, payload, answer)

@@ -47,7 +47,7 @@ class StoreRelay:
     def answer(self, message: Message) -> None:
         """Hands on what the controller answers."""
         values = dict(message.values)
-        worker = self._waiting.pop(values.pop("number"), None)
+        worker = self._waiting.pop(values.pop("request"), None)
         try:
             if worker is not None:
                 worker.send("store", message.payload, **values)
@@ -64,5 +64,5 @@ class StoreRelay:
                 return
             number = next(self._numbers)
             self._waiting[number] = worker
-            values: dict[str, Any] = {**request.values, "number": number}
+            values: dict[str, Any] = {**request.values, "request": number}
             self._tell("store", request.payload, **values)

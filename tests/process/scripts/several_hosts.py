@@ -46,7 +46,8 @@ def main(results, checkpoint, *plans):
             found["loaded"] = ([], weights(model))
         torch.save(found, results)
         return
-    torch.moreh.option.enable_advanced_parallelization(devices=4)
+    torch.moreh.option.enable_advanced_parallelization(devices=2)
+    torch.moreh.option.enable_advanced_parallelization(devices=4)  # other workers, on the same hosts
     session, found = device.current().session, {}
     for plan in plans:
         with session.trying(Plan.parse(plan)):

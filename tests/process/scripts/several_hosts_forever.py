@@ -1,5 +1,7 @@
 """Trains on the hosts of MOREH_HOSTS until it is ended."""
 
+import os
+
 import torch
 
 torch.moreh.option.enable_advanced_parallelization(plan="replicate=4")
@@ -9,6 +11,7 @@ class Net(torch.nn.Linear):
     def forward(self, batch):
         if not hasattr(self, "said"):
             print("forward begins", flush=True)
+            print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
             self.said = True
         return super().forward(batch).square().mean()
 

@@ -1,0 +1,51 @@
+"""Hosts as a person writes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from moreh_ap.errors import OptionError
+from moreh_ap.hosts.host_list import by_hand, parse_hosts, public_name
+
+LINE = f"tls://10.0.0.2:4000/{'a1' * 32}/{'T' * 43}"
+
+
+@pytest.mark.parametrize("given", ["node1,node2", " node1 , node2 ", ["node1", "node2"], ("node1", "node2")])
+def test_a_list_and_a_text_name_the_same_hosts(given):
+    assert parse_hosts(given) == ("node1", "node2")
+
+
+def test_a_file_has_a_host_in_each_line_and_remarks(tmp_path):
+    (tmp_path / "hosts").write_text(f"# ours\nme@node1\n\n{LINE}  # by hand\n")
+    assert parse_hosts(str(tmp_path / "hosts")) == ("me@node1", LINE)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (3, "hosts=3 (int)"),
+        ([1, 2], "hosts=[1, 2] (list)"),
+        ("", "names no host"),
+        ("node1,node1", "names node1 more than once"),
+        ("-oProxyCommand=reboot", "'-oProxyCommand=reboot' is no host"),
+        ("node1;reboot", "is no host"),
+        ("$(reboot)", "is no host"),
+        ("tls://10.0.0.2:4000", "'10.0.0.2:4000' is no host"),
+    ],
+)
+def test_what_is_no_host_is_refused(given, said):
+    with pytest.raises(OptionError) as caught:
+        parse_hosts(given)
+    assert said in caught.value.fact
+    assert caught.value.allowed and caught.value.fix
+
+
+def test_a_log_never_has_the_secrets_of_a_line():
+    assert public_name(LINE) == "10.0.0.2:4000"
+    assert by_hand(LINE) == ("10.0.0.2", 4000, "a1" * 32, "T" * 43)
+    with pytest.raises(OptionError) as caught:
+        parse_hosts([LINE, LINE])
+    assert "T" * 43 not in str(caught.value)
+    with pytest.raises(OptionError) as caught:
+        parse_hosts(f"{LINE}!")
+    assert "T" * 43 not in str(caught.value)
