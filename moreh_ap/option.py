@@ -62,8 +62,8 @@ def enable_advanced_parallelization(
             details, and to keep the fastest. Costs loading the model and five steps for each; the training itself is
             not touched.
         hosts: Machines whose devices are used together: names that ssh knows, or lines that ``moreh-ap host`` printed,
-            as a list, with commas, or as the path of a file of lines; default: `MOREH_HOSTS`, else this machine. The
-            call waits until they have joined.
+            as a list, with commas, or as the path of a file of lines; "slurm": those of the Slurm job in which the
+            script runs. Default: `MOREH_HOSTS`, else this machine. The call waits until they have joined.
 
     Raises:
         MeshStartError: A host cannot join.

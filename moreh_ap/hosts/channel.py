@@ -1,7 +1,8 @@
 """Messages between the controller and a host's agent, over any two streams of bytes.
 
-Decides how a message is written: its kind and values as one line of JSON, then as many bytes as the line says. Must not
-know what messages mean, nor what carries the streams: ssh, a pipe, TLS.
+Decides how a message is written: its kind and values as one line of JSON, then as many bytes as the line says, and the
+end of a line, for which srun waits. Must not know what messages mean, nor what carries the streams: ssh, srun, a pipe,
+TLS.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ class Channel:
         """
         line = json.dumps({"kind": kind, "bytes": len(payload), **values}, separators=(",", ":")).encode() + b"\n"
         with self._lock:
-            self._writer.write(line + payload if len(payload) < 65536 else line)
-            if len(payload) >= 65536:
+            self._writer.write(line)
+            if payload:
                 self._writer.write(payload)
+                self._writer.write(b"\n")
             self._writer.flush()
 
     def receive(self) -> Message | None:
@@ -74,7 +76,7 @@ class Channel:
         if not 0 <= num_bytes <= _LARGEST_PAYLOAD_BYTES:
             raise ChannelError(f"a message of {num_bytes} bytes")
         try:
-            payload = self._reader.read(num_bytes) if num_bytes else b""
+            payload = self._reader.read(num_bytes + 1) if num_bytes else b"\n"
         except (OSError, ValueError):
             return None
-        return Message(kind, values, payload) if len(payload) == num_bytes else None
+        return Message(kind, values, payload[:-1]) if payload[-1:] == b"\n" and len(payload) > num_bytes else None

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moreh_ap.errors import MeshStartError
-from moreh_ap.hosts.host_list import BY_HAND, LINK, public_name
+from moreh_ap.hosts.host_list import BY_HAND, BY_SLURM, LINK, public_name
 from moreh_ap.hosts.host_report import COMPARED_PACKAGES, HostReport
 
 MOST_CLOCK_DIFFERENCE_S = 10.0
@@ -63,6 +63,9 @@ def unreachable(host: str, reason: str) -> Row:
     """Returns the row of a host that has not answered."""
     if host.startswith(BY_HAND):
         return Row(public_name(host), "answer", reason, "an agent that listens", False, "moreh-ap host  # on that host")
+    if host.startswith(BY_SLURM):
+        fix = f"srun --overlap --nodelist={public_name(host)} true"
+        return Row(public_name(host), "answer", reason, "a step of the Slurm job", False, fix)
     return Row(host, "answer", reason, "ssh without a password", False, f"ssh {host} true")
 
 
@@ -143,7 +146,9 @@ def _devices(host: str, report: HostReport, wanted: Wanted) -> Row:
 
 def _on(host: str, command: str) -> str:
     """Returns a line to paste that runs a command on a host."""
-    return f"{command}  # on {public_name(host)}" if host.startswith(BY_HAND) else f'ssh {host} "{command}"'
+    if host.startswith((BY_HAND, BY_SLURM)):
+        return f"{command}  # on {public_name(host)}"
+    return f'ssh {host} "{command}"'
 
 
 def _public(version: str) -> str:

@@ -1,4 +1,5 @@
-"""How the agent of a host is reached: by ssh, as a process of this machine, or where it was started by hand.
+"""How the agent of a host is reached: by ssh, by Slurm, as a process of this machine, or where it was started
+by hand.
 
 Decides command lines, addresses and environment of what carries the messages, and that a stranger cannot take a host's
 place. Must not know messages.
@@ -20,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, Protocol, cast
 
+from moreh_ap.hosts import slurm
 from moreh_ap.hosts.credentials import fingerprint
-from moreh_ap.hosts.host_list import BY_HAND, LOCAL_NAMES, SSH_VARIABLE, by_hand
+from moreh_ap.hosts.host_list import BY_HAND, BY_SLURM, LOCAL_NAMES, SSH_VARIABLE, by_hand
 from moreh_ap.hosts.reachability import CONNECT_S
 
 AGENT = "moreh_ap.runtime.host.remote_agent"
@@ -113,6 +115,9 @@ def reach(host: str) -> Way:
     """
     if host.startswith(BY_HAND):
         return _by_hand(host)
+    if host.startswith(BY_SLURM):
+        node = host.removeprefix(BY_SLURM)
+        return ProcessWay(slurm.command(node, local_command()), _environment(), slurm.address_of(node))
     if host in LOCAL_NAMES:
         return ProcessWay(local_command(), _environment())
     return ProcessWay(ssh_command(host, os.environ.get(SSH_VARIABLE, "ssh")), os.environ)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SSHD = "/usr/sbin/sshd"
+DAEMONS = ("sshd:", SSHD, "sh -c", "slurmd", "slurmstepd", "unshare")
 NETWORK = "10.78.0"
 ADDRESSES = {"c": f"{NETWORK}.1", "a": f"{NETWORK}.2", "b": f"{NETWORK}.3"}
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,17 @@ MISSING = [
 ]
 """Why there can be no namespaces."""
 
-_NAME = re.compile(r"mlab(\d+)(sw|[cab])")
+MISSING_FOR_SLURM = (
+    MISSING
+    + [
+        f"{program} (apt-get install --no-install-recommends slurmctld slurmd slurm-client munge)"
+        for program in ("slurmctld", "slurmd", "srun", "munged")
+        if shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin") is None
+    ][:1]
+)
+"""Why there can be no Slurm."""
+
+_NAME = re.compile(r"mlab(\d+)(sw|[cab])\b")
 
 
 class Lab:
@@ -48,12 +59,12 @@ class Lab:
 
     def __init__(self) -> None:
         self._remove_abandoned()
-        self.folder = Path(tempfile.mkdtemp(prefix="moreh-lab-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"mlab{os.getpid()}-"))
         self.private, self.shared = self.folder / "private", self.folder / "shared"
         self.private.mkdir()
         self.shared.mkdir()
         self.hosts = f"{ADDRESSES['a']},{ADDRESSES['b']}"
-        self._sshds: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons: list[subprocess.Popen[bytes]] = []
         try:
             self._make_network()
             self._make_keys()
@@ -80,10 +91,17 @@ class Lab:
             "PYTHONPATH": str(ROOT),
         }
 
-    def start(self, *arguments: object, host: str = "c", cwd: Path | None = None, **variables: str) -> subprocess.Popen:
-        """Starts Python on a host."""
+    def start(
+        self,
+        *arguments: object,
+        host: str = "c",
+        cwd: Path | None = None,
+        within: tuple[str, ...] = (),
+        **variables: str,
+    ) -> subprocess.Popen:
+        """Starts Python on a host, within another program if one is given."""
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace(host), sys.executable, *map(str, arguments)],
+            ["ip", "netns", "exec", self.namespace(host), *within, sys.executable, *map(str, arguments)],
             cwd=cwd or self.shared,
             env={**self.environment(), **variables},
             stdin=subprocess.DEVNULL,
@@ -104,10 +122,10 @@ class Lab:
         return process.returncode, said
 
     def processes(self, host: str) -> list[int]:
-        """Returns the processes on a host, without its sshd."""
+        """Returns the processes on a host, without its sshd and slurmd."""
         said = subprocess.run(["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True, check=True)
         found = [int(pid) for pid in said.stdout.split()]
-        return [pid for pid in found if not _command(pid).startswith(("sshd:", SSHD, "sh -c"))]
+        return [pid for pid in found if not _command(pid).startswith(DAEMONS)]
 
     def wait_until_empty(self, timeout_s: float = 10.0) -> dict[str, list[str]]:
         """Waits until no host runs anything but sshd; returns what is left."""
@@ -120,11 +138,11 @@ class Lab:
 
     def close(self) -> None:
         """Ends everything of the lab."""
-        for sshd in self._sshds.values():
-            sshd.kill()
+        for daemon in self._daemons:
+            daemon.kill()
         self._remove(f"mlab{os.getpid()}")
-        for sshd in self._sshds.values():
-            sshd.wait()
+        for daemon in self._daemons:
+            daemon.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _make_network(self) -> None:
@@ -157,22 +175,67 @@ class Lab:
         )
 
     def _start_sshd(self, host: str) -> None:
-        log = self.folder / f"sshd-{host}.log"
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd does not start without its folder
         mount = f"mount -t tmpfs none {self.private} && " if host == "b" else ""  # seen in this namespace alone
         command = ["sh", "-c", f"{mount}exec {SSHD} -f {self.folder}/sshd_config -D -e"]
+        self._start_daemon(f"sshd-{host}", host, command, "listening")
+
+    def _start_daemon(self, name: str, host: str, command: list[str], ready: str) -> None:
+        log = self.folder / f"{name}.log"
         with open(log, "wb") as said:
-            self._sshds[host] = subprocess.Popen(["ip", "netns", "exec", self.namespace(host), *command], stderr=said)
-        deadline_s = time.monotonic() + 10.0
-        while "listening" not in log.read_text():
+            self._daemons.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", self.namespace(host), *command],
+                    stdout=said,
+                    stderr=said,
+                    env={**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")},
+                )
+            )
+        deadline_s = time.monotonic() + 15.0
+        while ready not in log.read_text():
             assert time.monotonic() < deadline_s, log.read_text()
             time.sleep(0.05)
+
+    def start_slurm(self) -> dict[str, str]:
+        """Starts Slurm on all hosts; returns the variables that its programs need."""
+        for host in ADDRESSES:
+            folder = Path("/etc/netns", self.namespace(host))  # `ip netns exec` shows it as /etc/hosts
+            folder.mkdir(parents=True)
+            names = "".join(f"{address} mlab{other}\n" for other, address in ADDRESSES.items())
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        nodes = "".join(f"NodeName=mlab{host} NodeAddr={ADDRESSES[host]} CPUs=2 RealMemory=4000\n" for host in "ab")
+        own = self.folder
+        (own / "munge.key").write_bytes(os.urandom(1024))
+        (own / "munge.key").chmod(0o400)
+        own.chmod(0o755)
+        (own / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainCores=no\n")
+        (own / "slurm.conf").write_text(
+            f"ClusterName=mlab\nSlurmctldHost=mlabc({ADDRESSES['c']})\nSlurmUser=root\n"
+            f"AuthType=auth/munge\nAuthInfo=socket={own}/munge.socket\n"
+            f"SlurmctldPidFile={own}/ctld.pid\nSlurmdPidFile={own}/slurmd-%n.pid\n"
+            f"SlurmdSpoolDir={own}/spool-%n\nStateSaveLocation={own}/state\n"
+            "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\nReturnToService=2\n"
+            "SelectType=select/cons_tres\nSelectTypeParameters=CR_Core\n"
+            f"{nodes}PartitionName=all Nodes=mlaba,mlabb Default=YES MaxTime=INFINITE State=UP\n"
+        )
+        names = ("socket", "key-file", "pid-file", "log-file", "seed-file")
+        files = ("munge.socket", "munge.key", "munge.pid", "munge.log", "munge.seed")
+        options = [f"--{name}={own}/{file}" for name, file in zip(names, files)]
+        self._start_daemon("munged", "c", ["/usr/sbin/munged", "--foreground", "--force", *options], "Created socket")
+        for program, host in (("slurmctld", "c"), ("slurmd", "a"), ("slurmd", "b")):
+            node = f" -N mlab{host}" if program == "slurmd" else ""
+            command = ["unshare", "--uts", "sh", "-c", f"hostname mlab{host}; exec {program} -D{node}"]
+            self._start_daemon(f"{program}-{host}", host, command, "Running as primary" if not node else "started on")
+        return {"SLURM_CONF": f"{own}/slurm.conf", "MOREH_HOSTS": "slurm"}
 
     def _remove_abandoned(self) -> None:
         for line in _ip("netns", "list").splitlines():
             found = _NAME.match(line)
             if found is not None and not os.path.exists(f"/proc/{found[1]}"):
                 self._remove(f"mlab{found[1]}")
+        for folder in Path(tempfile.gettempdir()).glob("mlab*-*"):
+            if not os.path.exists(f"/proc/{folder.name[4:].partition('-')[0]}"):
+                shutil.rmtree(folder, ignore_errors=True)
 
     @staticmethod
     def _remove(prefix: str) -> None:
@@ -182,6 +245,9 @@ class Lab:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             _ip("netns", "del", name)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+        with contextlib.suppress(OSError):  # it is not there, or another one's are in it
+            os.rmdir("/etc/netns")
 
 
 @contextlib.contextmanager

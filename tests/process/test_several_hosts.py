@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts_lab import ADDRESSES, MISSING, Lab, loopback_agents
+from hosts_lab import ADDRESSES, MISSING, MISSING_FOR_SLURM, Lab, loopback_agents
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLANS = ("replicate=4", "shard=4", "tensor=2,replicate=2", "pipeline=2,replicate=2")
@@ -97,6 +97,22 @@ def test_numbers_of_one_process_with_agents_that_were_started_by_hand(tmp_path):
     found, expected = torch.load(results), torch.load(tmp_path / "alone")
     assert_equal_runs(found[plan], expected[""])
     assert_equal_weights(expected["loaded"][1], found[plan][1])
+
+
+@pytest.mark.skipif(bool(MISSING_FOR_SLURM), reason=f"needs {', '.join(MISSING_FOR_SLURM)}")
+def test_numbers_of_one_process_inside_of_a_slurm_job(lab):
+    plan, results = "shard=2,replicate=2", lab.shared / "slurm-results"
+    slurm, script = lab.start_slurm(), SCRIPTS / "several_hosts.py"
+    within = ("salloc", "--nodes=2", "--quiet")
+    code, said = lab.run(script, results, lab.shared / "slurm-checkpoint", plan, within=within, **slurm)
+    assert code == 0, said
+    assert "(mlaba:0)" in said and "(mlabb:1)" in said
+    assert lab.wait_until_empty() == {}
+    code, more = lab.run(script, lab.shared / "slurm-alone", lab.shared / "nothing", MOREH_HOSTS="")
+    assert code == 0, more
+    assert_equal_runs(torch.load(results)[plan], torch.load(lab.shared / "slurm-alone")[""])
+    code, said = lab.run("-m", "moreh_ap.cli.main", "doctor", "--hosts", "slurm", **slurm)
+    assert code == 2 and "this process runs in no Slurm job" in said
 
 
 @needs_lab
