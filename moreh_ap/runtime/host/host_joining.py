@@ -232,7 +232,7 @@ def _send_script(found: Hosts) -> None:
         names = script_files.to_send(looked.digests, answer)
         for name in names:
             path = os.path.join(folder, name)
-            found.sent[one.host, path] = one.send_file(path, host_files.SCRIPT, name)
+            found.sent[one.name, path] = one.send_file(path, host_files.SCRIPT, name)
         return Row(one.name, "script's folder", f"{len(names)} files sent" if names else "the same files")
 
     found.rows += on_all(found.connections, send)

@@ -29,7 +29,8 @@ from moreh_ap.runtime.host.store_server import StoreServer
 from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
 from moreh_ap.runtime.worker.actor import WorkerSpec
 
-_ASK_S = 60.0  # for digests of large files too
+_ASK_S = 60.0
+_DIGEST_S = 3600.0  # of files of hundreds of gigabytes
 _STOP_S = 0.5  # the engine's own end never comes where an agent has ended
 
 _STORE = "moreh_ap.runtime.host.host_store:HostStore"
@@ -61,6 +62,11 @@ class HostPool:
         self._provided: dict[str, None] = {}
         for (host, path), num_bytes in self._joined.sent.items():
             self._say(f"sent to {host}: {path} ({num_bytes} bytes)")
+        for one in self._joined.connections:
+            if len(one.report.gpus) > self.per_host and devices is None:
+                self._say(
+                    f"{one.name}: {self.per_host} of {len(one.report.gpus)} GPUs are used, as many as each host has"
+                )
 
     def launcher(self, request: LaunchRequest, is_stopping: Callable[[], bool]) -> Launcher:
         """Returns the launcher of a worker group."""
@@ -100,7 +106,7 @@ class HostPool:
         return [path for path in self._provided if os.path.exists(path)]
 
     def _has_content(self, connection: HostConnection, path: str) -> bool:
-        return bool(connection.ask("digest", _ASK_S, path=path).values["digest"] == host_files.digest(path))
+        return bool(connection.ask("digest", _DIGEST_S, path=path).values["digest"] == host_files.digest(path))
 
 
 @dataclass

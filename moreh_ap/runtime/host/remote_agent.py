@@ -99,7 +99,7 @@ class RemoteAgent:
         elif kind == "identities":
             self._answer(kind, {"identities": [list(script_files.identity_of(path)) for path in values["paths"]]})
         elif kind == "digest":
-            self._answer(kind, {"digest": host_files.digest(values["path"])})
+            threading.Thread(target=self._look_through, args=(values["path"],), daemon=True).start()
         elif kind == "file":
             self._take(message)
 
@@ -121,6 +121,14 @@ class RemoteAgent:
         except OSError as error:
             return {"port": 0, "interface": interface, "error": str(error)}
         return {"port": self._probe.port, "interface": interface, "error": ""}
+
+    def _look_through(self, path: str) -> None:
+        """Answers with a digest, beside the messages that arrive while a large file is read."""
+        try:
+            found = host_files.digest(path)
+        except OSError:  # it cannot be read here: it is sent
+            found = ""
+        self._answer("digest", {"digest": found})
 
     def _take(self, message: Message) -> None:
         values, error = message.values, ""
