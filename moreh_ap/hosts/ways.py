@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import io
 import os
 import shlex
 import socket
@@ -25,6 +26,7 @@ from moreh_ap.hosts import slurm
 from moreh_ap.hosts.credentials import fingerprint
 from moreh_ap.hosts.host_list import BY_HAND, BY_SLURM, LOCAL_NAMES, SSH_VARIABLE, by_hand
 from moreh_ap.hosts.reachability import CONNECT_S
+from moreh_ap.hosts.tls_stream import TlsStream
 
 AGENT = "moreh_ap.runtime.host.remote_agent"
 
@@ -92,7 +94,7 @@ class ProcessWay:
 class TlsWay:
     """An agent that was started by hand."""
 
-    connection: ssl.SSLSocket
+    stream: TlsStream
     reader: BinaryIO
     writer: BinaryIO
     address: str
@@ -102,8 +104,8 @@ class TlsWay:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self.connection.close()
+            self.stream.shut()
+        self.stream.close()
 
 
 def reach(host: str) -> Way:
@@ -161,23 +163,21 @@ def _by_hand(host: str) -> TlsWay:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # it signs its own certificate: see below
     try:
-        connection = context.wrap_socket(plain)
+        stream = TlsStream(plain, context)
     except OSError:
         plain.close()
         raise
-    certificate = connection.getpeercert(binary_form=True) or b""
-    if not hmac.compare_digest(fingerprint(certificate), expected):  # before anything is sent
-        connection.close()
+    if not hmac.compare_digest(fingerprint(stream.certificate()), expected):  # before anything is sent
+        stream.close()
         raise PermissionError("another program listens there: its certificate is not that of the agent")
-    connection.settimeout(None)
-    connection.sendall(token.encode() + b"\n")
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    plain.settimeout(None)
+    stream.write(token.encode() + b"\n")
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
         if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
-    reader, writer = connection.makefile("rb"), connection.makefile("wb")
-    return TlsWay(connection, cast("BinaryIO", reader), cast("BinaryIO", writer), plain_address(connection))
+            plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+    return TlsWay(stream, io.BufferedReader(stream), cast("BinaryIO", stream), plain_address(plain))
 
 
 def plain_address(connection: socket.socket) -> str:

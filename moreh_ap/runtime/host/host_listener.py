@@ -17,11 +17,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO
 
 from moreh_ap.hosts.certificates import make_credentials
 from moreh_ap.hosts.credentials import fingerprint
 from moreh_ap.hosts.reachability import family
+from moreh_ap.hosts.tls_stream import TlsStream
 from moreh_ap.hosts.ways import local_command
 
 _INTRODUCTION_S = 10.0  # how long a stranger may take to say the token
@@ -74,18 +75,17 @@ class HostListener:
         """Turns a connection away that does not begin with the token, and relays one that does to an agent."""
         with contextlib.suppress(OSError):  # strangers get no answer, and no line in a log that they could fill
             plain.settimeout(_INTRODUCTION_S)
-            with self._context.wrap_socket(plain, server_side=True) as connection:
-                said = b""
-                while not said.endswith(b"\n") and len(said) < _LONGEST_TOKEN_BYTES:
-                    more = connection.recv(1)  # nothing of what follows the token
-                    if not more:
-                        return
-                    said += more
-                if not hmac.compare_digest(said.strip(), self._token.encode()):
-                    return
-                connection.settimeout(None)
+            stream = TlsStream(plain, self._context, server_side=True)
+            said = b""
+            while not said.endswith(b"\n") and len(said) < _LONGEST_TOKEN_BYTES:
+                more = stream.read(1)  # nothing of what follows the token
+                if not more:
+                    break
+                said += more
+            if hmac.compare_digest(said.strip(), self._token.encode()):
+                plain.settimeout(None)
                 with self._busy:
-                    _relay(connection)
+                    _relay(stream)
         plain.close()
 
 
@@ -108,17 +108,17 @@ def _in_memory(text: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-def _relay(connection: ssl.SSLSocket) -> None:
+def _relay(stream: TlsStream) -> None:
     """Starts an agent and passes bytes on in both directions, until either side ends."""
     with tempfile.TemporaryFile() as errors:
         agent = subprocess.Popen(
             local_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
         )
         assert agent.stdin is not None and agent.stdout is not None, "asked for"
-        back = threading.Thread(target=_pass_on, args=(agent.stdout, connection), daemon=True)
+        back = threading.Thread(target=_pass_on, args=(agent.stdout, stream), daemon=True)
         back.start()
         with contextlib.suppress(OSError):
-            while piece := connection.recv(_PIECE_BYTES):
+            while piece := stream.read(_PIECE_BYTES):
                 agent.stdin.write(piece)
                 agent.stdin.flush()
         with contextlib.suppress(OSError):
@@ -127,9 +127,9 @@ def _relay(connection: ssl.SSLSocket) -> None:
         back.join()
 
 
-def _pass_on(source: IO[bytes], connection: Any) -> None:
+def _pass_on(source: IO[bytes], stream: TlsStream) -> None:
     with contextlib.suppress(OSError):
         while piece := os.read(source.fileno(), _PIECE_BYTES):
-            connection.sendall(piece)
+            stream.write(piece)
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # wakes the other direction
+        stream.shut()  # wakes the other direction
