@@ -20,7 +20,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import GRADIENT_SYNCS, Call
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.extension import Forward, extended
-from moreh_ap.parallelizer.call.output_precision import all_converted, shapes_of
+from moreh_ap.parallelizer.call.output_precision import PROMISES, all_converted, shapes_of
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
@@ -103,7 +103,8 @@ class EagerForward(Execution):
         self.kinds = (*known, *self.attribute_kinds) if known else ("same",) * len(self._results)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
         self.outputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._results]
-        self.shapes = shapes_of(self._results, self.outputs)
+        promises = PROMISES in self.call.module.__dict__
+        self.shapes = shapes_of(self._results, self.outputs) if promises else self.outputs
 
     def leaf(self, index: int) -> Any:
         return self._results[index]

@@ -25,6 +25,9 @@ LEAST_ROW_ELEMENTS = 2**12
 """From how many elements in each entry of dim 0 on a tensor stays as it was computed: 16 KiB in float32, with which no
 value travels in an answer (`MAX_INLINE_BYTES` in `protocol/messages/tensors.py`)."""
 
+PROMISES = "_moreh_promises"
+"""The attribute of a model that has such a hook: results of others are not looked at."""
+
 _PROMISED = "_moreh_promised"  # the attribute of a tensor that stays: the dtype that its readers get
 
 

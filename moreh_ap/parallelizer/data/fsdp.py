@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.errors import PlanError
-from moreh_ap.parallelizer.call.output_precision import results_in
+from moreh_ap.parallelizer.call.output_precision import PROMISES, results_in
 from moreh_ap.plan import Plan
 
 _ATTRIBUTE = "_moreh_fsdp_roots"
@@ -98,6 +98,8 @@ def shard(
         if compute is not None and getattr(root, "is_last", True):
             root.register_forward_hook(results_in(compute, torch.float32))
     object.__setattr__(module, _ATTRIBUTE, list(roots))
+    if compute is not None:
+        object.__setattr__(module, PROMISES, True)
     waiting = "everything" if plan.shard == 1 else "replicas" if plan.replicate > 1 else "nothing"
     object.__setattr__(module, _WAITING, waiting)
     for submodule in fsdp_modules(module):
