@@ -296,6 +296,28 @@ def bf16(rank: int, world: int, plan: str) -> Any:
     return runner.mode, dtypes, losses
 
 
+def held_logits(rank: int, world: int, plan: str) -> Any:
+    """Returns, for loss and logits of a model under bf16, the dtype that is held and the one that is promised."""
+    torch.manual_seed(0)
+    runner = Runner(ManyLogits(), Plan.parse(plan))
+    forward = runner.call({"ids": torch.arange(12).view(4, 3)})
+    forward.backward(runner.loss_gradient(forward))
+    held = [leaf.dtype for leaf in forward.outputs]
+    return runner.mode, held, [leaf.dtype for leaf in forward.shapes]
+
+
+class ManyLogits(nn.Module):
+    """A language model with 2,000 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(12, 8), nn.Linear(8, 2000)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.embedding(ids).tanh())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
+
+
 def written_twice(rank: int, world: int) -> Any:
     """Returns the gradient of a layer that two re-entrant checkpoints run, so that backward writes to it twice."""
     layer = shared_layer()

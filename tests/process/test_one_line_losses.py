@@ -183,7 +183,7 @@ def test_rows_that_do_not_divide_and_a_batch_that_is_whole_everywhere(accelerato
 
 
 def test_a_value_is_read_after_it_was_used_on_the_workers(accelerator):
-    results = []
+    results: list[list[torch.Tensor]] = []
     for device in ("cpu", "cuda"):
         accelerator("replicate=2")
         torch.manual_seed(0)
@@ -198,6 +198,30 @@ def test_a_value_is_read_after_it_was_used_on_the_workers(accelerator):
             results.append([first, view.cpu(), halved.cpu(), halved.sum((0, 1)).cpu(), scores.cpu(), view.max().cpu()])
     for ours, expected in zip(*results[::-1]):
         torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("plan", ["shard=2,precision=bf16", "shard=2,micro_batches=3,precision=bf16"])
+@pytest.mark.parametrize("name", ["shifted", "distilled", "changed_in_place", "changed_output", "the last position"])
+def test_logits_in_bfloat16_are_float32_to_the_script(accelerator, name, plan):
+    """The workers hold what was computed; a loss of it is that of its values in float32."""
+    accelerator(plan)
+    torch.manual_seed(0)
+    model, teacher = Scorer().cuda(), torch.randn(ROWS, POSITIONS, CLASSES).cuda()
+    ids, labels = torch.randint(0, CLASSES, (2, ROWS, POSITIONS)).cuda()
+    mask = (labels != 3).float()
+    scores = model(ids)
+    assert scores.dtype == torch.float32
+    read = model(ids).detach().cpu()
+    assert read.dtype == torch.float32 and torch.equal(read, read.bfloat16().float())
+    read.requires_grad_()
+    loss_of = {**STAY, **MOVED}[name]
+    loss = loss_of(scores, teacher, labels, mask)
+    expected = loss_of(read + 0, teacher.cpu(), labels.cpu(), mask.cpu())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
+    (gradient,) = torch.autograd.grad(expected, read)
+    largest = float(gradient.sum((0, 1)).abs().max())
+    torch.testing.assert_close(model.head.bias.grad.cpu(), gradient.sum((0, 1)), rtol=0.03, atol=0.01 * largest)
 
 
 def test_a_wrong_label_raises_what_pytorch_raises(accelerator):

@@ -135,3 +135,11 @@ def test_bf16_computes_low_and_answers_in_float32(team: Team, plan: str) -> None
         assert (mode, dtypes) == ("split", {torch.float32})
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
     assert losses["bf16"] != losses["fp32"]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2,precision=bf16", "shard=2,micro_batches=2,precision=bf16"])
+def test_logits_stay_in_bf16_and_are_promised_in_float32(team: Team, plan: str) -> None:
+    for mode, held, promised in run(team, plan, jobs.held_logits):
+        assert mode == "split"
+        assert held == [torch.float32, torch.bfloat16]
+        assert promised == [torch.float32, torch.float32]

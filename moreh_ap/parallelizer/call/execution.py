@@ -24,7 +24,7 @@ class Execution(Findings, ABC):
         call: What runs and how.
         inputs: The tensor leaves of the arguments that `backward` answers gradients for.
         treespec: How the leaves of the result nest.
-        shapes: The leaves for their shapes and dtypes; tensors may be on meta until the result is computed.
+        shapes: The leaves for their shapes and promised dtypes; tensors may be on meta.
         kinds: The kind of every leaf. See [Note: kinds] in `call.py`.
         differentiable: For each leaf whether a gradient may be given to `backward`.
         has_result: Whether this worker has the outputs; in a pipeline some workers have none.
@@ -47,7 +47,10 @@ class Execution(Findings, ABC):
     @property
     @abstractmethod
     def outputs(self) -> Sequence[Any]:
-        """Leaves of the result, tensors without their history: this worker's rows of a leaf with rows."""
+        """Leaves of the result, tensors without their history: this worker's rows of a leaf with rows.
+
+        A large one may have another dtype than promised. See [Note: promised] in `output_precision.py`.
+        """
 
     @abstractmethod
     def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:

@@ -20,6 +20,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import GRADIENT_SYNCS, Call
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.extension import Forward, extended
+from moreh_ap.parallelizer.call.output_precision import PROMISES, all_converted, shapes_of
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
@@ -72,6 +73,8 @@ class EagerForward(Execution):
             with torch.set_grad_enabled(call.grad), means, autocasting(call), self.drawing.forward():
                 result = forward(args, kwargs)
                 if isinstance(means, GlobalReduction):
+                    if type(means).finish is not GlobalReduction.finish:  # it makes other tensors of them
+                        result = all_converted(result)
                     result = means.finish(result)
             self.drawing.end()
         except BaseException:
@@ -100,7 +103,8 @@ class EagerForward(Execution):
         self.kinds = (*known, *self.attribute_kinds) if known else ("same",) * len(self._results)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
         self.outputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._results]
-        self.shapes = self.outputs
+        promises = PROMISES in self.call.module.__dict__
+        self.shapes = shapes_of(self._results, self.outputs) if promises else self.outputs
 
     def leaf(self, index: int) -> Any:
         return self._results[index]
@@ -236,7 +240,7 @@ def summing_gradients(call: Call) -> Iterator[None]:
 def scaled_gradient(call: Call, kind: str, result: Tensor, grad: Tensor) -> Tensor:
     """Returns the gradient of a leaf of the result as backward wants it. See [Note: kinds] in `call.py`."""
     counts_once = call.mode == "unsplit" or (call.kinds is not None and kind == "same")
-    return grad.to(result.dtype) * (1.0 / call.axis.size if counts_once else 1.0)
+    return (grad * (1.0 / call.axis.size) if counts_once else grad).to(result.dtype)
 
 
 def _own_leaf(leaf: Any, grad: bool) -> Any:

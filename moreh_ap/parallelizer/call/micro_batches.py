@@ -157,7 +157,7 @@ class MicroBatchedForward(Execution):
         args, kwargs = tree_unflatten(self._leaves, self._spec)
         recorder = GlobalReduction(self.call.device, record=True, counts=self.call.counts)
         done = EagerForward(replace(self.call, grad=False), args, kwargs, reduction=recorder)
-        return done.outputs, done.treespec, recorder.local_denominators
+        return done.shapes, done.treespec, recorder.local_denominators
 
     def _smallest(self, own: int) -> int:
         """Returns the smallest of the workers' numbers."""

@@ -29,6 +29,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.forward import autocasting, reducing, scaled_gradient, summing_gradients
 from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
+from moreh_ap.parallelizer.call.output_precision import shapes_of
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import compute_dtype, recover, settle
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MetaReduction
@@ -75,7 +76,8 @@ class PipelinedPass(Execution):
             raise
         if not call.grad:
             settle(call.module)
-        self.shapes, self.kinds = self.outputs, call.kinds or ("same",) * len(self.outputs)
+        self.shapes = shapes_of(self._results, self.outputs)
+        self.kinds = call.kinds or ("same",) * len(self.outputs)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
 
     def _run(self, number: int, stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int) -> None:

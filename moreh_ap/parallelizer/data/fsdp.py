@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.errors import PlanError
+from moreh_ap.parallelizer.call.output_precision import PROMISES, results_in
 from moreh_ap.plan import Plan
 
 _ATTRIBUTE = "_moreh_fsdp_roots"
@@ -76,11 +77,6 @@ def shard(
     """
     compute = None if plan.precision == "fp32" else torch.bfloat16
     inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
-    outer = MixedPrecisionPolicy(
-        param_dtype=inner.param_dtype,
-        reduce_dtype=inner.reduce_dtype,
-        output_dtype=torch.float32 if compute else None,
-    )
     fsdp_mesh = mesh["replicate", "shard"] if plan.replicate > 1 or plan.shard == 1 else mesh["shard"]
     # A copy on every device frees no memory worth a second cast; a pipeline would gather again for each micro-batch.
     free_after_forward = plan.shard > 1 and plan.pipeline == 1
@@ -98,8 +94,12 @@ def shard(
         block.register_forward_hook(_own_outputs)
         fully_shard(block, mp_policy=inner, **options)
     for root in roots:
-        fully_shard(root, mp_policy=outer if getattr(root, "is_last", True) else inner, **options)
+        fully_shard(root, mp_policy=inner, **options)
+        if compute is not None and getattr(root, "is_last", True):
+            root.register_forward_hook(results_in(compute, torch.float32))
     object.__setattr__(module, _ATTRIBUTE, list(roots))
+    if compute is not None:
+        object.__setattr__(module, PROMISES, True)
     waiting = "everything" if plan.shard == 1 else "replicas" if plan.replicate > 1 else "nothing"
     object.__setattr__(module, _WAITING, waiting)
     for submodule in fsdp_modules(module):

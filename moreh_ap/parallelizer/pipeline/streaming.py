@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
+from moreh_ap.parallelizer.call.output_precision import as_promised
 from moreh_ap.parallelizer.data.fsdp import compute_dtype
 from moreh_ap.parallelizer.pipeline.stages import Stages
 from moreh_ap.parallelizer.tensor.split_tensor import is_no_plain_container
@@ -72,7 +73,7 @@ class Streaming(CallExtension):
                 result = forward(args, kwargs)
             finally:
                 self._active = False
-            return result if self._dtype is None else _cast(result, torch.float32)  # as FSDP2 returns it
+            return result if self._dtype is None else as_promised(result, self._dtype, torch.float32)
 
         return run
 

@@ -63,12 +63,11 @@ def peak_moment(
     all_kept = (recomputed * first + (stage.blocks - recomputed) * everything) * stage.in_flight
     if stage.has_last:
         all_kept += rows * _outside_bytes_per_row(profile, plan, system)
-    results = elements * system.logits_out_bytes * plan.micro_batches
+    results = elements * computed * plan.micro_batches if system.logits_stay else 0.0
     in_loss = stage.in_flight if plan.schedule == "gpipe" else 1.0
     kept_for_loss, in_backward = system.logits_kept_bytes, system.logits_peak_bytes
     if system.takes_logits_in_chunks(plan, profile.logits_per_token, elements):
-        # What the loss keeps are the logits; in float32 they are the results, which are counted apart.
-        kept_for_loss, in_backward = (computed if plan.precision == "bf16" else 0.0), computed
+        kept_for_loss, in_backward = 0.0, computed  # what the loss keeps are the results
     loss = elements * (kept_for_loss * in_loss + in_backward)
     # -- parameters and gradients on their way
     stays = plan.shard == 1 or plan.pipeline > 1

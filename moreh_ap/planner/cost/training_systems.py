@@ -49,10 +49,11 @@ class TrainingSystem:
         logits_kept_bytes: Bytes for each logit that are kept from the forward of the loss to its backward.
         logits_peak_bytes: Bytes for each logit on top of that while the loss is computed.
         logits_left_bytes: Bytes for each logit of the micro-batch before that are still there then.
-        logits_out_bytes: Bytes for each logit of the results, which stay for every micro-batch until the step ends.
+        logits_stay: Whether logits are results, which stay in the computation's precision, for every micro-batch, until
+            the step ends.
         chunked_logits: From how many logits of a micro-batch on the loss takes them in chunks, without copies of them,
-            where a token has at least `chunked_classes`: then there are, beside the results, the logits and their
-            gradients in the computation's precision.
+            where a token has at least `chunked_classes`: then there are, beside the results, the gradients of the
+            logits in the computation's precision.
         chunked_classes: See `chunked_logits`.
         gradients_come: Whether a step begins without gradients, so that they come as activations go. Then the peak is
             found moment by moment: [Note: moments] in `peak_moment.py`.
@@ -105,7 +106,7 @@ class TrainingSystem:
     logits_kept_bytes: float = 6.0
     logits_peak_bytes: float = 4.0
     logits_left_bytes: float = 0.0
-    logits_out_bytes: float = 0.0
+    logits_stay: bool = False
     chunked_logits: float = math.inf
     chunked_classes: int = 0
     gradients_come: bool = False
@@ -162,7 +163,7 @@ MOREH_AP = TrainingSystem(
     accumulation_bytes=10.0,
     logits_kept_bytes=4.0,
     logits_peak_bytes=8.0,
-    logits_out_bytes=4.0,
+    logits_stay=True,
     chunked_logits=2.0**25,
     chunked_classes=2**13,
     gradients_come=True,

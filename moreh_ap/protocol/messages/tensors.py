@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cloudpickle
 import torch
 from torch import Tensor
 
@@ -193,9 +194,17 @@ class TensorSlot:
     """Stands for a tensor among the constant leaves of a call."""
 
 
-def bytes_of(tensor: Tensor) -> bytes:
-    """The values of a tensor, its dims in the usual order."""
-    return TensorData.of(tensor.cpu().contiguous()).data
+def bytes_of(tensor: Tensor, dtype: torch.dtype | None = None) -> bytes:
+    """The values of a tensor, in `dtype` or its own, its dims in the usual order. Conversion takes no device memory."""
+    return TensorData.of(tensor.cpu().to(dtype or tensor.dtype).contiguous()).data
+
+
+def pickled_constant(value: Any) -> bytes:
+    """A leaf that is no tensor, for a `LeafReply`."""
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return cloudpickle.dumps(value)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,10 @@ messages and them.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 
@@ -48,6 +45,7 @@ from moreh_ap.protocol.messages.tensors import (
     StateRef,
     TensorData,
     bytes_of,
+    pickled_constant,
 )
 from moreh_ap.protocol.process_flags import Flags, set_process_flags
 from moreh_ap.protocol.pytree import pickle_treespec
@@ -259,14 +257,15 @@ class WorkerCall:
         return reply if self._answers else None
 
     def output(self, index: int) -> Tensor:
-        """This worker's part of an output."""
+        """This worker's part of an output, which may be in another precision than the script was promised."""
         with self._as_then():
             value: Tensor = self._run.outputs[index]
         return value
 
     def local_rows(self, index: int) -> Tensor:
         """This worker's rows of an output that has rows."""
-        output, axis, rows = self.output(index), self._roles.axis, self._roles.rows
+        axis, rows = self._roles.axis, self._roles.rows
+        output = self.output(index).to(self._run.shapes[index].dtype)
         return output if self._roles.is_split or rows is None else output[slice(*row_range(axis.rank, axis.size, rows))]
 
     def row_shard(self, index: int) -> RowShard | None:
@@ -279,7 +278,8 @@ class WorkerCall:
             raise _met_late(self._roles.note)
         is_split = self._run.kinds[index] == "rows"
         full = gathered(self.output(index))  # logits may be split by vocabulary
-        return RowShard(full, self._roles.axis, self._roles.rows if is_split else None, self._answers)
+        promised = self._run.shapes[index].dtype
+        return RowShard(full, self._roles.axis, self._roles.rows if is_split else None, self._answers, promised)
 
     def leaf(self, index: int) -> LeafReply | None:
         """One output with its bytes; None if this worker has no result. Every worker has to call it."""
@@ -293,7 +293,7 @@ class WorkerCall:
         run = self._run
         shape, kind = run.shapes[index], run.kinds[index]
         if not isinstance(shape, Tensor):
-            return LeafReply("const", (), None, False, _pickle_constant(shape))
+            return LeafReply("const", (), None, False, pickled_constant(shape))
         few = run.is_computed and shape.numel() * shape.element_size() <= MAX_INLINE_BYTES
         tensor_parallel = self.model.applied.tensor if index in self._in_cache else None
         layout = None if tensor_parallel is None else tensor_parallel.cache_layout(shape)
@@ -304,7 +304,7 @@ class WorkerCall:
             if layout is not None or type(value) is not Tensor:  # every worker that holds a part takes part
                 value = full_tensor(value, layout, self.model.applied.position.tensor.group)
             laid_out = value  # a run on meta, which `shape` is of where calls run later, knows no memory formats
-            data = bytes_of(value) if sends else b""
+            data = bytes_of(value, shape.dtype) if sends else b""
         is_operand = kind in ("rows", "same") and layout is None
         is_usual = layout is not None or (laid_out.layout is torch.strided and laid_out.is_contiguous())
         return LeafReply(
@@ -350,7 +350,7 @@ class WorkerCall:
             if is_local and not self._roles.is_split:
                 raise _met_late(self._roles.note)
             if isinstance(gradient, RowShard):
-                gradient = gradient.tensor
+                gradient = gradient.held
             if gradient is not None and rows is not None and kind == "rows" and not is_local:
                 gradient = local_entries(gradient, axis.rank, axis.size, rows)
             local.append(gradient)
@@ -362,7 +362,8 @@ class WorkerCall:
         if gradient is None or not self._answers:
             return None
         kind = KIND_OF_GRADIENT[self._run.kind(index)] if self._roles.is_split else "same"
-        return LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, bytes_of(gradient))
+        dtype = self._run.shapes[index].dtype
+        return LeafReply(kind, tuple(gradient.shape), dtype, False, bytes_of(gradient, dtype))
 
     def input_gradient_flags(self) -> bytes:
         """A byte for each tensor input whose gradient is wanted: whether the last backward has reached it here."""
@@ -382,13 +383,6 @@ class WorkerCall:
             kind = "rows" if self._roles.carried[index] else "share"
         reply = LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, bytes_of(gradient))
         return reply if self._answers else None
-
-
-def _pickle_constant(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return cloudpickle.dumps(value)
 
 
 def _met_late(reason: str) -> ExactnessError:

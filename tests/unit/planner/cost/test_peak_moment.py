@@ -62,9 +62,9 @@ def test_recomputing_keeps_what_blocks_are_given():
     assert everything > some[0] > some[1] > some[2] >= full
 
 
-@pytest.mark.parametrize("precision, before, after", [("fp32", 16.0, 8.0), ("bf16", 16.0, 8.0)])
+@pytest.mark.parametrize("precision, before, after", [("fp32", 16.0, 8.0), ("bf16", 14.0, 4.0)])
 def test_many_logits_have_no_copies_in_float32(precision, before, after):
-    """Results take 4 bytes a logit; in bfloat16 the logits themselves and their gradients 2 each."""
+    """Results and their gradients take 4 bytes a logit each, in bfloat16 2."""
     plan = Plan(shard=2, precision=precision)
     few = replace(MOREH_AP, chunked_logits=1e12)
     many = replace(MOREH_AP, chunked_logits=1.0, chunked_classes=1000)
