@@ -27,7 +27,7 @@ from moreh_ap.native_output import without_lines
 from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.engine_error import EngineError
-from moreh_ap.runtime.host import private_sockets
+from moreh_ap.runtime.host import private_sockets, warm_client
 from moreh_ap.runtime.worker.actor import Answer, Trouble, WorkerSide, WorkerSpec
 
 _BANNER = "Monarch internal logs"
@@ -124,21 +124,31 @@ class Engine:
 
     Args:
         address: where the engine of this machine's agent listens.
-        launches: what each worker is told on its command line, in rank order.
-        environments: variables to set for each worker.
-
-    Returns at once; the processes start in the background.
 
     Raises:
         EngineError: The agent does not answer.
     """
 
-    def __init__(self, address: str, launches: Sequence[Launch], environments: Sequence[Mapping[str, str]]) -> None:
-        self._num_workers = len(launches)
+    def __init__(self, address: str) -> None:
+        self._host = _attach(address)
         # Names are part of fault reports; unique ones tell the meshes of a process apart.
         self._name = f"worker-{uuid.uuid4().hex[:8]}"
-        self._procs = _attach(address).spawn_procs(
-            per_host={"gpus": self._num_workers}, bootstrap_command=_bootstrap_commands(launches, environments)
+        self._num_workers = 0
+
+    def start(
+        self, warm_socket: str, launches: Sequence[Launch], environments: Sequence[Mapping[str, str]]
+    ) -> None:
+        """Starts the processes in the background.
+
+        Args:
+            warm_socket: where the warm parent listens that forks them.
+            launches: what each worker is told on its command line, in rank order.
+            environments: variables to set for each worker.
+        """
+        self._num_workers = len(launches)
+        self._procs = self._host.spawn_procs(
+            per_host={"gpus": self._num_workers},
+            bootstrap_command=_bootstrap_commands(warm_socket, launches, environments),
         )
         self._workers: Any = self._procs.spawn(self._name, CommandActor)
         self._watches: Any = self._procs.spawn(f"{self._name}-watch", WatchActor)
@@ -182,13 +192,15 @@ class Engine:
             _logger.debug("the engine could not end the worker processes in an orderly way", exc_info=True)
 
 
-def _bootstrap_commands(launches: Sequence[Launch], environments: Sequence[Mapping[str, str]]) -> Callable[[Any], Any]:
-    """Returns a function from a place in the mesh to the command that starts a worker there: our bootstrap module,
-    followed by what Monarch would have run itself."""
+def _bootstrap_commands(
+    warm_socket: str, launches: Sequence[Launch], environments: Sequence[Mapping[str, str]]
+) -> Callable[[Any], Any]:
+    """Returns a function from a place in the mesh to the command that starts a worker there: the client of the warm
+    parent, with what our bootstrap module is given: the launch, and what Monarch would have run itself."""
 
     def command(point: Any) -> Any:
         engine_command = ma.default_bootstrap_cmd()
-        engine_command.args = ["-m", "moreh_ap.runtime.bootstrap", str(launches[point.rank]), *engine_command.args]
+        engine_command.args = ["-S", warm_client.__file__, warm_socket, str(launches[point.rank]), *engine_command.args]
         # The agent's own folder for temporary files is for sockets, and goes with it.
         return engine_command.with_env({"TMPDIR": os.environ.get("TMPDIR"), **environments[point.rank]})
 

@@ -119,8 +119,9 @@ class Launcher:
         num_workers = self._request.num_workers
         on_progress("spawn", 0, num_workers)
         inherited = [self._pid_writer, self._request.shared_memory_fd, *self._output.write_ends()]
-        self._agent = AgentProcess(inherited)
         environments = [self._environment(rank) for rank in range(num_workers)]
+        of_all = dict(set.intersection(*(set(variables.items()) for variables in environments)))
+        self._agent = AgentProcess(inherited, self._request.imports, of_all)
         launches = [
             Launch(rank, self._pid_writer, *self._output.descriptors(rank), self._request.imports)
             for rank in range(num_workers)
@@ -131,8 +132,12 @@ class Launcher:
                     raise Stopping
                 from moreh_ap.runtime.engine import Engine  # imports Monarch, which takes a while: beside the script
 
-                address = self._agent.address(self._request.start_timeout_s)
-                self.engine = engine = Engine(address, launches, environments)
+                engine = Engine(self._agent.address(self._request.start_timeout_s))
+                self._agent.await_imports(self._is_stopping)
+                if self._is_stopping():
+                    raise Stopping
+                engine.start(self._agent.warm_socket, launches, environments)
+                self.engine = engine
             except EngineError as error:
                 raise MeshStartError(
                     f"The process that supervises the workers (process {self._agent.pid}) does not answer: {error}",

@@ -22,6 +22,9 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from moreh_ap.runtime import bootstrap
+from moreh_ap.runtime.host import warm_parent
+
 END = b"end\n"
 CONTROLLER_POLL_S = 1.0  # how often an agent looks whether its controller lives; usually its input ends at once
 
@@ -34,11 +37,15 @@ class AgentTask:
         controller: Process id of the controller.
         folder: Folder of the controller's run, for sockets; ends with the controller.
         name: A folder below it for this agent's sockets.
+        imports: Modules that the warm parent imports.
+        ready_fd: Inherited descriptor of a pipe, to which the warm parent writes once it is ready.
     """
 
     controller: int
     folder: str
     name: str
+    imports: tuple[str, ...]
+    ready_fd: int
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -47,15 +54,20 @@ class AgentTask:
     def parse(cls, text: str) -> AgentTask:
         """Returns the task that `str` printed."""
         values = json.loads(text)
-        return cls(values["controller"], values["folder"], values["name"])
+        imports = tuple(values["imports"])
+        return cls(values["controller"], values["folder"], values["name"], imports, values["ready_fd"])
 
 
 def main() -> None:
-    """Serves the engine until the controller writes `END`, or is gone."""
+    """Serves the engine until the controller writes `END`, or is gone; in a worker, does what the engine says."""
     with open(0, "rb", buffering=0, closefd=False) as given:  # nothing of what follows the line is taken from the pipe
         task = AgentTask.parse(given.readline().decode())
     own = Path(task.folder, task.name)
     own.mkdir(mode=0o700)
+    arguments = warm_parent.fork(warm_parent.socket_path(own), task.imports, task.ready_fd)
+    if arguments is not None:
+        bootstrap.main(arguments)
+        return
     os.environ["TMPDIR"] = str(own)  # the engine makes folders for sockets of its own there
     from monarch.actor import start_worker_loop_forever
     from monarch.job import new_service_proc_id, service_proc_addr
@@ -78,7 +90,7 @@ def _end_with_controller(task: AgentTask) -> None:
         if ready:
             told = os.read(0, 4096)
             break
-    for pid in _children():
+    for pid in _descendants(os.getpid()):
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(pid) == pid:
                 os.killpg(pid, signal.SIGKILL)
@@ -88,10 +100,14 @@ def _end_with_controller(task: AgentTask) -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # the engine's threads would go on after `sys.exit`
 
 
-def _children() -> list[int]:
-    """Returns the ids of this process's children."""
-    tasks = Path("/proc/self/task")
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+def _descendants(pid: int) -> list[int]:
+    """Returns the ids of a process's children and theirs: workers are children of the warm parent."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
 
 
 if __name__ == "__main__":

@@ -11,15 +11,16 @@ import select
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moreh_ap.errors import MeshStartError
 from moreh_ap.runtime import engine_variables
 from moreh_ap.runtime.host.agent import END, AgentTask
 from moreh_ap.runtime.host.private_sockets import run_folder
-from moreh_ap.runtime.worker_environment import import_path
+from moreh_ap.runtime.host.warm_parent import socket_path
 
 _END_TIMEOUT_S = 5.0
+_POLL_S = 0.1
 
 
 class AgentProcess:
@@ -27,27 +28,32 @@ class AgentProcess:
 
     Args:
         inherited: File descriptors for the workers.
+        imports: Modules that all workers need.
+        environment: Variables of all workers.
 
     Attributes:
         folder: Its own folder for files of the workers; it makes it, and it removes it when it ends.
     """
 
-    def __init__(self, inherited: Sequence[int]) -> None:
+    def __init__(self, inherited: Sequence[int], imports: Sequence[str], environment: Mapping[str, str]) -> None:
         folder, name = run_folder(), uuid.uuid4().hex[:8]
         self.folder = folder / name
         self._errors = open(folder / f"{name}.log", "w+")  # noqa: SIM115, closed with the agent
+        self._ready_fd, ready_writer = os.pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "moreh_ap.runtime.host.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            pass_fds=inherited,
+            pass_fds=[*inherited, ready_writer],
             start_new_session=True,  # Ctrl-C is for the script
-            env={**os.environ, **engine_variables.of_worker(), "PYTHONPATH": import_path(), "PYTHONSAFEPATH": "1"},
+            env={**os.environ, **engine_variables.of_worker(), **environment},
         )
+        os.close(ready_writer)
         assert self._process.stdin is not None, "asked for"
         with contextlib.suppress(BrokenPipeError):  # it has ended: `address` says so
-            self._process.stdin.write(f"{AgentTask(os.getpid(), str(folder), name)}\n".encode())
+            task = AgentTask(os.getpid(), str(folder), name, tuple(imports), ready_writer)
+            self._process.stdin.write(f"{task}\n".encode())
             self._process.stdin.flush()
 
     def address(self, timeout_s: float) -> str:
@@ -70,6 +76,17 @@ class AgentProcess:
         )
 
     @property
+    def warm_socket(self) -> str:
+        """Where its warm parent listens, if it has one."""
+        return socket_path(self.folder)
+
+    def await_imports(self, is_stopping: Callable[[], bool]) -> None:
+        """Waits until the warm parent has imported what workers need, or has ended; the engine waits 30 s at most."""
+        while not select.select([self._ready_fd], [], [], _POLL_S)[0]:
+            if is_stopping():
+                return
+
+    @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
@@ -90,4 +107,5 @@ class AgentProcess:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
+        os.close(self._ready_fd)
         self._errors.close()
