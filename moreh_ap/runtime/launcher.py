@@ -21,7 +21,7 @@ from moreh_ap.runtime import engine_variables, worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import Child
 from moreh_ap.runtime.engine_error import EngineError
-from moreh_ap.runtime.host.agent_process import AgentProcess
+from moreh_ap.runtime.host.agent_process import AgentProcess, is_needed
 from moreh_ap.runtime.worker.actor import Answer, WorkerSpec
 from moreh_ap.runtime.worker_output import WorkerOutput
 
@@ -122,10 +122,6 @@ class Launcher:
         environments = [self._environment(rank) for rank in range(num_workers)]
         of_all = dict(set.intersection(*(set(variables.items()) for variables in environments)))
         self._agent = AgentProcess(inherited, self._request.imports, of_all)
-        launches = [
-            Launch(rank, self._pid_writer, *self._output.descriptors(rank), self._request.imports)
-            for rank in range(num_workers)
-        ]
         with _exit_waits():
             try:
                 if self._is_stopping():
@@ -136,6 +132,11 @@ class Launcher:
                 self._agent.await_imports(self._is_stopping)
                 if self._is_stopping():
                     raise Stopping
+                imports = tuple(filter(is_needed, self._request.imports))
+                launches = [
+                    Launch(rank, self._pid_writer, *self._output.descriptors(rank), imports)
+                    for rank in range(num_workers)
+                ]
                 engine.start(self._agent.warm_socket, launches, environments)
                 self.engine = engine
             except EngineError as error:

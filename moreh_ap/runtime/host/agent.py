@@ -38,14 +38,14 @@ class AgentTask:
         folder: Folder of the controller's run, for sockets; ends with the controller.
         name: A folder below it for this agent's sockets.
         imports: Modules that the warm parent imports.
-        ready_fd: Inherited descriptor of a pipe, to which the warm parent writes once it is ready.
+        warm_parent_fd: Inherited descriptor of a socket between controller and warm parent.
     """
 
     controller: int
     folder: str
     name: str
     imports: tuple[str, ...]
-    ready_fd: int
+    warm_parent_fd: int
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -55,7 +55,7 @@ class AgentTask:
         """Returns the task that `str` printed."""
         values = json.loads(text)
         imports = tuple(values["imports"])
-        return cls(values["controller"], values["folder"], values["name"], imports, values["ready_fd"])
+        return cls(values["controller"], values["folder"], values["name"], imports, values["warm_parent_fd"])
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
         task = AgentTask.parse(given.readline().decode())
     own = Path(task.folder, task.name)
     own.mkdir(mode=0o700)
-    arguments = warm_parent.fork(warm_parent.socket_path(own), task.imports, task.ready_fd)
+    arguments = warm_parent.fork(warm_parent.socket_path(own), task.imports, task.warm_parent_fd)
     if arguments is not None:
         bootstrap.main(arguments)
         return
@@ -90,7 +90,7 @@ def _end_with_controller(task: AgentTask) -> None:
         if ready:
             told = os.read(0, 4096)
             break
-    for pid in _descendants(os.getpid()):
+    for pid in reversed(_descendants(os.getpid())):  # workers before the warm parent, with which they would be gone
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(pid) == pid:
                 os.killpg(pid, signal.SIGKILL)

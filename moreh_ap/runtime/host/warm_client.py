@@ -13,9 +13,11 @@ import resource
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_COLLECTED_S = 4.0  # the first process of the system may take a second, and in some containers it never collects any
 
 
 def main(path: str, arguments: list[str]) -> None:
@@ -40,8 +42,8 @@ def main(path: str, arguments: list[str]) -> None:
         for number in _FORWARDED:
             signal.signal(number, forward)
     status = _line(parent)
-    if status is None and worker is not None:  # the warm parent is gone; the kernel ends its children
-        signal.pidfd_send_signal(worker, signal.SIGKILL)
+    if status is None and worker is not None:  # the warm parent is gone
+        _await_end(worker)
     _end(-signal.SIGKILL if status is None else os.waitstatus_to_exitcode(int(status)))
 
 
@@ -69,6 +71,16 @@ def _line(parent: socket.socket) -> str | None:
             return None
         line += part
     return line.decode()
+
+
+def _await_end(worker: int) -> None:
+    """Waits until a worker without a parent, which the kernel kills, has been collected: the engine hears of it after
+    the controller can see it."""
+    deadline_s = time.monotonic() + _COLLECTED_S
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline_s:
+            signal.pidfd_send_signal(worker, signal.SIGKILL)
+            time.sleep(0.02)
 
 
 def _end(code: int) -> None:

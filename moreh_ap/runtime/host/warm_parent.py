@@ -84,13 +84,14 @@ class _Client:
         os.close(self._watched)
 
 
-def fork(path: str, imports: Sequence[str], ready_fd: int) -> list[str] | None:
+def fork(path: str, imports: Sequence[str], controller_fd: int) -> list[str] | None:
     """Starts the warm parent, where this process can be forked.
 
     Args:
         path: Where it is to listen.
         imports: Modules to import, in this order.
-        ready_fd: Descriptor of a pipe, to which the warm parent writes once it is ready. It is closed here.
+        controller_fd: Descriptor of a socket, which goes to the warm parent: names of further modules arrive there,
+            a line each, until it says that it is ready.
 
     Returns:
         None in the calling process; in a worker, what its bootstrap module is given.
@@ -106,15 +107,15 @@ def fork(path: str, imports: Sequence[str], ready_fd: int) -> list[str] | None:
             os.dup2(nothing, 0)
             os.dup2(nothing, 1)
             os.close(nothing)
-            return _WarmParent(listener, ready_fd).run(imports)
+            return _WarmParent(listener, socket.socket(fileno=controller_fd)).run(imports)
         listener.close()
-    os.close(ready_fd)
+    os.close(controller_fd)
     return None
 
 
 class _WarmParent:
-    def __init__(self, listener: socket.socket, ready_fd: int) -> None:
-        self._listener, self._ready_fd = listener, ready_fd
+    def __init__(self, listener: socket.socket, controller: socket.socket) -> None:
+        self._listener, self._controller = listener, controller
         self._added: dict[str, str] = {}  # variables that modules set while they are imported
         self._left_out: list[str] = []
 
@@ -123,20 +124,33 @@ class _WarmParent:
         gc.disable()  # what is imported stays
         os.environ.update(_WHILE_IMPORTING)
         before = dict(os.environ)
-        for name in imports:
-            if name.partition(".")[0] in _OWN:
-                _import(name)
-            elif not self._imported_in_a_copy(name):
-                self._left_out.append(name)
+        while imports:
+            for name in imports:
+                if name.partition(".")[0] in _OWN:
+                    _import(name)
+                elif not self._imported_in_a_copy(name):
+                    self._left_out.append(name)
+            imports = self._further_imports()
         if not _is_fit():
             os._exit(_UNFIT)
         self._added = {name: value for name, value in os.environ.items() if before.get(name) != value}
         sys.stdout.flush()
         sys.stderr.flush()
         gc.freeze()
-        os.write(self._ready_fd, b"\n")
-        os.close(self._ready_fd)
+        with suppress(OSError):  # the controller has ended
+            self._controller.sendall(b"\n")
+        self._controller.close()
         return self._serve()
+
+    def _further_imports(self) -> list[str]:
+        """Returns the modules of which the controller has told meanwhile."""
+        self._controller.setblocking(False)
+        told = b""
+        with suppress(BlockingIOError, ConnectionResetError):
+            while part := self._controller.recv(4096):
+                told += part
+        self._controller.setblocking(True)
+        return told.decode().split()
 
     def _imported_in_a_copy(self, name: str) -> bool:
         """Returns whether a module has been imported: in a copy of this process that goes on in its place."""
@@ -185,8 +199,10 @@ class _WarmParent:
             del os.environ[name]
         os.environ.update(environment)
         gc.enable()
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # Python does so with its own generator
+        if "numpy" in sys.modules:  # Python gives its own generator another seed at a fork
+            sys.modules["numpy"].random.seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].default_generator.seed()
         for name in self._left_out:
             logging.getLogger(__name__).debug("%s starts threads: each worker imports it itself", name)
 
