@@ -394,12 +394,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("multiprocessing.util._exit_function", "runtime"),
     ),
     *_names(
-        "A forked process ends without the exit handlers of the other, and knows whether it could use a device.",
-        ("os._exit", "runtime/host"),
+        "A forked process knows whether it could use a device.",
         ("torch.cuda._is_in_bad_fork", "runtime/host"),
-    ),
-    *_names(
-        "Names the script's line in a warning, and the line of a forward that ranks compare.",
-        ("sys._getframe", "parallelizer/data protocol/script_code session"),
     ),
 )
