@@ -173,6 +173,15 @@ def test_a_module_that_starts_a_thread_is_imported_by_each_worker(mesh, library)
     assert evaluated(workers, "sys.modules['without_threads.module'].PID") == [parent, parent]
 
 
+def test_a_module_that_initializes_cuda_is_imported_by_each_worker(mesh, library):
+    source = "import os, torch\nPID = os.getpid()\ntorch.cuda._is_in_bad_fork = lambda: os.getpid() != PID\n"
+    workers = mesh(preimport=(library("initializes_cuda", source),))
+    workers.wait_ready(NOT_HUNG_S)
+    assert are_forked(workers)
+    assert evaluated(workers, "__import__('initializes_cuda.module').module.PID") == workers.pids
+    assert evaluated(workers, "torch.cuda._is_in_bad_fork()") == [False, False]
+
+
 @pytest.mark.parametrize("raised", ["ImportError('no')", "SystemExit(3)"])
 def test_a_module_that_cannot_be_imported_is_left_to_the_command_that_needs_it(mesh, library, raised):
     workers = mesh(preimport=(library("unimportable", f"raise {raised}\n"),))
