@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +34,9 @@ from moreh_ap.version import __version__
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.host.hosts_launcher import HostPool
+
+_SLOW_IMPORTS = ("transformers.modeling_utils",)
+"""What the models of a script that imports these libraries need: workers import it beside the script."""
 
 _MADE_S = 5.0  # workers take seconds to be ready, the constructor that starts them none, unless it is interrupted
 
@@ -100,7 +102,7 @@ class Accelerator:
                 count,
                 device_type=device_type,
                 threads_per_worker=shares(count)[0],
-                preimport=("moreh_ap.runtime.worker.executor", *_slow_imports()),
+                preimport=("moreh_ap.runtime.worker.executor", *_SLOW_IMPORTS),
                 on_progress=on_progress,
                 visible_devices=visible_devices,
                 make_launcher=None if pool is None else pool.launcher,
@@ -114,7 +116,7 @@ class Accelerator:
         if options.check_steps:
             threads, num_gpus = shares(num_devices)[0], torch.cuda.device_count()
             start_reference = functools.partial(
-                reference_worker.start, num_devices, device_type, threads, num_gpus, _slow_imports()
+                reference_worker.start, num_devices, device_type, threads, num_gpus, _SLOW_IMPORTS
             )
             self.session.check = FirstStepsCheck(self.session, start_reference, options.check_steps)
         self.models = ModelRegistry(self.session)
@@ -195,11 +197,6 @@ def resolve_devices(asked: int | None) -> tuple[str, int]:
             fix=f"torch.moreh.option.enable_advanced_parallelization(devices={num_gpus})",
         )
     return "cpu", asked
-
-
-def _slow_imports() -> tuple[str, ...]:
-    """What the script's models will probably need: workers import it while the script goes on."""
-    return ("transformers.modeling_utils",) if "transformers" in sys.modules else ()
 
 
 def _log(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Calls back when a module has been imported, without importing it.
+"""Calls back when a module is imported, without importing it.
 
 Costs nothing until then: one finder at the head of `sys.meta_path` that compares a name, gone once it has served.
 """
@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable[[], None]:
+def when_imported(name: str, callback: Callable[[ModuleType], object]) -> Callable[[], None]:
     """Calls ``callback(module)`` now if module `name` is imported, otherwise right after its import.
 
     Returns:
@@ -23,6 +23,20 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable
         callback(module)
         return lambda: None
     finder = _AfterImport(name, callback)
+    sys.meta_path.insert(0, finder)
+    return finder.withdraw
+
+
+def when_import_begins(name: str, callback: Callable[[], object]) -> Callable[[], None]:
+    """Calls ``callback()`` now if the import of module `name` has begun, otherwise when it begins.
+
+    Returns:
+        A function that takes the request back.
+    """
+    if name in sys.modules:
+        callback()
+        return lambda: None
+    finder = _BeforeImport(name, lambda _: callback())
     sys.meta_path.insert(0, finder)
     return finder.withdraw
 
@@ -41,7 +55,7 @@ class _AfterImport(MetaPathFinder):
     and an import can fail and be tried again.
     """
 
-    def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
+    def __init__(self, name: str, callback: Callable[[ModuleType], object]) -> None:
         self._name, self._callback = name, callback
 
     def withdraw(self) -> None:
@@ -68,8 +82,20 @@ class _AfterImport(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)  # gone already where two of us wait for the module
-            run_module(module)
-            self.withdraw()
-            self._callback(sys.modules[self._name])  # a module may put another object in its place while it runs
+            self._run(run_module, module)
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
+
+    def _run(self, run_module: Callable[[ModuleType], object], module: ModuleType) -> None:
+        run_module(module)
+        self.withdraw()
+        self._callback(sys.modules[self._name])  # a module may put another object in its place while it runs
+
+
+class _BeforeImport(_AfterImport):
+    """Calls back when the module begins to run."""
+
+    def _run(self, run_module: Callable[[ModuleType], object], module: ModuleType) -> None:
+        self.withdraw()
+        self._callback(module)
+        run_module(module)

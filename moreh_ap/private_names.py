@@ -394,7 +394,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("multiprocessing.util._exit_function", "runtime"),
     ),
     *_names(
-        "Names the script's line in a warning, and the line of a forward that ranks compare.",
-        ("sys._getframe", "parallelizer/data protocol/script_code session"),
+        "A forked process knows whether it could use a device.",
+        ("torch.cuda._is_in_bad_fork", "runtime/host"),
     ),
 )

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "moreh_ap" / "private_names.py"
+DOCUMENTED = ("os._exit", "sys._getframe")
+"""Names that begin with an underscore and are in the manual of Python."""
 MOST_FOLDERS = 5
 """More are written as "*"."""
 LIBRARIES = ("torch", "transformers", "monarch", "safetensors", "accelerate", "peft", "diffusers", "trl", "datasets")
@@ -100,7 +102,7 @@ def _of_file(tree: ast.Module, own: frozenset[str], librarys: set[str]) -> Itera
 
 def _is_foreign(name: str) -> bool:
     parts = name.split(".")
-    return parts[0] not in ("moreh_ap", "moreh") and any(map(is_private, parts))
+    return parts[0] not in ("moreh_ap", "moreh") and name not in DOCUMENTED and any(map(is_private, parts))
 
 
 def _imports(tree: ast.Module) -> dict[str, str]:

@@ -16,6 +16,7 @@ import runpy
 import sys
 import threading
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ def main(arguments: list[str]) -> None:
     os.write(launch.pid_fd, f"{launch.rank} {os.getpid()}\n".encode())
     os.close(launch.pid_fd)
     _redirect_output(launch)
+    if sys.platform == "linux":  # for `top` and `ps`: a forked process has the command line of its parent
+        Path("/proc/self/comm").write_text(f"moreh-worker-{launch.rank}")
     threading.Thread(target=_import_all, args=(launch.imports,), name="moreh-imports", daemon=True).start()
     sys.argv = arguments[2:]
     runpy.run_module(arguments[2], run_name="__main__", alter_sys=True)

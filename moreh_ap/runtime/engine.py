@@ -123,34 +123,38 @@ class Engine:
     """Worker processes and the two actors in each.
 
     Args:
-        agents: where the engines of the agents listen, one a host; each has as many workers, in rank order.
-        launches: what each worker is told on its command line, in rank order.
-        environments: variables to set for each worker; None: not to set.
+        agents: where the engines of the agents listen, one a host.
         answers: where this process takes answers from other hosts; empty: from this machine alone.
-
-    Returns at once; the processes start in the background.
 
     Raises:
         EngineError: An agent does not answer.
     """
 
-    def __init__(
-        self,
-        agents: Sequence[str],
-        launches: Sequence[Launch],
-        environments: Sequence[Mapping[str, str | None]],
-        answers: str = "",
-    ) -> None:
-        self._num_workers = len(launches)
-        per_host = self._num_workers // len(agents)
+    def __init__(self, agents: Sequence[str], answers: str = "") -> None:
+        self._hosts = _attach(agents, answers)
+        self._num_hosts = len(agents)
         # Names are part of fault reports; unique ones tell the meshes of a process apart.
         self._name = f"worker-{uuid.uuid4().hex[:8]}"
-        self._procs = _attach(agents, answers).spawn_procs(
-            per_host={"gpus": per_host}, bootstrap_command=_bootstrap_commands(launches, environments)
+        self._num_workers = 0
+
+    def start(
+        self, command: Sequence[str], launches: Sequence[Launch], environments: Sequence[Mapping[str, str | None]]
+    ) -> None:
+        """Starts the processes in the background.
+
+        Args:
+            command: the arguments of Python with which a worker is started; its launch follows.
+            launches: what each worker is told on its command line, in rank order; each host has as many.
+            environments: variables to set for each worker; None: not to set.
+        """
+        self._num_workers = len(launches)
+        per_host = self._num_workers // self._num_hosts
+        self._procs = self._hosts.spawn_procs(
+            per_host={"gpus": per_host}, bootstrap_command=_bootstrap_commands(command, launches, environments)
         )
         self._workers: Any = self._procs.spawn(self._name, CommandActor)
         self._watches: Any = self._procs.spawn(f"{self._name}-watch", WatchActor)
-        self._places = [_place(rank, len(agents), per_host) for rank in range(self._num_workers)]
+        self._places = [_place(rank, self._num_hosts, per_host) for rank in range(self._num_workers)]
         self._each = [self._workers.slice(**place) for place in self._places]
         self._each_watch = [self._watches.slice(**place) for place in self._places]
 
@@ -199,14 +203,14 @@ def _place(rank: int, num_hosts: int, per_host: int) -> dict[str, int]:
 
 
 def _bootstrap_commands(
-    launches: Sequence[Launch], environments: Sequence[Mapping[str, str | None]]
+    words: Sequence[str], launches: Sequence[Launch], environments: Sequence[Mapping[str, str | None]]
 ) -> Callable[[Any], Any]:
-    """Returns a function from a place in the mesh to the command that starts a worker there: our bootstrap module,
+    """Returns a function from a place in the mesh to the command that starts a worker there: ours, with its launch,
     followed by what Monarch would have run itself."""
 
     def command(point: Any) -> Any:
         engine_command = ma.default_bootstrap_cmd()
-        engine_command.args = ["-m", "moreh_ap.runtime.bootstrap", str(launches[point.rank]), *engine_command.args]
+        engine_command.args = [*words, str(launches[point.rank]), *engine_command.args]
         # The agent's own folder for temporary files is for sockets, and goes with it.
         return engine_command.with_env({"TMPDIR": os.environ.get("TMPDIR"), **environments[point.rank]})
 

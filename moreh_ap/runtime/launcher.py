@@ -21,7 +21,8 @@ from moreh_ap.runtime import engine_variables, worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import Child, RemoteChild
 from moreh_ap.runtime.engine_error import EngineError
-from moreh_ap.runtime.host.agent_process import AgentProcess
+from moreh_ap.runtime.host import warm_client
+from moreh_ap.runtime.host.agent_process import AgentProcess, is_needed
 from moreh_ap.runtime.worker.actor import Answer, WorkerSpec
 from moreh_ap.runtime.worker_output import WorkerOutput
 
@@ -125,11 +126,14 @@ class Launcher:
                     raise Stopping
                 from moreh_ap.runtime.engine import Engine  # imports Monarch, which takes a while: beside the script
 
-                agents = self._agents()
+                engine = Engine(self._agents(), self._answers())
+                command = self._command()
+                if self._is_stopping():
+                    raise Stopping
                 ranks = range(num_workers)
                 launches = [self._launch(rank) for rank in ranks]
-                environments = [self._environment(rank) for rank in ranks]
-                self.engine = engine = Engine(agents, launches, environments, self._answers())
+                engine.start(command, launches, [self._environment(rank) for rank in ranks])
+                self.engine = engine
             except EngineError as error:
                 raise MeshStartError(
                     f"{self._supervisor()} does not answer: {error}", fix="run the script again"
@@ -207,7 +211,12 @@ class Launcher:
 
     def _start_agents(self) -> None:
         """Starts what starts workers."""
-        self._agent = AgentProcess([self._pid_writer, self._request.shared_memory_fd, *self._output.write_ends()])
+        inherited = [self._pid_writer, self._request.shared_memory_fd, *self._output.write_ends()]
+        environments = [self._environment(rank) for rank in range(self._request.num_workers)]
+        of_all = set.intersection(*(set(variables.items()) for variables in environments))
+        self._agent = AgentProcess(
+            inherited, self._request.imports, {name: value for name, value in of_all if value is not None}
+        )
 
     def _agents(self) -> Sequence[str]:
         """Returns where the engine of each agent listens, once it does."""
@@ -218,6 +227,16 @@ class Launcher:
         """Returns where the engine takes answers of other hosts; empty: there are none."""
         return ""
 
+    def _command(self) -> Sequence[str]:
+        """Returns the arguments of Python with which a worker is started, once that can be done in no time."""
+        assert self._agent is not None, "started"
+        self._agent.await_imports(self._is_stopping)
+        return ["-S", warm_client.__file__, self._agent.warm_socket]
+
+    def _imports(self) -> tuple[str, ...]:
+        """Returns what a worker should import early."""
+        return tuple(filter(is_needed, self._request.imports))
+
     def _supervisor(self) -> str:
         assert self._agent is not None, "started"
         return f"The process that supervises the workers (process {self._agent.pid})"
@@ -227,7 +246,7 @@ class Launcher:
         self._output.workers_have_inherited()
 
     def _launch(self, rank: int) -> Launch:
-        return Launch(rank, self._pid_writer, *self._output.descriptors(rank), self._request.imports)
+        return Launch(rank, self._pid_writer, *self._output.descriptors(rank), self._imports())
 
     def _environment(self, rank: int) -> Mapping[str, str | None]:
         return worker_environment.worker_environment(

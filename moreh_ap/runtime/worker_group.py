@@ -67,7 +67,7 @@ class WorkerGroup:
             which it will execute, and then its `execute(command)` for each command.
         on_progress: called in a background thread as ``on_progress(stage, done, total)`` with the stages "spawn",
             "connect" (once a worker), "link" and "ready".
-        preimport: modules that workers import early, in the background, after torch.
+        preimport: modules that workers import early, after torch, if the script imports their libraries.
         start_timeout_s: how long the processes may take to answer.
         collective_timeout_s: how long a collective may wait for its peers.
         visible_devices: what CUDA_VISIBLE_DEVICES was when the devices were counted; None: what it is now.

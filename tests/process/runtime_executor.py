@@ -73,6 +73,9 @@ class Executor:
     def do_log_record(self, text: str) -> None:
         logging.getLogger("test").warning(text)
 
+    def do_evaluate(self, text: str) -> Any:
+        return eval(text)
+
     def do_sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 

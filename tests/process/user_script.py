@@ -7,6 +7,7 @@ parent is gone. Must not know what a script does.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 _RUN_VARIABLE = "MOREH_AP_TEST_RUN"
-_WORKER_VARIABLE = "MOREH_AP_WORKER"
+_WORKER_NAME = re.compile(r"moreh-worker-(\d+)\n")
 
 
 class UserScript:
@@ -125,11 +126,8 @@ class UserScript:
 
 def rank_of(pid: int) -> int:
     """Returns which worker process `pid` is, -1 if it is none."""
-    for entry in _read(pid, "environ").split("\0"):
-        name, _, value = entry.partition("=")
-        if name == _WORKER_VARIABLE:
-            return int(value)
-    return -1
+    name = _WORKER_NAME.fullmatch(_read(pid, "comm"))
+    return -1 if name is None else int(name.group(1))
 
 
 def _living(entry: str) -> list[int]:

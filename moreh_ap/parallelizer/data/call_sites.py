@@ -12,14 +12,9 @@ from types import CodeType
 FORWARD = "moreh_ap.parallelizer.call.forward"
 """The module that calls the model: what leads there is left out."""
 
-_PASSING_ON = {
-    "torch.overrides",
-    "torch.nn.modules.module",
-    "torch.utils.checkpoint",
-    "torch._compile",
-    "torch._dynamo.eval_frame",
-}
-"""Modules whose functions only call what they are given, in more ways than one: with hooks, with gradients."""
+_PASSING_ON = {"torch.overrides", "torch.nn.modules.module", "torch.utils.checkpoint"}
+"""Modules whose functions only call what they are given, in more ways than one: with hooks, with gradients. So do
+PyTorch's private ones."""
 _NAMES: dict[CodeType, int] = {}
 
 
@@ -33,7 +28,7 @@ def site_of_call() -> int:
             break
         package, place = module.partition(".")[0], (frame.f_code, frame.f_lasti)
         # A function of PyTorch is entered once more for each torch function mode that passes it on.
-        is_passed_on = module in _PASSING_ON or (package == "torch" and place == inner)
+        is_passed_on = module in _PASSING_ON or (package == "torch" and ("._" in module or place == inner))
         if package != "moreh_ap" and not is_passed_on:
             found = zlib.crc32(f"{found} {_name_of(frame.f_code)} {frame.f_lasti}".encode())
             inner = place

@@ -23,6 +23,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from moreh_ap.runtime import bootstrap
+from moreh_ap.runtime.host import warm_parent
+
 END = b"end\n"
 CONTROLLER_POLL_S = 1.0  # how often an agent looks whether its controller lives; usually its input ends at once
 
@@ -35,11 +38,15 @@ class AgentTask:
         controller: Process id of the controller.
         folder: Folder of the controller's run, for sockets; ends with the controller.
         name: A folder below it for this agent's sockets.
+        imports: Modules that the warm parent imports.
+        warm_parent_fd: Inherited descriptor of a socket between controller and warm parent.
     """
 
     controller: int
     folder: str
     name: str
+    imports: tuple[str, ...]
+    warm_parent_fd: int
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -48,15 +55,20 @@ class AgentTask:
     def parse(cls, text: str) -> AgentTask:
         """Returns the task that `str` printed."""
         values = json.loads(text)
-        return cls(values["controller"], values["folder"], values["name"])
+        imports = tuple(values["imports"])
+        return cls(values["controller"], values["folder"], values["name"], imports, values["warm_parent_fd"])
 
 
 def main() -> None:
-    """Serves the engine until the controller writes `END`, or is gone."""
+    """Serves the engine until the controller writes `END`, or is gone; in a worker, does what the engine says."""
     with open(0, "rb", buffering=0, closefd=False) as given:  # nothing of what follows the line is taken from the pipe
         task = AgentTask.parse(given.readline().decode())
     own = Path(task.folder, task.name)
     own.mkdir(mode=0o700)
+    arguments = warm_parent.fork(warm_parent.socket_path(own), task.imports, task.warm_parent_fd)
+    if arguments is not None:
+        bootstrap.main(arguments)
+        return
     os.environ["TMPDIR"] = str(own)  # the engine makes folders for sockets of its own there
     threading.Thread(target=_end_with_controller, args=(task,), name="moreh-controller", daemon=True).start()
     serve(f"ipc://{own}/host", lambda address: os.write(1, f"{address}\n".encode()))
@@ -96,7 +108,7 @@ def _end_with_controller(task: AgentTask) -> None:
 
 def end_workers() -> None:
     """Ends the processes that this one has started, and all that they started."""
-    for pid in _children():
+    for pid in reversed(_descendants(os.getpid())):  # workers before the warm parent, with which they would be gone
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(pid) == pid:
                 os.killpg(pid, signal.SIGKILL)
@@ -104,10 +116,14 @@ def end_workers() -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _children() -> list[int]:
-    """Returns the ids of this process's children."""
-    tasks = Path("/proc/self/task")
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+def _descendants(pid: int) -> list[int]:
+    """Returns the ids of a process's children and theirs: workers are children of the warm parent."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
 
 
 if __name__ == "__main__":

@@ -6,20 +6,33 @@ Decides how an agent is started and ended. Must not know the engine.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
+import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moreh_ap.errors import MeshStartError
+from moreh_ap.import_hook import when_import_begins
 from moreh_ap.runtime import engine_variables
 from moreh_ap.runtime.host.agent import END, AgentTask
 from moreh_ap.runtime.host.private_sockets import run_folder
-from moreh_ap.runtime.worker_environment import import_path
+from moreh_ap.runtime.host.warm_parent import socket_path
 
 _END_TIMEOUT_S = 5.0
+_POLL_S = 0.1
+
+
+def is_needed(module: str) -> bool:
+    """Returns whether workers should import a module early: the script imports its library, or Python brings it."""
+    return _library(module) in sys.modules or _library(module) in sys.stdlib_module_names
+
+
+def _library(module: str) -> str:
+    return module.partition(".")[0]
 
 
 class AgentProcess:
@@ -27,28 +40,39 @@ class AgentProcess:
 
     Args:
         inherited: File descriptors for the workers.
+        imports: Modules that all workers need; one of a library that the script has not imported, when it does.
+        environment: Variables of all workers.
 
     Attributes:
         folder: Its own folder for files of the workers; it makes it, and it removes it when it ends.
     """
 
-    def __init__(self, inherited: Sequence[int]) -> None:
+    def __init__(self, inherited: Sequence[int], imports: Sequence[str], environment: Mapping[str, str]) -> None:
         folder, name = run_folder(), uuid.uuid4().hex[:8]
         self.folder = folder / name
         self._errors = open(folder / f"{name}.log", "w+")  # noqa: SIM115, closed with the agent
+        self._warm_parent, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "moreh_ap.runtime.host.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            pass_fds=inherited,
+            pass_fds=[*inherited, theirs.fileno()],
             start_new_session=True,  # Ctrl-C is for the script
-            env={**os.environ, **engine_variables.of_worker(), "PYTHONPATH": import_path(), "PYTHONSAFEPATH": "1"},
+            env={**os.environ, **engine_variables.of_worker(), **environment},
         )
         assert self._process.stdin is not None, "asked for"
         with contextlib.suppress(BrokenPipeError):  # it has ended: `address` says so
-            self._process.stdin.write(f"{AgentTask(os.getpid(), str(folder), name)}\n".encode())
+            now = tuple(module for module in imports if is_needed(module))
+            task = AgentTask(os.getpid(), str(folder), name, now, theirs.fileno())
+            self._process.stdin.write(f"{task}\n".encode())
             self._process.stdin.flush()
+        theirs.close()
+        self._withdraw = [
+            when_import_begins(_library(module), functools.partial(self._tell_warm_parent, module))
+            for module in imports
+            if module not in now
+        ]
 
     def address(self, timeout_s: float) -> str:
         """Returns where the engine of the agent listens, once it does.
@@ -68,6 +92,26 @@ class AgentProcess:
             f"The process that supervises the workers {how}. Its last output:\n{last}",
             fix="python -c 'import monarch.actor'  # does the installation work?",
         )
+
+    @property
+    def warm_socket(self) -> str:
+        """Where its warm parent listens, if it has one."""
+        return socket_path(self.folder)
+
+    def await_imports(self, is_stopping: Callable[[], bool]) -> None:
+        """Waits until the warm parent has imported what workers need, or has ended; the engine waits 30 s at most."""
+        while not select.select([self._warm_parent], [], [], _POLL_S)[0]:
+            if is_stopping():
+                return
+        self._stop_telling()
+
+    def _tell_warm_parent(self, module: str) -> None:
+        with contextlib.suppress(OSError):  # it has ended, or is ready: each worker imports the module itself
+            self._warm_parent.sendall(f"{module}\n".encode())
+
+    def _stop_telling(self) -> None:
+        for withdraw in self._withdraw:
+            withdraw()
 
     @property
     def pid(self) -> int:
@@ -90,4 +134,6 @@ class AgentProcess:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
+        self._stop_telling()
+        self._warm_parent.close()
         self._errors.close()

@@ -226,6 +226,9 @@ class HostsLauncher(Launcher):
         address = self._answers_at
         return f"tls://[{address}]:0" if ":" in address else f"tls://{address}:0"
 
+    def _command(self) -> Sequence[str]:
+        return ["-m", "moreh_ap.runtime.bootstrap"]
+
     def _workers_run(self) -> None:
         """Keeps the pipes open: agents send what goes into them."""
 
@@ -233,7 +236,7 @@ class HostsLauncher(Launcher):
         serving = self._served[self._host(rank).host]
         stdout, stderr = serving.streams[str(rank)]
         others = [fd for other, pair in serving.streams.items() if int(other) != rank for fd in pair]
-        return Launch(rank, serving.pid_fd, stdout, stderr, tuple(others), self._request.imports)
+        return Launch(rank, serving.pid_fd, stdout, stderr, tuple(others), self._imports())
 
     def _environment(self, rank: int) -> Mapping[str, str | None]:
         one, request = self._host(rank), self._request
