@@ -196,7 +196,8 @@ def autocasting(call: Call) -> AbstractContextManager[Any]:
 def reducing(call: Call) -> AbstractContextManager[Any]:
     """Returns what makes mean losses of a forward shares of the global mean, and CUDA devices this worker's."""
     if call.mode == "split" and call.axis.size > 1:
-        fingerprint = call.random.fingerprint()
+        draws = call.random.draws
+        fingerprint = call.random.fingerprint() if draws.stream or draws.host else None
         if call.items is not None:
             return ItemReduction(
                 call.device,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 import pickle
-import random
 import sys
 import zlib
 from collections import Counter
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 from moreh_ap.parallelizer.data.call_sites import site_of_call
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.patching import Patches
+from moreh_ap.protocol.rng_state import state_of_host
 
 _MODULES = {"random": "random", "numpy.random": "rand"}
 """Modules whose functions draw from one common stream, and a function of each that does."""
@@ -199,14 +199,8 @@ class SharedHostDraws:
         SharedHostDraws.mark = zlib.crc32(repr(("apart", self._share)).encode())
 
 
-def host_position() -> tuple[Any, bytes | None]:
-    """Returns what tells where the host's streams are; faster than their states in bytes."""
-    numpy = sys.modules.get("numpy.random")
-    return random.getstate(), None if numpy is None else pickle.dumps(numpy.get_state(legacy=False))
-
-
 def _hash_of_streams() -> int:
-    return hash(host_position())
+    return hash(state_of_host())
 
 
 @contextmanager

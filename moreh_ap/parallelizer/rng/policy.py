@@ -19,6 +19,9 @@ the backward repeats this, because the number comes from the common stream.
 from __future__ import annotations
 
 import itertools
+import pickle
+import random
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -32,7 +35,6 @@ from moreh_ap.parallelizer.rng.host_draws import (
     HostDrawRecorder,
     RowDraws,
     SharedHostDraws,
-    host_position,
     row_draws_of,
 )
 from moreh_ap.parallelizer.rng.shared_draws import Coins, Draw, DrawRecorder, Share, SharedDraws, draws_of
@@ -187,7 +189,7 @@ class Drawing:
 
     def __init__(self, shared: SharedDraws | None = None, host: SharedHostDraws | None = None) -> None:
         self._shared, self._shared_host = shared, host
-        self._stream, self._host = _stream_position(), host_position()
+        self._stream, self._host = _stream_position(), _host_position()
 
     def forward(self) -> AbstractContextManager[Any]:
         """Returns what has to be active during the forward."""
@@ -219,7 +221,7 @@ class Drawing:
 
     def moved_host(self) -> bool:
         """Says whether anything was drawn from the host's streams since the forward began."""
-        return self._host != host_position()
+        return self._host != _host_position()
 
     def moved(self) -> bool:
         """Says whether anything was drawn: from the host's streams, PyTorch's on the CPU, a generator of the model."""
@@ -300,9 +302,15 @@ def _stream_fingerprint() -> int:
 
 def _fingerprint_with_host() -> int:
     """Returns a number below 2^16 that tells where all streams are, and what was drawn for rows."""
-    return zlib.crc32(repr((host_position(), SharedHostDraws.mark)).encode(), _stream_fingerprint()) % 2**16
+    return zlib.crc32(repr((_host_position(), SharedHostDraws.mark)).encode(), _stream_fingerprint()) % 2**16
 
 
 def _stream_position() -> bytes:
     """Returns what tells where the CPU's stream is."""
     return torch.default_generator.get_state().numpy().tobytes()
+
+
+def _host_position() -> tuple[Any, bytes | None]:
+    """Returns what tells where the host's streams are; faster than their states in bytes."""
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else pickle.dumps(numpy.get_state(legacy=False))
