@@ -60,8 +60,8 @@ MUTATIONS = [
     Mutation(
         "whole",
         "moreh_ap/parallelizer/call/forward.py",
-        "(1.0 / call.axis.size if counts_once else 1.0)",
-        "1.0",
+        "(grad * (1.0 / call.axis.size) if counts_once else grad)",
+        "grad",
         "replicate-convnet_batchnorm",
     ),
     Mutation(
