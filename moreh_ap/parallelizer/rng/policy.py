@@ -23,7 +23,7 @@ import pickle
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +37,7 @@ from moreh_ap.parallelizer.rng.host_draws import (
     SharedHostDraws,
     row_draws_of,
 )
-from moreh_ap.parallelizer.rng.shared_draws import Coins, Draw, DrawRecorder, Share, SharedDraws, draws_of
+from moreh_ap.parallelizer.rng.shared_draws import Coins, Draw, Drawn, DrawRecorder, Share, SharedDraws, draws_of
 from moreh_ap.protocol.rng_state import (
     Streams,
     host_untouched,
@@ -169,14 +169,18 @@ class RandomPolicy:
         return Draws((*in_order, *(draw for draw in others if draw not in in_order)), tuple(of_host.values()))
 
     def _compare_draws(self, forward: Callable[[RandomPolicy, int], object], fewest: int, coins: Coins) -> Draws:
-        with DrawRecorder(coins) as first, HostDrawRecorder() as first_of_host:
-            forward(self, fewest)
-        if not first.drawn and not first_of_host.drawn:
-            return Draws()
-        with DrawRecorder(coins.again()) as second, HostDrawRecorder() as second_of_host:
-            forward(self, 2 * fewest)
-        of_stream = () if self.stream is None else draws_of(first.drawn, second.drawn)
-        return Draws(of_stream, row_draws_of(first_of_host.drawn, second_of_host.drawn, fewest))
+        drawn: list[Sequence[Drawn]] = []
+        of_host = []
+        for rows in (fewest, 2 * fewest):
+            recorder = None if self.stream is None else DrawRecorder(coins)
+            with recorder or nullcontext(), HostDrawRecorder() as host_recorder:
+                forward(self, rows)
+            drawn.append([] if recorder is None else recorder.drawn)
+            of_host.append(host_recorder.drawn)
+            if not drawn[0] and not of_host[0]:
+                return Draws()
+            coins.again()
+        return Draws(draws_of(drawn[0], drawn[1]), row_draws_of(of_host[0], of_host[1], fewest))
 
 
 class Drawing:

@@ -122,10 +122,9 @@ class Coins:
         self._first: list[Tensor | None] = []
         self._second: Iterator[Tensor | None] | None = None
 
-    def again(self) -> Coins:
-        """Returns these coins, for the second forward."""
+    def again(self) -> None:
+        """From now on the second forward draws."""
         self._second = iter(self._first)
-        return self
 
     def pass_on(self, result: Tensor) -> None:
         """Keeps what the first forward draws, and gives it to the second."""

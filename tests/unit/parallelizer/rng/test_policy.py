@@ -119,6 +119,22 @@ def test_a_number_for_each_row_is_no_single_number():
     assert runs == [1, 2]
 
 
+def test_where_devices_have_streams_of_their_own_only_draws_of_the_host_are_compared():
+    """Fused attention draws what nobody sees, which matters for a common stream alone."""
+
+    def forward(policy: RandomPolicy, rows: int) -> None:
+        policy.begin(CPU)
+        for _ in range(rows):
+            random.random()
+        query = torch.ones(rows, 1, 4, 8)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+        torch.rand(rows + 3)
+
+    streams = Streams(None, current_streams().host)
+    found = RandomPolicy.of(1, streams, has_one_stream=True).find_draws(CPU, forward)
+    assert found.stream == () and [len(block.calls) for block in found.host] == [1]
+
+
 def test_streams_of_the_host_are_repeated_and_put_back():
     random.seed(4)
     replay = HostReplay()
