@@ -58,7 +58,7 @@ def as_promised(result: Any, computed: torch.dtype, promised: torch.dtype) -> An
 
 def all_converted(result: Any) -> Any:
     """Returns a result in which no tensor is left in another precision than promised."""
-    return _converted(result, lambda leaf: leaf.to(getattr(leaf, _PROMISED, leaf.dtype)))
+    return _converted(result, lambda leaf: leaf.to(leaf.__dict__[_PROMISED]) if _PROMISED in leaf.__dict__ else leaf)
 
 
 def shapes_of(leaves: Sequence[Any], detached: Sequence[Any]) -> Sequence[Any]:

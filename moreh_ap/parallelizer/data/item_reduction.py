@@ -162,10 +162,10 @@ class ItemReduction(ItemSites, JoinedReduction):
         self._own_items, self._all_items = len(own), items.count
         return items.select(own)
 
-    def finish(self, result: Any) -> Any:
+    def finish(self, result: Any, settled: Callable[[Any], Any]) -> Any:
         if self._rules.merge is None:
             return result
-        together = TogetherWith(self._rules.merge, result, self._own_items)
+        together = TogetherWith(self._rules.merge, settled(result), self._own_items)
         self._problem = self._problem or together.problem
         self._exchange_at(_RESULT)
         result, self.kinds = together.put_together(self.axis)

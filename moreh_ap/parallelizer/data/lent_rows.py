@@ -13,6 +13,7 @@ computes is zero, and parameters have one all the same, as on the others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -36,8 +37,8 @@ class LentRows(GlobalReduction):
         super().__init__(*args, **kwargs)
         self._kinds = kinds
 
-    def finish(self, result: Any) -> Any:
-        leaves, spec = flatten(result)
+    def finish(self, result: Any, settled: Callable[[Any], Any]) -> Any:
+        leaves, spec = flatten(settled(result))
         return tree_unflatten([_nothing_of(leaf, kind) for leaf, kind in zip(leaves, self._kinds, strict=True)], spec)
 
     def _add_up(self, count: Tensor | int) -> Tensor:

@@ -135,8 +135,13 @@ class GlobalReduction(OwnDevice):
         """Returns the arguments of the forward as it gets them."""
         return args, kwargs
 
-    def finish(self, result: Any) -> Any:
-        """Returns the result of the forward as others get it. Called while active."""
+    def finish(self, result: Any, settled: Callable[[Any], Any]) -> Any:
+        """Returns the result of the forward as others get it. Called while active.
+
+        Args:
+            result: What the forward returned.
+            settled: To be called with what other tensors are made of: the marks that tensors have are lost with them.
+        """
         return result
 
     def to_replay(self) -> Callable[[slice], OwnDevice]:

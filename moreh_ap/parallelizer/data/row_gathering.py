@@ -200,15 +200,16 @@ class GatheringReduction(JoinedReduction):
                 self._placements[given[position]] = Rows(dim)
         return tree_unflatten(given, spec)  # type: ignore[no-any-return]
 
-    def finish(self, result: Any) -> Any:
+    def finish(self, result: Any, settled: Callable[[Any], Any]) -> Any:
         """Gathers what has rows elsewhere than along dim 0: nobody else knows of such rows."""
         self._inside = False  # what is called now is no step of the forward
-        return tree_map_only(Tensor, self._whole_unless_first, result)
 
-    def _whole_unless_first(self, leaf: Tensor) -> Tensor:
-        placement = self._placements.get(leaf)
-        is_first = placement == Rows(0) and not self._gathering.cuts
-        return leaf if is_first or not isinstance(placement, Rows) else self._gathered(leaf, placement)
+        def whole_unless_first(leaf: Tensor) -> Tensor:
+            placement = self._placements.get(leaf)
+            is_first = placement == Rows(0) and not self._gathering.cuts
+            return leaf if is_first or not isinstance(placement, Rows) else self._gathered(settled(leaf), placement)
+
+        return tree_map_only(Tensor, whole_unless_first, result)
 
     def to_replay(self) -> Callable[[slice], OwnDevice]:
         if self._inside is None:
