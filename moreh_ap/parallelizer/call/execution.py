@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moreh_ap.errors import UnsupportedError
@@ -94,6 +95,11 @@ class Execution(Findings, ABC):
     def kind(self, index: int) -> str:
         """Returns the kind of that leaf."""
         raise self._has_no_history()
+
+    def promised(self, index: int) -> torch.dtype:
+        """Returns the dtype that the script gets of that leaf, a tensor, and of its gradient."""
+        dtype: torch.dtype = self.shapes[index].dtype
+        return dtype
 
     def reached(self, output_grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor, Tensor]]:
         """Returns number, result with its history, and gradient of the leaves where a backward begins.

@@ -77,6 +77,10 @@ class GradientPass(EagerForward):
         own = len(self._results)
         return super().kind(index) if index < own else self._source.kind(index - own)
 
+    def promised(self, index: int) -> torch.dtype:
+        own = len(self._results)
+        return super().promised(index) if index < own else self._source.promised(index - own)
+
     def _take_gradient(self, leaf: Tensor) -> Tensor:
         """Between layers that are linear in pieces nothing depends on the input any more."""
         grad = super()._take_gradient(leaf)

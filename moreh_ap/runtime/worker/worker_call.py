@@ -362,7 +362,7 @@ class WorkerCall:
         if gradient is None or not self._answers:
             return None
         kind = KIND_OF_GRADIENT[self._run.kind(index)] if self._roles.is_split else "same"
-        dtype = self._run.shapes[index].dtype
+        dtype = self._run.promised(index)
         return LeafReply(kind, tuple(gradient.shape), dtype, False, bytes_of(gradient, dtype))
 
     def input_gradient_flags(self) -> bytes:
