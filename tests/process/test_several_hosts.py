@@ -20,6 +20,8 @@ from hosts_lab import ADDRESSES, MISSING, MISSING_FOR_SLURM, Lab, loopback_agent
 SCRIPTS = Path(__file__).parent / "scripts"
 PLANS = ("replicate=4", "shard=4", "tensor=2,replicate=2", "pipeline=2,replicate=2")
 
+pytestmark = pytest.mark.rotating  # one more way to reach hosts, or to end, each; they take a minute each
+
 needs_lab = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
 
 
