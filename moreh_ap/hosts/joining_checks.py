@@ -50,7 +50,7 @@ class Wanted:
 
     Attributes:
         here: The report of the controller's machine.
-        device_type: "cuda" or "cpu"; empty: whatever all hosts have.
+        device_type: "cuda" or "cpu"; empty: the type that all hosts have.
         per_host: Devices wanted of each host; None: as many as it has.
     """
 

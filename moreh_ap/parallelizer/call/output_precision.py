@@ -7,7 +7,7 @@ who reads a result.
 A script that gives a model float32 parameters gets float32 results, under a plan that computes in bfloat16 too. The
 logits of a language model are most of its result, and seldom read: in float32 they would take 4 bytes a logit on every
 device until the step ends. So a tensor of which every row is large stays as it was computed. The script is told that it
-is float32, and whoever reads it, or computes with it, converts what it takes. A loss and other small results are
+is float32, and a command that reads it, or computes with it, converts what it takes. A loss and other small results are
 converted at once. Which tensors stay depends on the size of a row alone, so all workers decide alike.
 """
 
@@ -41,7 +41,7 @@ def as_promised(result: Any, computed: torch.dtype, promised: torch.dtype) -> An
 
     Args:
         result: A tensor, or tensors in tuples, lists, dicts and dataclasses; what other objects hold stays.
-        computed: The dtype in which the model computes; tensors of others are converted whatever their size.
+        computed: The dtype in which the model computes; tensors of other dtypes are converted, large ones too.
         promised: The dtype that the script gets.
     """
 

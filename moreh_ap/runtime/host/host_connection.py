@@ -130,7 +130,7 @@ class HostConnection:
         except queue.Empty:
             raise HostLostError(f"no answer in {timeout_s:.0f} s") from None
         if message is None:
-            self._answers.put(None)  # for whoever asks next
+            self._answers.put(None)  # for the next request
             raise HostLostError(self._lost or "the connection has ended")
         return message
 

@@ -25,7 +25,7 @@ class HostStore(dist.Store):
         timeout: How long a key may be waited for.
 
     Each thread that uses it has a connection of its own, since one may wait while another sets. PyTorch does not keep
-    the Python half of a store alive: whoever makes one does.
+    the Python half of a store alive: the process that makes it does.
     """
 
     def __init__(self, path: str, timeout: datetime.timedelta) -> None:

@@ -1,4 +1,4 @@
-"""The program that stands for a worker where the engine looks: `warm_client.py SOCKET LAUNCH -m ENGINE_MODULE`.
+"""The program that the engine starts and watches in place of a worker: `warm_client.py SOCKET LAUNCH -m ENGINE_MODULE`.
 
 The engine starts this process and waits for its end; the worker itself is forked by the warm parent (`warm_parent`),
 which is asked here. Decides that signals, deaths and exit codes go both ways, and that where no warm parent answers the
