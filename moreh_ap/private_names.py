@@ -51,16 +51,13 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Tells parameters from tensors: `nn.Parameter` of a subclass has its type.",
-        ("torch.nn.Parameter._is_param", "device device/patches"),
+        ("torch.nn.Parameter._is_param", "device device/patches protocol/objects"),
     ),
     *_names(
         "Makes a tensor of our class with shape and strides but no memory.",
         ("torch.Tensor._make_wrapper_subclass", "device parallelizer/tensor"),
     ),
-    *_names(
-        "Notices in-place changes, as autograd does.",
-        ("torch.Tensor._version", "*"),
-    ),
+    *_names("Notices in-place changes, as autograd does.", ("torch.Tensor._version", "*")),
     *_names(
         "Tells memories apart while a file is written.",
         ("torch.UntypedStorage._cdata", "device/patches"),
@@ -94,6 +91,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._C._functorch.get_unwrapped", "device"),
         ("torch._C._functorch.is_functorch_wrapped_tensor", "device"),
         ("torch._C._functorch.peek_interpreter_stack", "device device/patches"),
+        ("torch._functorch.apis.vmap_impl", "device/patches"),
         ("torch.autograd.forward_ad._current_level", "device/patches"),
     ),
     *_names(

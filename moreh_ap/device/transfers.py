@@ -100,6 +100,8 @@ def move(tensor: Tensor, device: Any) -> Tensor:
         return _move_parts(tensor, device)
     if is_accelerator(device):
         if not isinstance(tensor, VirtualTensor):
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                return tensor  # of a transform, which this process computes
             return tensor if tensor.device.type == "meta" else to_accelerator(tensor)
         if tensor.is_cuda:
             return tensor

@@ -6,13 +6,14 @@ imports the session. `IN_FORCE` holds the present backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.protocol.messages.devices import DeviceInfo
 
 
@@ -64,7 +65,7 @@ class WorkerBackend(Protocol):
         """Returns the present position in the stream of commands. Does not wait."""
 
     @property
-    def routes(self) -> Mapping[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], Any]]:
+    def routes(self) -> IdentityTable[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], Any]]:
         """Returns the routes to modules that the workers are known to have: faster than `call_module`."""
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

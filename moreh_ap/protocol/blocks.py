@@ -14,6 +14,14 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of the attributes that PyTorch itself keeps in a module."""
 
 
+class ModelGroup(nn.ModuleList):
+    """Several models that have parameters in common, as one model of which the members are called."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Is not called: FSDP2 wants a container to have one."""
+        raise NotImplementedError("a group of models is called by its members")
+
+
 def block_lists(module: nn.Module) -> dict[str, list[nn.Module]]:
     """Returns the outermost lists (ModuleList, Sequential) of modules of one class, by path.
 

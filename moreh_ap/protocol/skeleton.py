@@ -13,7 +13,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.tensors import TensorData
+from moreh_ap.protocol.objects.not_sent import NotSent, OtherStub
 from moreh_ap.protocol.script_code.value_forms import is_of_script
 
 
@@ -38,11 +38,23 @@ class TensorStub:
     is_parameter: bool
 
 
-def pickle_skeleton(module: nn.Module) -> bytes:
+@dataclass(frozen=True)
+class AliasStub:
+    """Another tensor with the memory of a parameter (``self.kept = self.weight.detach()``), and which one it is."""
+
+    of: TensorStub
+    number: int
+
+
+def pickle_skeleton(module: nn.Module, memory_of: Callable[[Tensor], Any] = lambda _: None) -> bytes:
     """`module` without the values of its parameters and buffers; classes defined in ``__main__`` travel by value.
 
     What cannot be pickled, such as a lock or an open file, travels as `NotSent`. A module whose class pickles it as a
     file of values travels by its attributes.
+
+    Args:
+        module: The module.
+        memory_of: Returns an object that tensors have in common if they share all their memory; None if none is known.
     """
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     stubs = {
@@ -53,6 +65,9 @@ def pickle_skeleton(module: nn.Module) -> bytes:
     for by_attributes in (False, True):
         buffer = io.BytesIO()
         pickler = _SkeletonPickler(buffer, stubs, registered, by_attributes=by_attributes)
+        pickler.memory_of = memory_of
+        tensors = [*buffers.values(), *parameters.values()]
+        pickler.by_memory = {id(memory_of(one)): stubs[id(one)] for one in tensors if memory_of(one) is not None}
         pickler.dump(module)
         if pickler.met.issuperset(stubs):
             break
@@ -101,35 +116,19 @@ def unpickle_object(data: bytes, model: nn.Module, device: torch.device) -> Any:
     return _ObjectUnpickler(io.BytesIO(data), model, device).load()
 
 
-class NotSent:
-    """Stands in a worker for an object that stays in the script; whoever uses it is told.
+def unpickle_skeleton(data: bytes, device: torch.device, aliases: list[tuple[str, Tensor]] | None = None) -> nn.Module:
+    """The module of a pickled skeleton with its parameters and buffers on meta; tied tensors are one object.
 
     Args:
-        kind: What it is, as a phrase.
-        why: Why it stays there.
+        data: The pickle.
+        device: Where tensors are that have their values.
+        aliases: Gets tensors that shall have the memory of a parameter, each with its name.
     """
-
-    def __init__(self, kind: str, why: str = "it cannot be pickled") -> None:
-        self._kind, self._why = kind, why
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            f"forward uses {self._kind}, which is in the script's process alone: {self._why}.",
-            allowed="What can be pickled (no open files, no locks), and modules in nn.ModuleList or nn.ModuleDict.",
-            fix="call the model, then use it in the script",
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Python asks whether there is one
-            raise AttributeError(name)
-        return NotSent(self._kind, self._why)  # objects keep methods of a lock: the one who calls it is told
-
-    __call__ = __enter__ = __exit__ = __iter__ = __next__ = __len__ = __getitem__ = _refuse
-
-
-def unpickle_skeleton(data: bytes, device: torch.device) -> nn.Module:
-    """The module of a pickled skeleton with its parameters and buffers on meta; tied tensors are one object."""
-    return _SkeletonUnpickler(io.BytesIO(data), device).load()
+    unpickler = _SkeletonUnpickler(io.BytesIO(data), device)
+    module = unpickler.load()
+    if aliases is not None:
+        aliases += unpickler.aliases.values()
+    return module
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
@@ -290,6 +289,9 @@ class _SkeletonPickler(_Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._stubs, self._registered, self._by_attributes = stubs, registered, by_attributes
         self.met: set[int] = set()
+        self.memory_of: Callable[[Tensor], Any] = lambda _: None
+        self.by_memory: dict[int, TensorStub] = {}
+        self._others: dict[int, OtherStub] = {}
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
@@ -298,14 +300,18 @@ class _SkeletonPickler(_Pickler):
         if stub is not None:
             self.met.add(id(obj))
             return stub
+        if id(obj) in self._others:
+            return self._others[id(obj)]
+        of = None if obj.requires_grad else self.by_memory.get(id(self.memory_of(obj)))
+        if of is not None and of.shape == tuple(obj.shape):
+            return AliasStub(of, id(obj))
         # A tensor that is an ordinary attribute of a module travels with its value.
         return TensorData.of(obj.detach().cpu(), on_device=obj.device.type != "cpu")
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module):
-            if self._has_parameters_of_others(obj):
-                why = "it has trainable parameters that are none of the model's"
-                return NotSent, (f"a {type(obj).__qualname__}", why)
+            if id(obj) not in self._registered:
+                self._note_parameters_of_others(obj)
             if parametrize.is_parametrized(obj):
                 return _reduce_parametrized(obj)
             if self._by_attributes and type(obj).__reduce__ is not object.__reduce__:
@@ -313,11 +319,12 @@ class _SkeletonPickler(_Pickler):
             return _without_new(super().reducer_override(obj))
         return super().reducer_override(obj)
 
-    def _has_parameters_of_others(self, module: nn.Module) -> bool:
-        """A module in a list of Python: workers would have a copy that is never trained."""
-        if id(module) in self._registered:
-            return False
-        return any(p.requires_grad and p.is_cuda and id(p) not in self._stubs for p in module.parameters())
+    def _note_parameters_of_others(self, module: nn.Module) -> None:
+        """A module in a list of Python: workers would have copies of its parameters that are never trained."""
+        for param in module.parameters():
+            if param.requires_grad and param.is_cuda and id(param) not in self._stubs:
+                stub = OtherStub(type(module).__qualname__, tuple(param.shape), param.dtype)
+                self._others.setdefault(id(param), stub)
 
 
 def _without_new(reduced: Any) -> Any:
@@ -348,6 +355,7 @@ class _SkeletonUnpickler(pickle.Unpickler):
         super().__init__(file)
         self._device = device
         self._made: dict[str, Tensor] = {}
+        self.aliases: dict[int, tuple[str, Tensor]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """What a module defines; a stand-in that refuses to be used if it does not define that in a worker.
@@ -362,6 +370,11 @@ class _SkeletonUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         if isinstance(pid, TensorData):
             return pid.tensor().to(self._device if pid.on_device else "cpu")
+        if isinstance(pid, OtherStub):
+            return pid.parameter()
+        if isinstance(pid, AliasStub):
+            alias = torch.empty(pid.of.shape, dtype=pid.of.dtype, device="meta")
+            return self.aliases.setdefault(pid.number, (pid.of.name, alias))[1]
         if pid.name not in self._made:
             tensor = torch.empty(pid.shape, dtype=pid.dtype, device="meta")
             self._made[pid.name] = nn.Parameter(tensor, pid.requires_grad) if pid.is_parameter else tensor

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from moreh_ap.device.host_tensors import HOST
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.torchscript import refuse_compiled
+from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.plan import Plan
+from moreh_ap.protocol.blocks import ModelGroup
 from moreh_ap.protocol.messages.stream import ImportModules
 from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
@@ -39,7 +41,7 @@ class ModelRegistry:
 
     def __init__(self, session: Session) -> None:
         #: Routes to modules on the workers: results of `find`, until the script moves or adds modules.
-        self.routes: weakref.WeakKeyDictionary[nn.Module, Route] = weakref.WeakKeyDictionary()
+        self.routes: IdentityTable[nn.Module, Route] = IdentityTable()
         self._session = session
         self._recovery = Recovery(session)
         self._small = SmallModels(session, self.routes)
@@ -48,9 +50,9 @@ class ModelRegistry:
         self._announced: set[str] = set()
         self._calling_here = threading.local()  # whether this thread is in `call_here`
         # Of models that have left the workers to be timed in this process.
-        self._plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
+        self._plans: IdentityTable[nn.Module, Plan] = IdentityTable()
         # A module that was moved at once (``model.cuda()``) is one model even if a submodule is called first.
-        self._root_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+        self._root_of: IdentityTable[nn.Module, weakref.ref[nn.Module]] = IdentityTable()
 
     def note_moved(self, root: nn.Module) -> None:
         """Records that the script moved `root`: it is one model, or none if it left the accelerator."""
@@ -185,7 +187,7 @@ class ModelRegistry:
             own.update(*map(_ids, sharing))
         inside = {id(submodule) for module in group for submodule in module.modules() if submodule is not module}
         outermost = [module for module in group if id(module) not in inside]
-        return outermost[0] if len(outermost) == 1 else nn.ModuleList(outermost)
+        return outermost[0] if len(outermost) == 1 else ModelGroup(outermost)
 
     def _lay_out(self, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> RemoteModel:
         session = self._session

@@ -5,13 +5,14 @@ Decides nothing: each method calls the module that does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.protocol.messages.devices import DeviceInfo
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.session.calls import autograd_api, clipping
@@ -61,7 +62,7 @@ class SessionBackend:
     # -- modules ---------------------------------------------------------------------------------------------------
 
     @property
-    def routes(self) -> Mapping[nn.Module, Route]:
+    def routes(self) -> IdentityTable[nn.Module, Route]:
         return self._registry.routes
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -44,6 +44,7 @@ NEEDS = {
     "torchao_optimizers.py": "torchao",
     "torchao_training.py": "torchao",
     "torchrl_ppo.py": "torchrl",
+    "torchrl_sac.py": "torchrl",
     "torchvision_detection.py": "timm",
     "torchvision_segmentation.py": "timm",
     "ultralytics_yolo.py": "ultralytics",

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from moreh_ap.device.worker_backend import WorkerBackend
+from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.patching import Patches
 from moreh_ap.protocol.messages.compile_requests import CompileRequest, CompileRequests
 from moreh_ap.protocol.process_flags import run_as_written, uncompiled
 
-_OF_MODULES: MutableMapping[nn.Module, CompileRequest] = weakref.WeakKeyDictionary()
+_OF_MODULES: MutableMapping[nn.Module, CompileRequest] = IdentityTable()
 _OF_FUNCTIONS: MutableMapping[Callable[..., Any], CompileRequest] = weakref.WeakKeyDictionary()
 _OF_A_MODULE = ("forward", "__call__", "_call_impl")
 """Methods that stand for their module: `Module.compile` gives `torch.compile` the last."""

@@ -52,6 +52,7 @@ def install(backend: WorkerBackend) -> Patches:
     profilers.install(patches)
     wrapped_tensors.install(patches)
     tensor_classes.install(patches)
+    native_calls.install_transforms(patches)
     HOST.prepare = functools.partial(native_calls.install, patches)
     modules.install(patches, backend)
     optimizer_steps.install(patches, backend)

@@ -18,6 +18,8 @@ from moreh_ap.device.worker_backend import WorkerBackend
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.patching import Patches
 
+_NOWHERE = None, None
+
 
 def install(patches: Patches, backend: WorkerBackend) -> None:
     """Have modules on the accelerator be called on the workers, and moves and attributes be noted."""
@@ -30,7 +32,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
         # the model.
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
         is_traced = torch._C._get_tracing_state() is not None
-        route = None if is_transformed or is_traced else routes.get(module)
+        _, route = _NOWHERE if is_transformed or is_traced else routes.get(id(module), _NOWHERE)
         if route is not None:
             result = route(args, kwargs)
             if result is not NotImplemented:
@@ -55,7 +57,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
             module._apply(_read_into_controller)  # the model stays on the CPU
         return original_call(module, *args, **kwargs)
 
-    routes = backend.routes
+    routes = backend.routes.by_id
     original_call = group.replace(nn.Module, "__call__", call)
 
     depth = threading.local()

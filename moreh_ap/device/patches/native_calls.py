@@ -1,7 +1,8 @@
 """Functions of PyTorch that no function mode sees, given host tensors: what they return is on the accelerator, too.
 
-Decides by the arguments. Must not know why a tensor is a host tensor (`device/host_tensors.py`); the changes are made
-once one is.
+Decides by the arguments. Must not know why a tensor is a host tensor (`device/host_tensors.py`). Transforms of
+functions are changed at the line, since scripts and libraries keep them under names of their own; the rest once there
+is a host tensor.
 """
 
 from __future__ import annotations
@@ -18,16 +19,25 @@ from torch.utils import checkpoint
 from moreh_ap.device.host_tensors import has_host_tensor, mark_all
 from moreh_ap.patching import Patches
 
-_TRANSFORMS = ("grad", "grad_and_value", "vmap", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")
+_TRANSFORMS = ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")
 _EFFECT = "Gives results the place of the arguments."
 
 
-def install(patches: Patches) -> None:
-    """Have results of functions that no mode sees be on the accelerator where their arguments are."""
-    group = patches.group("A tensor of this process that is on the accelerator has a class, which PyTorch's C++ drops.")
+_REASON = "A tensor of this process that is on the accelerator has a class, which PyTorch's C++ drops."
+
+
+def install_transforms(patches: Patches) -> None:
+    """Have results of transformed functions be on the accelerator where their arguments are."""
+    group = patches.group(_REASON)
     for name in _TRANSFORMS:
         group.replace(torch.func, name, _transform(getattr(torch.func, name)), _EFFECT)
-    group.replace(torch, "vmap", _transform(torch.vmap), _EFFECT)
+    # What vectorized functions call, also those of libraries that were imported before.
+    group.replace(torch._functorch.apis, "vmap_impl", _marking(torch._functorch.apis.vmap_impl), _EFFECT)
+
+
+def install(patches: Patches) -> None:
+    """Have results of the other functions that no mode sees be on the accelerator where their arguments are."""
+    group = patches.group(_REASON)
     group.replace(forward_ad, "make_dual", _marking(forward_ad.make_dual), _EFFECT)
     group.replace(forward_ad, "unpack_dual", _marking(forward_ad.unpack_dual), _EFFECT)
     variable = type(torch.autograd.Variable)  # the class stays: scripts ask for it with `isinstance`

@@ -5,6 +5,7 @@ Decides what of it is answered with the result. Must not know who asks for it. S
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
 from moreh_ap.parallelizer.data.fsdp import recover
+from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.protocol.hook_records import RECORDER, HookEnded, Report, ReportedHook
-from moreh_ap.protocol.module_attributes import Attributes, is_same_container, num_leaves
+from moreh_ap.protocol.module_attributes import Attributes, has_memory, is_same_container, num_leaves
 from moreh_ap.protocol.pytree import flatten
 
 
@@ -78,7 +80,20 @@ class Reports(CallExtension):
 
     def _is_answered(self, name: str, value: Any) -> bool:
         number = num_leaves(value)
-        return number is not None and (self._known is None or number == len(self._known.get(name, ())))
+        is_known = number is not None and (self._known is None or number == len(self._known.get(name, ())))
+        return is_known and not any(map(self._is_state, flatten(value)[0]))
+
+    def _is_state(self, leaf: Any) -> bool:
+        """Whether a value is a parameter or buffer in another tensor (`weight.detach()`): it changes with steps, and
+        what would come back from the script does not."""
+        is_plain = isinstance(leaf, Tensor) and leaf.grad_fn is None and has_memory(leaf) and leaf.numel() > 0
+        return is_plain and (leaf.data_ptr(), leaf.numel()) in self._state
+
+    @functools.cached_property
+    def _state(self) -> set[tuple[int, int]]:
+        tensors = (*self._module.parameters(), *self._module.buffers())
+        held = [local_shard(tensor) for tensor in tensors if not tensor.is_meta]
+        return {(tensor.data_ptr(), tensor.numel()) for tensor in held}
 
 
 def _with_hooks(run: Callable[[], Any]) -> tuple[Any, list[dict[int, tuple[Any, ...]]], str | None]:

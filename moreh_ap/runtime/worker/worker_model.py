@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.call.parameter_writes import keep_parameters
@@ -53,8 +54,11 @@ class WorkerModel:
 
     def __init__(self, command: BuildModel, device: WorkerDevice) -> None:
         self.device, self.plan = device, Plan.parse(command.plan)
-        self.module = self._unpickle(command)
-        self.meta_module = self._unpickle(command) if self.plan.micro_batches > 1 or self.plan.pipeline > 1 else None
+        aliases: list[tuple[str, Tensor]] = []
+        self.module = self._unpickle(command, aliases)
+        self.meta_module = (
+            self._unpickle(command, []) if self.plan.micro_batches > 1 or self.plan.pipeline > 1 else None
+        )
         self.modules = list(self.module.modules())
         # Whether calls are computed again, or only in their backward.
         self.runs_later = self.plan.recompute != "none" or self.plan.micro_batches > 1 or self.plan.pipeline > 1
@@ -68,6 +72,7 @@ class WorkerModel:
         self.settle()
         self.is_sharded = bool(fsdp_roots(self.module))
         self.parameters = dict(self.module.named_parameters())
+        self._give_memory(aliases)
         self.is_canonical = {name: held.is_canonical for name in self.parameters if (held := self.parameter(name))}
         self.gradients_aside: dict[str, Tensor | None] | None = None
         self.settings = Settings()  # a changed attribute may couple the rows
@@ -88,8 +93,22 @@ class WorkerModel:
         reports = Reports(self.module, attributes if answers_attributes else None)
         self.extensions = (*self.applied.extensions, reports) if reports.is_needed else self.applied.extensions
 
-    def _unpickle(self, command: BuildModel) -> nn.Module:
-        module = unpickle_skeleton(command.skeleton, self.device.torch_device)
+    def _give_memory(self, aliases: list[tuple[str, Tensor]]) -> None:
+        """Has tensors that the model keeps beside its parameters share their memory, as they do in the script."""
+        if not aliases:
+            return
+        tensors = {**dict(self.module.named_buffers()), **self.parameters}
+        for name, alias in aliases:
+            if self.is_sharded or name in self.applied.layouts or name in self.applied.absent:
+                raise UnsupportedError(
+                    f"an attribute of the model has the memory of {name}, which plan={str(self.plan)!r} splits.",
+                    allowed="Plans with replicate alone, in float32, for such a model.",
+                    fix=f'...(plan="replicate={self.plan.num_devices}", mixed_precision=False)',
+                )
+            torch.utils.swap_tensors(alias, tensors[name].detach())
+
+    def _unpickle(self, command: BuildModel, aliases: list[tuple[str, Tensor]]) -> nn.Module:
+        module = unpickle_skeleton(command.skeleton, self.device.torch_device, aliases)
         transformers_worker.complete_unpickled(module)
         for submodule in module.modules():
             if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)):
@@ -237,7 +256,8 @@ class WorkerModel:
         if ref.kind == "buffer":
             stages, position = self.applied.stages, self.applied.position
             is_first = stages is None or stages.holder_of_buffer(ref.name) == position.pipeline.rank
-            return StateShard(self.module.get_buffer(ref.name), position, is_first=is_first)
+            buffers = dict(self.module.named_buffers())  # not all are where `get_buffer` looks: a module may name them
+            return StateShard(buffers[ref.name], position, is_first=is_first)
         held = self.parameter(ref.name)
         if held is None or ref.kind == "param":
             return held

@@ -153,7 +153,7 @@ class RemoteModel:
         files = ValueFiles()
         try:
             with self.script_hooks.replaced():
-                skeleton = pickle_skeleton(self.root)
+                skeleton = pickle_skeleton(self.root, lambda tensor: getattr(tensor, "_cell", None))
             sources = files.sources_of({**self.parameters, **self.buffers})
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             files.remove()

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from moreh_ap import log
 from moreh_ap.local.cache_files import CacheFile
+from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.session.planning.model_profiling import identity_of
 from moreh_ap.session.session import Session
 
@@ -86,7 +87,8 @@ class _Due:
     """
 
     def __init__(self, roots: Iterable[nn.Module], trial: StepTrial) -> None:
-        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet(roots)
+        self.roots: IdentityTable[nn.Module, bool] = IdentityTable()
+        self.roots.update((root, True) for root in roots)
         self.trial, self.times_asked = trial, 0
 
 
@@ -99,7 +101,7 @@ class FasterPlace:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._keys: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._keys: IdentityTable[nn.Module, str] = IdentityTable()
         self._due: _Due | None = None
 
     def known_times(self, root: nn.Module, call: Any) -> StepTimes | None:

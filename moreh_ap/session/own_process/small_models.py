@@ -28,6 +28,7 @@ from moreh_ap import log
 from moreh_ap.device.host_tensors import hold, let_go, may_be_held
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here, InFile, Later
+from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.session.own_process.faster_place import FasterPlace, StepTimes, StepTrial
 from moreh_ap.session.planning.model_profiling import positions_of
 from moreh_ap.session.session import Session
@@ -60,7 +61,7 @@ class SmallModels:
         self._session, self._routes = session, routes
         self.max_step_flops = MAX_STEP_FLOPS[session.device_type]
         self._max_forward_s = MAX_FORWARD_S[session.device_type]
-        self._outgrown: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._outgrown: IdentityTable[nn.Module, bool] = IdentityTable()
         self._announced: set[str] = set()
         self.places = FasterPlace(session)
 
@@ -126,7 +127,7 @@ class SmallModels:
 
     def _leave(self, root: nn.Module) -> None:
         """Has `root` go to the workers for good."""
-        self._outgrown.add(root)
+        self._outgrown[root] = True
         self.forget(root)
 
     def forget(self, root: nn.Module) -> None:

@@ -169,6 +169,7 @@ MODELS = {
 def native_functions(redirected):
     """Functions that no mode sees return host tensors, and so does a move to the accelerator."""
     patches = Patches()
+    native_calls.install_transforms(patches)
     native_calls.install(patches)
     HOST.holds_all = True
     yield
