@@ -21,7 +21,7 @@ from moreh_ap.runtime.worker_environment import device_ids, workers_per_gpu
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.model_registry import ModelRegistry
 from moreh_ap.session.planning import device_count
-from moreh_ap.session.rng_streams import AcceleratorGenerator, ProcessGenerator
+from moreh_ap.session.rng_streams import GpuGenerator, ProcessGenerator
 from moreh_ap.session.session import Session
 from moreh_ap.session.session_backend import SessionBackend
 from moreh_ap.session.step_tracer import StepTracer, is_traced_here
@@ -111,7 +111,7 @@ class Accelerator:
             made.set()
             return workers
 
-        generator = ProcessGenerator() if device_type == "cpu" else AcceleratorGenerator()
+        generator = ProcessGenerator() if device_type == "cpu" else GpuGenerator()
         self.session = Session(options, start_workers, num_devices, num_used, job, generator)
         if options.check_steps:
             threads, num_gpus = shares(num_devices)[0], torch.cuda.device_count()

@@ -19,7 +19,7 @@ class AcceleratorGenerator:
     """The accelerator's random number generator: a seed and a counter, as on a GPU.
 
     Every remote forward takes the next number of the stream, so that a run is reproduced by its seed whatever the
-    controller draws for itself (shuffling, sampling).
+    controller draws for itself (shuffling, sampling). Forwards do not touch the process's own generator.
 
     Attributes:
         workers_tell_draws: Whether the reply to every forward says whether it drew random numbers.
@@ -63,7 +63,22 @@ class AcceleratorGenerator:
         set_state_of_host(streams.host)
 
 
-class ProcessGenerator(AcceleratorGenerator):
+class GpuGenerator(AcceleratorGenerator):
+    """The generator of an accelerator of GPUs. What a forward draws on the CPU comes from the process's own generator.
+
+    Without the one line it would too: a coin that decides whether a layer is left out, the mask of a whole path.
+    """
+
+    def streams(self) -> Streams:
+        return Streams(state_of_stream(), state_of_host())
+
+    def go_on_from(self, streams: Streams) -> None:
+        super().go_on_from(streams)
+        if streams.torch is not None:
+            _set_state_of_stream(streams.torch)
+
+
+class ProcessGenerator(GpuGenerator):
     """The generator of an accelerator of CPU workers: the process's own CPU generator.
 
     Without the one line the script's model would draw from it too, between the script's own draws.
@@ -79,14 +94,6 @@ class ProcessGenerator(AcceleratorGenerator):
         of_process = state[_SEED_AND_OFFSET.size :]
         if of_process:  # a checkpoint of a GPU accelerator has no such state
             _set_state_of_stream(of_process)
-
-    def streams(self) -> Streams:
-        return Streams(state_of_stream(), state_of_host())
-
-    def go_on_from(self, streams: Streams) -> None:
-        super().go_on_from(streams)
-        if streams.torch is not None:
-            _set_state_of_stream(streams.torch)
 
 
 def _set_state_of_stream(state: bytes) -> None:

@@ -163,8 +163,35 @@ def asked(device: str) -> Result:
     return [], [tokens.float().cpu()]
 
 
+class _Leaving(nn.Module):
+    """Leaves out layers, and rows of a layer, by numbers that are drawn on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < 0.5:
+                kept = (torch.rand(len(x), 1) < 0.8).to(x.device, x.dtype)
+                x = x + kept * torch.tanh(layer(x))
+        return self.head(x)
+
+
+def coins(device: str) -> Result:
+    """Coins that a forward flips on the CPU, on which layers are left out: workers have those of one device."""
+    model = _Leaving().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(8, 32).to(device) for _ in range(2 * STEPS)]
+    classes = torch.arange(8, device=device)
+    torch.manual_seed(5)
+    losses, weights = _train(model, optimizer, batches, lambda x: nn.functional.cross_entropy(model(x), classes))
+    return [*losses, float(torch.rand([]))], weights
+
+
 TRAININGS: dict[str, Callable[[str], Result]] = {
-    one.__name__: one for one in (llama, scaled, pictures, own_loss, saved, asked)
+    one.__name__: one for one in (llama, scaled, pictures, own_loss, saved, asked, coins)
 }
 HALF = 6e-2
 """Tolerance of half precision: rows are computed in other numbers at a time."""
@@ -178,6 +205,9 @@ _TWO = [
     Case("scaled", "shard=2", HALF),
     Case("pictures", "replicate=2"),
     Case("own_loss", "replicate=2"),
+    Case("coins", "replicate=2"),
+    Case("coins", "shard=2"),
+    Case("coins", "replicate=2,micro_batches=2"),
 ]
 _FOUR = [Case("llama", "replicate=2,shard=2"), Case("llama", "shard=2,tensor=2"), Case("own_loss", "shard=4")]
 PLACES = {

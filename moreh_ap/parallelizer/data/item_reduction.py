@@ -150,7 +150,7 @@ class ItemReduction(ItemSites, JoinedReduction):
         self._rules = rules
         self.counts_items = rules.counts
         self._reached: Counter[int] = Counter()
-        self._rows = RowStream(axis, rules.rounds) if draws_together else None
+        self._rows = RowStream(axis, rules.rounds, device) if draws_together else None
         self._problem = ""
         self._has_diverged = False
 

@@ -4,20 +4,23 @@ Decides all of this in one place; other modules ask. Must not know models, plans
 
 [Note: streams]
 A worker has three kinds of streams: PyTorch's on the CPU, PyTorch's on its GPU, and those of Python and NumPy (the
-host's). Where one device would be a CPU, all workers go on from the state of the script's stream, draw for the whole
-batch and keep the numbers of their rows (`shared_draws.py`). On GPUs each worker seeds a stream of its own. The host's
-streams always start where the script's are, so that every worker flips the same coins.
+host's). On the CPU all workers go on from the state of the script's stream, draw for the whole batch and keep the
+numbers of their rows (`shared_draws.py`). On GPUs each worker seeds the GPU's stream for itself. The CPU's stream and
+the host's always start where the script's are, so that every worker flips the same coins: a model on a GPU may draw on
+the CPU which of its layers are left out.
 
 [Note: random numbers of a region]
 Outside of regions that tensor parallelism splits, every rank computes the same and draws the same: all start from one
 seed and draw the same shapes in the same order. Inside, ranks have different heads (with sequence parallelism:
 different tokens) and need different masks. So a region with dropout draws one number from the common stream, seeds a
 stream of this rank's own with that number plus the rank, and returns to the common stream at its end. Recomputation in
-the backward repeats this, because the number comes from the common stream.
+the backward repeats this, because the number comes from the common stream. On GPUs this is the GPU's stream, and the
+one on the CPU stays as it is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import pickle
 import random
@@ -69,7 +72,8 @@ class RandomPolicy:
     """The random numbers of one call; the same on every worker but for `worker` and `share`. See [Note: streams].
 
     Attributes:
-        seed: Where PyTorch's streams start without a `stream`; None leaves them where they are.
+        seed: Where PyTorch's streams start, but for that on the CPU if there is a `stream`; None leaves them where
+            they are.
         stream: The state of the one CPU stream that all workers draw from, as `torch.get_rng_state` gives it.
         host: Where the host's streams start; None leaves them where they are.
         worker: Tells workers apart that each draw their own numbers from `seed`.
@@ -121,6 +125,10 @@ class RandomPolicy:
         """Returns what tells where the common stream is, None without one."""
         return None if self.stream is None else _stream_fingerprint
 
+    def covers(self, device: torch.device) -> bool:
+        """Says whether all that is drawn on a device comes from the one stream."""
+        return self.stream is not None and device.type == "cpu"
+
     def begin(self, device: torch.device, chunk: int = 0, stage: int = 0) -> Drawing:
         """Puts the streams where a forward starts.
 
@@ -131,10 +139,15 @@ class RandomPolicy:
         """
         if self.host is not None:
             set_state_of_host(self.host)
+        if self.seed is not None:
+            of_stage = self.seed + 0xC2B2AE35 * stage
+            own = of_stage + 0x9E3779B9 * self.worker + 0x85EBCA6B * chunk
+            if device.type == "cuda":
+                torch.cuda.manual_seed(own % 2**63)
+            if self.stream is None:  # a GPU's worker has the same coins as others
+                _seed(own if device.type == "cpu" else of_stage)
         if self.stream is not None:
             torch.default_generator.set_state(self.stream)
-        elif self.seed is not None:
-            _seed(self.seed + 0x9E3779B9 * self.worker + 0x85EBCA6B * chunk + 0xC2B2AE35 * stage, device)
         if self.share is None:
             return Drawing()
         shared = None if self.stream is None else SharedDraws(self.draws.stream, self.share)
@@ -270,28 +283,39 @@ class OwnStream:
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        number = int(torch.randint(2**62, (), generator=torch.default_generator))
         self._device = device
-        self._aside = self._state()
-        _seed(number + rank, device)
+        if device.type == "cuda":
+            number, self._aside = _number_of_gpu(torch.cuda.get_rng_state(device))
+            torch.cuda.manual_seed((number + rank) % 2**63)
+        else:
+            number = int(torch.randint(2**62, (), generator=torch.default_generator))
+            self._aside = torch.default_generator.get_state()
+            _seed(number + rank)
 
     def swap(self) -> None:
         """Goes on with the stream that was put aside, and puts the present one aside."""
-        aside, self._aside = self._aside, self._state()
-        torch.default_generator.set_state(aside[0])
-        if aside[1] is not None:
-            torch.cuda.set_rng_state(aside[1], self._device)
-
-    def _state(self) -> tuple[Tensor, Tensor | None]:
-        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.default_generator.get_state(), on_device
+        if self._device.type == "cuda":
+            aside, self._aside = self._aside, torch.cuda.get_rng_state(self._device)
+            torch.cuda.set_rng_state(aside, self._device)
+        else:
+            aside, self._aside = self._aside, torch.default_generator.get_state()
+            torch.default_generator.set_state(aside)
 
 
-def _seed(number: int, device: torch.device) -> None:
+def _seed(number: int) -> None:
     # Not `torch.manual_seed`: it also asks every back end that is not there, which takes longer than a small step.
     torch.default_generator.manual_seed(number % 2**63)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(number % 2**63)
+
+
+def _number_of_gpu(state: Tensor) -> tuple[int, Tensor]:
+    """Returns a number drawn from a GPU's stream, without waiting for the GPU, and the state after that.
+
+    The state is a seed and an offset, of 64 bits each; offsets are multiples of four.
+    """
+    number = int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest(), "little")
+    after = state.clone()
+    after.view(torch.int64)[1] += 4
+    return number, after
 
 
 def _seeded_stream(seed: int) -> Tensor:

@@ -39,10 +39,11 @@ class RowStream:
     Args:
         axis: The workers.
         rounds: The loops of the forward in which items draw, in order.
+        device: Of what the workers send each other.
     """
 
-    def __init__(self, axis: Axis, rounds: Sequence[Round]) -> None:
-        self._axis, self._rounds = axis, rounds
+    def __init__(self, axis: Axis, rounds: Sequence[Round], device: torch.device) -> None:
+        self._axis, self._rounds, self._device = axis, rounds, device
         self._sites = {site for one in rounds for site in one.sites}
         self._next = 0
         self._left = 0
@@ -90,9 +91,9 @@ class RowStream:
     def _take(self, turns: range) -> None:
         """Goes on from where the workers of these turns leave the stream."""
         for rank in turns:
-            state = torch.default_generator.get_state()
+            state = torch.default_generator.get_state().to(self._device)
             dist.broadcast(state, group=self._axis.group, group_src=rank)
-            torch.default_generator.set_state(state)
+            torch.default_generator.set_state(state.cpu())
 
     def draw_rows(
         self, draws: Sequence[Draw], func: Callable[..., Any], args: Any, kwargs: Any, rows_of: Callable[[int], Tensor]

@@ -6,8 +6,8 @@ Decides which part of what is drawn belongs to a worker. Must not know models, l
 On one device dropout draws one mask for the whole batch, from one stream. Workers that start from the same state of
 that stream and draw the same shapes in the same order have the same mask, of which each uses its rows; afterwards all
 streams stand where that of one device would. This costs every worker the drawing of all rows, which is why it is done
-on CPUs, where "one device" is the process's own generator and a script's losses can be compared with those of a run
-without the one line. On GPUs each worker has a stream of its own (`Call.seed`).
+on the CPU, where "one device" draws from the process's own generator and a script's losses can be compared with those
+of a run without the one line. What is drawn on a GPU is left alone: each worker seeds that stream for itself.
 
 [Note: which dim has the rows]
 A shape alone does not tell: (8, 64) may be 8 rows or the 8 heads of every row. So a forward of two rows and one of one
@@ -324,18 +324,24 @@ class Sharing(TorchDispatchMode):
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Says whether an operation draws: from the common stream, or from a generator of the model, of which all workers
-    have a copy in the same state.
+    """Says whether an operation draws on the CPU: from the common stream, or from a generator of the model, of which
+    all workers have a copy in the same state.
 
     Fused attention is marked as one that draws, and does only with a probability above zero.
     """
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if torch.Tag.nondeterministic_seeded not in func.tags or not _is_on_cpu(args, kwargs):
         return False
     names = [argument.name for argument in func._schema.arguments]
     if "dropout_p" not in names:
         return True
     place = names.index("dropout_p")
     return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0)
+
+
+def _is_on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
+    named = kwargs.get("device")
+    places = [torch.device(named)] if named is not None else [arg.device for arg in args if isinstance(arg, Tensor)]
+    return not places or places[0].type == "cpu"
 
 
 def shape_drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:

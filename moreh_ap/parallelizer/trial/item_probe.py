@@ -103,7 +103,7 @@ class ItemProbe(JoinedProbe):
         return self.call.random
 
     def _surroundings(self) -> AbstractContextManager[Any]:
-        return NoDropout() if self.call.random.stream is None else nullcontext()
+        return nullcontext() if self.call.random.covers(self.call.device) else NoDropout()
 
     def compare_draws(self) -> None:
         """Finds the rules, draws among them.

@@ -148,7 +148,7 @@ class Probe:
 
     def _surroundings(self) -> AbstractContextManager[Any]:
         """Returns what is active around a run: nothing is dropped where workers would drop something else."""
-        return nullcontext() if self.draws.stream else NoDropout()
+        return nullcontext() if self.draws.stream and self.call.random.covers(self.call.device) else NoDropout()
 
     def compare_draws(self) -> None:
         """Runs one row, and two if that drew anything, and finds which dims of what they draw have the rows.

@@ -20,6 +20,8 @@ from moreh_ap.parallelizer.rng.shared_draws import Draw, Rows, Share
 from moreh_ap.protocol.rng_state import Streams
 
 CPU = torch.device("cpu")
+GPU = torch.device("meta")
+"""Stands in for a GPU: what is drawn there does not come from the CPU's stream."""
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +135,68 @@ def test_where_devices_have_streams_of_their_own_only_draws_of_the_host_are_comp
     streams = Streams(None, current_streams().host)
     found = RandomPolicy.of(1, streams, has_one_stream=True).find_draws(CPU, forward)
     assert found.stream == () and [len(block.calls) for block in found.host] == [1]
+
+
+@pytest.mark.parametrize("has_stream", [True, False])
+def test_workers_on_gpus_flip_the_same_coins_on_the_cpu(has_stream):
+    """Else each would leave out other layers, and with sharded layers wait for what nobody sends."""
+    torch.manual_seed(1)
+    streams = current_streams() if has_stream else Streams(None, current_streams().host)
+    alone = torch.rand(3).tolist()
+    coins = []
+    for worker in range(2):
+        policy = RandomPolicy.of(7, streams, has_one_stream=True).shared(worker, Share(worker, worker + 1, 2), Draws())
+        for chunk in range(2):
+            policy.begin(GPU, chunk)
+            coins.append(torch.rand(3).tolist())
+    assert coins == coins[:1] * 4 and (coins[0] == alone) is has_stream
+
+
+def test_of_a_gpus_worker_only_what_it_draws_on_the_cpu_is_that_of_the_whole_batch():
+    def forward(policy: RandomPolicy, rows: int) -> None:
+        policy.begin(GPU)
+        draw(rows)
+
+    def draw(rows: int) -> list[float]:
+        on_gpu = torch.nn.functional.dropout(torch.ones(rows, 5, device=GPU), 0.5)
+        torch.nn.functional.scaled_dot_product_attention(*[torch.rand(rows, 1, 4, 8, device=GPU)] * 3, dropout_p=0.5)
+        assert torch.rand_like(on_gpu).shape == (rows, 5)
+        return [torch.rand([]).item(), *torch.rand(rows, 1).flatten().tolist()]
+
+    streams = current_streams()
+    policy = RandomPolicy.of(7, streams, has_one_stream=True)
+    assert not policy.covers(GPU) and policy.covers(CPU)
+    found = policy.find_draws(GPU, forward)
+    assert [(one.name, one.rows) for one in found.stream] == [("rand", None), ("rand", Rows(0, (0, 1)))]
+    policy.begin(GPU)
+    whole = draw(4)
+    for worker in range(2):
+        drawing = policy.shared(worker, Share(2 * worker, 2 * worker + 2, 4), found).begin(GPU)
+        with drawing.forward():
+            assert draw(2) == [whole[0], *whole[1 + 2 * worker : 3 + 2 * worker]]
+        assert drawing.moved()
+
+
+def test_ranks_on_gpus_take_their_numbers_of_a_region_from_the_gpus_stream(monkeypatch):
+    """A region leaves the CPU's stream alone, and the next region has other numbers."""
+    gpu = torch.device("cuda", 0)
+    state = torch.tensor([5, 8]).view(torch.uint8)
+    states = {"now": state}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states["now"].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new, device: states.update(now=new))
+    seeded = lambda number: torch.tensor([number, 0]).view(torch.uint8)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda number: states.update(now=seeded(number)))
+    before = torch.get_rng_state()
+    inside, after = {}, []
+    for rank in range(2):
+        states["now"] = state
+        for region in range(2):
+            stream = OwnStream(rank, gpu)
+            inside[rank, region] = states["now"].view(torch.int64).tolist()
+            stream.swap()
+        after.append(states["now"].view(torch.int64).tolist())
+    assert len({seed for seed, _ in inside.values()}) == 4 and after == [[5, 16], [5, 16]]
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_streams_of_the_host_are_repeated_and_put_back():

@@ -9,6 +9,8 @@ from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.row_stream import Round, RowStream
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Rows
 
+CPU = torch.device("cpu")
+
 
 def test_items_draw_what_one_device_draws(monkeypatch):
     lengths, states, found = [3, 5, 2, 4], {}, []
@@ -23,7 +25,7 @@ def test_items_draw_what_one_device_draws(monkeypatch):
     for rank, own in enumerate((lengths[:2], lengths[2:])):
         torch.manual_seed(0)
         # The other's turn that is still to come is left out: this process has run only the workers before.
-        stream = RowStream(Axis(rank, rank + 1, None), [Round((7,))])
+        stream = RowStream(Axis(rank, rank + 1, None), [Round((7,))], CPU)
         assert stream.is_for_each_item(7) and stream.begins_round(7) and not stream.begins_round(8)
         stream.begin(len(own))
         for length in own:
@@ -36,7 +38,7 @@ def test_items_draw_what_one_device_draws(monkeypatch):
 def test_a_round_that_is_not_through_is_ended(monkeypatch):
     turns = []
     monkeypatch.setattr(dist, "broadcast", lambda state, group, group_src: turns.append(group_src))
-    stream = RowStream(Axis(0, 2, None), [Round((7, 8))])
+    stream = RowStream(Axis(0, 2, None), [Round((7, 8))], CPU)
     stream.begin(2)
     stream.draw_for_item(torch.rand, (2,), {})
     assert not stream.goes_on(7) and stream.close() and turns == [0, 1] and not stream.close()
@@ -47,7 +49,7 @@ def test_rows_of_unequal_numbers():
     torch.manual_seed(0)
     whole = torch.empty(5, 3).bernoulli_(0.5)
     torch.manual_seed(0)
-    stream = RowStream(Axis(1, 2, None), [])
+    stream = RowStream(Axis(1, 2, None), [], CPU)
     own = stream.draw_rows(
         draws, torch.Tensor.bernoulli_, (torch.empty(2, 3), 0.5), {}, lambda own: torch.tensor([3, own])
     )
