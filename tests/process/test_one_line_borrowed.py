@@ -154,6 +154,29 @@ def test_modules_that_cannot_be_compared_train(accelerator, options):
     assert_same(*on_both(script))
 
 
+class Wrapper(nn.Module):
+    """Passes on what is set to the module inside, as Lightning's Fabric does."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+        self.is_made = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self.__dict__.get("is_made") and hasattr(self.inside, name):
+            setattr(self.inside, name, value)
+        super().__setattr__(name, value)
+
+    def forward(self, x_BF: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
+        values_B = self.inside(x_BF).squeeze(-1)
+        return F.mse_loss(values_B, y_B), values_B
+
+
+def test_a_wrapper_that_passes_on_what_is_set_trains(session):
+    made = Wrapper(network())
+    assert_same(*on_both(lambda device: train(copy.deepcopy(made).to(device), device)))
+
+
 class Tied(nn.Module):
     """Reads with the embedding of another model, and has a layer of its own."""
 

@@ -309,3 +309,45 @@ def test_the_gradient_of_an_input_with_rows_along_the_second_dim():
         return [x_TBF.grad, *(parameter.grad for parameter in model.parameters())]
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+class Policy(TwoEncoders):
+    """Measures how far the policy is from the one that acted, which at first is itself: zero but for rounding. The
+    variance over the batch is what rows meet in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(8, 600), nn.Tanh(), nn.Linear(600, 6))  # so wide that slices round apart
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, ...]:
+        old_BD = y_BF[:, :6]
+        new_BD = self.left(x_BF)
+        scale = self.temperature.exp()
+        apart_BD = (new_BD - old_BD) / scale
+        divergence = apart_BD.square().sum(-1) - apart_BD.sum(-1)
+        values_B = self.right(x_BF).sum(-1)
+        unexplained = (values_B - x_BF[:, 0]).var() / x_BF[:, 0].var()
+        loss = (apart_BD.exp().sum(-1) * x_BF[:, 1]).mean() + F.mse_loss(values_B, x_BF[:, 0])
+        return loss, divergence.detach().mean(), unexplained.detach()
+
+
+def test_what_is_zero_but_for_rounding_at_first_is_no_reason(session, capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model = Policy().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x_BF = torch.randn(12, 8).to(device)
+        with torch.no_grad():
+            acted_BD = model.left(x_BF).cpu().add(4).sub(4)  # with the rounding of a way of its own
+        y_BF = torch.cat([acted_BD, torch.zeros(12, 2)], dim=1).to(device)
+        trace = []
+        for _ in range(3):
+            loss, *metrics = model(x_BF, y_BF)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append((loss.detach(), metrics))
+        return trace
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
+    assert WHOLE not in capsys.readouterr().out

@@ -89,12 +89,12 @@ def shard(
         whole_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
         for norm in [submodule for root in roots for submodule in root.modules() if isinstance(submodule, _BatchNorm)]:
             if next(iter(norm.parameters()), None) is not None:  # its running statistics are in float32
-                fully_shard(norm, mp_policy=whole_precision, **options)
+                _shard_one(norm, mp_policy=whole_precision, **options)
     for block in blocks:
         block.register_forward_hook(_own_outputs)
-        fully_shard(block, mp_policy=inner, **options)
+        _shard_one(block, mp_policy=inner, **options)
     for root in roots:
-        fully_shard(root, mp_policy=inner, **options)
+        _shard_one(root, mp_policy=inner, **options)
         if compute is not None and getattr(root, "is_last", True):
             root.register_forward_hook(results_in(compute, torch.float32))
     object.__setattr__(module, _ATTRIBUTE, list(roots))
@@ -105,6 +105,18 @@ def shard(
     for submodule in fsdp_modules(module):
         submodule.set_gradient_divide_factor(1.0)
         submodule.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_one(module: nn.Module, **options: Any) -> None:
+    """Shards a module, to which FSDP2 gives a class of its own: wrappers that pass on what is set would pass on that."""
+    kind = type(module)
+    if kind.__setattr__ is nn.Module.__setattr__:
+        fully_shard(module, **options)
+        return
+    plain = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__setattr__": object.__setattr__})
+    object.__setattr__(module, "__class__", plain)
+    fully_shard(module, **options)
+    del plain.__setattr__  # from now on its class decides again
 
 
 def _own_outputs(block: nn.Module, args: object, output: Any) -> Any:

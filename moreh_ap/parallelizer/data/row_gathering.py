@@ -169,9 +169,14 @@ class GatheringReduction(JoinedReduction):
         device, axis, mark, meets_failed: See `GlobalReduction`.
         gathering: What was learned of the forward.
 
+    Attributes:
+        learned_kinds: The kinds of the tensors in the result, in order, once `finish` was called.
+
     Raises:
         Diverged: At a function that others than the learned one precede, or at which other workers are not.
     """
+
+    learned_kinds: list[str]
 
     def __init__(
         self,
@@ -203,10 +208,12 @@ class GatheringReduction(JoinedReduction):
     def finish(self, result: Any, settled: Callable[[Any], Any]) -> Any:
         """Gathers what has rows elsewhere than along dim 0: nobody else knows of such rows."""
         self._inside = False  # what is called now is no step of the forward
+        self.learned_kinds = []
 
         def whole_unless_first(leaf: Tensor) -> Tensor:
             placement = self._placements.get(leaf)
             is_first = placement == Rows(0) and not self._gathering.cuts
+            self.learned_kinds.append("rows" if is_first else SHARE if placement == SHARE else "same")
             return leaf if is_first or not isinstance(placement, Rows) else self._gathered(settled(leaf), placement)
 
         return tree_map_only(Tensor, whole_unless_first, result)

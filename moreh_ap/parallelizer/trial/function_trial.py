@@ -143,15 +143,28 @@ class Trial:
         full = GlobalReduction(self._device, record=True)
         result = self._call(full, self._args, self._kwargs)
         wanted = [leaf.detach() for leaf in self._outcome(result, self._args)]
-        for adds_up, for_all in self._ways() if wanted else ():
-            found = self._attempt(before, full.global_denominators, wanted, adds_up, for_all)
-            if found is not None:
-                return self._step(adds_up, for_all, found), result, found
+        for _ in range(2):
+            for adds_up, for_all in self._ways() if wanted else ():
+                found = self._attempt(before, full.global_denominators, wanted, adds_up, for_all)
+                if found is not None:
+                    return self._step(adds_up, for_all, found), result, found
+            if not self._has_rows or self._mutates:
+                break
+            self._doubles = self._cut_again()
         written = self._doubles[0] if self._mutates else None
         if written is not None and written.placement != SHARE:
             raise Refused(f"{self._name} writes to rows what depends on others")
         step = replace(self._step(True, True, ()), gathers=self._has_rows, results=(None,) * len(wanted))
         return step, result, [None] * len(tensors_of(result))
+
+    def _cut_again(self) -> list[Double | None]:
+        """Returns what two workers have, without the rounding of the way to here: of numbers that are zero but for
+        rounding (a new policy's distance from the old one) it would be all there is."""
+        doubles: list[Double | None] = []
+        for leaf, double in zip(self._leaves, self._doubles, strict=True):
+            placement = None if double is None else double.placement
+            doubles.append(cut(leaf, placement, self._rows) if isinstance(placement, Rows) else double)
+        return doubles
 
     def _step(self, adds_up: bool, for_all: bool, found: Sequence[Double]) -> Step:
         placements = tuple(double.placement for double in found)

@@ -9,17 +9,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.row_gathering import Gathering, GatheringReduction, Step
+from moreh_ap.parallelizer.data.row_gathering import SHARE, Gathering, GatheringReduction, Step
 from moreh_ap.parallelizer.rng.policy import NUM_OTHER_STREAMS, Drawing, RandomPolicy
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused
-from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
+from moreh_ap.parallelizer.trial.joined_probe import ALL_ROUNDING, ROUNDING, SMALLEST, JoinedProbe
 from moreh_ap.parallelizer.trial.lockstep import Lockstep
 from moreh_ap.parallelizer.trial.recorded_calls import Called, NumberRecorder
+from moreh_ap.parallelizer.trial.row_comparison import close
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.rng_state import seeded_state_of_host
 
@@ -88,6 +91,22 @@ class GatheringProbe(JoinedProbe):
     def _reduction(self, mark: Callable[[], int] | None) -> GatheringReduction:
         gathering = Gathering(self.steps, tuple(self.dims), len(self._chosen))
         return GatheringReduction(self.call.device, axis=self.call.axis, gathering=gathering, mark=mark)
+
+    def _kind(self, index: int, name: str, leaf: Any, singles: Sequence[Any]) -> str:
+        """Of a number that is zero but for rounding (the divergence of a policy from itself), the kind is what the
+        functions that made it say: each was compared."""
+        rounding = self._output_rounding[index]
+        learned = self._used.learned_kinds if isinstance(self._used, GatheringReduction) else []
+        tensors = [place for place, one in enumerate(self._singles[0].outputs) if isinstance(one, Tensor)]
+        is_zero = rounding >= ALL_ROUNDING and isinstance(leaf, Tensor) and len(learned) == len(tensors)
+        if not is_zero or learned[tensors.index(index)] == "rows" or any(one.shape != leaf.shape for one in singles):
+            return super()._kind(index, name, leaf, singles)
+        kind = learned[tensors.index(index)]
+        whole = sum(singles[1:], start=singles[0]) if kind == SHARE else singles[0]
+        largest = float(torch.linalg.vector_norm(leaf.float(), torch.inf))
+        if not close(whole, leaf, 0.0, noise=ROUNDING * rounding * max(largest, SMALLEST)):
+            raise Refused(f"{name} is not what its rows give one by one: rows depend on each other")
+        return kind
 
     def _check_denominators(self, common: Sequence[Tensor], apart: Sequence[Sequence[Tensor]]) -> None:
         """Means of what every worker has are no sites on workers; the results are compared in any case."""

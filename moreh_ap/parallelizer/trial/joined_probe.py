@@ -40,10 +40,11 @@ FEWEST_A_WORKER, MOST_A_WORKER = 2, 8
 """Rows that run together, and that each worker runs, if the batch has so many. Of two values a channel, normalisation
 leaves the signs; of few it makes large numbers of rounding."""
 _PERTURBATION = 2.0**-20
-_ROUNDING = 10.0
+ROUNDING = 10.0
 """How much more than a change of the inputs by `_PERTURBATION` (eight units in the last place) rounding may change."""
+ALL_ROUNDING, SMALLEST = 1.0, 1e-30
 _MOST_ROUNDING = 0.05
-"""Where rounding is a larger part of a gradient or output, nothing is shown."""
+"""Where rounding is a larger part of a gradient or output, nothing is shown; `ALL_ROUNDING`: where it is all of it."""
 
 
 class JoinedProbe(Probe):
@@ -85,7 +86,7 @@ class JoinedProbe(Probe):
             self._gradient_rounding = {name: _difference(want, found[name], 2.0) for name, want in self._wanted.items()}
 
     def _tolerance_of(self, output: int) -> float:
-        return max(self._tolerance, min(_ROUNDING * self._output_rounding[output], _MOST_ROUNDING))
+        return max(self._tolerance, min(ROUNDING * self._output_rounding[output], _MOST_ROUNDING))
 
     def _is_same_buffer(self, name: str, value: Tensor) -> bool:
         """The running mean behind a linear layer whose inputs are normalised is zero but for rounding: it is compared
@@ -96,7 +97,7 @@ class JoinedProbe(Probe):
         return close(value, self._buffers[name], self._tolerance, self._noise * self._tolerance * largest)
 
     def _is_rounding(self, name: str, got: Tensor, want: Tensor, noise: float) -> bool:
-        explained = max(self._least_rounding, min(_ROUNDING * self._gradient_rounding[name], _MOST_ROUNDING))
+        explained = max(self._least_rounding, min(ROUNDING * self._gradient_rounding[name], _MOST_ROUNDING))
         return (
             super()._is_rounding(name, got, want, noise)
             or _difference(want, got, 2.0) <= explained
@@ -110,6 +111,7 @@ class JoinedProbe(Probe):
         reduction = self._reduction(mark)
         each = len(self._chosen) // axis.size
         run = self._run(self._chosen[axis.rank * each : (axis.rank + 1) * each], reduction, mode="split")
+        self._used = reduction
         self._singles = [run]
         leaves = tree_map_only(Tensor, lambda leaf: leaf.detach().cpu(), list(run.outputs))
         counted = [one.cpu() for one in reduction.local_denominators]
@@ -180,4 +182,4 @@ def _difference(one: Any, other: Any, order: float) -> float:
     if one.shape != other.shape or not torch.isfinite(one).all():
         return 0.0
     norms = [torch.linalg.vector_norm(tensor.float(), order) for tensor in (one - other, one)]
-    return float(norms[0]) / max(float(norms[1]), 1e-30)
+    return float(norms[0]) / max(float(norms[1]), SMALLEST)

@@ -198,12 +198,16 @@ class Probe:
         if not all(nest_alike(treespec, common.treespec) for treespec, _ in singles):
             raise Refused("the result of one row nests differently from that of several")
         self.kinds = tuple(
-            kind_of(name, leaf, [outputs[index] for _, outputs in singles], self._tolerance_of(index))
+            self._kind(index, name, leaf, [outputs[index] for _, outputs in singles])
             for index, (name, leaf) in enumerate(zip(names_of(common), common.outputs, strict=True))
         )
         numbers = [leaf for leaf in common.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if numbers and all(leaf.ndim == 0 and not local_shard(leaf) for leaf in numbers):
             raise Refused("the loss of a few rows is zero, which shows nothing about more of them")
+
+    def _kind(self, index: int, name: str, leaf: Any, singles: Sequence[Any]) -> str:
+        """Returns the kind of a leaf of the result, given the same leaf of the single runs."""
+        return kind_of(name, leaf, singles, self._tolerance_of(index))
 
     def _find_rounding(self, common: EagerForward | PipelinedPass) -> None:
         """Finds out how much rounding there is in what rows computed apart give, where that is not known."""

@@ -149,3 +149,16 @@ def test_a_module_that_adds_to_the_dict_it_is_given_is_one_step() -> None:
     steps = learn(lambda x: (embedding := model({"x": x})["embedding"]) @ embedding.t())
     assert steps["module Filling"].results == (Rows(0), Rows(0))
     assert steps["matmul"].gathers
+
+
+class RoundsByRows(nn.Module):
+    """Gives other last digits for another number of rows, as a matrix product may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + len(x) * 1e-6
+
+
+def test_a_difference_that_is_rounding_alone_has_the_rows_of_its_arguments():
+    layer = RoundsByRows()
+    step = learn(lambda x: layer(x) - x)["sub"]
+    assert (step.results, step.gathers) == ((Rows(0),), False)
