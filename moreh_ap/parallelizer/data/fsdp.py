@@ -108,7 +108,7 @@ def shard(
 
 
 def _shard_one(module: nn.Module, **options: Any) -> None:
-    """Shards a module, to which FSDP2 gives a class of its own: wrappers that pass on what is set would pass on that."""
+    """Shards a module. FSDP2 gives it a class of its own, which a wrapper that passes on what is set would pass on."""
     kind = type(module)
     if kind.__setattr__ is nn.Module.__setattr__:
         fully_shard(module, **options)
