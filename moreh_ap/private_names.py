@@ -75,7 +75,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Functions with Python wrappers, under the name by which a function mode sees them.",
         ("torch._C._VariableFunctions", "device"),
-        ("torch._C._nn._parse_to", "device"),
+        ("torch._C._nn._parse_to", "device integrations"),
         ("torch._C._nn.pad_sequence", "device"),
     ),
     *_names(

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -101,7 +101,9 @@ class Case:
         return self.predicted_bytes / self.tracked_bytes - 1.0
 
 
-def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: int | None) -> Case:
+def track(
+    name: str, text: str, rank: int, rows: int, length: int, num_layers: int | None, adapter_rank: int = 0
+) -> Case:
     """Returns one case, looked at in this process, which has no process group yet.
 
     Args:
@@ -111,6 +113,7 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
         rows: Rows of a micro-batch.
         length: Positions of a row.
         num_layers: Number of blocks, instead of the model's.
+        adapter_rank: Rank of the adapters that are trained instead of the weights, of all linear layers of blocks.
     """
     import torch
     import torch.distributed as dist
@@ -131,6 +134,8 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     from moreh_ap.patching import Patches
     from moreh_ap.plan import Plan
     from moreh_ap.planner.cost.memory_footprint import estimate_memory
+    from moreh_ap.planner.cost.training_systems import MOREH_AP
+    from moreh_ap.planner.profiles.adapters import FROZEN_WEIGHTS, adapters_of, with_adapters
     from moreh_ap.planner.profiles.known_models import find_model
     from moreh_ap.planner.profiles.transformer_shape import from_config, profile_of
 
@@ -140,6 +145,11 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
     dist.init_process_group("fake", rank=rank, world_size=plan.num_devices, store=FakeStore())
     with torch.device("meta"):
         module, meta = (AutoModelForCausalLM.from_config(config).train() for _ in range(2))
+        if adapter_rank:
+            from peft import LoraConfig, get_peft_model
+
+            adapters = LoraConfig(task_type="CAUSAL_LM", r=adapter_rank, target_modules="all-linear")
+            module, meta = (get_peft_model(one, adapters) for one in (module, meta))
     local_rows = rows * plan.micro_batches
     batch: dict[str, Any] = {
         "input_ids": torch.zeros(local_rows, length, dtype=torch.long),
@@ -166,7 +176,8 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
         settle(module)
         batch = {key: fake.from_tensor(one) if key != "use_cache" else one for key, one in batch.items()}
         held = [param for key, param in module.named_parameters() if key not in applied.absent]
-        parts = [torch.nn.Parameter(local_shard(param.detach())) for param in held]
+        trained = [param for param in held if param.requires_grad]
+        parts = [torch.nn.Parameter(local_shard(param.detach())) for param in trained]
         optimizer = torch.optim.AdamW(parts, lr=1e-4, foreach=True)
         kinds = ("share", "rows")
         mode = "split" if plan.data_parallel * plan.micro_batches > 1 else "unsplit"
@@ -180,15 +191,19 @@ def track(name: str, text: str, rank: int, rows: int, length: int, num_layers: i
                 settle(module)
                 del run
                 backward = tracker.take_peak()
-                for param, part in zip(held, parts, strict=True):
+                for param, part in zip(trained, parts, strict=True):
                     part.grad = None if param.grad is None else local_shard(param.grad)
                 optimizer.step()
                 for one in (*held, *parts):
                     one.grad = None
                 peaks = (forward, backward, tracker.take_peak())
     dist.destroy_process_group()
-    profile = profile_of(from_config(numbers), length)
-    predicted = estimate_memory(profile, plan, global_batch, position=position.pipeline.rank)
+    shape, system = from_config(numbers), MOREH_AP
+    profile = profile_of(shape, length)
+    if adapter_rank:
+        profile = with_adapters(profile, adapters_of(profile, shape, adapter_rank), FROZEN_WEIGHTS["fp32"])
+        system = replace(system, trains_weights=False)
+    predicted = estimate_memory(profile, plan, global_batch, system, position=position.pipeline.rank)
     return Case(name, text, rank, max(peaks), predicted.allocated_bytes, *peaks)
 
 
@@ -231,6 +246,7 @@ def _tracker(held: list[Any]) -> Any:
 def _in_own_process(model: str, plan: str, rank: int, arguments: argparse.Namespace) -> Case:
     command = [sys.executable, __file__, "--model", model, "--plan", plan, "--rank", str(rank), "--here", "--json"]
     command += ["--rows", str(arguments.rows), "--seq-len", str(arguments.seq_len)]
+    command += ["--lora", str(arguments.lora)]
     if arguments.layers is not None:
         command += ["--layers", str(arguments.layers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -265,6 +281,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=1, help="rows of a micro-batch")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--layers", type=int, help="number of blocks, instead of the model's")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters of that rank are trained instead")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--here", action="store_true", help="in this process instead of one of its own")
     arguments = parser.parse_args()
@@ -272,7 +289,9 @@ def main() -> int:
         warnings.simplefilter("ignore")
         os.environ["HF_HUB_OFFLINE"] = "1"
         one = (arguments.model, arguments.plan or "replicate=1", arguments.rank)
-        cases: Iterable[Case] = [track(*one, arguments.rows, arguments.seq_len, arguments.layers)]
+        cases: Iterable[Case] = [
+            track(*one, arguments.rows, arguments.seq_len, arguments.layers, arguments.lora)
+        ]
     else:
         wanted = [(arguments.model, arguments.plan, arguments.rank)] if arguments.plan else list(CASES)
         cases = (_in_own_process(*one, arguments) for one in wanted)

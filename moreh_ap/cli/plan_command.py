@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moreh_ap.cli import plan_pictures, plan_tables
-from moreh_ap.errors import OptionError
+from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import Cluster, find_cluster, find_device
+from moreh_ap.planner.cost.training_systems import MOREH_AP
+from moreh_ap.planner.profiles.adapters import FROZEN_WEIGHTS, adapters_of, with_adapters
 from moreh_ap.planner.profiles.known_models import find_model, shape_from_file
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.planner.search.candidate import Candidate, evaluate_plan
@@ -49,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_argument("--global-batch", type=int, metavar="ROWS", help="rows of a step (default: one a device)")
     batch.add_argument("--seq-len", type=int, default=DEFAULT_LENGTH, metavar="T",
                        help=f"positions of a row (default {DEFAULT_LENGTH})")  # fmt: skip
+    trained = parser.add_argument_group("what is trained")
+    trained.add_argument("--lora", type=int, metavar="RANK",
+                         help="adapters of that rank beside all matrices of blocks; the rest is frozen")  # fmt: skip
+    forms = sorted(FROZEN_WEIGHTS)
+    trained.add_argument("--frozen", choices=forms, metavar="|".join(forms),
+                         help="how frozen weights are kept, with --lora (default bf16)")  # fmt: skip
     options = parser.add_argument_group("what the one line's arguments allow")
     options.add_argument("--no-pipeline", action="store_true", help="pipeline_parallel=False")
     options.add_argument("--num-stages", type=_count_or_auto, default="auto", metavar="N", help="at most so many")
@@ -78,6 +86,8 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     Raises:
         MorehError: Model, devices or options are impossible, or no plan fits.
     """
+    if script_arguments:
+        raise OptionError(f"arguments after --: {' '.join(script_arguments)}", "none: no script is run")
     for name in ("nodes", "devices_per_node", "global_batch", "seq_len", "top"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -144,7 +154,11 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 
 
 def task_of(arguments: argparse.Namespace, shape: TransformerShape, cluster: Cluster) -> Task:
-    """Returns what is to be planned, with the constraints that the flags spell."""
+    """Returns what is to be planned, with the constraints that the flags spell.
+
+    Models with adapters are of no family that was verified for a tensor axis or a pipeline, so that the search leaves
+    these out, as it does for a script.
+    """
     constraints = Constraints(
         pipeline_parallel=not arguments.no_pipeline,
         num_stages=arguments.num_stages,
@@ -153,11 +167,18 @@ def task_of(arguments: argparse.Namespace, shape: TransformerShape, cluster: Clu
         distribute_parameter=arguments.distribute_parameter,
         mixed_precision=not arguments.no_mixed_precision,
         memory_usage_correction_ratio=arguments.memory_ratio,
-        kinds=frozenset(arguments.kinds),
+        kinds=frozenset(arguments.kinds) if arguments.lora is None else frozenset(),
         tensor_degrees=tensor_degrees_of(shape, cluster.num_devices),
     )
     batch = cluster.num_devices if arguments.global_batch is None else arguments.global_batch
-    return Task(profile_of(shape, arguments.seq_len), cluster, batch, constraints)
+    profile = profile_of(shape, arguments.seq_len)
+    if arguments.lora is None:
+        if arguments.frozen is not None:
+            raise OptionError(f"--frozen {arguments.frozen} without adapters", "--lora with it", "--lora 16")
+        return Task(profile, cluster, batch, constraints)
+    frozen = FROZEN_WEIGHTS[arguments.frozen or "bf16"]
+    profile = with_adapters(profile, adapters_of(profile, shape, arguments.lora), frozen)
+    return Task(profile, cluster, batch, constraints, replace(MOREH_AP, trains_weights=False))
 
 
 def _on_fewer(task: Task, shape: TransformerShape, best: Candidate) -> Ranking | None:
@@ -177,7 +198,12 @@ def _plain_fewer(fewer: Ranking) -> dict[str, Any]:
 
 
 def _compare(arguments: argparse.Namespace, task: Task, picture: Path | None) -> None:
-    candidates = [evaluate_plan(task, Plan.parse(text)) for text in arguments.compare]
+    plans = [Plan.parse(text) for text in arguments.compare]
+    is_packed = task.profile.frozen is not None and task.profile.frozen.is_packed
+    other = next((one for one in plans if one.tensor * one.pipeline > 1), None)
+    if is_packed and other is not None:
+        raise PlanError(f"4-bit weights under plan={str(other)!r}", "replicate and shard", 'plan="shard=8"')
+    candidates = [evaluate_plan(task, plan) for plan in plans]
     if arguments.json:
         plain = {**_plain_task(task), "candidates": [_plain(one) for one in candidates]}
         json.dump(plain, sys.stdout, indent=1)

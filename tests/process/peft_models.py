@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from parallelizer_jobs import CPU, Runner
 from torch import Tensor, nn
 
 from moreh_ap.plan import Plan
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+
+_SUMS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
+"""Through which gradients go; the last is not in torch 2.11."""
 
 
 def lora_llama(**settings: Any) -> nn.Module:
@@ -44,6 +48,37 @@ def batch(step: int, rows: int = 6) -> dict[str, Tensor]:
     ids = torch.randint(1, 96, (rows, 12), generator=generator)
     mask = (torch.arange(12) < torch.randint(4, 13, (rows, 1), generator=generator)).long()
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def exchanged_gradients(rank: int, world: int, plan: str) -> dict[str, int]:
+    """Returns how many elements of gradients travel in the second of two steps, and of which parameters there are."""
+    runner = Runner(lora_llama(target_modules="all-linear").train(), Plan.parse(plan))
+    counts = {"exchanged": 0}
+    names = [name for name in _SUMS if hasattr(dist, name)]
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Any:
+        def exchange(*args: Any, **kwargs: Any) -> Any:
+            tensor = kwargs["input"] if "input" in kwargs else args[0] if name == "all_reduce" else args[1]
+            counts["exchanged"] += tensor.numel() if tensor.numel() > 64 else 0  # fewer are losses and marks
+            return originals[name](*args, **kwargs)
+
+        return exchange
+
+    for step in range(2):
+        forward = runner.call(batch(step))
+        for name in names:
+            setattr(dist, name, counting(name) if step else originals[name])
+        try:
+            forward.backward(runner.loss_gradient(forward))
+        finally:
+            for name in names:
+                setattr(dist, name, originals[name])
+    parameters = list(runner.model.parameters())
+    found = {"trained": sum(p.numel() for p in parameters if p.requires_grad)}
+    found["frozen"] = sum(p.numel() for p in parameters if not p.requires_grad)
+    found["frozen with gradients"] = sum(p.grad is not None for p in parameters if not p.requires_grad)
+    return {**found, **counts}
 
 
 def adapters_of(rank: int, world: int, plan: str, steps: int) -> dict[str, Tensor]:

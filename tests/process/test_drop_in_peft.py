@@ -23,6 +23,7 @@ ADAPTED = {
     "llama": partial(lora_llama, target_modules="all-linear"),
     "llama, DoRA": partial(lora_llama, use_dora=True),
     "llama, head trained": partial(lora_llama, modules_to_save=["lm_head"]),
+    "llama, embedding": partial(lora_llama, target_modules=["embed_tokens", "v_proj"]),
     "gpt2": lora_gpt2,
 }
 PLANS = [
@@ -38,6 +39,8 @@ CASES = [
     *(("gpt2", plan) for plan in ("replicate=2", "shard=2", "pipeline=2,micro_batches=2")),
     *(("llama, DoRA", plan) for plan in ("replicate=2", "shard=2,recompute=full")),
     *(("llama, head trained", plan) for plan in ("shard=2", "pipeline=2,micro_batches=2")),
+    *(("llama", plan) for plan in ("shard=2,micro_batches=2", "shard=2,offload=optimizer", "replicate=2,shard=2")),
+    *(("llama, embedding", plan) for plan in ("replicate=2", "shard=2", "shard=2,recompute=full")),
 ]
 
 
@@ -124,6 +127,14 @@ def train(make, device: str):
         optimizer.step()
         optimizer.zero_grad()
     return losses, {key: p.detach().cpu().clone() for key, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "shard=2,micro_batches=2"])
+def test_workers_exchange_gradients_of_adapters_alone(team, plan):
+    for found in team.run(2, peft_models.exchanged_gradients, plan=plan):
+        assert found["frozen"] > 3 * found["trained"] and found["frozen with gradients"] == 0
+        steps = 2 if "micro_batches" in plan else 1
+        assert found["trained"] <= found["exchanged"] <= 1.1 * steps * found["trained"]
 
 
 def test_replicas_have_the_same_adapters(team):  # C21

@@ -14,15 +14,21 @@ import pytest
 pytestmark = pytest.mark.rotating  # one more plan each
 
 pytest.importorskip("transformers")
+pytest.importorskip("peft")
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_memory.py"
 LIMIT = 0.08
+ADAPTERS = " with adapters"
 
 
 PLANS = [
     "shard=8,precision=bf16",
     "tensor=8,precision=bf16",
     "shard=16,recompute=selective,micro_batches=2,precision=bf16",
+    "shard=8,precision=bf16 with adapters",
+    "shard=8,recompute=full,precision=bf16 with adapters",
+    "shard=8,micro_batches=4,precision=bf16 with adapters",
+    "replicate=8 with adapters",
 ]
 
 
@@ -40,7 +46,8 @@ def runs() -> Iterator[dict[str, subprocess.Popen[str]]]:
                 "--layers",
                 "6",
                 "--plan",
-                plan,
+                plan.removesuffix(ADAPTERS),
+                *(["--lora", "16"] if plan.endswith(ADAPTERS) else []),
                 "--here",
                 "--json",
             ]

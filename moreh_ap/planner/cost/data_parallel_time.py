@@ -10,7 +10,7 @@ from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import Coefficients
 from moreh_ap.planner.cost.collectives import group_of, queued_gathers_s, queued_sums_s
 from moreh_ap.planner.cost.hardware import Cluster
-from moreh_ap.planner.cost.stage_positions import StagePosition, parameters_at, positions_of
+from moreh_ap.planner.cost.stage_positions import StagePosition, parameters_at, positions_of, trained_at
 from moreh_ap.planner.cost.training_systems import TrainingSystem
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 
@@ -41,9 +41,13 @@ def data_s(
         backward_s: What it computes backward for one micro-batch.
         wide: 1.0 for 16-bit values, 2.0 for float32.
     """
-    if plan.data_parallel == 1 or not (system.trains_weights or plan.shard > 1):
+    parameters, trained = parameters_at(profile, plan, stage), trained_at(profile, plan, stage, system)
+    if plan.data_parallel == 1 or not (trained or plan.shard > 1):
         return 0.0, 0.0
-    parameters = parameters_at(profile, plan, stage)
+    gathered = 2.0 * wide * parameters
+    if profile.frozen is not None and profile.frozen.is_packed:
+        packed = stage.blocks * (profile.block.parameters_on_device(plan.tensor) - profile.block.trained_parameters)
+        gathered += packed * (profile.frozen.block_bytes - 2.0 * wide)
     stride = plan.tensor
     everybody = group_of(plan.data_parallel, stride, cluster, plan.tensor > cluster.devices_per_node)
     pieces = stage.blocks + 2.0
@@ -54,17 +58,17 @@ def data_s(
         if system.keeps_gathered and plan.pipeline > 1:
             uses = 1.0
         sums = 1 if system.keeps_whole_gradients(plan) else count
-        sums = sums if system.trains_weights else 0
-        data_s = uses * queued_gathers_s(2.0 * wide * parameters, pieces, inside)
-        data_s += sums * queued_gathers_s(system.reduced_bytes * parameters, pieces, inside, "scatter")
+        sums = sums if trained else 0
+        data_s = uses * queued_gathers_s(gathered, pieces, inside)
+        data_s += sums * queued_gathers_s(system.reduced_bytes * trained, pieces, inside, "scatter")
         if plan.replicate > 1:
             across = group_of(plan.replicate, stride * plan.shard, cluster)
             sums = min(sums, 1) if system.sums_replicas_once else sums
-            data_s += sums * queued_sums_s(system.reduced_bytes * parameters / plan.shard, pieces, across)
+            data_s += sums * queued_sums_s(system.reduced_bytes * trained / plan.shard, pieces, across)
         hidden_s = min(data_s, count * computing_s * system.hides_gathers)
         return data_s - hidden_s, hidden_s
-    buckets = pieces + parameters / coefficients.bucket_parameters
-    travelled = system.reduced_bytes * parameters
+    buckets = pieces + trained / coefficients.bucket_parameters
+    travelled = system.reduced_bytes * trained
     sums_s = (
         queued_gathers_s(travelled, buckets, everybody, "scatter")
         if system.zero_stage >= 1
@@ -83,9 +87,9 @@ def optimizer_s(
 
     State in host memory comes and goes, before and after each bucket's step (`runtime/worker/optimizer_offload.py`).
     """
-    if not system.trains_weights:
+    most = max(trained_at(profile, plan, stage, system) for stage in positions_of(profile, plan, system))
+    if not most:
         return 0.0
-    most = max(parameters_at(profile, plan, stage) for stage in positions_of(profile, plan, system))
     mine = most / plan.shard if system.zero_stage == 0 else most / plan.data_parallel
     moved = mine * (2.0 * (system.master_bytes + system.optimizer_bytes) + system.gradient_bytes)
     moved += most / plan.shard * system.gradient_bytes * 2.0  # the norm of the gradients, and clearing them

@@ -20,7 +20,7 @@ from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
 from moreh_ap.planner.cost.peak_moment import peak_moment
-from moreh_ap.planner.cost.stage_positions import StagePosition, parameters_at, positions_of
+from moreh_ap.planner.cost.stage_positions import StagePosition, frozen_at, parameters_at, positions_of, trained_at
 from moreh_ap.planner.cost.training_systems import MOREH_AP, TrainingSystem
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 
@@ -132,22 +132,25 @@ def _at(
     parameters = parameters_at(profile, plan, stage)
     # a device's shard of each kind of state
     zero = system.zero_stage
-    by_plan = parameters / plan.shard
-    by_zero = parameters / sharing
+    frozen = frozen_at(profile, plan, stage, system)
+    by_plan, by_zero = ((parameters - sum(frozen)) / devices for devices in (plan.shard, sharing))
     weights = system.weight_bytes * (by_zero if zero >= 3 else by_plan)
     masters = system.master_bytes * (by_zero if zero >= 1 else by_plan)
+    if profile.frozen is not None:
+        kept = frozen[0] * profile.frozen.block_bytes + frozen[1] * profile.frozen.outside_bytes
+        weights += kept / plan.shard
+    trained = trained_at(profile, plan, stage, system)
+    by_plan, by_zero = trained / plan.shard, trained / sharing
     gradients = system.gradient_bytes * (by_zero if zero >= 2 else by_plan)
     buckets = system.bucket_bytes * by_plan if sharing > 1 else 0.0
     moments = system.optimizer_bytes * (by_zero if zero >= 1 else by_plan)
     if plan.offload == "optimizer":
         moments = 0.0
-    if not system.trains_weights:
-        gradients = buckets = moments = 0.0
     step_copies = 0.0
     if system.gather_copies and zero >= 1 and sharing > 1:
         step_copies = 2.0 * (by_plan + by_zero)
     if system.keeps_whole_gradients(plan):
-        gradients += system.gradient_bytes * parameters
+        gradients += system.gradient_bytes * trained
     if system.gradients_come:
         activations, logits, gathered = peak_moment(profile, plan, rows, system, stage, parameters, gradients)
     else:

@@ -8,7 +8,7 @@ Where a step begins without gradients (`TrainingSystem.gradients_come`), they co
 there are five moments at which a device may be fullest. With activations `A`, of which a block keeps `K`, and `E` more
 of a block that is computed again; a block's parameters `B` and those outside of blocks `R`, in the computation's
 precision; and `4B` for a block's gradients in float32 on their way to the other devices (with micro-batches all
-gradients of the last but one are there beside):
+gradients of the last but one are there beside; frozen weights have none):
 
 1. the loss, or the begin of the backward: A, the logits and what the loss makes of them, R and the next block gathered;
 2. the backward of the last block but one, when the gradients of the last are on their way: A - K + E, the results,
@@ -24,7 +24,7 @@ Between 2 and 3 everything grows or shrinks evenly. Source: torch/distributed/fs
 from __future__ import annotations
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.stage_positions import StagePosition
+from moreh_ap.planner.cost.stage_positions import StagePosition, trained_at
 from moreh_ap.planner.cost.training_systems import TrainingSystem
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 
@@ -48,8 +48,9 @@ def peak_moment(
     sharded = plan.shard > 1 or plan.precision == "bf16"
     block = profile.block.parameters_on_device(plan.tensor)
     outside = parameters - stage.blocks * block
-    trained = 1.0 if system.trains_weights else 0.0  # part of the parameters that get gradients
-    step_copies = trained * system.step_copy_bytes * parameters / plan.shard
+    trained = trained_at(profile, plan, stage, system)
+    block_trained = block if profile.frozen is None and system.trains_weights else profile.block.trained_parameters
+    step_copies = system.step_copy_bytes * trained / plan.shard
     if plan.offload == "optimizer":
         step_copies = 0.0
     # -- activations
@@ -76,16 +77,24 @@ def peak_moment(
     if sharded:
         gathered = computed * (parameters if stays else outside)
         ahead = 0.0 if stays else computed * block
-        travelling = 0.0 if whole_until_last else trained * 4.0 * block
+        if profile.frozen is not None and profile.frozen.is_packed:
+            as_kept = profile.frozen.block_bytes * (block - block_trained) if plan.shard > 1 else 0.0
+            gathered_block = as_kept + computed * block_trained
+            gathered = computed * outside + (stage.blocks * gathered_block if stays else 0.0)
+            ahead = 0.0 if stays else gathered_block
+        travelling = 0.0 if whole_until_last else 4.0 * block_trained
     # Buckets stay from step to step (on one device this is too much), shards from the micro-batch before.
     present = gradients if not sharded or plan.micro_batches > 1 else 0.0
     if whole_until_last:
-        present = trained * system.gradient_bytes * parameters
-    outside_travelling = trained * 4.0 * outside if sharded else 0.0  # where the gathered weights were
-    head = computed * profile.last.parameters_on_device(plan.tensor) if stage.has_last and sharded else 0.0
+        present = system.gradient_bytes * trained
+    outside_trained = trained - stage.blocks * block_trained
+    outside_travelling = 4.0 * outside_trained if sharded else 0.0  # where the gathered weights were
+    last_part = profile.last
+    of_head = last_part.parameters_on_device(plan.tensor) if profile.frozen is None else last_part.trained_parameters
+    head = computed * of_head if stage.has_last and sharded else 0.0
     at_end = present if whole_until_last else gradients
-    own = trained * computed * block if sharded else 0.0
-    busy = gathered + 2.0 * ahead + travelling + head
+    own = computed * block_trained if sharded else 0.0
+    busy = gathered + 2.0 * ahead + travelling + head + _unpacked_bytes(profile, plan, computed)
     after_first = all_kept - last
     moments = [
         (all_kept, results + loss, gathered + ahead, present),
@@ -101,6 +110,14 @@ def peak_moment(
     for_others = max(0.0, room - temporary)
     for_logits = max(0.0, for_others - activations)
     return max(0.0, activations - for_others), max(0.0, logits - for_logits), max(0.0, temporary - room)
+
+
+def _unpacked_bytes(profile: ModelProfile, plan: Plan, computed: float) -> float:
+    """Returns the bytes of the largest matrix of a block where weights are unpacked for each product."""
+    if profile.frozen is None or not profile.frozen.is_packed:
+        return 0.0
+    sizes = [one.inner * one.outer / (plan.tensor if one.split else 1) for one in profile.block.products]
+    return computed * max(sizes, default=0.0)
 
 
 def _block_bytes_per_row(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> tuple[float, float, float]:

@@ -13,7 +13,7 @@ from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.training_systems import TrainingSystem
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 
-__all__ = ["StagePosition", "parameters_at", "positions_of"]
+__all__ = ["StagePosition", "frozen_at", "parameters_at", "positions_of", "trained_at"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,25 @@ def parameters_at(profile: ModelProfile, plan: Plan, stage: StagePosition) -> fl
         if profile.tied and not stage.has_first:
             parameters += profile.tied_parameters / plan.tensor
     return parameters
+
+
+def trained_at(profile: ModelProfile, plan: Plan, stage: StagePosition, system: TrainingSystem) -> float:
+    """Returns the parameter elements that get gradients on a device at a position of the pipeline."""
+    if profile.frozen is None:
+        return parameters_at(profile, plan, stage) if system.trains_weights else 0.0
+    trained = stage.blocks * profile.block.trained_parameters
+    trained += profile.first.trained_parameters if stage.has_first else 0.0
+    return trained + (profile.last.trained_parameters if stage.has_last else 0.0)
+
+
+def frozen_at(profile: ModelProfile, plan: Plan, stage: StagePosition, system: TrainingSystem) -> tuple[float, float]:
+    """Returns the frozen parameter elements of blocks and outside of them on a device there, where a profile tells."""
+    if profile.frozen is None:
+        return 0.0, 0.0
+    block = profile.block
+    of_blocks = stage.blocks * (block.parameters_on_device(plan.tensor) - block.trained_parameters)
+    everything = parameters_at(profile, plan, stage) - trained_at(profile, plan, stage, system)
+    return of_blocks, everything - of_blocks
 
 
 @lru_cache(maxsize=65536)

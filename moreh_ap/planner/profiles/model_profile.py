@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["LayerProfile", "ModelProfile", "Product"]
+__all__ = ["Frozen", "LayerProfile", "ModelProfile", "Product"]
 
 BYTES_PER_VALUE = 2.0
 """Bytes of a value in the 16-bit precisions in which all bytes of a profile are counted; float32 has twice as many."""
@@ -67,6 +67,8 @@ class LayerProfile:
         moved_replicated_bytes_per_token: The same for activations that the tensor axis leaves on every device.
         num_kernels: Operations that the forward starts on the device.
         num_tensor_sums: Sums over the tensor axis of one hidden state for each token, in the forward.
+        trained_parameters: Parameter elements that are trained where others are frozen (`ModelProfile.frozen`), on
+            every device of a tensor axis.
     """
 
     parameters_split: float = 0.0
@@ -83,6 +85,7 @@ class LayerProfile:
     moved_replicated_bytes_per_token: float = 0.0
     num_kernels: int = 0
     num_tensor_sums: int = 0
+    trained_parameters: float = 0.0
 
     @cached_property
     def parameters(self) -> float:
@@ -105,6 +108,22 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
+class Frozen:
+    """How weights that are not trained are kept.
+
+    Attributes:
+        block_bytes: Bytes for each of a block's frozen parameters, constants of a quantization included.
+        outside_bytes: The same outside of blocks.
+        is_packed: Whether those of blocks are unpacked for each product: they travel as they are kept, and one matrix
+            at a time is there in the computation's precision.
+    """
+
+    block_bytes: float = 4.0
+    outside_bytes: float = 4.0
+    is_packed: bool = False
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """A model as the planner sees it: first layers, equal blocks, and last layers.
 
@@ -120,6 +139,7 @@ class ModelProfile:
         tied: Whether first and last layers share weights. Those of the last layers are then counted in the first alone,
             and a pipeline keeps them twice.
         tied_parameters: Parameter elements that they share.
+        frozen: How weights are kept that are not trained, as all but adapters; None where all weights are trained.
     """
 
     name: str
@@ -132,6 +152,7 @@ class ModelProfile:
     logits_per_token: int = 0
     tied: bool = False
     tied_parameters: float = 0.0
+    frozen: Frozen | None = None
 
     @cached_property
     def parameters(self) -> float:

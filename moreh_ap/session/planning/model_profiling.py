@@ -24,6 +24,7 @@ from moreh_ap.errors import OptionError
 from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile, Product
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, from_config, profile_of
 from moreh_ap.protocol.blocks import block_lists
+from moreh_ap.session.planning.frozen_weights import trains_weights, with_frozen_weights
 from moreh_ap.session.planning.layer_sizes import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, LayerSize, layer_sizes
 from moreh_ap.session.verification import reduced_model
 
@@ -32,10 +33,6 @@ _NEAR = 0.02
 
 _KERNELS = 4
 """Kernels for each layer with its surroundings: a product, a norm, an activation, a sum."""
-
-_FROZEN = 0.9
-"""Fraction of frozen parameters above which memory and time of the others are neglected. LoRA freezes more than 95
-per cent; a model with fewer frozen parameters counts as fully trained."""
 
 
 def identity_of(root: nn.Module, call: Any) -> str:
@@ -50,13 +47,6 @@ def identity_of(root: nn.Module, call: Any) -> str:
         tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     shape = tuple(tensors[0].shape) if tensors else ()
     return f"{type(root).__name__}, {size} parameters, {shape}"
-
-
-def trains_weights(root: nn.Module) -> bool:
-    """Returns False for a model whose weights are frozen except for adapters."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in root.parameters()]
-    frozen = sum(size for size, trained in sizes if not trained)
-    return not 0 < frozen >= _FROZEN * sum(size for size, _ in sizes)
 
 
 def shape_of(root: nn.Module) -> TransformerShape | None:
@@ -86,8 +76,10 @@ def profile_model(
     tensors = [leaf for leaf in tree_leaves(call[1:]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     positions = positions_of(tensors)
     if shape is not None:
-        return profile_of(shape, positions)
-    return _counted(root, positions, _Seen(layer_sizes(root, *call), root, rows * positions))
+        profile = profile_of(shape, positions)
+    else:
+        profile = _counted(root, positions, _Seen(layer_sizes(root, *call), root, rows * positions))
+    return profile if trains_weights(root) else with_frozen_weights(profile, root, is_shape=shape is not None)
 
 
 def positions_of(tensors: list[Tensor]) -> int:

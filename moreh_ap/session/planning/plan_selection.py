@@ -27,7 +27,7 @@ from moreh_ap.session.models.script_hooks import has_hooks_of_script
 from moreh_ap.session.planning import device_count, oom_records
 from moreh_ap.session.planning.device_count_records import script_key
 from moreh_ap.session.planning.machine_profile import Machine, machine_of, machine_on
-from moreh_ap.session.planning.model_profiling import identity_of, joins_rows, profile_model, shape_of, trains_weights
+from moreh_ap.session.planning.model_profiling import identity_of, joins_rows, profile_model, shape_of
 from moreh_ap.session.planning.step_watch import Expected, corrections_of
 from moreh_ap.session.session import Session
 from moreh_ap.settings import Options
@@ -167,7 +167,7 @@ class Question:
             machine.cluster,
             self.rows,
             constraints,
-            replace(machine.system, trains_weights=trains_weights(root)),
+            replace(machine.system, trains_weights=self.profile.frozen is None),
             machine.coefficients,
             corrections_of(machine.key, otherwise),
         )

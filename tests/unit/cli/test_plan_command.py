@@ -53,6 +53,33 @@ def test_flags_hold_for_every_plan(capsys, flags, holds):
     assert all(holds(Plan.parse(one["plan"])) for one in found["candidates"])
 
 
+def test_adapters_take_less_and_their_plans_are_replicas_and_shards(capsys):
+    where = ["Llama3-8B", "--devices", "8xA100", "--top", "9999", "--json"]
+    full, lora, small = (
+        json.loads(show(capsys, *where, *more)) for more in ([], ["--lora", "16"], ["--lora", "16", "--frozen", "4bit"])
+    )
+    plans = [Plan.parse(one["plan"]) for one in [*lora["candidates"], *small["candidates"]]]
+    assert all(plan.tensor == plan.pipeline == 1 for plan in plans)
+    taken = [
+        {one["plan"]: one["memory"]["reserved_bytes"] for one in found["candidates"]} for found in (full, lora, small)
+    ]
+    for plan in set(taken[1]) & set(taken[0]):
+        assert taken[1][plan] < taken[0][plan]
+    assert all(taken[2][plan] < taken[1][plan] for plan in set(taken[2]) & set(taken[1]))
+
+
+def test_llama3_70b_of_4_bits_is_planned_on_eight_devices_of_24_gb(capsys):
+    where = ["Llama3-70B", "--devices", "8xRTX4090", "--lora", "16"]
+    with pytest.raises(PlanError, match="out of memory"):
+        plan_command.run(parse(*where), [])
+    best = json.loads(show(capsys, *where, "--frozen", "4bit", "--json"))["candidates"][0]
+    assert best["fits"] and Plan.parse(best["plan"]).shard == 8
+    assert best["memory"]["reserved_bytes"] < 0.8 * 24 * 2**30
+    for plan in ("tensor=8,precision=bf16", "pipeline=8,micro_batches=8,precision=bf16"):
+        with pytest.raises(PlanError, match="4-bit weights"):
+            plan_command.run(parse(*where, "--frozen", "4bit", "--compare", plan), [])
+
+
 def test_memory_ratio(capsys):
     where = ["Llama3-8B", "--devices", "8xH100", "--json"]
     half, whole = (json.loads(show(capsys, *where, "--memory-ratio", ratio)) for ratio in ("50", "100"))
