@@ -149,13 +149,17 @@ def train(make, device, steps=4):
         ("replicate=2,micro_batches=2", MaskedSpans),
         ("shard=2,recompute=full", MaskedSpans),
         ("replicate=2", MaskedSpansOfWords),
+        ("shard=2", MaskedSpansOfWords),
+        ("replicate=3", MaskedSpansOfWords),
+        ("shard=2,recompute=full", MaskedSpansOfWords),
+        ("replicate=2,micro_batches=2", MaskedSpansOfWords),
     ],
 )
 def test_a_model_that_draws_has_the_losses_of_one_process(accelerator, capsys, plan, make):
     expected = train(make, "cpu")
     accelerator(plan)
     assert train(make, "cuda") == pytest.approx(expected, rel=1e-5)
-    assert ("computes the whole batch" in capsys.readouterr().out) == (make is MaskedSpansOfWords)
+    assert ("computes the whole batch" in capsys.readouterr().out) == (make is MaskedSpansOfWords and "micro" in plan)
 
 
 class Images(nn.Module):
@@ -239,3 +243,40 @@ def test_the_log_says_where_masks_are_not_those_of_one_device(accelerator, capfd
     losses = train(WithGpt2, "cuda", steps=2)
     assert "Random numbers inside the model (dropout) are not those of one device" in capfd.readouterr().out
     assert losses[0] == pytest.approx(train(WithGpt2, "cpu", steps=2)[0], rel=0.05)
+
+
+class DrawsForSomeRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids, labels):
+        scale = [np.random.randint(0, 1 + int(first)) if first else 0 for first in ids[:, 0]]
+        hidden = self.embedding(ids) * torch.tensor(scale, device=ids.device).view(-1, 1, 1)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=3"])
+def test_rows_that_decide_whether_they_draw_are_noticed(accelerator, capsys, plan):
+    """The workers draw in turn, and one of them ends its turn with fewer rows than it should."""
+
+    def script(device):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        model = DrawsForSomeRows().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trace = []
+        for step in range(4):
+            ids = torch.randint(1, VOCABULARY, (6, 5), generator=torch.Generator().manual_seed(step)).to(device)
+            ids[4:, 0] = 0 if step == 2 else 3
+            loss = model(ids, ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trace += [loss.item(), np.random.rand()]
+        return trace
+
+    expected = script("cpu")
+    accelerator(plan)
+    assert script("cuda") == pytest.approx(expected, rel=1e-5)
+    assert "computes the whole batch" in capsys.readouterr().out

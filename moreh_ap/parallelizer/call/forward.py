@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
@@ -28,6 +29,7 @@ from moreh_ap.parallelizer.data.item_reduction import ItemReduction
 from moreh_ap.parallelizer.data.lent_rows import LentRows
 from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
+from moreh_ap.parallelizer.rng.turns import WorkerTurns
 from moreh_ap.protocol.objects.returned_arguments import place_of
 from moreh_ap.protocol.pytree import flatten
 
@@ -69,6 +71,11 @@ class EagerForward(Execution):
             forward = extended(call.extensions, self, call.module, forward)
         random = call.random if call.items is None else replace(call.random, worker=call.axis.rank)
         self.drawing = random.begin(call.device, chunk)
+        is_shared = call.random.draws.host and call.mode == "split" and call.axis.size > 1
+        if is_shared and isinstance(means, GlobalReduction):
+            turns = partial(WorkerTurns, call.axis, means.is_common, call.device)
+            gathering = FSDPModule if fsdp_roots(call.module) else None
+            means.before_meeting = self.drawing.take_turns(turns, gathering)
         try:
             with torch.set_grad_enabled(call.grad), means, autocasting(call), self.drawing.forward():
                 result = forward(args, kwargs)

@@ -42,6 +42,8 @@ class JoinedReduction(GlobalReduction):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in (F.batch_norm, F.instance_norm) and self.before_meeting is not None:
+            self.before_meeting()
         if func is F.batch_norm:
             call = _BATCH_NORM.bind(*args, **(kwargs or {}))
             call.apply_defaults()

@@ -130,6 +130,7 @@ class GlobalReduction(OwnDevice):
         self._apart: list[Tensor] = []
 
     kinds: Sequence[str] | None = None
+    before_meeting: Callable[[], None] | None = None  # ends what other workers wait for elsewhere
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of the forward as it gets them."""
@@ -265,12 +266,19 @@ class GlobalReduction(OwnDevice):
 
     def _exchange(self, local: Tensor, place: int, mark: int) -> tuple[Tensor, Tensor]:
         """Returns the sums of a denominator and of the places for which workers gave it: numbers, 0 at the end."""
+        if self.before_meeting is not None:
+            self.before_meeting()
         known = torch.tensor([place, mark, place * place, mark * mark], dtype=torch.float64)
         numbers = torch.cat([local.reshape(1).to(self.device), known.to(self.device)])
         dist.all_reduce(numbers, group=self.axis.group)
         sums, squares = numbers[1:3], numbers[3:]
         self._apart.append(squares * self.axis.size - sums.square())  # zeros if all gave the same
         return numbers[0], sums[0]
+
+    def is_common(self, place: int) -> bool:
+        """Says whether all workers are at a place; reading that makes the device wait."""
+        self._exchange(torch.zeros((), dtype=torch.float64, device=self.device), place % 2**16 or 1, 0)
+        return not self._apart[-1].any()
 
     def _meet(self, mark: int) -> None:
         """Waits until the forwards of all workers are through. See [Note: workers meet]."""

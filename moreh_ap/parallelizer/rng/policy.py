@@ -41,6 +41,7 @@ from moreh_ap.parallelizer.rng.host_draws import (
     row_draws_of,
 )
 from moreh_ap.parallelizer.rng.shared_draws import Coins, Draw, Drawn, DrawRecorder, Share, SharedDraws, draws_of
+from moreh_ap.parallelizer.rng.turns import KnownTurns, Turns
 from moreh_ap.protocol.rng_state import (
     Streams,
     host_untouched,
@@ -79,6 +80,7 @@ class RandomPolicy:
         worker: Tells workers apart that each draw their own numbers from `seed`.
         draws: What a split call draws.
         share: The rows that this worker, or this micro-batch, draws for.
+        turns: In which rows draw from the host's streams where one process runs them one after the other.
     """
 
     seed: int | None = None
@@ -87,6 +89,7 @@ class RandomPolicy:
     worker: int = 0
     draws: Draws = Draws()
     share: Share | None = None
+    turns: KnownTurns | None = None
 
     @staticmethod
     def of(seed: int, streams: Streams | None, *, has_one_stream: bool) -> RandomPolicy:
@@ -103,9 +106,9 @@ class RandomPolicy:
         stream = torch.frombuffer(bytearray(streams.torch or b""), dtype=torch.uint8) if has_stream else None
         return RandomPolicy(seed, stream, streams.host)
 
-    def shared(self, worker: int, share: Share, draws: Draws) -> RandomPolicy:
+    def shared(self, worker: int, share: Share, draws: Draws, turns: KnownTurns | None = None) -> RandomPolicy:
         """Returns the policy of a worker that computes some rows of the batch."""
-        return replace(self, worker=worker, share=share, draws=draws)
+        return replace(self, worker=worker, share=share, draws=draws, turns=turns)
 
     def of_rows(self, start: int, stop: int) -> RandomPolicy:
         """Returns the policy of a micro-batch: rows `start:stop` of this worker's."""
@@ -151,10 +154,18 @@ class RandomPolicy:
         if self.share is None:
             return Drawing()
         shared = None if self.stream is None else SharedDraws(self.draws.stream, self.share)
-        return Drawing(shared, SharedHostDraws(self.draws.host, self.share) if self.draws.host else None)
+        if self.turns is not None:
+            self.turns.restart()
+        host = SharedHostDraws(self.draws.host, self.share, self.turns) if self.draws.host else None
+        return Drawing(shared, host)
 
     def find_draws(
-        self, device: torch.device, forward: Callable[[RandomPolicy, int], object], fewest: int = 1
+        self,
+        device: torch.device,
+        forward: Callable[[RandomPolicy, int], object],
+        fewest: int = 1,
+        *,
+        in_turn: bool = False,
     ) -> Draws:
         """Returns what a forward draws from the common streams, and how the rows lie in it.
 
@@ -162,6 +173,7 @@ class RandomPolicy:
             device: This worker's device.
             forward: Runs so many rows of the batch with such a policy, and leaves nothing behind.
             fewest: How many rows it can do with; it is run with twice as many too.
+            in_turn: Whether workers may take turns in drawing from the host's streams.
 
         Raises:
             UnsharedDraw: It cannot be told which numbers of PyTorch's stream belong to which row.
@@ -170,18 +182,20 @@ class RandomPolicy:
             return Draws()
         drawing = self.begin(device)
         coins = Coins()
-        found = [self._compare_draws(forward, fewest, coins)]
+        found = [self._compare_draws(forward, fewest, coins, in_turn)]
         if drawing.moved_host() or coins.found:  # a number of one of the streams may decide which others are drawn
             for seed in range(NUM_OTHER_STREAMS):
                 stream = None if self.stream is None else _seeded_stream(seed)
                 other = replace(self, host=seeded_state_of_host(seed), stream=stream)
-                found.append(other._compare_draws(forward, fewest, Coins()))
+                found.append(other._compare_draws(forward, fewest, Coins(), in_turn))
         in_order = found[0].stream
         others = dict.fromkeys(itertools.chain(*(draws.stream for draws in found[1:])))
         of_host = {block.place: block for block in itertools.chain(*(draws.host for draws in found))}
         return Draws((*in_order, *(draw for draw in others if draw not in in_order)), tuple(of_host.values()))
 
-    def _compare_draws(self, forward: Callable[[RandomPolicy, int], object], fewest: int, coins: Coins) -> Draws:
+    def _compare_draws(
+        self, forward: Callable[[RandomPolicy, int], object], fewest: int, coins: Coins, in_turn: bool
+    ) -> Draws:
         drawn: list[Sequence[Drawn]] = []
         of_host = []
         for rows in (fewest, 2 * fewest):
@@ -193,7 +207,7 @@ class RandomPolicy:
             if not drawn[0] and not of_host[0]:
                 return Draws()
             coins.again()
-        return Draws(draws_of(drawn[0], drawn[1]), row_draws_of(of_host[0], of_host[1], fewest))
+        return Draws(draws_of(drawn[0], drawn[1]), row_draws_of(of_host[0], of_host[1], fewest, in_turn=in_turn))
 
 
 class Drawing:
@@ -207,6 +221,21 @@ class Drawing:
     def __init__(self, shared: SharedDraws | None = None, host: SharedHostDraws | None = None) -> None:
         self._shared, self._shared_host = shared, host
         self._stream, self._host = _stream_position(), _host_position()
+
+    def take_turns(self, turns: Callable[[], Turns], gathering: type[Any] | None) -> Callable[[], None] | None:
+        """Has the forward draw in turn with other workers, if it draws for rows from the host's streams.
+
+        Args:
+            turns: Returns the turns.
+            gathering: The class of modules in which workers wait for each other; None if the model has none.
+
+        Returns:
+            What ends a turn before workers wait for each other elsewhere; None if there will be none.
+        """
+        if self._shared_host is None:
+            return None
+        self._shared_host.turns, self._shared_host.gathering = turns(), gathering
+        return self._shared_host.end_early
 
     def forward(self) -> AbstractContextManager[Any]:
         """Returns what has to be active during the forward."""

@@ -26,6 +26,7 @@ from moreh_ap.parallelizer.data.row_gathering import Step
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
+from moreh_ap.parallelizer.rng.turns import KnownTurns
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, state_restored
 from moreh_ap.parallelizer.trial.host_activations import saved_on_host
@@ -69,6 +70,7 @@ class Probe:
         takes_means: Whether the forward takes means over the batch.
         written: A parameter that the forward changes.
         added: What the forward adds to the model's modules.
+        may_take_turns: Whether workers may take turns in drawing for rows, since none is cut into micro-batches.
         steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
     """
 
@@ -105,6 +107,8 @@ class Probe:
         self.written = ""
         self.added: tuple[str, ...] = ()
         self._writes_nothing = False
+        self.may_take_turns = True
+        self._turns = KnownTurns()
         self._state: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
         self._ways: list[BlockTrace] = []
@@ -144,7 +148,8 @@ class Probe:
     def _policy(self, chosen: Sequence[int]) -> RandomPolicy:
         """Returns which random numbers a call of the chosen rows draws."""
         first = self._chosen.index(chosen[0])
-        return self.call.random.shared(0, Share(first, first + len(chosen), len(self._chosen)), self.draws)
+        share = Share(first, first + len(chosen), len(self._chosen))
+        return self.call.random.shared(0, share, self.draws, self._turns)
 
     def _surroundings(self) -> AbstractContextManager[Any]:
         """Returns what is active around a run: nothing is dropped where workers would drop something else."""
@@ -167,7 +172,7 @@ class Probe:
             finally:  # one row may have one value a channel, which batch normalisation refuses
                 self.saw_statistics = self.saw_statistics or recorder.saw_statistics
 
-        self.draws = self.call.random.find_draws(self.call.device, forward, self.each)
+        self.draws = self.call.random.find_draws(self.call.device, forward, self.each, in_turn=self.may_take_turns)
 
     def compare_outputs(self) -> None:
         """Runs the rows together and one by one, and finds the kinds.

@@ -140,8 +140,10 @@ class _Trials:
         """Returns the verdict of the first way that is right, or of one that says why none is."""
         call, args, kwargs, rows = self._call, self._args, self._kwargs, self._rows
         sizes = _group_sizes(rows, parts)
+        may_meet = may_join and 1 < call.axis.size <= rows and stages_of(call.module) is None
         for each in sizes:
             probe = Probe(call, args, kwargs, rows, each=each)
+            probe.may_take_turns = may_meet
             found = self._compare(probe)
             if found.could_run or probe.saw_statistics:
                 break
@@ -153,8 +155,9 @@ class _Trials:
             return found
         del probe  # and the activations in it
         if divides_itself and not takes_statistics:  # its reason, too, says more
-            found = self._compare(Probe(replace(call, counts=True), args, kwargs, rows, each=each))
-        may_meet = may_join and 1 < call.axis.size <= rows and stages_of(call.module) is None
+            probe = Probe(replace(call, counts=True), args, kwargs, rows, each=each)
+            probe.may_take_turns = may_meet
+            found = self._compare(probe)
         if takes_statistics and may_meet:
             found = self._compare(JoinedProbe(call, args, kwargs, rows, each=each))
             if not found.split and divides_itself:
@@ -187,7 +190,9 @@ class _Trials:
         clear_gradients(self._call)
         with filled(zeros):
             call = replace(probe.call, grad=False)
-            again = compare(type(probe)(call, self._args, self._kwargs, self._rows, each=probe.each))
+            other = type(probe)(call, self._args, self._kwargs, self._rows, each=probe.each)
+            other.may_take_turns = probe.may_take_turns
+            again = compare(other)
         return found if again.split else replace(again, could_run=found.could_run)
 
     def _elsewhere(self) -> SplitVerdict | None:

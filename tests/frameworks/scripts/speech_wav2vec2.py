@@ -5,6 +5,7 @@ With --ap it has the one line; prints losses and a decoded line.
 
 import sys
 
+import numpy as np
 import torch
 
 if "--ap" in sys.argv:
@@ -18,6 +19,7 @@ VOCABULARY = 12
 def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(1)
+    np.random.seed(1)  # for SpecAugment
     config = Wav2Vec2Config(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -32,7 +34,8 @@ def main():
         feat_extract_norm="layer",
         ctc_loss_reduction="mean",
         ctc_zero_infinity=True,
-        mask_time_prob=0.0,
+        mask_time_prob=0.3,
+        mask_time_length=3,
         layerdrop=0.0,
         pad_token_id=0,
     )

@@ -12,6 +12,7 @@ from moreh_ap.parallelizer.data.call_sites import FORWARD
 from moreh_ap.parallelizer.rng.host_draws import HostDrawRecorder, SharedHostDraws, row_draws_of
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.shared_draws import Share
+from moreh_ap.parallelizer.rng.turns import KnownTurns
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +118,38 @@ def one_more(rows: int) -> None:
 @pytest.mark.parametrize("forward", [own_lengths, by_layer, one_more, lambda rows: random.random()])
 def test_what_is_not_drawn_for_each_row_in_turn_is_not_shared(forward):
     assert learn(forward) == ()
+
+
+def spans(lengths: list[int]) -> list[object]:
+    """As SpecAugment with a mask: a number for the batch, then steps among those that each row has, then a coin."""
+    number = int(np.random.rand(1).item() + 1.5)
+    found = [np.random.choice(np.arange(length), number, replace=False).tolist() for length in lengths]
+    return [found, random.random()]
+
+
+def test_rows_with_arguments_of_their_own_draw_in_turn():
+    lengths = [9, 5, 7, 6, 8]
+    blocks = row_draws_of(record(spans, lengths[:1]), record(spans, lengths[:2]), in_turn=True)
+    assert [(len(block.calls), block.in_turn) for block in blocks] == [(1, True)]
+    seed()
+    wanted, after = spans(lengths), (random.random(), np.random.rand())
+    turns = KnownTurns()
+    for start, stop in ((0, 5), (0, 2), (2, 3), (3, 5)):  # the first one finds out where each row begins
+        seed()
+        turns.restart()
+        shared = SharedHostDraws(blocks, Share(start, stop, 5), turns)
+        with shared:
+            got = run(spans, lengths[start:stop])
+        assert got == [wanted[0][start:stop], wanted[1]]
+        assert (random.random(), np.random.rand()) == after
+        seed()
+        with shared.again():
+            assert run(spans, lengths[start:stop]) == got
+
+
+@pytest.mark.parametrize("forward", [by_layer, one_more, lambda rows: random.random()])
+def test_what_is_not_drawn_for_each_row_is_not_drawn_in_turn(forward):
+    assert row_draws_of(record(forward, 1), record(forward, 2), in_turn=True) == ()
 
 
 def test_workers_whose_rows_get_other_arguments_have_other_marks():
