@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from test_one_line_training import assert_same, on_both
 from torch import nn
 from user_script import UserScript
 
+from moreh_ap import device
 from moreh_ap.errors import PlanError
+from moreh_ap.local import cpp_compiler
+from moreh_ap.session.planning import autotune
 
 WIDTH, WORDS = 16, 20
 
@@ -292,6 +296,38 @@ def test_plans_and_models_without_compiled_blocks(accelerator, capsys):
     accelerator("replicate=2,compile=blocks")
     with pytest.raises(PlanError, match="compile=blocks needs repeated blocks"):
         nn.Linear(WIDTH, WIDTH).cuda()(torch.ones(4, WIDTH).cuda())
+
+
+def leave_open(accelerator):
+    """Leaves the plan to the planner, which tries the best ones."""
+    session = accelerator("replicate=2", autotune=True)
+    device.current().options = session.options = replace(session.options, plan=None)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_autotune_tries_compiled_blocks_and_keeps_them_where_they_pay(accelerator, capsys, monkeypatch, pays):
+    """By the inductor, which is what a planner's plan has blocks compiled with."""
+    if cpp_compiler.missing():
+        pytest.skip("no C++ compiler")
+    tried = []
+    monkeypatch.setattr(autotune, "compiling_pays", lambda *times: tried.append(times) or pays)
+    leave_open(accelerator)
+    assert_same(*on_both(lambda device: train(Model().to(device), device)), rtol=1e-4)
+    ((written, compiled),) = tried
+    assert compiled.first_s > written.first_s
+    seen = capsys.readouterr().out
+    kept = "compile=blocks is kept" if pays else "blocks run as written"
+    assert f"{written.seconds:.3g} s as written" in seen and kept in seen
+    (chosen,) = re.findall(r'plan="([^"]*)" \(the fastest of those tried', seen)
+    assert ("compile=blocks" in chosen) is pays
+
+
+def test_autotune_says_nothing_of_compiled_blocks_without_a_compiler(accelerator, capsys, monkeypatch):
+    monkeypatch.setattr(cpp_compiler, "missing", lambda: "g++")
+    leave_open(accelerator)
+    assert_same(*on_both(lambda device: train(Model().to(device), device)))
+    seen = capsys.readouterr().out
+    assert "the fastest of those tried" in seen and "compiled blocks" not in seen and "compile=" not in seen
 
 
 def test_a_block_compiled_by_the_inductor_trains_as_in_a_plain_process(tmp_path):

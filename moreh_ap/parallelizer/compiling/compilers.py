@@ -7,13 +7,13 @@ is looked at first, which takes a second.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from moreh_ap.local import cpp_compiler
 from moreh_ap.protocol.messages.compile_requests import CompileRequest
 
 _CUDA_GRAPHS = "triton.cudagraphs"
@@ -43,8 +43,8 @@ def why_not(request: CompileRequest, device: torch.device) -> str:
     if request.backend == "cudagraphs":
         return "backend='cudagraphs' records memory that a plan moves; use 'inductor' or 'aot_eager'"
     if request.backend == "inductor" and device.type == "cpu":
-        compiler = os.environ.get("CXX", "g++")
-        if shutil.which(compiler) is None:
+        compiler = cpp_compiler.missing()
+        if compiler:
             return f"there is no C++ compiler: {compiler} is not on the PATH; install it, or set CXX"
     return ""
 

@@ -8,6 +8,12 @@ The second plan of a ranking is often the first with another number of micro-bat
 prediction errs where different costs are compared: kinds of communication, idle stages, recomputation. So the plans
 tried differ in the sizes of their axes, each the best with these sizes; if these are too few, others follow in the
 order of the ranking.
+
+[Note: when blocks are compiled]
+The estimate does not say whether compiled blocks are faster: that depends on kernels. So the fastest of the plans is
+tried once more with compiled blocks, unless the script decides about them or CPU workers have no C++ compiler. They are
+kept if a step takes at most 95 per cent of the time, and if that makes up for the compiler's time, which the first step
+of the trial shows, within a thousand steps. Where blocks turn out to run as written, a step is no faster.
 """
 
 from __future__ import annotations
@@ -15,15 +21,20 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap import log
+from moreh_ap.device.patches.compiling import compiled_in
 from moreh_ap.errors import PlanError
+from moreh_ap.local import cpp_compiler
+from moreh_ap.plan import Plan
 from moreh_ap.planner.search.candidate import Candidate
+from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.protocol.messages.devices import ReportSteps, StepReport
 from moreh_ap.session.calls.extended_call import call_remotely
 from moreh_ap.session.models.remote_model import RemoteModel
@@ -40,6 +51,25 @@ NUM_TRIED = 3
 NUM_STEPS = 5
 """The first builds the optimizer's state and finds shapes; it is left out."""
 
+MOST_OF_WRITTEN = 0.95
+"""Part of a step's time that compiled blocks may take at most to be kept: less of a gain may be chance."""
+REPAID_AFTER_STEPS = 1000
+"""Steps within which compiled blocks have to make up for the time that compiling took."""
+
+
+class StepTimes(NamedTuple):
+    """What a trial of a plan showed.
+
+    Attributes:
+        first_s: Seconds of the first step, in which shapes are found and blocks are compiled.
+        seconds: Median of the others.
+        peak_bytes: Bytes that the fullest device held.
+    """
+
+    first_s: float
+    seconds: float
+    peak_bytes: float
+
 
 def tune(session: Session, root: nn.Module, call: reduced_model.Call, planned: Planned) -> Planned:
     """Returns the fastest of the best plans, as measured; the planner's choice if no other plan fits or all failed.
@@ -51,14 +81,14 @@ def tune(session: Session, root: nn.Module, call: reduced_model.Call, planned: P
         planned: The planner's choice, and the other plans that fit.
     """
     to_try = plans_to_try(planned.candidates, NUM_TRIED)
-    if len(to_try) < 2:
+    if len(to_try) < 2 and not any(_may_compile(session, root, one.plan) for one in to_try):
         return planned
-    measured: dict[str, tuple[float, Candidate]] = {}
+    measured: dict[str, tuple[StepTimes, Candidate]] = {}
     for candidate in to_try:
         trial = planned.instead(candidate)
         try:
             first_call.require_verification(session, root, call, trial)
-            seconds, peak_bytes = _try(session, root, call, trial)
+            times = _try(session, root, call, trial)
         except PlanError as error:
             say([log.info(f'plan="{candidate.plan}" is not tried: {error.fact}')])
         except (RuntimeError, MemoryError) as error:
@@ -66,16 +96,57 @@ def tune(session: Session, root: nn.Module, call: reduced_model.Call, planned: P
                 raise
             _note_ran_out(session, trial, error)
         else:
-            measured[str(candidate.plan)] = seconds, candidate
-            say([log.tried_line(candidate, seconds, peak_bytes)])
-            remember_run(trial.expected, seconds, peak_bytes)
+            measured[str(candidate.plan)] = times, candidate
+            say([log.tried_line(candidate, times.seconds, times.peak_bytes)])
+            remember_run(trial.expected, times.seconds, times.peak_bytes)
     if not measured:
         return planned
-    seconds, best = min(measured.values(), key=lambda one: one[0])
-    others = "".join(f", {other[0]:.3g} s" for name, other in measured.items() if name != str(best.plan))
+    times, best = min(measured.values(), key=lambda one: one[0].seconds)
+    others = "".join(f", {other.seconds:.3g} s" for other, one in measured.values() if one is not best)
+    seconds = times.seconds
+    if _may_compile(session, root, best.plan):
+        seconds, best = _compiled_if_faster(session, root, call, planned.instead(best), times)
     say([log.plan_line(best.plan, f"the fastest of those tried: {seconds:.3g} s a step{others}")])
     write_selected(best.plan, planned.task)
     return planned.instead(best)
+
+
+def _may_compile(session: Session, root: nn.Module, plan: Plan) -> bool:
+    """Returns whether compiled blocks are worth a trial. See [Note: when blocks are compiled]."""
+    is_open = plan.compile == "none" and not plan.why_uncompiled and not compiled_in(root)
+    return is_open and bool(block_lists(root)) and not (session.device_type == "cpu" and cpp_compiler.missing())
+
+
+def _compiled_if_faster(
+    session: Session, root: nn.Module, call: reduced_model.Call, written: Planned, times: StepTimes
+) -> tuple[float, Candidate]:
+    """Returns the seconds of a step and the plan, with compiled blocks if they pay.
+
+    Args:
+        session: The session of the workers.
+        root: The model.
+        call: Its first call.
+        written: The plan without.
+        times: Its times.
+    """
+    compiled = written.instead(replace(written.chosen, plan=written.plan.with_compiled_blocks()))
+    try:
+        found = _try(session, root, call, compiled)
+    except (RuntimeError, MemoryError) as error:
+        if not oom_records.is_out_of_memory(error):
+            raise
+        _note_ran_out(session, compiled, error)
+        return times.seconds, written.chosen
+    pays = compiling_pays(times, found)
+    say([log.compiled_line(found.seconds, times.seconds, max(0.0, found.first_s - times.first_s), pays=pays)])
+    return (found.seconds, compiled.chosen) if pays else (times.seconds, written.chosen)
+
+
+def compiling_pays(written: StepTimes, compiled: StepTimes) -> bool:
+    """Returns whether compiled blocks are kept. See [Note: when blocks are compiled]."""
+    saved_s = written.seconds - compiled.seconds
+    is_faster = compiled.seconds <= MOST_OF_WRITTEN * written.seconds
+    return is_faster and compiled.first_s - written.first_s <= REPAID_AFTER_STEPS * saved_s
 
 
 def plans_to_try(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
@@ -89,8 +160,8 @@ def plans_to_try(candidates: Sequence[Candidate], count: int) -> list[Candidate]
     return sorted([*distinct, *others[: count - len(distinct)]], key=candidates.index)
 
 
-def _try(session: Session, root: nn.Module, call: reduced_model.Call, trial: Planned) -> tuple[float, float]:
-    """Returns the seconds of a training step under a plan, and the bytes that the fullest device held."""
+def _try(session: Session, root: nn.Module, call: reduced_model.Call, trial: Planned) -> StepTimes:
+    """Returns what training steps take under a plan."""
     module, args, kwargs = call
     with _untouched(session, root), session.trying(trial.plan):
         session.memory(reset_peak=True)
@@ -105,8 +176,16 @@ def _try(session: Session, root: nn.Module, call: reduced_model.Call, trial: Pla
             reports: list[StepReport] = session.outbox.submit(ReportSteps()).result()
         finally:
             remote.release()
-    seconds = max(statistics.median(one.seconds[1:]) for one in reports)
-    return seconds, max(one.peak_bytes for one in reports)
+    first_s, seconds = (max(find(one.seconds) for one in reports) for find in (_first, _later))
+    return StepTimes(first_s, seconds, max(one.peak_bytes for one in reports))
+
+
+def _first(seconds: Sequence[float]) -> float:
+    return seconds[0]
+
+
+def _later(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds[1:])
 
 
 def _backward(output: Any) -> None:
