@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from moreh_ap.errors import MorehError
+from moreh_ap.errors import MorehError, OptionError
 from moreh_ap.version import __version__
 
 COMMANDS = {
@@ -23,6 +23,7 @@ COMMANDS = {
     "predict": ("moreh_ap.cli.predict_command", "predict memory and speed of the plans in a table of runs"),
     "evaluate": ("moreh_ap.cli.evaluate_command", "compare predictions with measured runs"),
     "trace": ("moreh_ap.cli.trace_command", "run a script and write a trace of some of its training steps"),
+    "launch": ("moreh_ap.cli.launch_command", "start a script on several hosts, by Slurm or Kubernetes"),
     "host": ("moreh_ap.toolkit.host_command", "let scripts on other machines use this one where ssh does not"),
     "doctor": (
         "moreh_ap.toolkit.doctor",
@@ -30,6 +31,9 @@ COMMANDS = {
     ),
 }
 """The module of each command, which has `add_arguments` and `run`, and its line in the program's help."""
+
+RUN_A_SCRIPT = ("verify", "trace", "launch")
+"""Commands that take what follows `--`."""
 
 USAGE_STATUS = 2
 """Exit status where nothing was done because of what was asked. Source: argparse, which exits with it too."""
@@ -52,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import_module(module).add_arguments(command)
     chosen = parser.parse_args(given)
     try:
+        if script_arguments and asked not in RUN_A_SCRIPT:
+            raise OptionError(f"arguments after --: {' '.join(script_arguments)}", "none: no script is run")
         return int(chosen.run(chosen, script_arguments))
     except MorehError as error:
         print(error, file=sys.stderr)

@@ -86,8 +86,6 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     Raises:
         MorehError: Model, devices or options are impossible, or no plan fits.
     """
-    if script_arguments:
-        raise OptionError(f"arguments after --: {' '.join(script_arguments)}", "none: no script is run")
     for name in ("nodes", "devices_per_node", "global_batch", "seq_len", "top"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

@@ -1,7 +1,7 @@
 """Certificates for one run.
 
 Decides who may talk to whom: every process of a run has a certificate of an authority that was made for the run, whose
-key is thrown away before this module's only function returns. So nobody can make another one. Must not know how keys
+key is thrown away before `make_credentials` returns. So nobody can make another one. Must not know how keys
 travel.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import secrets
 from collections.abc import Iterable
 
 from cryptography import x509
@@ -16,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from moreh_ap.hosts.credentials import Credentials
+from moreh_ap.hosts.credentials import AgentSecret, Credentials
 
 _VALID = datetime.timedelta(days=366)
 _CLOCK_MARGIN = datetime.timedelta(days=1)  # clocks that differ, and zones that were entered wrongly, do not matter
@@ -39,6 +40,12 @@ def make_credentials(addresses: Iterable[str]) -> dict[str, Credentials]:
         certificate = builder.add_extension(usage, critical=False).sign(authority_key, hashes.SHA256())
         made[address] = Credentials(authority_pem, _pem(certificate), _key_pem(key))
     return made
+
+
+def make_agent_secret() -> AgentSecret:
+    """Returns a new secret of an agent that listens."""
+    own = make_credentials(["127.0.0.1"])["127.0.0.1"]  # no client looks at the address: it knows the fingerprint
+    return AgentSecret(own.certificate, own.key, secrets.token_urlsafe(32))
 
 
 def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, field
+import ssl
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 ENGINE_VARIABLES = ("HYPERACTOR_TLS_CA", "HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY")
 """Source: Monarch 0.7, which takes paths."""
@@ -31,6 +34,40 @@ class Credentials:
         """Returns the engine's variables, with paths of files in memory that only this process has open: no program
         that it starts has them, since the kernel closes them then."""
         return dict(zip(ENGINE_VARIABLES, map(_file, (self.authority, self.certificate, self.key))))
+
+
+@dataclass(frozen=True)
+class AgentSecret:
+    """By which an agent that listens and a script recognise each other, before the run has credentials.
+
+    Attributes:
+        certificate: The agent's certificate, as PEM text; it signs itself, and scripts know its fingerprint.
+        key: The private key of it.
+        token: What a script says first.
+    """
+
+    certificate: str
+    key: str = field(repr=False)
+    token: str = field(repr=False)
+
+    @classmethod
+    def from_folder(cls, folder: str) -> AgentSecret:
+        """Returns the secret of which each part is a file, as Kubernetes mounts one.
+
+        Raises:
+            OSError: A file is missing or cannot be read.
+        """
+        return cls(*((Path(folder, name).read_text(encoding="utf-8").strip() + "\n") for name in cls.__match_args__))
+
+    def files(self) -> Mapping[str, str]:
+        """Returns the content of each file that `from_folder` reads."""
+        return asdict(self)
+
+    def line(self, address: str, port: int) -> str:
+        """Returns what a script is given to reach the agent, as `host_list.parse_hosts` reads it."""
+        host = f"[{address}]" if ":" in address else address
+        printed = fingerprint(ssl.PEM_cert_to_DER_cert(self.certificate))
+        return f"tls://{host}:{port}/{printed}/{self.token.strip()}"
 
 
 def fingerprint(certificate_der: bytes) -> str:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moreh_ap.errors import OptionError
-from moreh_ap.hosts import slurm
+from moreh_ap.hosts import kubernetes, slurm
 
 BY_HAND = "tls://"
 SLURM = "slurm"
 BY_SLURM = "slurm:"
+KUBERNETES = "kubernetes"
+BY_KUBERNETES = "kubernetes:"
 SSH_VARIABLE = "MOREH_SSH"
 LINK = "docs/several-machines.md"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -30,15 +32,17 @@ def parse_hosts(given: object, name: str = "hosts") -> tuple[str, ...]:
     """Returns the hosts that an argument or variable names, each as it was written.
 
     Args:
-        given: A list of hosts, a text with commas between them, the path of a file with one in each line, or "slurm",
-            for those of the Slurm job in which this process runs.
+        given: A list of hosts, a text with commas between them, the path of a file with one in each line, or "slurm" or
+            "kubernetes", for those of the job in which this process runs.
         name: What the value was given as, for errors.
 
     Raises:
-        OptionError: It names no host, one twice, or something that is no host; or this process runs in no Slurm job.
+        OptionError: It names no host, one twice, or something that is no host; or this process runs in no such job.
     """
     if given == SLURM:
         return tuple(BY_SLURM + node for node in slurm.nodes(os.environ))
+    if given == KUBERNETES:
+        return tuple(BY_KUBERNETES + pod for pod in kubernetes.pods(os.environ))
     if isinstance(given, str):
         entries = _lines(given) if "," not in given and Path(given).is_file() else given.split(",")
     elif isinstance(given, Sequence) and all(isinstance(entry, str) for entry in given):
@@ -68,7 +72,7 @@ def by_hand(host: str) -> tuple[str, int, str, str]:
 def public_name(host: str) -> str:
     """Returns what a log may say of a host: without the secrets of an agent that was started by hand."""
     if not host.startswith(BY_HAND):
-        return host.removeprefix(BY_SLURM)
+        return host.removeprefix(BY_SLURM).removeprefix(BY_KUBERNETES)
     return host.removeprefix(BY_HAND).partition("/")[0]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moreh_ap.errors import MeshStartError
-from moreh_ap.hosts.host_list import BY_HAND, BY_SLURM, LINK, public_name
+from moreh_ap.hosts.host_list import BY_HAND, BY_KUBERNETES, BY_SLURM, LINK, public_name
 from moreh_ap.hosts.host_report import COMPARED_PACKAGES, HostReport
 
 MOST_CLOCK_DIFFERENCE_S = 10.0
@@ -66,6 +66,9 @@ def unreachable(host: str, reason: str) -> Row:
     if host.startswith(BY_SLURM):
         fix = f"srun --overlap --nodelist={public_name(host)} true"
         return Row(public_name(host), "answer", reason, "a step of the Slurm job", False, fix)
+    if host.startswith(BY_KUBERNETES):
+        fix = f"kubectl describe pods --selector job-name={public_name(host).rpartition('-')[0]}"
+        return Row(public_name(host), "answer", reason, "a pod of the job, with its agent", False, fix)
     return Row(host, "answer", reason, "ssh without a password", False, f"ssh {host} true")
 
 
@@ -146,7 +149,7 @@ def _devices(host: str, report: HostReport, wanted: Wanted) -> Row:
 
 def _on(host: str, command: str) -> str:
     """Returns a line to paste that runs a command on a host."""
-    if host.startswith((BY_HAND, BY_SLURM)):
+    if host.startswith((BY_HAND, BY_KUBERNETES, BY_SLURM)):
         return f"{command}  # on {public_name(host)}"
     return f'ssh {host} "{command}"'
 

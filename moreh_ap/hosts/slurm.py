@@ -1,11 +1,13 @@
 """The hosts of a Slurm job, as a process inside of it sees them.
 
-Decides how they are found out, and how a program is started on one. Must not know which program.
+Decides how they are found out, how a program is started on one, and what a job is asked for. Must not know which
+program.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -58,6 +60,21 @@ def address_of(node: str) -> str:
 def command(node: str, program: Sequence[str]) -> list[str]:
     """Returns the command line that runs a program on a host of the job."""
     return [*_STEP, f"--nodelist={node}", *program]
+
+
+def batch_script(name: str, num_nodes: int, program: Sequence[str], options: Sequence[str] = ()) -> str:
+    """Returns what sbatch is given so that a script runs on the hosts of a job of its own.
+
+    Args:
+        name: The job's name; what it prints is in NAME-JOB.log.
+        num_nodes: Hosts.
+        program: The script's command line. It runs on the first host.
+        options: Further options of sbatch, such as "--partition=gpu"; they outrank those that are written here.
+    """
+    own = ("--exclusive", "--mem=0", f"--output={name}-%j.log")  # all devices, cores and memory of each host
+    wanted = (f"--job-name={name}", f"--nodes={num_nodes}", "--ntasks-per-node=1", *own, *options)
+    lines = "".join(f"#SBATCH {option}\n" for option in wanted)
+    return f"#!/bin/sh\n{lines}export MOREH_HOSTS=slurm\nexec {shlex.join(program)}\n"
 
 
 def _ask(*words: str) -> str:

@@ -1,5 +1,5 @@
-"""How the agent of a host is reached: by ssh, by Slurm, as a process of this machine, or where it was started
-by hand.
+"""How the agent of a host is reached: by ssh, by Slurm, in a Kubernetes job, as a process of this machine, or where
+it was started by hand.
 
 Decides command lines, addresses and environment of what carries the messages, and that a stranger cannot take a host's
 place. Must not know messages.
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, Protocol, cast
 
-from moreh_ap.hosts import slurm
+from moreh_ap.hosts import kubernetes, slurm
 from moreh_ap.hosts.credentials import fingerprint
-from moreh_ap.hosts.host_list import BY_HAND, BY_SLURM, LOCAL_NAMES, SSH_VARIABLE, by_hand
+from moreh_ap.hosts.host_list import BY_HAND, BY_KUBERNETES, BY_SLURM, LOCAL_NAMES, SSH_VARIABLE, by_hand
 from moreh_ap.hosts.reachability import CONNECT_S
 from moreh_ap.hosts.tls_stream import TlsStream
 
@@ -92,7 +92,7 @@ class ProcessWay:
 
 @dataclass
 class TlsWay:
-    """An agent that was started by hand."""
+    """An agent that listens: started by hand, or by Kubernetes."""
 
     stream: TlsStream
     reader: BinaryIO
@@ -120,6 +120,11 @@ def reach(host: str) -> Way:
     if host.startswith(BY_SLURM):
         node = host.removeprefix(BY_SLURM)
         return ProcessWay(slurm.command(node, local_command()), _environment(), slurm.address_of(node))
+    if host.startswith(BY_KUBERNETES):
+        pod = host.removeprefix(BY_KUBERNETES)
+        if pod == kubernetes.own_pod(os.environ):
+            return ProcessWay(local_command(), _environment(), os.environ[kubernetes.ADDRESS_VARIABLE])
+        return _by_hand(kubernetes.line_of(pod, os.environ))
     if host in LOCAL_NAMES:
         return ProcessWay(local_command(), _environment())
     return ProcessWay(ssh_command(host, os.environ.get(SSH_VARIABLE, "ssh")), os.environ)
@@ -156,7 +161,7 @@ def _paths() -> dict[str, str]:
 
 
 def _by_hand(host: str) -> TlsWay:
-    """Connects to an agent that was started by hand, shows it the token, and recognises it by its certificate."""
+    """Connects to an agent that listens, shows it the token, and recognises it by its certificate."""
     address, port, expected, token = by_hand(host)
     plain = socket.create_connection((address, port), timeout=CONNECT_S)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

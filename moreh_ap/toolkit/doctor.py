@@ -44,8 +44,6 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     Raises:
         OptionError: An argument is impossible.
     """
-    if script_arguments:
-        raise OptionError(f"arguments after --: {' '.join(script_arguments)}", "none: no script is run")
     if not arguments.timeout >= _LEAST_TIMEOUT_S:
         raise OptionError(
             f"--timeout {arguments.timeout:g}", f"at least {_LEAST_TIMEOUT_S:g} second", "moreh-ap doctor --timeout 30"

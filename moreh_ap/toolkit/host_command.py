@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import signal
 
 from moreh_ap.errors import OptionError
+from moreh_ap.hosts.credentials import AgentSecret
 from moreh_ap.hosts.host_report import interfaces
 from moreh_ap.runtime.host.host_listener import HostListener
 
@@ -21,6 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="port to listen at (default: any that is free)"
     )
+    parser.add_argument(
+        "--secret", metavar="FOLDER", help="certificate, key and token, as `moreh-ap launch kubernetes` makes them; "
+        "then no line is printed"
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -30,23 +36,32 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     Raises:
         OptionError: An argument is impossible.
     """
-    if script_arguments:
-        raise OptionError(f"arguments after --: {' '.join(script_arguments)}", "none: no script is run")
     address = arguments.address or _only_address()
+    secret = None if arguments.secret is None else _secret_of(arguments.secret)
     try:
-        listener = HostListener(address, arguments.port)
+        listener = HostListener(address, arguments.port, secret)
     except (OSError, ValueError, OverflowError) as error:
         raise OptionError(
             f"--address {address} --port {arguments.port}: {error}",
             f"an address of this machine ({', '.join(_addresses())}) and a free port",
             f"moreh-ap host --address {next(iter(_addresses()), '127.0.0.1')}",
         ) from error
-    print(listener.line, flush=True)
+    print(listener.line if secret is None else f"listening at {address}:{listener.port}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the first process of a container has no other end
     try:
         listener.serve()
     except KeyboardInterrupt:
         listener.close()
     return 0
+
+
+def _secret_of(folder: str) -> AgentSecret:
+    try:
+        return AgentSecret.from_folder(folder)
+    except OSError as error:
+        names = ", ".join(AgentSecret.__match_args__)
+        fix = "moreh-ap launch kubernetes --nodes 2 --image IMAGE -- python train.py  # makes such a secret"
+        raise OptionError(f"--secret {folder}: {error}", f"a folder with the files {names}", fix) from error
 
 
 def _addresses() -> list[str]:

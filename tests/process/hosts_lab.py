@@ -196,13 +196,17 @@ class Lab:
             assert time.monotonic() < deadline_s, log.read_text()
             time.sleep(0.05)
 
-    def start_slurm(self) -> dict[str, str]:
-        """Starts Slurm on all hosts; returns the variables that its programs need."""
+    def name_hosts(self, names: dict[str, str]) -> None:
+        """Has all hosts know the address of each name."""
+        lines = "".join(f"{address} {name}\n" for name, address in names.items())
         for host in ADDRESSES:
             folder = Path("/etc/netns", self.namespace(host))  # `ip netns exec` shows it as /etc/hosts
-            folder.mkdir(parents=True)
-            names = "".join(f"{address} mlab{other}\n" for other, address in ADDRESSES.items())
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{lines}")
+
+    def start_slurm(self) -> dict[str, str]:
+        """Starts Slurm on all hosts; returns the variables that its programs need."""
+        self.name_hosts({f"mlab{host}": address for host, address in ADDRESSES.items()})
         nodes = "".join(f"NodeName=mlab{host} NodeAddr={ADDRESSES[host]} CPUs=2 RealMemory=4000\n" for host in "ab")
         own = self.folder
         (own / "munge.key").write_bytes(os.urandom(1024))

@@ -21,6 +21,8 @@ DISTRIBUTIONS = {
     "jinja2": "nbconvert",
     "monarch": "torchmonarch",
     "tokenizers": "transformers",
+    "kubernetes_validate": "kubernetes-validate",
+    "yaml": "pyyaml",
     "xdist": "pytest-xdist",
 }
 """Distributions that bring a module of another name, of their own or of what they need."""

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from moreh_ap.errors import OptionError
-from moreh_ap.hosts import host_files, host_table, joining_checks, reachability, script_files
+from moreh_ap.hosts import host_files, host_table, joining_checks, kubernetes, reachability, script_files
 from moreh_ap.hosts.certificates import make_credentials
 from moreh_ap.hosts.credentials import Credentials
-from moreh_ap.hosts.host_list import LINK, LOCAL_NAMES, public_name
+from moreh_ap.hosts.host_list import BY_KUBERNETES, LINK, LOCAL_NAMES, public_name
 from moreh_ap.hosts.host_report import look
 from moreh_ap.hosts.joining_checks import Row, Wanted
 from moreh_ap.hosts.ways import reach
@@ -75,7 +75,12 @@ def connect(hosts: Sequence[str], per_host: int | None = None) -> Hosts:
 
     Returns:
         The hosts that have answered, and what was seen of all; `Hosts.rows` says what is not as it has to be.
+
+    Raises:
+        MeshStartError: The pods of a Kubernetes job do not start.
     """
+    pods = [host.removeprefix(BY_KUBERNETES) for host in hosts if host.startswith(BY_KUBERNETES)]
+    kubernetes.await_agents(pods, os.environ)
     deadline_s = time.monotonic() + JOIN_S
     found = Hosts([], [], script_folder=script_folder())
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
-import secrets
 import socket
 import ssl
 import subprocess
@@ -19,8 +18,8 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from moreh_ap.hosts.certificates import make_credentials
-from moreh_ap.hosts.credentials import fingerprint
+from moreh_ap.hosts.certificates import make_agent_secret
+from moreh_ap.hosts.credentials import AgentSecret
 from moreh_ap.hosts.reachability import family
 from moreh_ap.hosts.tls_stream import TlsStream
 from moreh_ap.hosts.ways import local_command
@@ -37,22 +36,23 @@ class HostListener:
     Args:
         address: Address of this host at which the controller and other hosts reach it.
         port: Port; 0: any that is free.
+        secret: By which a script and this agent recognise each other; None: a new one.
 
     Attributes:
+        port: The port.
         line: What a person gives the script.
 
     Raises:
         OSError: No interface has the address, or the port is taken.
     """
 
-    def __init__(self, address: str, port: int = 0) -> None:
-        own = make_credentials([address])[address]
-        self._token = secrets.token_urlsafe(32)
+    def __init__(self, address: str, port: int = 0, secret: AgentSecret | None = None) -> None:
+        own = secret or make_agent_secret()
+        self._token = own.token.strip()
         self._context = _server_context(own.certificate, own.key)
         self._socket = socket.create_server((address, port), family=family(address))
-        host = f"[{address}]" if ":" in address else address
-        printed = fingerprint(ssl.PEM_cert_to_DER_cert(own.certificate))
-        self.line = f"tls://{host}:{self._socket.getsockname()[1]}/{printed}/{self._token}"
+        self.port = int(self._socket.getsockname()[1])
+        self.line = own.line(address, self.port)
         self._busy = threading.Lock()
 
     def serve(self) -> None:

@@ -42,6 +42,12 @@ def test_impossible_arguments_end_with_status_2(arguments, capsys):
     assert "usage: moreh-ap" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["host"], ["doctor"], ["plan", "Llama3-8B", "--devices", "2xH100"]])
+def test_commands_that_run_no_script_take_no_command_line(command, capsys):
+    assert program.main([*command, "--", "python", "train.py"]) == program.USAGE_STATUS
+    assert "arguments after --: python train.py" in capsys.readouterr().err
+
+
 def test_what_follows_two_dashes_is_the_scripts():
     split = program._before_and_after_dashes
     assert split(["verify", "train.py"]) == (["verify", "train.py"], [])

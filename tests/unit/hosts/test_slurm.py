@@ -44,3 +44,10 @@ def test_a_process_outside_of_a_job_and_a_slurm_that_does_not_answer(monkeypatch
     scontrol(monkeypatch, "", 1, "Unable to contact slurm controller")
     with pytest.raises(OptionError, match="Unable to contact"):
         parse_hosts("slurm")
+
+
+def test_options_that_are_given_come_last_and_so_outrank_the_others():
+    lines = slurm.batch_script("train", 4, ["python", "a b.py"], ["--output=mine.log"]).splitlines()
+    asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert "--nodes=4" in asked and asked[-1] == "--output=mine.log" and "--output=train-%j.log" in asked
+    assert lines[-2:] == ["export MOREH_HOSTS=slurm", "exec python 'a b.py'"]
