@@ -1,7 +1,7 @@
-"""Files that the controller sends to a host.
+"""Files that the controller sends to a host, and those that it takes from there.
 
-Decides where such a file lies on the host, and under which path a worker there opens what the controller calls by its
-own path. Must not know which files are sent.
+Decides where such a file lies on the host, and under which path a worker there opens, or writes, what the controller
+calls by its own path. Must not know which files these are.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 FOLDER_VARIABLE = "MOREH_AP_HOST_FILES"
 """Set in workers on other hosts: where sent files lie."""
 
-SCRIPT, DATA = "script", "data"
-"""The two folders below it: modules beside the script, under their own paths; other files, each under `sent_name`."""
+SCRIPT, DATA, WRITTEN = "script", "data", "written"
+"""The folders below it: modules beside the script, under their own paths; other files, each under `sent_name`; what
+workers have written and the controller takes, under the names that it is to have."""
 
 PIECE_BYTES = 4 << 20
 
@@ -27,6 +28,26 @@ def path_here(file: str) -> str:
         return file
     sent = os.path.join(folder, DATA, sent_name(file))
     return sent if os.path.exists(sent) else file
+
+
+def path_to_write(file: str, witness: str) -> str:
+    """Returns where this process writes what the controller is to have as `file`.
+
+    Files that an earlier, interrupted save has left here under this process's name are removed.
+
+    Args:
+        file: The path; what follows the first dash of its name is one process's alone.
+        witness: A file that the controller has made beside it. Who does not see it does not share the folder.
+    """
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder or os.path.exists(witness):
+        return file
+    own = Path(folder, WRITTEN)
+    own.mkdir(mode=0o700, exist_ok=True)
+    name = os.path.basename(file)
+    for earlier in own.glob(f"*-{name.partition('-')[2]}"):
+        earlier.unlink()
+    return str(own / name)
 
 
 def sent_name(file: str) -> str:
@@ -67,9 +88,32 @@ class HostFiles:
             OSError: The disk is full.
             ValueError: The name leads out of the folder.
         """
-        place = self.folder / area / name
-        if area not in (SCRIPT, DATA) or not place.resolve().is_relative_to((self.folder / area).resolve()):
-            raise ValueError(f"{area}/{name} is outside of {self.folder}")
+        place = self._place(area, name, (SCRIPT, DATA))
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(place, "wb" if is_first else "ab") as file:
             file.write(piece)
+
+    def read_piece(self, name: str, start: int) -> bytes:
+        """Returns a piece of a file that a worker has written; empty where it has ended.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: The name leads out of the folder.
+        """
+        with open(self._place(WRITTEN, name, (WRITTEN,)), "rb") as file:
+            file.seek(start)
+            return file.read(PIECE_BYTES)
+
+    def remove(self, name: str) -> None:
+        """Removes a file that a worker has written, if it is there.
+
+        Raises:
+            ValueError: The name leads out of the folder.
+        """
+        self._place(WRITTEN, name, (WRITTEN,)).unlink(missing_ok=True)
+
+    def _place(self, area: str, name: str, allowed: tuple[str, ...]) -> Path:
+        place = self.folder / area / name
+        if area not in allowed or not place.resolve().is_relative_to((self.folder / area).resolve()):
+            raise ValueError(f"{area}/{name} is outside of {self.folder}")
+        return place

@@ -193,6 +193,18 @@ class Launcher:
     def provide(self, files: Sequence[str]) -> None:
         """Has every worker find files that this process can read. Waits where another host lacks one."""
 
+    def take(self, written: Mapping[int, tuple[str, str]]) -> dict[int, str]:
+        """Moves files that workers have written in folders of their hosts alone to this machine.
+
+        Args:
+            written: By rank the path there, and the path here; where that is empty, the file is only removed.
+
+        Returns:
+            The digest of each that has arrived, by rank.
+        """
+        assert not written, "every worker of this machine writes where it is told to"
+        return {}
+
     # -- this machine; `hosts_launcher` has others -----------------------------------------------------------------
 
     def _variables(self) -> Mapping[str, str]:

@@ -21,7 +21,7 @@ import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
@@ -96,7 +96,7 @@ class WorkerGroup:
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; it must be at least 1")
-        self.num_workers, self.device_type = num_workers, device_type
+        self.num_workers, self.device_type, self.shares_memory = num_workers, device_type, shares_memory
         self.num_waits = 0
         self._on_progress: Progress = on_progress or (lambda stage, done, total: None)
         self._lock = threading.Lock()
@@ -198,6 +198,10 @@ class WorkerGroup:
     def provide(self, files: Sequence[str]) -> None:
         """Has every worker find files of this machine that commands will name."""
         self._launcher.provide(files)
+
+    def take(self, written: Mapping[int, tuple[str, str]]) -> dict[int, str]:
+        """Moves files that workers have written on other hosts to this machine; see `Launcher.take`."""
+        return self._launcher.take(written)
 
     def close(self) -> None:
         """Ends all workers at once; what they have not finished is lost. Harmless when repeated."""

@@ -19,6 +19,7 @@ from hosts_lab import ADDRESSES, MISSING, MISSING_FOR_SLURM, Lab, loopback_agent
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLANS = ("replicate=4", "shard=4", "tensor=2,replicate=2", "pipeline=2,replicate=2")
+SAVED_BY = (0, 2)  # of each stage of the last plan, the first replica
 
 pytestmark = pytest.mark.rotating  # one more way to reach hosts, or to end, each; they take a minute each
 
@@ -62,20 +63,25 @@ def test_numbers_of_one_process_by_ssh_with_a_script_and_a_model_that_one_host_l
     folder.mkdir()
     for name in ("several_hosts.py", "several_hosts_model.py"):
         shutil.copy(SCRIPTS / name, folder)
-    results, checkpoint = lab.shared / "results", lab.shared / "checkpoint"
+    results, checkpoint = lab.shared / "results", lab.private / "checkpoint"
     temporary = lab.private / "tmp"
     temporary.mkdir()
     script = folder / "several_hosts.py"
     code, said = lab.run(script, results, checkpoint, *PLANS, cwd=folder, TMPDIR=str(temporary))
     assert code == 0, said
     assert lab.wait_until_empty() == {}
+    kinds = sorted(path.name.partition("-")[2] or path.name for path in checkpoint.iterdir())
+    assert kinds == ["checkpoint.json", *(f"worker{rank}.safetensors" for rank in SAVED_BY)]  # host b does not share it
     alone, more = lab.run(script, lab.shared / "alone", checkpoint, cwd=folder, MOREH_HOSTS="")
     assert alone == 0, more
     found, expected = torch.load(results), torch.load(lab.shared / "alone")
     for plan in PLANS:
         assert_equal_runs(found[plan], expected[""])
     assert_equal_weights(found["loaded"][1], found[PLANS[-1]][1])  # by the workers of all hosts
-    assert_equal_weights(expected["loaded"][1], found[PLANS[-1]][1])  # on one host
+    assert_equal_weights(expected["loaded"][1], found[PLANS[-1]][1])  # in one process
+    code, more = lab.run(script, lab.shared / "one", checkpoint, "load", cwd=folder, MOREH_HOSTS=ADDRESSES["b"])
+    assert code == 0, more
+    assert_equal_weights(torch.load(lab.shared / "one")["loaded"][1], found[PLANS[-1]][1])  # on one host
     sent = [line for line in said.splitlines() if "[info] sent to " in line]
     assert any(f"sent to {ADDRESSES['b']}: {folder}/several_hosts_model.py" in line for line in sent), said
     assert any(line.endswith("bytes)") and ".safetensors" in line for line in sent), said

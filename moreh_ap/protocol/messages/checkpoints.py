@@ -18,11 +18,13 @@ class ReadCheckpoint:
 class WriteCheckpoint:
     """Write state tensors, by their names in the checkpoint, into a file for each worker.
 
-    Its path is ``{path}{rank}.safetensors``. Answers a `WrittenFile`, None if nothing of them counts on this worker.
+    Its path is ``{path}{rank}.safetensors``; where a worker does not see the file `witness`, one of that name in a
+    folder of its host. Answers a `WrittenFile`, None if nothing of them counts on this worker.
     """
 
     path: str
     tensors: dict[str, StateRef]
+    witness: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ their workers do.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import queue
 import threading
@@ -112,6 +113,41 @@ class HostConnection:
         if error:
             raise OSError(f"{self.name}: {error}")
         return total
+
+    def take_file(self, name: str, path: str) -> str:
+        """Moves what a worker there has written to this machine, piece by piece, and returns its digest.
+
+        Args:
+            name: Its name there.
+            path: The new file here, which is on the disk when this returns.
+
+        Raises:
+            HostLostError: The agent has ended.
+            OSError: The file cannot be read there, or not be written here.
+        """
+        found, start = hashlib.sha256(), 0
+        with open(path, "xb") as file:
+            while True:
+                answer = self.ask("piece", _LONGEST_TRANSFER_S, name=name, start=start)
+                if answer.values["error"]:
+                    raise OSError(f"{self.name}: {answer.values['error']}")
+                if not answer.payload:
+                    break
+                file.write(answer.payload)
+                found.update(answer.payload)
+                start += len(answer.payload)
+            file.flush()
+            os.fsync(file.fileno())
+        self.remove_file(name)
+        return found.hexdigest()
+
+    def remove_file(self, name: str) -> None:
+        """Removes what a worker there has written.
+
+        Raises:
+            HostLostError: The agent has ended.
+        """
+        self.send("remove", name=name)
 
     def lost(self) -> str | None:
         """Returns why the host cannot be used any longer, None while it can."""

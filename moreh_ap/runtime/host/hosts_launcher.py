@@ -172,6 +172,24 @@ class HostsLauncher(Launcher):
 
         on_all(self._connections, to)
 
+    def take(self, written: Mapping[int, tuple[str, str]]) -> dict[int, str]:
+        def from_host(one: HostConnection) -> list[tuple[int, str]]:
+            digests = []
+            for rank, (there, here) in written.items():
+                if self._host(rank) is not one:
+                    continue
+                name = os.path.basename(there)
+                try:
+                    if here:
+                        digests.append((rank, one.take_file(name, here)))
+                    else:
+                        one.remove_file(name)
+                except HostLostError as error:
+                    raise WorkerLostError(f"The host {one.name} is lost, and what it has saved: {error}") from error
+            return digests
+
+        return dict(found for digests in on_all(self._connections, from_host) for found in digests)
+
     # -- what differs from one machine -----------------------------------------------------------------------------
 
     def _stop_timeout_s(self) -> float:

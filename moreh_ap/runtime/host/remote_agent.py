@@ -102,6 +102,11 @@ class RemoteAgent:
             threading.Thread(target=self._look_through, args=(values["path"],), daemon=True).start()
         elif kind == "file":
             self._take(message)
+        elif kind == "piece":
+            self._give(values["name"], values["start"])
+        elif kind == "remove":
+            with contextlib.suppress(OSError, ValueError):  # the folder goes with this process anyway
+                self._files.remove(values["name"])
 
     def _answer(self, kind: str, values: Mapping[str, Any]) -> None:
         self._tell(kind, **values)
@@ -138,6 +143,15 @@ class RemoteAgent:
             error = str(failure)
         if error or values["is_last"]:
             self._answer("file", {"error": error})
+
+    def _give(self, name: str, start: int) -> None:
+        """Answers with a piece of what a worker has written: one at a time is in memory, here and there."""
+        piece, error = b"", ""
+        try:
+            piece = self._files.read_piece(name, start)
+        except (OSError, ValueError) as failure:
+            error = str(failure)
+        self._tell("piece", piece, error=error)
 
     # -- serving ---------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from moreh_ap.version import __version__
 
 VERSION = 1
 _JSON = "checkpoint.json"
-_OURS = re.compile(r"[0-9a-f]{8}-(controller|worker\d+)\.safetensors|checkpoint\.json\.[0-9a-f]{8}")
+_OURS = re.compile(r"[0-9a-f]{8}-((controller|worker\d+)\.safetensors|witness)|checkpoint\.json\.[0-9a-f]{8}")
 
 FilesToCheck = tuple[tuple[str, int, "str | None"], ...]
 """Path, size in bytes and checksum of files; without a checksum only the size is looked at."""
@@ -148,6 +148,15 @@ class NewCheckpoint:
     def path(self, writer: str) -> str:
         """Returns the prefix of the file paths of `writer` ("controller", "worker")."""
         return os.path.join(self._folder, f"{self._id}-{writer}")
+
+    def make_witness(self) -> str:
+        """Makes an empty file in the folder, which goes when the save ends, and returns its path.
+
+        Who sees it shares the folder, whatever else may be called the same elsewhere.
+        """
+        path = self.path("witness")
+        with open(path, "xb"):
+            return path
 
     def write(self, write_files: Callable[[], Sequence[WrittenFile]], tensors: dict[str, Tensor], content: Any) -> None:
         """Writes data files and makes them the checkpoint. If anything fails, the folder stays what it was.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from moreh_ap.parallelizer.state.checkpoint_shards import Box, WrittenFile, chec
 from moreh_ap.parallelizer.state.loading import Wanted, read
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef
+from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.checkpoint.checkpoint_folder import Checkpoint, NewCheckpoint, problems_of, some, unknown
 from moreh_ap.session.checkpoint.checkpoint_optimizer import check_groups, describe_optimizer, load_optimizer
 from moreh_ap.session.checkpoint.checkpoint_values import Encoder, decode
@@ -167,18 +168,36 @@ def _write_files(new: NewCheckpoint, tensors: dict[str, Tensor]) -> list[Written
             on_workers[value.owner.session][name] = value.ref
         else:
             boxes.append(Box.of(name, tensor, _reader(tensor)))
-    writing = [session.outbox.submit(WriteCheckpoint(new.path("worker"), refs)) for session, refs in on_workers.items()]
+    witness = "" if all(session.workers.shares_memory for session in on_workers) else new.make_witness()
+    path = new.path("worker")
+    writing = {
+        session: session.outbox.submit(WriteCheckpoint(path, refs, witness)) for session, refs in on_workers.items()
+    }
     files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
-    for posted in writing:
-        files += posted.result()
-    return [_looked_for(file) for file in files if file is not None]
+    for session, posted in writing.items():
+        files += _taken(session.workers, posted.result(), path)
+    return [file for file in files if file is not None]
 
 
-def _looked_for(file: WrittenFile) -> WrittenFile:
-    """Returns what a worker wrote, as a failure if this process does not see it: it is on another host's disk."""
-    if file.failure or os.path.exists(file.path):
-        return file
-    return replace(file, failure="its host does not share this folder: save into one that all hosts share")
+def _taken(workers: WorkerGroup, files: Sequence[WrittenFile | None], path: str) -> list[WrittenFile | None]:
+    """Returns what workers wrote once all of it is in the checkpoint's folder: files of hosts that do not share it are
+    moved here, piece by piece."""
+    wanted = {rank: f"{path}{rank}.safetensors" for rank in range(len(files))}
+    elsewhere = {rank: file for rank, file in enumerate(files) if file is not None and file.path != wanted[rank]}
+    if not elsewhere:
+        return list(files)
+    digests = workers.take(
+        {rank: (file.path, "" if file.failure else wanted[rank]) for rank, file in elsewhere.items()}
+    )
+    taken = list(files)
+    for rank, file in elsewhere.items():
+        if file.failure:  # of a host: the path alone would not say so
+            taken[rank] = replace(file, failure=f"on the host of worker {rank}: {file.failure}")
+        elif digests[rank] != file.sha256:
+            taken[rank] = replace(file, failure=f"it is not what worker {rank} wrote on its host: the checksum differs")
+        else:
+            taken[rank] = replace(file, path=wanted[rank])
+    return taken
 
 
 def _reader(tensor: Tensor) -> Callable[[], Tensor]:

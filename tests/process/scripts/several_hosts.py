@@ -1,6 +1,6 @@
 """Trains a small Llama under one plan after the other on the hosts of MOREH_HOSTS; without plans in this process alone.
 
-usage: several_hosts.py RESULTS CHECKPOINT [PLAN...]
+usage: several_hosts.py RESULTS CHECKPOINT [PLAN... | load]
 """
 
 import sys
@@ -47,6 +47,12 @@ def main(results, checkpoint, *plans):
         torch.save(found, results)
         return
     torch.moreh.option.enable_advanced_parallelization(devices=2)
+    if plans == ("load",):
+        model = small_llama().to("cuda")
+        moreh_ap.load(checkpoint, model=model)
+        model(torch.zeros(4, LENGTH, dtype=torch.long).to("cuda"))  # by the workers
+        torch.save({"loaded": ([], weights(model))}, results)
+        return
     torch.moreh.option.enable_advanced_parallelization(devices=4)  # other workers, on the same hosts
     session, found = device.current().session, {}
     for plan in plans:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moreh_ap.hosts.host_files import path_to_write
 from moreh_ap.parallelizer.state.checkpoint_shards import WrittenFile, boxes_of, problem_with, write_file
 from moreh_ap.parallelizer.state.loading import Wanted, read
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
@@ -29,7 +30,8 @@ class CheckpointCommands:
     def _write(self, command: WriteCheckpoint) -> WrittenFile | None:
         self._tables.device.synchronize()  # copies to host memory may be on their way
         boxes = boxes_of({name: self._tables.state(ref, fetch=False) for name, ref in command.tensors.items()})
-        return write_file(f"{command.path}{self._tables.rank}.safetensors", boxes)
+        path = f"{command.path}{self._tables.rank}.safetensors"
+        return write_file(path_to_write(path, command.witness) if command.witness else path, boxes)
 
     def _check(self, command: CheckFiles) -> dict[str, str]:
         own = command.files[self._tables.rank :: self._tables.world_size]

@@ -1,0 +1,72 @@
+"""What the controller takes from a host."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from moreh_ap.hosts.channel import Channel
+from moreh_ap.hosts.host_files import WRITTEN, HostFiles, digest
+from moreh_ap.runtime.host.host_connection import HostConnection
+
+
+class Way:
+    """Streams to an agent that only gives files."""
+
+    address = "10.0.0.2"
+
+    def __init__(self, folder: Path) -> None:
+        self._ends = socket.socketpair()
+        self.reader, self.writer = (self._ends[0].makefile(mode) for mode in ("rb", "wb"))
+        self.channel = Channel(*(self._ends[1].makefile(mode) for mode in ("rb", "wb")))
+        self.files, self.asked = HostFiles(folder), []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while (message := self.channel.receive()) is not None:
+            if message.kind == "piece":
+                self.asked.append(message.values["start"])
+                piece, error = b"", ""
+                try:
+                    piece = self.files.read_piece(message.values["name"], message.values["start"])
+                except OSError as failure:
+                    error = str(failure)
+                self.channel.send("piece", piece, error=error)
+            elif message.kind == "remove":
+                self.files.remove(message.values["name"])
+
+    def last_words(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def way(tmp_path, monkeypatch):
+    monkeypatch.setattr("moreh_ap.hosts.host_files.PIECE_BYTES", 4)
+    made = Way(tmp_path / "there")
+    (tmp_path / "there" / WRITTEN).mkdir(parents=True)
+    return made
+
+
+def test_a_file_is_taken_one_piece_after_the_other_and_is_gone_there(way, tmp_path):
+    there, here = tmp_path / "there" / WRITTEN / "1-worker2.safetensors", tmp_path / "here"
+    there.write_bytes(b"0123456789")
+    connection = HostConnection("node2", way)
+    assert connection.take_file(there.name, str(here)) == digest(str(here))
+    assert here.read_bytes() == b"0123456789" and way.asked == [0, 4, 8, 10]
+    with pytest.raises(OSError, match="No such file"):
+        connection.take_file(there.name, str(tmp_path / "again"))
+    connection.end()
+
+
+def test_what_cannot_be_read_there_names_the_host(way, tmp_path):
+    connection = HostConnection("node2", way)
+    with pytest.raises(OSError, match=r"node2: .*No such file"):
+        connection.take_file("1-worker2.safetensors", str(tmp_path / "here"))
+    connection.end()
