@@ -16,6 +16,7 @@ from user_script import UserScript
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NEEDS = {
+    "accelerate_loop.py": "sentence_transformers",
     "bitsandbytes_optimizers.py": "bitsandbytes",
     "diffusers_unet.py": "diffusers",
     "fastai_tabular.py": "fastai",
@@ -27,11 +28,13 @@ NEEDS = {
     "keras_functional.py": "keras",
     "keras_loop.py": "keras",
     "lightning_fabric.py": "lightning",
+    "lightning_gan.py": "lightning",
     "lightning_trainer.py": "lightning",
-    "masked_language_model.py": "sentence_transformers",  # transformers alone would do: it runs in that group
+    "masked_language_model.py": "sentence_transformers",
     "metric_learning.py": "pytorch_metric_learning",
     "monai_unet.py": "monai",
     "open_clip_contrastive.py": "open_clip",
+    "peft_adapters.py": "sentence_transformers",
     "pyro_vae.py": "pyro",
     "sentence_fit.py": "sentence_transformers",
     "sentence_pairs.py": "sentence_transformers",
@@ -40,16 +43,22 @@ NEEDS = {
     "speech_wav2vec2.py": "sentence_transformers",
     "speech_whisper.py": "sentence_transformers",
     "stable_baselines.py": "stable_baselines3",
+    "stable_baselines_continuous.py": "stable_baselines3",
     "timm_resnet.py": "timm",
+    "timm_vit.py": "timm",
     "torchao_optimizers.py": "torchao",
     "torchao_training.py": "torchao",
     "torchrl_ppo.py": "torchrl",
     "torchrl_sac.py": "torchrl",
     "torchvision_detection.py": "timm",
+    "torchvision_one_stage.py": "timm",
     "torchvision_segmentation.py": "timm",
+    "transformers_clip.py": "sentence_transformers",
+    "transformers_t5.py": "sentence_transformers",
+    "transformers_vit.py": "sentence_transformers",
     "ultralytics_yolo.py": "ultralytics",
 }
-"""What each script imports beside what this package needs."""
+"""What each script imports beside what this package needs; those of transformers, PEFT, Accelerate are in its group."""
 
 WHOLE = {
     "graph_nodes.py": "one graph has no rows that are independent",
@@ -72,9 +81,10 @@ def test_every_quick_start_is_listed():
 def test_a_quick_start_prints_what_it_prints_without_the_line(script, tmp_path):
     strict = {} if script in WHOLE else {"MOREH_STRICT": "1"}
     path = SCRIPTS / script
-    with UserScript(path, cwd=tmp_path) as reference, UserScript(
-        path, "--ap", cwd=tmp_path, MOREH_NUM_DEVICES="2", **strict
-    ) as ours:
+    with (
+        UserScript(path, cwd=tmp_path) as reference,
+        UserScript(path, "--ap", cwd=tmp_path, MOREH_NUM_DEVICES="2", **strict) as ours,
+    ):
         expected, printed = (_losses(one.succeed(TIMEOUT_S)) for one in (reference, ours))
     assert len(expected) > 1, "the quick start prints losses or metrics"
     assert_same(printed, expected)
