@@ -78,6 +78,14 @@ class Place(NamedTuple):
     num_bytes: int
 
 
+class SentPlace(NamedTuple):
+    """Where in the memory of a host a value will lie, once the host has received the value of this number."""
+
+    start: int
+    num_bytes: int
+    number: int
+
+
 class Packed(NamedTuple):
     """One object on its way: the pickle, its array buffers, and the `bytes` objects that were left outside it.
 
@@ -85,7 +93,7 @@ class Packed(NamedTuple):
     """
 
     pickle: bytes
-    buffers: tuple[bytes | memoryview | Place, ...] = ()
+    buffers: tuple[bytes | memoryview | Place | SentPlace, ...] = ()
     aside: tuple[bytes, ...] = ()
 
 

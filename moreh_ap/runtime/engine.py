@@ -86,6 +86,12 @@ class WatchActor(ma.Actor):
         return None if trouble is None else (trouble.number, trouble.epoch, _to_wire(trouble.answer))
 
 
+    @ma.endpoint(instrument=False)
+    def keep(self, number: int, start: int, value: bytes) -> None:
+        """Keeps a value for all workers of the host."""
+        _side.keep(number, start, value)
+
+
 class Pending(Generic[T]):
     """Answers that are on their way.
 
@@ -170,6 +176,10 @@ class Engine:
             each.execute.call_one(number, epoch, tuple(own)) for each, own in zip(self._each, command, strict=True)
         ]
         return Pending(futures, _from_wire)
+
+    def keep(self, host: int, number: int, start: int, value: bytes) -> None:
+        """Sends one worker of a host a value that all of its workers are to find. Does not wait."""
+        self._each_watch[host * (self._num_workers // self._num_hosts)].keep.broadcast(number, start, value)
 
     def trouble(self, rank: int) -> Pending[Trouble | None]:
         """Asks worker `rank`, busy or not, for its last failure."""

@@ -23,6 +23,7 @@ from moreh_ap.runtime.child_process import Child, RemoteChild
 from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.host import warm_client
 from moreh_ap.runtime.host.agent_process import AgentProcess, is_needed
+from moreh_ap.runtime.shared_memory import SharedMemory
 from moreh_ap.runtime.worker.actor import Answer, WorkerSpec
 from moreh_ap.runtime.worker_output import WorkerOutput
 
@@ -204,6 +205,9 @@ class Launcher:
         """
         assert not written, "every worker of this machine writes where it is told to"
         return {}
+
+    def share(self, memory: SharedMemory) -> None:
+        """Tells the memory for large values how workers on other hosts get them. Called once workers have joined."""
 
     # -- this machine; `hosts_launcher` has others -----------------------------------------------------------------
 

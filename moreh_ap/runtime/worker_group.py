@@ -72,7 +72,7 @@ class WorkerGroup:
         collective_timeout_s: how long a collective may wait for its peers.
         visible_devices: what CUDA_VISIBLE_DEVICES was when the devices were counted; None: what it is now.
         make_launcher: returns what starts the processes; None: the launcher that starts them on this machine.
-        shares_memory: whether it does, so that they may read large values from this process's memory.
+        shares_memory: whether it does, so that they may read large values from this process's memory at once.
 
     Attributes:
         num_workers: how many.
@@ -172,7 +172,7 @@ class WorkerGroup:
         """Like `submit`, with one command a worker, in rank order."""
         if len(commands) != self.num_workers:
             raise ValueError(f"{len(commands)} commands for {self.num_workers} workers")
-        return self._submit(lambda: [self._packed(command) for command in commands], recoverable)
+        return self._submit(lambda: [self._packed(command, rank) for rank, command in enumerate(commands)], recoverable)
 
     def drain(self) -> None:
         """Waits until every command submitted so far is done.
@@ -273,11 +273,11 @@ class WorkerGroup:
         self.check()
         raise stopped_error(self._stopped)
 
-    def _packed(self, command: object) -> Packed:
+    def _packed(self, command: object, rank: int | None = None) -> Packed:
         """Returns a command as it is sent; it leaves large values out of the pickle by itself (`TensorData`)."""
         buffers: list[pickle.PickleBuffer] = []
         content = pickle.dumps(command, protocol=5, buffer_callback=buffers.append)
-        return Packed(content, self._shared_memory.store(buffers) if buffers else ())
+        return Packed(content, self._shared_memory.store(buffers, rank) if buffers else ())
 
     def _send(self, command: _Command) -> None:
         """Sends a command, or keeps it until there are workers. The caller holds the lock: order is what it is for."""
@@ -318,6 +318,7 @@ class WorkerGroup:
             engine, receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self._is_stopped)
         with self._lock:
             self._engine = engine
+            self._launcher.share(self._shared_memory)
             for command in self._unsent:
                 self._send(command)
             self._unsent.clear()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from moreh_ap.patching import Patches, PatchGroup
-from moreh_ap.protocol.encoding import Packed, Place
+from moreh_ap.protocol.encoding import Packed, Place, SentPlace
 from moreh_ap.protocol.messages.stream import Batch
 from moreh_ap.protocol.messages.traces import words
 from moreh_ap.runtime.future import Reply
@@ -157,7 +157,8 @@ class _Inside(threading.local):
 
 def _num_bytes(packed: Packed) -> int:
     values = (*packed.buffers, *packed.aside)
-    return len(packed.pickle) + sum(one.num_bytes if isinstance(one, Place) else len(one) for one in values)
+    places = (Place, SentPlace)
+    return len(packed.pickle) + sum(one.num_bytes if isinstance(one, places) else len(one) for one in values)
 
 
 def _shortly(kinds: list[str]) -> str:

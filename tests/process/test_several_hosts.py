@@ -7,6 +7,7 @@ started by hand on loopback, and only the tests that need no more.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -121,6 +122,16 @@ def test_numbers_of_one_process_inside_of_a_slurm_job(lab):
     assert_equal_runs(torch.load(results)[plan], torch.load(lab.shared / "slurm-alone")[""])
     code, said = lab.run("-m", "moreh_ap.cli.main", "doctor", "--hosts", "slurm", **slurm)
     assert code == 2 and "this process runs in no Slurm job" in said
+
+
+@needs_lab
+def test_a_large_batch_travels_once_to_each_host(lab):
+    code, said = lab.run(SCRIPTS / "several_hosts_bytes.py")
+    assert code == 0 and "done" in said, said
+    counts = [(int(sent), int(size)) for sent, size in re.findall(r"sent (\d+) of (\d+)", said)]
+    assert len(counts) == 3
+    for sent, size in counts:
+        assert 2 * size < sent < 2.1 * size, "two hosts; each worker of the first would make it three"
 
 
 @needs_lab

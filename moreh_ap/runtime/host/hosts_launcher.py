@@ -27,6 +27,7 @@ from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 from moreh_ap.runtime.host.host_joining import Hosts, RunCredentials, join, on_all
 from moreh_ap.runtime.host.store_server import StoreServer
 from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
+from moreh_ap.runtime.shared_memory import SharedMemory
 from moreh_ap.runtime.worker.actor import WorkerSpec
 
 _ASK_S = 60.0
@@ -118,6 +119,7 @@ class _Serving:
     streams: Mapping[str, Sequence[int]]
     store: str
     files: str
+    memory_fd: int
 
 
 class HostsLauncher(Launcher):
@@ -189,6 +191,10 @@ class HostsLauncher(Launcher):
             return digests
 
         return dict(found for digests in on_all(self._connections, from_host) for found in digests)
+
+    def share(self, memory: SharedMemory) -> None:
+        assert self.engine is not None, "workers have joined"
+        memory.carry_by(self.engine.keep, len(self._connections), self._per_host)
 
     # -- what differs from one machine -----------------------------------------------------------------------------
 
@@ -282,8 +288,10 @@ class HostsLauncher(Launcher):
         }
 
     def _spec(self, rank: int) -> WorkerSpec:
-        store = self._served[self._host(rank).host].store
-        return replace(super()._spec(rank), shared_memory_fd=-1, store_path=store, store_class=_STORE)
+        serving = self._served[self._host(rank).host]
+        return replace(
+            super()._spec(rank), shared_memory_fd=serving.memory_fd, store_path=serving.store, store_class=_STORE
+        )
 
     def _read_pids(self) -> None:
         """Does nothing: agents tell them."""

@@ -27,6 +27,7 @@ from moreh_ap.runtime.host import agent
 from moreh_ap.runtime.host.agent_output import WorkerPipes
 from moreh_ap.runtime.host.private_sockets import run_folder
 from moreh_ap.runtime.host.store_relay import StoreRelay
+from moreh_ap.runtime.shared_memory import make_host_memory
 
 ALIVE_S = 5.0
 """How often either side says that it lives."""
@@ -53,6 +54,7 @@ class RemoteAgent:
         self._store: StoreRelay | None = None
         self._probe: reachability.Probe | None = None
         self._address = ""
+        self._memory_fd = -1
         self._heard_s = time.monotonic()
 
     def run(self) -> None:
@@ -162,6 +164,7 @@ class RemoteAgent:
         with contextlib.suppress(OSError):  # it is not on this host
             os.chdir(values["working_folder"])
         self._pipes = WorkerPipes(values["ranks"], self._tell)
+        self._memory_fd = make_host_memory()
         self._store = StoreRelay(self._folder, self._tell)
         os.environ.update(engine_variables.of_worker())
         os.environ["HYPERACTOR_MESH_ORPHAN_TIMEOUT"] = ORPHAN_TIMEOUT
@@ -179,6 +182,7 @@ class RemoteAgent:
             streams={str(rank): pair for rank, pair in self._pipes.streams.items()},
             store=self._store.path,
             files=str(self._files.folder),
+            memory_fd=self._memory_fd,
         )
 
     # -- the end ---------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class WorkerSpec:
 
 
 class WorkerSide:
-    """Executes commands. All methods but `trouble` are called by one thread, which also joins the process group."""
+    """Executes commands. One thread calls all methods but `trouble` and `keep`, and joins the process group, too."""
 
     def __init__(self) -> None:
         self._spec: WorkerSpec | None = None
@@ -115,6 +115,11 @@ class WorkerSide:
         """Returns the last failure. Any thread may ask, also while a command hangs: this is how the controller learns
         why the others wait for this worker."""
         return self._trouble
+
+    def keep(self, number: int, start: int, value: bytes) -> None:
+        """Keeps a value for all workers of this host, before commands that name it can read it."""
+        assert self._shared_memory is not None, "values are sent after all have joined"
+        self._shared_memory.keep(number, start, value)
 
     def _fail(self, number: int, epoch: int, error: BaseException) -> Answer:
         assert self._spec is not None, "set before anything can fail"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Packed, Place, unpack
+from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Packed, Place, SentPlace, unpack
 from moreh_ap.protocol.messages.tensors import TensorData
 from moreh_ap.runtime import shared_memory
 from moreh_ap.runtime.shared_memory import SharedMemory, SharedMemoryReader
@@ -100,3 +101,110 @@ def test_nothing_is_written_once_it_is_closed(tmp_path):
             os.dup2(file.fileno(), descriptor)
         assert not places(pack(closed, [data(1.0)]))
         assert file.seek(0, os.SEEK_END) == 0
+
+
+class Hosts:
+    """Two hosts with two workers each; what is sent to them waits until it is delivered."""
+
+    def __init__(self):
+        self.descriptors = [shared_memory.make_host_memory() for _ in range(2)]
+        self.keepers = [SharedMemoryReader(descriptor) for descriptor in self.descriptors]
+        self.sent = []
+        self.memory = SharedMemory(is_shared=False)
+
+    def carry(self, host, number, start, value):
+        self.sent.append((host, number, start, value))
+
+    def deliver(self, index=0):
+        host, *value = self.sent.pop(index)
+        self.keepers[host].keep(*value)
+
+    def read(self, host, packed):
+        with SharedMemoryReader(self.descriptors[host]).values(packed.buffers) as buffers:
+            return unpack(packed._replace(buffers=buffers)).tensor().clone()
+
+    def read_later(self, host, packed):
+        """Returns a thread that reads, and where what it has read will be."""
+        found = []
+        thread = threading.Thread(target=lambda: found.append(self.read(host, packed)), daemon=True)
+        thread.start()
+        return thread, found
+
+
+@pytest.fixture
+def hosts():
+    made = Hosts()
+    made.memory.carry_by(made.carry, num_hosts=2, per_host=2)
+    yield made
+    if made.memory.descriptor >= 0:
+        made.memory.close()
+    for descriptor in made.descriptors:
+        os.close(descriptor)
+
+
+def test_values_travel_in_the_command_until_hosts_are_there():
+    memory = SharedMemory(is_shared=False)
+    assert not places(pack(memory, data(1.0)))
+    memory.close()
+
+
+def test_a_value_is_sent_once_to_each_host_and_read_by_all_of_its_workers(hosts):
+    packed = pack(hosts.memory, data(1.5))
+    assert [(host, len(value)) for host, _, _, value in hosts.sent] == [(0, 4 * NUM_ROWS), (1, 4 * NUM_ROWS)]
+    (place,) = packed.buffers
+    assert isinstance(place, SentPlace) and len(packed.pickle) < 1000
+    for _ in range(2):
+        hosts.deliver()
+    for host in (0, 0, 1, 1):
+        assert torch.equal(hosts.read(host, packed), torch.full((NUM_ROWS,), 1.5))
+
+
+def test_what_one_worker_gets_is_sent_to_its_host_alone(hosts):
+    buffers: list[pickle.PickleBuffer] = []
+    pickle.dumps(data(1.0), protocol=5, buffer_callback=buffers.append)
+    hosts.memory.store(buffers, rank=2)
+    assert [host for host, *_ in hosts.sent] == [1]
+
+
+def test_a_worker_waits_for_its_value_in_whatever_order_values_arrive(hosts):
+    first, second = pack(hosts.memory, data(1.0)), pack(hosts.memory, data(2.0))
+    thread, found = hosts.read_later(0, first)
+    hosts.deliver(2)  # the second value, at host 0
+    assert torch.equal(hosts.read(0, second), torch.full((NUM_ROWS,), 2.0))
+    thread.join(0.05)
+    assert not found
+    hosts.deliver(0)
+    thread.join(5)
+    assert torch.equal(found[0], torch.full((NUM_ROWS,), 1.0))
+
+
+def test_a_place_that_is_used_again_has_not_the_earlier_value(hosts):
+    first = pack(hosts.memory, data(1.0))
+    hosts.deliver()
+    hosts.memory.release(first.buffers)
+    hosts.sent.clear()
+    again = pack(hosts.memory, data(2.0))
+    assert again.buffers[0].start == first.buffers[0].start
+    thread, found = hosts.read_later(0, again)
+    thread.join(0.05)
+    assert not found
+    hosts.deliver()
+    thread.join(5)
+    assert torch.equal(found[0], torch.full((NUM_ROWS,), 2.0))
+
+
+def test_a_host_without_memory_is_an_error_where_the_value_is_read(hosts, monkeypatch):
+    packed = pack(hosts.memory, data(1.0))
+
+    def pwrite(*unused):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    hosts.deliver()
+    with pytest.raises(MemoryError, match="no memory left"):
+        hosts.read(0, packed)
+
+
+def test_no_value_is_sent_once_it_is_closed(hosts):
+    hosts.memory.close()
+    assert not places(pack(hosts.memory, data(1.0))) and not hosts.sent
