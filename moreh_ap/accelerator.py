@@ -82,6 +82,9 @@ class Accelerator:
 
         job = Job(taken.current, taken.model, device_type, num_used, *shares(num_used))
 
+        if pool is not None:
+            pool.on_usage = job.has_remote_workers
+
         self.state = state = StateMachine(AcceleratorState.STARTING)
 
         def start_workers(count: int) -> WorkerGroup:

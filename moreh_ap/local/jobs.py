@@ -39,6 +39,29 @@ class Process:
 
 
 @dataclass(frozen=True)
+class RemoteWorker:
+    """A worker on another host, as its agent has said last.
+
+    Attributes:
+        rank: Its number in the job.
+        host: The host, as a log may name it.
+        pid: Its process there.
+        used_bytes: Memory of its process; None for a GPU, which the agent does not read.
+        total_bytes: Its part of the host's memory; 0 for a GPU.
+        busy: How many cores it kept busy; None if not known.
+        share: How many cores, or GPUs, it may use.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    used_bytes: int | None
+    total_bytes: int
+    busy: float | None
+    share: float
+
+
+@dataclass(frozen=True)
 class JobEntry:
     """One process and the devices it has taken.
 
@@ -55,6 +78,7 @@ class JobEntry:
         model: Class of the model, empty before its first call.
         plan: Its plan, as text.
         device_ids: Which GPU each worker has, as CUDA_VISIBLE_DEVICES names it; none for CPU workers.
+        remote_workers: Workers on other hosts, which no process of this machine stands for.
     """
 
     job_id: str
@@ -69,6 +93,7 @@ class JobEntry:
     model: str = ""
     plan: str = ""
     device_ids: tuple[str, ...] = ()
+    remote_workers: tuple[RemoteWorker, ...] = ()
 
     def is_alive(self) -> bool:
         """Returns whether any of its processes still runs."""
@@ -118,11 +143,17 @@ class Job:
 
     def has_devices(self, devices: int, threads_per_worker: int, device_ids: tuple[str, ...]) -> None:
         """Notes which devices the workers have that are starting; arguments as for the class."""
-        self._change(devices=devices, threads_per_worker=threads_per_worker, device_ids=device_ids, workers=())
+        self._change(
+            devices=devices, threads_per_worker=threads_per_worker, device_ids=device_ids, workers=(), remote_workers=()
+        )
 
     def has_workers(self, pids: Sequence[int]) -> None:
         """Notes the worker processes, in rank order."""
         self._change(workers=tuple(Process(pid, start_of(pid)) for pid in pids))
+
+    def has_remote_workers(self, workers: Sequence[RemoteWorker]) -> None:
+        """Notes what workers on other hosts use."""
+        self._change(remote_workers=tuple(workers))
 
     def has_model(self, model: str, plan: str) -> None:
         """Notes the model called last for the first time, and its plan."""
@@ -187,6 +218,7 @@ def _read(path: Path) -> JobEntry | None:
                 "process": Process(**values["process"]),
                 "device_ids": tuple(values.get("device_ids", ())),
                 "workers": tuple(Process(**worker) for worker in values["workers"]),
+                "remote_workers": tuple(RemoteWorker(**worker) for worker in values.get("remote_workers", ())),
             }
         )
     except (OSError, ValueError, TypeError, KeyError):

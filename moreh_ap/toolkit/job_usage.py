@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from moreh_ap import accelerator_models
-from moreh_ap.local.jobs import JobEntry, Process, running_jobs
+from moreh_ap.local.jobs import JobEntry, Process, RemoteWorker, running_jobs
 from moreh_ap.toolkit.machine_inventory import Gpu, MachineInventory, look
 
 SAMPLE_S = 0.3
@@ -35,6 +35,7 @@ class WorkerState:
         busy: How many devices, or cores, it kept busy; None if it cannot be read.
         share: How many devices, or cores, it may use.
         gpu: Readings of its GPU.
+        host: The machine on which it is; empty: this one.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class WorkerState:
     busy: float | None
     share: float
     gpu: Gpu | None = None
+    host: str = ""
 
     @property
     def utilization(self) -> float | None:
@@ -87,15 +89,24 @@ class Snapshot:
 
     def total_bytes(self, workers: Sequence[WorkerState]) -> int:
         """Returns the memory of these workers' devices, each counted once, and never more than there is."""
-        found = sum({worker.device: worker.total_bytes for worker in workers}.values())
-        return found if self.machine.gpus else min(found, self.machine.supply.memory_bytes)
+        here, elsewhere = _here_and_elsewhere(workers)
+        found = sum({worker.device: worker.total_bytes for worker in here}.values())
+        of_hosts = sum(worker.total_bytes for worker in elsewhere)
+        return of_hosts + (found if self.machine.gpus else min(found, self.machine.supply.memory_bytes))
 
     def utilization(self, workers: Sequence[WorkerState]) -> float | None:
         """Returns per cent of the devices, or cores, that these workers may use together."""
         if any(worker.busy is None for worker in workers) or not workers:
             return None
-        share = min(float(self.machine.supply.num_devices), sum(worker.share for worker in workers))
+        here, elsewhere = _here_and_elsewhere(workers)
+        share = min(float(self.machine.supply.num_devices), sum(worker.share for worker in here))
+        share += sum(worker.share for worker in elsewhere)
         return min(100.0, 100.0 * sum(worker.busy or 0.0 for worker in workers) / share)
+
+
+def _here_and_elsewhere(workers: Sequence[WorkerState]) -> tuple[list[WorkerState], list[WorkerState]]:
+    """Returns workers of this machine and those of others, of which every one has devices of its own."""
+    return [one for one in workers if not one.host], [one for one in workers if one.host]
 
 
 def used_bytes(workers: Sequence[WorkerState]) -> int | None:
@@ -146,7 +157,16 @@ def _workers(entry: JobEntry, machine: MachineInventory, cores: dict[Process, fl
                 rank, process.pid, f"process {process.pid}", name, _memory(process), total, cores.get(process), share
             )
         )
-    return tuple(found)
+    return (*found, *map(_elsewhere, entry.remote_workers))
+
+
+def _elsewhere(worker: RemoteWorker) -> WorkerState:
+    """Returns the state of a worker on another host, as its agent has said it."""
+    cores = f"CPU worker, {worker.share:g} core{'s' if worker.share != 1 else ''}"
+    return WorkerState(
+        worker.rank, worker.pid, f"process {worker.pid} of {worker.host}", cores if worker.total_bytes else "GPU",
+        worker.used_bytes, worker.total_bytes, worker.busy, worker.share, host=worker.host,
+    )  # fmt: skip
 
 
 def _cpu_seconds(entries: Sequence[JobEntry]) -> dict[Process, float]:

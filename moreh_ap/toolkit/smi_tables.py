@@ -56,20 +56,22 @@ def overview(snapshot: Snapshot, only: int | None = None) -> RenderableType:
 
 def physical(snapshot: Snapshot, only: int | None = None) -> RenderableType:
     """Returns a row for each physical device behind the accelerators, and what each job trains under which plan."""
-    table = _table("Device", "Rank", "Name", "Job ID", "PID", "Memory Usage", "Total Memory", "Utilization",
+    jobs = list(_jobs(snapshot, only))
+    host = ("Host",) if any(worker.host for job in jobs for worker in job.workers) else ()
+    table = _table("Device", "Rank", *host, "Name", "Job ID", "PID", "Memory Usage", "Total Memory", "Utilization",
                    *(("Temperature", "Power") if snapshot.machine.gpus else ()),
                    title=f"{snapshot.machine.processor}, {snapshot.machine.supply}")  # fmt: skip
-    jobs = list(_jobs(snapshot, only))
     for job in jobs:
         for worker in job.workers:
-            table.add_row(str(job.entry.accelerator), str(worker.rank), worker.name, job.entry.job_id,
-                          str(worker.pid), _mib(worker.used_bytes), _mib(worker.total_bytes),
+            where = (worker.host or "this one",) if host else ()
+            table.add_row(str(job.entry.accelerator), str(worker.rank), *where, worker.name, job.entry.job_id,
+                          str(worker.pid), _mib(worker.used_bytes), _mib(worker.total_bytes or None),
                           _percent(worker.utilization), *_hardware(worker.gpu))  # fmt: skip
     held = {worker.device for job in snapshot.jobs for worker in job.workers}
     for gpu in snapshot.machine.gpus:
         if f"gpu {gpu.index}" not in held:
-            table.add_row(_IDLE, _IDLE, gpu.name, _IDLE, _IDLE, _mib(gpu.used_bytes), _mib(gpu.total_bytes),
-                          _percent(gpu.utilization), *_hardware(gpu))  # fmt: skip
+            table.add_row(_IDLE, _IDLE, *(_IDLE for _ in host), gpu.name, _IDLE, _IDLE, _mib(gpu.used_bytes),
+                          _mib(gpu.total_bytes), _percent(gpu.utilization), *_hardware(gpu))  # fmt: skip
     if not snapshot.machine.gpus and not any(job.workers for job in jobs):
         cores = snapshot.machine.supply.num_devices
         table.add_row(_IDLE, _IDLE, f"no CPU worker; {cores} core{'s' if cores > 1 else ''}", *[_IDLE] * 5)
@@ -127,6 +129,7 @@ def _plain_job(job: JobState) -> dict[str, Any]:
             {
                 "rank": worker.rank,
                 "pid": worker.pid,
+                "host": worker.host or None,
                 "name": worker.name,
                 "used_bytes": worker.used_bytes,
                 "total_bytes": worker.total_bytes,

@@ -6,6 +6,7 @@ started by hand on loopback, and only the tests that need no more.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -149,9 +150,13 @@ def test_an_ended_script_leaves_nothing_on_any_host(lab, how):
 
 
 @needs_lab
-def test_a_lost_host_is_named_and_ends_the_script(lab):
+def test_moreh_smi_shows_all_hosts_and_a_lost_one_is_named_and_ends_the_script(lab):
     script = lab.start(SCRIPTS / "several_hosts_forever.py")
     output_until(script, "step 5")
+    shown = _shown_by_moreh_smi(lab)
+    of_hosts = [(one["rank"], one["host"], one["pid"] in lab.processes("ab"[one["rank"] // 2])) for one in shown]
+    assert of_hosts == [(rank, ADDRESSES["ab"[rank // 2]], True) for rank in range(4)]
+    assert all(one["used_bytes"] > 2**26 and one["utilization_percent"] > 0 for one in shown), shown
     (agent,) = [pid for pid in lab.processes("b") if "remote_agent" in _command(pid) and _is_agent(pid, lab)]
     os.kill(agent, signal.SIGKILL)
     said, _ = script.communicate(timeout=30)
@@ -213,6 +218,18 @@ def test_no_key_is_on_a_command_line_in_an_environment_or_in_a_file(lab):
         script.kill()
         script.wait()
     assert lab.wait_until_empty() == {}
+
+
+def _shown_by_moreh_smi(lab: Lab) -> list[dict]:
+    """Returns the workers in its JSON once all of them were looked at twice."""
+    deadline_s = time.monotonic() + 60.0
+    while True:
+        code, said = lab.run("-m", "moreh_ap.toolkit.smi", "--json")
+        assert code == 0, said
+        workers = [worker for job in json.loads(said)["jobs"] for worker in job["workers"]]
+        if len(workers) == 4 and all(worker["utilization_percent"] for worker in workers):
+            return workers
+        assert time.monotonic() < deadline_s, said
 
 
 def _command(pid: int) -> str:

@@ -34,6 +34,11 @@ class WorkerPipes:
         self._thread = threading.Thread(target=self._run, name="moreh-output", daemon=True)
         self._thread.start()
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process of each rank that runs."""
+        return {rank: child.pid for rank, child in list(self._children.items())}
+
     def close(self) -> None:
         """Passes on what has been printed so far, after the workers are gone."""
         self._ending.set()

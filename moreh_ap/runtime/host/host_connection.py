@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moreh_ap.hosts import host_files
@@ -43,6 +43,8 @@ class HostConnection:
         delay_s: How long before it may have been said.
         address: Where the other hosts reach it.
         interface: Its network interface with that address.
+        usage: What its workers use, as `WorkerUsage.look` said last; empty before.
+        on_usage: Told that there is something new.
     """
 
     def __init__(self, host: str, way: Way) -> None:
@@ -51,6 +53,8 @@ class HostConnection:
         self.arrived_s = self.delay_s = 0.0
         self.address = self.interface = ""
         self.on_message: Callable[[Message], None] = lambda message: None
+        self.usage: Mapping[str, Any] = {}
+        self.on_usage: Callable[[], object] = lambda: None
         self._way = way
         self._channel = Channel(way.reader, way.writer)
         self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -183,7 +187,10 @@ class HostConnection:
             self._heard_s = time.monotonic()
             if message.kind in _UNASKED:
                 self.on_message(message)
-            elif message.kind != "alive":
+            elif message.kind == "alive":
+                self.usage = message.values.get("usage", {})
+                self.on_usage()
+            else:
                 if message.kind == "report":
                     self.arrived_s, self.delay_s = time.time(), self._heard_s - self._began_s
                 self._answers.put(message)

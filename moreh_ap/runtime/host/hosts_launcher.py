@@ -20,6 +20,7 @@ from moreh_ap.hosts import host_files, script_files
 from moreh_ap.hosts.channel import Message
 from moreh_ap.hosts.credentials import ENGINE_VARIABLES
 from moreh_ap.hosts.host_environment import passed_on
+from moreh_ap.local.jobs import RemoteWorker
 from moreh_ap.runtime import worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import RemoteChild
@@ -47,6 +48,9 @@ class HostPool:
         devices: Devices wanted of all together; None: as many as each has.
         say: Prints a line of the log.
 
+    Attributes:
+        on_usage: Told every few seconds what all workers use.
+
     Raises:
         MeshStartError: A host cannot join.
     """
@@ -61,6 +65,7 @@ class HostPool:
         self.num_cores = min(one.report.num_cores for one in self._joined.connections)
         self.names = [one.name for one in self._joined.connections]
         self._provided: dict[str, None] = {}
+        self.on_usage: Callable[[Sequence[RemoteWorker]], object] = lambda workers: None
         for (host, path), num_bytes in self._joined.sent.items():
             self._say(f"sent to {host}: {path} ({num_bytes} bytes)")
         for one in self._joined.connections:
@@ -222,6 +227,8 @@ class HostsLauncher(Launcher):
         made = _credentials.of_hosts(hosts)
         for index, one in enumerate(self._connections):
             one.on_message = self._handler(one)
+            if index == 0:  # all hosts speak equally often: once for all
+                one.on_usage = lambda: self._pool.on_usage(self._usage())
             ranks = [index * self._per_host + rank for rank in range(self._per_host)]
             credentials = asdict(made[one.address])
             with contextlib.suppress(HostLostError):  # `_agents` says so
@@ -313,6 +320,23 @@ class HostsLauncher(Launcher):
                 child.ended(values["code"])
 
         return handle
+
+    def _usage(self) -> list[RemoteWorker]:
+        """Returns what the workers of all hosts use, as far as their agents have said it."""
+        is_cpu = self._request.device_type == "cpu"  # of GPUs there are no readings
+        return [
+            RemoteWorker(
+                rank,
+                one.name,
+                pid,
+                used_bytes if is_cpu else None,
+                one.usage["memory_bytes"] // self._per_host if is_cpu else 0,
+                busy if is_cpu else None,
+                min(float(self._request.threads_per_worker), one.report.num_cores / self._per_host) if is_cpu else 1.0,
+            )
+            for one in self._connections
+            for rank, pid, used_bytes, busy in one.usage.get("workers", ())
+        ]
 
     def _ask_store(self, one: HostConnection, values: dict[str, Any], payload: bytes) -> None:
         request = values.pop("request")

@@ -27,6 +27,7 @@ from moreh_ap.runtime.host import agent
 from moreh_ap.runtime.host.agent_output import WorkerPipes
 from moreh_ap.runtime.host.private_sockets import run_folder
 from moreh_ap.runtime.host.store_relay import StoreRelay
+from moreh_ap.runtime.host.worker_usage import WorkerUsage
 from moreh_ap.runtime.shared_memory import make_host_memory
 
 ALIVE_S = 5.0
@@ -188,9 +189,11 @@ class RemoteAgent:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def _look_after_controller(self) -> None:
+        usage = WorkerUsage()
         while time.monotonic() - self._heard_s < SILENCE_S:
             time.sleep(ALIVE_S)
-            self._tell("alive")
+            pipes = self._pipes
+            self._tell("alive", usage=usage.look({} if pipes is None else pipes.pids))
         self._end()
 
     def _end(self) -> None:

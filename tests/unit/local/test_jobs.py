@@ -96,3 +96,13 @@ def test_a_job_that_takes_other_devices_says_so():
     (found,) = jobs.running_jobs()
     assert (found.devices, found.threads_per_worker, found.device_ids, found.workers) == (1, 8, ("0",), ())
     job.close()
+
+
+def test_workers_on_other_hosts_are_read_as_they_were_told_and_gone_with_new_workers():
+    job = jobs.Job(0, "", "cpu", 2, 1)
+    told = [jobs.RemoteWorker(rank, f"node{rank}", 100, 2**30, 2**33, None, 1.0) for rank in range(2)]
+    job.has_remote_workers(told)
+    assert jobs.running_jobs()[0].remote_workers == tuple(told)
+    job.has_devices(1, 1, ())
+    assert jobs.running_jobs()[0].remote_workers == ()
+    job.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from moreh_ap.accelerator_models import Accelerators, Supply
-from moreh_ap.local.jobs import JobEntry, Process, start_of
+from moreh_ap.local.jobs import JobEntry, Process, RemoteWorker, start_of
 from moreh_ap.toolkit.job_usage import JobState, Snapshot, WorkerState, _workers, command_of, snapshot, used_bytes
 from moreh_ap.toolkit.machine_inventory import Gpu, MachineInventory
 
@@ -73,3 +73,17 @@ def test_a_worker_s_gpu_is_the_one_that_its_job_was_given():
     assert devices("6", "4") == ["gpu 1", "gpu 0"]
     assert devices("GPU-bb", "GPU-aa11") == ["gpu 1", "gpu 0"]
     assert devices("6", "5") == ["gpu 1", f"process {os.getpid()}"], "another user's setting hides that GPU here"
+
+
+def test_workers_of_other_hosts_count_with_what_their_hosts_have():
+    this = Process(os.getpid(), start_of(os.getpid()))
+    remote = tuple(RemoteWorker(rank, f"node{rank // 4}", 100, GIB, 8 * GIB, 0.5, 1.0) for rank in range(8))
+    entry = JobEntry("1", this, "", 0, "", "cpu", 8, 1, remote_workers=remote)
+    found = _workers(entry, MACHINE, {})
+    assert [(one.rank, one.host) for one in found] == [(rank, f"node{rank // 4}") for rank in range(8)]
+    assert used_bytes(found) == 2 * GIB, "of one process number on each of two hosts"
+    assert state().total_bytes(found) == 64 * GIB, "more than this machine has"
+    assert state().utilization(found) == 50.0
+    gpu = RemoteWorker(0, "node0", 100, None, 0, None, 1.0)
+    (found,) = _workers(JobEntry("1", this, "", 0, "", "cuda", 1, 1, remote_workers=(gpu,)), MACHINE, {})
+    assert (found.name, found.used_bytes, found.utilization) == ("GPU", None, None)

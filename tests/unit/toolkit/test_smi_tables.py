@@ -97,3 +97,13 @@ def test_gpus_are_counted_once_and_unknown_readings_are_dashes():
     blind = replace(gpus[1], used_bytes=None, utilization=None, temperature=None, power_w=None)
     text = printed(smi_tables.physical(replace(snapshot, machine=replace(snapshot.machine, gpus=(blind,)), jobs=())))
     assert cells(text, "H100") == ["-", "-", "H100", "-", "-", "-", "81920 MiB", "-", "-", "-"]
+
+
+def test_the_hosts_of_workers_are_shown_where_there_are_several():
+    here = worker(0, MIB, 0.5)
+    job = JobState(entry(), "a", (here, replace(here, rank=1, device="there", host="node2")))
+    text = printed(smi_tables.physical(state(job)))
+    assert cells(text, "node2")[:5] == ["0", "1", "node2", "CPU worker", "4711"]
+    assert cells(text, "this one")[:3] == ["0", "0", "this one"]
+    assert [one["host"] for one in smi_tables.plain(state(job))["jobs"][0]["workers"]] == [None, "node2"]
+    assert "Host" not in printed(smi_tables.physical(state(JobState(entry(), "a", (here,)))))
