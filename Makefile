@@ -19,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-llm test test-unit test-gpu test-frameworks notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
+.PHONY: help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-hosts tutorial-llm test test-unit test-gpu test-frameworks notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
 
 help:  ## show this text
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 26
@@ -56,6 +56,11 @@ tutorial-llama3-70b: $(INSTALLED)  ## the plan of Llama 3 70B, and a small Llama
 	$(PY) tutorials/train_llama3_70b.py --embedded
 	$(PY) scripts/plot_losses.py outputs/train_llama3_70b
 	$(PY) tutorials/inference_llama3_70b.py
+
+tutorial-hosts: $(INSTALLED)  ## the small Llama in 8 stages on two hosts, which are agents on this machine
+	$(PY) scripts/prepare_tutorial.py --only model summaries
+	$(PY) scripts/with_hosts.py 2 -- $(PY) tutorials/train_llama3_70b.py --embedded --save-path outputs/train_llama3_70b_hosts
+	$(PY) scripts/plot_losses.py outputs/train_llama3_70b_hosts
 
 tutorial-llm: $(INSTALLED)  ## a GPT-2 from random weights, with timers and checkpoints
 	$(PY) scripts/prepare_tutorial.py --only model config dataset
