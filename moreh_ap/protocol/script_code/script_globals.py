@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from moreh_ap.protocol.hook_records import QuietHook, ReportedHook
+from moreh_ap.protocol.script_code.library_settings import settings_of
 from moreh_ap.protocol.script_code.value_forms import is_alike, is_of_script, is_record
 
 PATH, CLASS, CLOSURE, HOOK = "globals of ", "class ", "closure of ", "hook "
@@ -122,6 +123,8 @@ def read_by(root: nn.Module) -> list[Variable]:
                 for path, kind in kinds.items():
                     if not isinstance(vars(kind).get(name, print), _NO_SETTING) and not name.startswith("__"):
                         add(Variable(path, kind, name))
+    for namespace, name in settings_of(root):
+        add(Variable(f"{PATH}{namespace['__name__']}", namespace, name))
     for place, hook in _hooks_of(root).items():
         state = _state_of(hook)
         for name in _names_read(hook):

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from tensordict.nn.distributions import NormalParamExtractor
 from torch import nn
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss, DQNLoss
 from torchrl.objectives.value import GAE
@@ -25,7 +26,7 @@ def rollout(actor, device):
     """A made-up trajectory, with actions drawn by the actor."""
     observations = torch.randn(STEPS + 1, OBSERVED)
     data = TensorDict({"observation": observations[:-1].to(device)}, [STEPS])
-    with torch.no_grad():
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):  # as collectors do
         actor(data)
     done = torch.zeros(STEPS, 1, dtype=torch.bool)
     done[-1] = True
