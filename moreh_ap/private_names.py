@@ -306,8 +306,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Operations below autograd that tables of ours name.",
         ("torch.ops.aten._index_put_impl_", "device"),
-        ("torch.ops.aten._log_softmax", "protocol"),
-        ("torch.ops.aten._log_softmax_backward_data", "protocol"),
+        ("torch.ops.aten._log_softmax", "parallelizer/loss protocol"),
+        ("torch.ops.aten._log_softmax_backward_data", "parallelizer/loss protocol"),
         ("torch.ops.aten._scaled_dot_product_cudnn_attention", "parallelizer/data"),
         ("torch.ops.aten._scaled_dot_product_efficient_attention", "parallelizer/data"),
         ("torch.ops.aten._scaled_dot_product_flash_attention", "parallelizer/data"),
@@ -315,8 +315,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.ops.aten._scaled_dot_product_fused_attention_overrideable", "parallelizer/data"),
         ("torch.ops.aten._softmax", "protocol"),
         ("torch.ops.aten._softmax_backward_data", "protocol"),
-        ("torch.ops.aten._to_copy", "device protocol"),
-        ("torch.ops.aten._unsafe_view", "protocol session/calls"),
+        ("torch.ops.aten._to_copy", "device parallelizer/loss protocol"),
+        ("torch.ops.aten._unsafe_view", "parallelizer/loss protocol session/calls"),
     ),
     *_names(
         "The stack of function modes of a thread.",
@@ -352,10 +352,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.utils._pytree.TreeSpec", "integrations parallelizer/pipeline protocol session/models"),
         ("torch.utils._pytree.tree_flatten", "*"),
         ("torch.utils._pytree.tree_leaves", "*"),
-        (
-            "torch.utils._pytree.tree_map",
-            "device parallelizer/pipeline parallelizer/trial runtime/worker session/calls",
-        ),
+        ("torch.utils._pytree.tree_map", "*"),
         ("torch.utils._pytree.tree_map_only", "*"),
         ("torch.utils._pytree.tree_unflatten", "*"),
     ),

@@ -26,3 +26,17 @@ def test_a_loss_in_chunks_is_that_of_one_process(tmp_path, expected, plan):
     numbers = [[float(one) for one in re.findall(r"(?:loss|norm) (\S+)", out)] for out in (found, expected)]
     assert len(numbers[1]) == 4
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("vocabulary, kept", [(2**13, 1), (2**12, 2)])
+def test_a_loss_outside_of_the_model_leaves_no_log_probabilities_on_workers(tmp_path, vocabulary, kept):
+    size = str(vocabulary)
+    with UserScript("train_loss_outside.py", size, cwd=tmp_path) as reference:
+        expected = reference.succeed()
+    with UserScript("train_loss_outside.py", size, "shard=2", cwd=tmp_path, MOREH_NUM_DEVICES="2") as script:
+        found = script.succeed()
+    left = re.findall("large (.)", found)
+    assert left[:2] == ["0", str(kept)], "logits, and the log-probabilities of a smaller vocabulary"
+    numbers = [[float(one) for one in re.findall(r"(?:loss|norm) (\S+)", out)] for out in (found, expected)]
+    assert len(numbers[1]) == 4
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)

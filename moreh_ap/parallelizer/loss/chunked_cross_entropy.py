@@ -39,7 +39,7 @@ CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 _GROUPS: list[PatchGroup] = []  # where changes are noted, in a worker
 _REPLACED: list[Callable[..., Tensor]] = []  # PyTorch's own function, while it is replaced
 
-_NONE, _MEAN, _SUM = 0, 1, 2  # as `torch.nn._reduction` numbers them
+_NONE, _MEAN = 0, 1  # as `torch.nn._reduction` numbers them
 _IN_CHUNKS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -74,13 +74,14 @@ def _cross_entropy_loss(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Stands in for ``torch._C._nn.cross_entropy_loss``, which `torch.nn.functional.cross_entropy` calls."""
-    if not _are_many(logits) or not _can_be_chunked(logits, target, weight):
+    if not are_many(logits) or not _can_be_chunked(logits, target, weight):
         (original,) = _REPLACED
         return original(logits, target, weight, reduction, ignore_index, label_smoothing)
     return chunked_cross_entropy(logits, target, reduction, ignore_index, label_smoothing)
 
 
-def _are_many(logits: Tensor) -> bool:
+def are_many(logits: Tensor) -> bool:
+    """Says whether logits are taken in chunks, by their number alone."""
     return logits.numel() >= LEAST_ELEMENTS.get(logits.device.type, math.inf)
 
 
@@ -93,7 +94,7 @@ def _can_be_chunked(logits: Tensor, target: Tensor, weight: Tensor | None) -> bo
 @contextmanager
 def _surroundings(logits: Tensor) -> Iterator[None]:
     """Inside, a loss that would convert many logits to float32 gets them as they are, and is float32 nevertheless."""
-    if not _are_many(logits) or logits.dtype not in (torch.bfloat16, torch.float16):
+    if not are_many(logits) or logits.dtype not in (torch.bfloat16, torch.float16):
         yield
         return
     with _InOwnPrecision(), torch.autocast(logits.device.type, dtype=logits.dtype):
@@ -127,7 +128,8 @@ def chunked_cross_entropy(
     return result if torch.is_autocast_enabled(logits.device.type) else result.to(logits.dtype)
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def chunks(logits: Tensor) -> Iterator[slice]:
+    """Yields the rows of each chunk of (rows, classes)."""
     rows = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
@@ -139,7 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
         totals = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         losses = torch.empty_like(totals)
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             scores = logits[rows].float()
             total = torch.logsumexp(scores, -1)
             wanted = scores.gather(-1, target[rows, None]).squeeze(-1)
@@ -156,7 +158,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # a gradient of this gradient is wanted
             return _differentiable(logits, target, ctx.smoothing, grad), None, None
         result = torch.empty_like(logits)
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             scores = (logits[rows].float() - totals[rows, None]).exp_()
             if ctx.smoothing > 0:
                 scores.sub_(ctx.smoothing / logits.shape[1])
@@ -177,6 +179,6 @@ class _InOwnPrecision(TorchFunctionMode):
     """While active, `Tensor.float` leaves many logits as they are: the loss makes each chunk float32 by itself."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float and _are_many(args[0]):
+        if func is Tensor.float and are_many(args[0]):
             return args[0]
         return func(*args, **(kwargs or {}))

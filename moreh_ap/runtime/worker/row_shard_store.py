@@ -6,7 +6,12 @@ local size of a dim, and when a sum is reduced over all workers. The controller 
 [Note: held]
 Logits may be held in another precision than the script was promised (`parallelizer/call/output_precision.py`). An
 operation that only moves values leaves them so; any other converts what it is given. Before values are changed in
-place, all that lies in the same memory is converted for good.
+place, all that lies in the same memory is converted for good. Many numbers that a script converts to float32 itself
+stay as they are too, in the same memory, marked as another copy.
+
+[Note: later]
+Log-probabilities over many classes, and the gradients that lead back to their logits, have no values before something
+needs these (`parallelizer/loss/chunked_log_softmax.py`). All get theirs before any value is changed in place.
 """
 
 from __future__ import annotations
@@ -20,6 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from moreh_ap.parallelizer.loss.chunked_log_softmax import (
+    LaterValues,
+    in_full,
+    log_probabilities,
+    moves_values,
+    only_widens,
+    run_on_later_values,
+)
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.protocol.batch import local_entries, row_range
 from moreh_ap.protocol.memory_format import memory_order
@@ -42,23 +55,38 @@ class RowShard:
     """This worker's shard of a row-sharded tensor, or its copy of a full one.
 
     Attributes:
-        held: This worker's rows of the tensor, or the full tensor. See [Note: held].
+        content: This worker's rows of the tensor, or the full tensor; `LaterValues` of them. See [Note: later].
         axis: The data-parallel workers.
         rows: Rows of the global batch; None if every worker has the full tensor.
         answers: Whether this worker sends the reply for all workers that hold the same shard.
         promised: The dtype that the script was promised.
+        widened: Which float32 copy this belongs to that has its values in the memory of low-precision ones; None for
+            what has memory of its own.
     """
 
-    held: Tensor
+    content: Tensor | LaterValues
     axis: Axis
     rows: int | None
     answers: bool
     promised: torch.dtype
+    widened: object = None
+
+    @property
+    def held(self) -> Tensor:
+        """The shard as it is held, computed if it has no values yet. See [Note: held]."""
+        content = self.content
+        return content.values(content.held) if isinstance(content, LaterValues) else content
 
     @property
     def tensor(self) -> Tensor:
         """The shard in the dtype that was promised: a copy if it is held in another."""
-        return self.held.to(self.promised)
+        content = self.content
+        return content.values(self.promised) if isinstance(content, LaterValues) else content.to(self.promised)
+
+    def settle(self) -> None:
+        """Gives the shard its values for good. See [Note: later]."""
+        if isinstance(self.content, LaterValues):
+            self.content = self.content.settle()
 
     def local_rows(self, full: Tensor) -> Tensor:
         """Returns this worker's rows of the full tensor."""
@@ -75,7 +103,7 @@ class RowShard:
         """Returns the shard as the controller gets it; None if another worker sends it."""
         if not self.answers:
             return None
-        tensor, kind = self.held, "same" if self.rows is None else "rows"
+        tensor, kind = in_full(self.content), "same" if self.rows is None else "rows"
         data = bytes_of(tensor, self.promised) if kind == "rows" or self.axis.rank == 0 else b""
         return LeafReply(kind, tuple(tensor.shape), self.promised, False, data, order=memory_order(tensor))
 
@@ -85,20 +113,32 @@ class RowShard:
 
 
 def convert_memory_of(shard: RowShard, shards: Iterable[RowShard | None]) -> None:
-    """Converts all of `shards` that lie in the memory of `shard` to what was promised; they go on sharing memory."""
-    if shard.held.dtype == shard.promised:
+    """Converts all of `shards` that lie in the memory of `shard` to what was promised; they go on sharing memory.
+
+    Whatever is computed later, and each float32 copy that lies in the memory of other values, gets values of its own.
+    """
+    present = [other for other in shards if other is not None]
+    for other in present:
+        other.settle()
+    for other in present:
+        if other.widened is not None:
+            _convert_alike(other, present)
+    _convert_alike(shard, present)
+
+
+def _convert_alike(shard: RowShard, shards: Iterable[RowShard]) -> None:
+    held = shard.held
+    if held.dtype == shard.promised:
         return
-    memory = shard.held.untyped_storage()
-    values = torch.empty(0, dtype=shard.held.dtype, device=shard.held.device).set_(memory).to(shard.promised)
+    memory, copy = held.untyped_storage(), shard.widened
+    values = torch.empty(0, dtype=held.dtype, device=held.device).set_(memory).to(shard.promised)
     for other in shards:
-        if other is not None and other.held.untyped_storage().data_ptr() == memory.data_ptr():
-            other.held = values.as_strided(other.held.size(), other.held.stride(), other.held.storage_offset())
+        if other.widened is copy and other.held.untyped_storage().data_ptr() == memory.data_ptr():
+            other.content = values.as_strided(other.held.size(), other.held.stride(), other.held.storage_offset())
+            other.widened = None
 
 
 Lookup = Callable[[RowShardRef | OutputRef], RowShard | None]
-
-_MOVES_VALUES = {torch.ops.aten.reshape, torch.ops.aten.clone}
-"""Operations whose results have the values of their operand, beside views."""
 
 
 def run_on_row_shards(
@@ -115,47 +155,61 @@ def run_on_row_shards(
         place: Copies a tensor that came with the command to the device.
         convert: Converts a tensor, with all that shares its memory, before it is changed. See [Note: held].
     """
-    nodes = tree_leaves((command.arguments, command.keyword_arguments))
-    shards = [lookup(ref) for ref in map(_ref_in, nodes) if ref is not None]
-    if any(shard is None for shard in shards):
+    refs = map(_ref_in, tree_leaves((command.arguments, command.keyword_arguments)))
+    found = {ref: lookup(ref) for ref in dict.fromkeys(refs) if ref is not None}
+    shards = {ref: shard for ref, shard in found.items() if shard is not None}
+    if len(shards) < len(found):
         return None
-    reference = next((shard for shard in shards if shard is not None and shard.rows is not None), shards[0])
-    assert reference is not None
+    reference = next((shard for shard in shards.values() if shard.rows is not None), next(iter(shards.values())))
     packet, overload = command.func.rsplit(".", 1)
     operation = getattr(torch.ops.aten, packet.split("::")[-1])
     func = getattr(operation, overload)
-    moves = (func.is_view or operation in _MOVES_VALUES) and func is not torch.ops.aten.view.dtype
+    moves = moves_values(func)
+    first = command.arguments[0] if command.arguments else None
+    source = shards[first] if isinstance(first, (RowShardRef, OutputRef)) else None
     if func._schema.is_mutable:
-        target = _ref_in(command.arguments[0])
-        changed = None if target is None else lookup(target)
-        assert changed is not None
-        convert(changed)
+        target = _ref_in(first)
+        assert target is not None
+        convert(shards[target])
 
     def local(node: Any) -> Any:
         if isinstance(node, (RowShardRef, OutputRef)):
-            shard = lookup(node)
-            assert shard is not None
-            return shard.held if moves else shard.tensor
+            shard = shards[node]
+            return shard.content if moves or isinstance(shard.content, LaterValues) else shard.tensor
         if isinstance(node, TensorData):
             return place(node)
         if isinstance(node, LocalRowsOf):
-            return reference.local_rows(local(node.full))
+            return reference.local_rows(in_full(local(node.full)))
         if isinstance(node, Expanded):
-            return local(node.tensor).expand([local(size) for size in node.sizes])
+            return in_full(local(node.tensor)).expand([local(size) for size in node.sizes])
         return reference.local_size(node.full) if isinstance(node, LocalNumRows) else node
 
-    arguments, keyword_arguments = tree_map(local, (command.arguments, command.keyword_arguments))
     with torch.no_grad():
-        result = func(*arguments, **keyword_arguments)
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        result = None if source is None else _without_values(func, source, command)
+        if isinstance(result, Tensor):
+            widened: object = object()
+        else:
+            widened = source.widened if moves and source is not None else None
+        if result is None:
+            arguments, keyword_arguments = tree_map(local, (command.arguments, command.keyword_arguments))
+            result = run_on_later_values(func, arguments, keyword_arguments)
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, (Tensor, LaterValues))]
     if command.sums and reference.rows is not None and reference.axis.size > 1:
         for output in outputs:
-            dist.all_reduce(output, group=reference.axis.group)
-    rows = None if command.sums else reference.rows
-    return [
-        RowShard(output, reference.axis, rows, reference.answers, reference.promised if moves else output.dtype)
-        for output in outputs
-    ]
+            dist.all_reduce(in_full(output), group=reference.axis.group)
+    rows, axis, answers = None if command.sums else reference.rows, reference.axis, reference.answers
+    promised = reference.promised if moves else torch.float32 if widened is not None else None
+    return [RowShard(output, axis, rows, answers, promised or output.dtype, widened) for output in outputs]
+
+
+def _without_values(func: Any, source: RowShard, command: RunOnRowShards) -> Tensor | LaterValues | None:
+    """Returns the result of an operation that need not be computed now. See [Note: held] and [Note: later]."""
+    held, rest = source.content, command.arguments[1:]
+    if isinstance(held, LaterValues):
+        return None
+    if only_widens(func, held, source.promised, command.keyword_arguments):
+        return held
+    return log_probabilities(func, held, source.promised, rest)
 
 
 def answer(shards: list[RowShard]) -> list[LeafReply | None]:
@@ -169,4 +223,4 @@ def _ref_in(node: Any) -> RowShardRef | OutputRef | None:
 
 
 def _is_small(shard: RowShard) -> bool:
-    return shard.held.numel() * shard.promised.itemsize <= MAX_INLINE_BYTES
+    return shard.content.shape.numel() * shard.promised.itemsize <= MAX_INLINE_BYTES

@@ -1,0 +1,212 @@
+"""Losses that a script computes from logits: on a worker, those of PyTorch, without whole float32 copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from moreh_ap.parallelizer.loss import chunked_cross_entropy, chunked_log_softmax
+from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.protocol.messages.row_shards import RunOnRowShards
+from moreh_ap.protocol.messages.tensors import OutputRef, RowShardRef, TensorData
+from moreh_ap.runtime.worker.row_shard_store import RowShard, convert_memory_of, run_on_row_shards
+
+ROWS, POSITIONS, CLASSES = 4, 13, 40
+CHUNK = 7 * CLASSES
+LOGITS = OutputRef(0, 0)
+
+
+@pytest.fixture(autouse=True)
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of this size are many, and a chunk has seven rows of them."""
+    monkeypatch.setattr(chunked_cross_entropy, "LEAST_ELEMENTS", {"cpu": CHUNK})
+    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_ELEMENTS", {"cpu": CHUNK})
+    monkeypatch.setattr(chunked_log_softmax, "LEAST_CLASSES", CLASSES)
+
+
+class Worker(TorchDispatchMode):
+    """Sends the operations of a script over logits to one worker's store, as the session does, and keeps count there.
+
+    Attributes:
+        most: The largest float32 result that the worker made beside views, in elements.
+    """
+
+    def __init__(self, logits: torch.Tensor, promised: torch.dtype) -> None:
+        super().__init__()
+        self.output = RowShard(logits.detach(), Axis(0, 1, None), ROWS, True, promised)
+        self.logits = torch.empty(logits.shape, dtype=promised, requires_grad=True)
+        self.refs: dict[int, Any] = {id(self.logits): LOGITS}
+        self.shards: dict[int, RowShard] = {}
+        self.alive: list[Any] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        leaves = tree_leaves((args, kwargs or {}))
+        if not any(id(leaf) in self.refs for leaf in leaves) or func in (torch.ops.aten.detach.default,):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.detach.default and id(args[0]) in self.refs:
+                self.refs[id(result)] = self.refs[id(args[0])]
+                self.alive.append(result)
+            return result
+        result = func(*args, **(kwargs or {}))
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        numbers = tuple(range(len(self.shards), len(self.shards) + len(outputs)))
+        sent = tree_map(self._sent, (tuple(args), dict(kwargs or {})))
+        for name in ("device", "pin_memory", "layout"):
+            sent[1].pop(name, None)
+        name = f"{func._schema.name}.{func._overloadname}"
+        mutable = func._schema.is_mutable
+        command = RunOnRowShards(name, *sent, () if mutable else numbers, sums=False)
+        with Float32Made() as made:
+            shards = run_on_row_shards(command, self._find, lambda data: data.tensor(), self._convert)
+        self.most = max(self.most, made.most)
+        if not mutable:
+            self.shards.update(zip(numbers, shards, strict=True))
+            self.refs.update((id(one), RowShardRef(number)) for one, number in zip(outputs, numbers, strict=True))
+            self.alive += outputs
+        return result
+
+    def _sent(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return self.refs[id(leaf)] if id(leaf) in self.refs else TensorData.of(leaf)
+
+    def _find(self, ref: Any) -> RowShard:
+        return self.output if isinstance(ref, OutputRef) else self.shards[ref.number]
+
+    def _convert(self, shard: RowShard) -> None:
+        convert_memory_of(shard, self.shards.values())
+
+    def shard(self, tensor: torch.Tensor) -> RowShard:
+        return self._find(self.refs[id(tensor)])
+
+
+class Float32Made(TorchDispatchMode):
+    """The largest float32 result with memory of its own, in elements."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 and leaf.device.type != "meta":
+                    self.most = max(self.most, leaf.numel())
+        return result
+
+
+def whole(logits, labels):
+    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), ignore_index=3)
+
+
+def shifted(logits, labels):
+    return F.cross_entropy(logits[:, :-1].reshape(-1, CLASSES).float(), labels[:, 1:].reshape(-1), ignore_index=3)
+
+
+def float_first(logits, labels):
+    scores = logits.float()
+    return F.cross_entropy(scores[:, 1:].contiguous().view(-1, CLASSES), labels[:, 1:].reshape(-1), reduction="sum")
+
+
+def weighted_rows(logits, labels):
+    classes = torch.linspace(0.5, 2.0, CLASSES)
+    each = F.cross_entropy(logits.float().view(-1, CLASSES), labels.view(-1), weight=classes, reduction="none")
+    return (each * torch.arange(len(each))).mean()
+
+
+def with_entropy(logits, labels):
+    scores = F.log_softmax(logits.float().view(-1, CLASSES), -1)
+    return F.nll_loss(scores, labels.view(-1)) - (scores.exp() * scores).sum(-1).mean()
+
+
+LOSSES = {f.__name__: f for f in (whole, shifted, float_first, weighted_rows)}
+
+
+def values(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return (3 * torch.randn(ROWS, POSITIONS, CLASSES)).to(dtype), torch.randint(0, CLASSES, (ROWS, POSITIONS))
+
+
+def on_the_worker(loss_of, held, promised, labels):
+    """Returns the loss, the gradient of the output as it is held for its backward and in full, and the count."""
+    with Worker(held, promised) as worker:
+        loss = loss_of(worker.logits, labels)
+        (gradient,) = torch.autograd.grad(loss, worker.logits)
+    shard = worker.shard(gradient)
+    return worker.shard(loss).tensor, shard.held, shard.tensor, worker.most
+
+
+def expected(loss_of, held, promised, labels):
+    logits = held.to(promised).requires_grad_()
+    loss = loss_of(logits, labels)
+    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("held, promised", [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+])  # fmt: skip
+def test_losses_and_gradients_are_those_of_pytorch_without_float32_copies(name, held, promised):
+    scores, labels = values(held)
+    loss, kept, gradient, most = on_the_worker(LOSSES[name], scores, promised, labels)
+    wanted_loss, wanted = expected(LOSSES[name], scores, promised, labels)
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-6, atol=0)
+    assert torch.equal(gradient, wanted) and kept.dtype == held
+    assert torch.equal(kept, wanted.to(held))
+    if held == torch.bfloat16:
+        assert most <= CHUNK
+
+
+def test_without_chunks_there_are_float32_copies(monkeypatch):
+    scores, labels = values(torch.bfloat16)
+    monkeypatch.setattr(chunked_log_softmax, "LEAST_CLASSES", CLASSES + 1)
+    *_, most = on_the_worker(whole, scores, torch.float32, labels)
+    assert most == scores.numel()
+
+
+def test_what_needs_all_log_probabilities_gets_them():
+    scores, labels = values(torch.bfloat16)
+    loss, _, gradient, _ = on_the_worker(with_entropy, scores, torch.float32, labels)
+    wanted_loss, wanted = expected(with_entropy, scores, torch.float32, labels)
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("order", ["the logits", "a float32 copy", "the log-probabilities", "a view of them"])
+def test_values_that_are_changed_in_place_change_nothing_else(order):
+    def script(logits, labels):
+        with torch.no_grad():
+            base = logits * 2
+            first, second = base.float(), base.float()
+            scores = F.log_softmax(first.view(-1, CLASSES), -1)
+            view = scores[3:9]
+            targets = {"the logits": base, "a float32 copy": second}
+            targets |= {"the log-probabilities": scores, "a view of them": view}
+            targets[order].mul_(1.5)
+            return [base, first, second, scores, view]
+
+    held, labels = values(torch.bfloat16)
+    with Worker(held, torch.bfloat16) as worker:
+        found = script(worker.logits, labels)
+    for ours, wanted in zip(found, script(held, labels), strict=True):
+        assert torch.equal(worker.shard(ours).tensor, wanted)
+
+
+def test_a_target_that_is_no_class_is_the_error_of_pytorch():
+    scores, labels = values(torch.float32)
+    labels[1, 2] = CLASSES
+    with pytest.raises(IndexError, match=f"Target {CLASSES} is out of bounds"):
+        scores_of = RowShard(scores.view(-1, CLASSES), Axis(0, 1, None), ROWS, True, torch.float32)
+        lazy = chunked_log_softmax.log_probabilities(
+            torch.ops.aten._log_softmax.default, scores_of.held, torch.float32, (1, False)
+        )
+        chunked_log_softmax.run_on_later_values(
+            torch.ops.aten.nll_loss_forward.default, (lazy, labels.view(-1), None, 2, -100), {}
+        )
