@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -111,6 +112,17 @@ class MaskedSpansOfWords(MaskedSpans):
         return (ids.shape[1] - (ids[:, 2:] % 3 == 0).sum(1)).tolist()
 
 
+class DroppedTogether(MaskedSpans):
+    """Layers are left out as in CaiT: as many numbers as there are layers decide, drawn at once."""
+
+    def forward(self, ids, labels):
+        hidden, lengths = self.embedding(ids), self.lengths(ids)
+        is_kept = torch.zeros(len(self.layers)).uniform_() >= 0.4
+        for layer in itertools.compress(self.layers, is_kept.tolist()):
+            hidden = self.drop(hidden) + layer(hidden, lengths).relu()
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
 def train(make, device, steps=4):
     """Losses, and what the script draws for itself between them, from one seed."""
     torch.manual_seed(0)
@@ -148,6 +160,8 @@ def train(make, device, steps=4):
         ("replicate=3", MaskedSpans),
         ("replicate=2,micro_batches=2", MaskedSpans),
         ("shard=2,recompute=full", MaskedSpans),
+        ("replicate=2", DroppedTogether),
+        ("shard=2", DroppedTogether),
         ("replicate=2", MaskedSpansOfWords),
         ("shard=2", MaskedSpansOfWords),
         ("replicate=3", MaskedSpansOfWords),

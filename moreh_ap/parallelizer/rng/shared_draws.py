@@ -21,9 +21,9 @@ A checkpointed block draws once more in backward, from the state that it drew fr
 draw is recognised.
 
 [Note: coins]
-A single number that is drawn may decide what else is: whether a layer is left out. Two rows draw more than one does on
-the way to it, and would get another. So they are given the numbers that the one row got, wherever one number is drawn
-(`Coins`), and the comparison is repeated with others.
+Numbers that all rows share may decide what else is drawn: one number whether a layer is left out, or one number a layer
+at once. Two rows draw more than one does on the way to them, and would get others. So they are given the numbers that
+the one row got, wherever both draw equally few (`Coins`), and the comparison is repeated with others.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ _VALUES_DECIDE = frozenset(
     {"poisson", "binomial", "_sample_dirichlet", "_standard_gamma", "rrelu_with_noise", "randperm"}
 )
 """Operations of which the values of a row decide how much is drawn for the next."""
+
+_MOST_COINS = 1024
+"""How many numbers a draw has at most that may decide about layers. Dropout, which decides nothing, draws more."""
 
 
 class UnsharedDraw(Exception):
@@ -111,7 +114,7 @@ class Drawn:
 
 
 class Coins:
-    """Single numbers that a forward draws, which a second forward gets again. See [Note: coins].
+    """The few numbers that a forward draws for all rows, which a second forward gets again. See [Note: coins].
 
     Attributes:
         found: Whether the second forward drew any that the rows leave alone.
@@ -129,7 +132,7 @@ class Coins:
     def pass_on(self, result: Tensor) -> None:
         """Keeps what the first forward draws, and gives it to the second."""
         if self._second is None:
-            self._first.append(result.detach().clone() if result.numel() == 1 else None)
+            self._first.append(result.detach().clone() if result.numel() <= _MOST_COINS else None)
             return
         known = next(self._second, None)
         if known is not None and known.shape == result.shape:
@@ -141,7 +144,7 @@ class DrawRecorder(TorchFunctionMode):
     """While active, notes everything that is drawn, in order.
 
     Args:
-        coins: Gets, or gives, what is drawn as a single number.
+        coins: Gets, or gives, the few numbers that all rows share.
     """
 
     def __init__(self, coins: Coins | None = None) -> None:

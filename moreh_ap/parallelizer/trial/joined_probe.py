@@ -45,6 +45,8 @@ ROUNDING = 10.0
 ALL_ROUNDING, SMALLEST = 1.0, 1e-30
 _MOST_ROUNDING = 0.05
 """Where rounding is a larger part of a gradient or output, nothing is shown; `ALL_ROUNDING`: where it is all of it."""
+_MOST_ROUNDING_OF_BUFFERS = 0.001
+"""The same of a buffer, most of which is its earlier value (momentum 0.1)."""
 
 
 class JoinedProbe(Probe):
@@ -94,7 +96,9 @@ class JoinedProbe(Probe):
         _, _, last = name.rpartition(".")
         alike = [buffer for other, buffer in self._buffers.items() if other.rpartition(".")[2] == last]
         largest = max(float(torch.linalg.vector_norm(one.float(), torch.inf)) for one in alike if one.numel())
-        return close(value, self._buffers[name], self._tolerance, self._noise * self._tolerance * largest)
+        wanted = self._buffers[name]
+        changed = self._changed_buffers.get(name, wanted)
+        return is_rounding_of_buffer(value, wanted, changed, self._tolerance, self._noise * self._tolerance * largest)
 
     def _is_rounding(self, name: str, got: Tensor, want: Tensor, noise: float) -> bool:
         explained = max(self._least_rounding, min(ROUNDING * self._gradient_rounding[name], _MOST_ROUNDING))
@@ -172,6 +176,20 @@ def _perturbed(leaf: Any) -> Any:
         return leaf
     signs = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape) % 2 * 2 - 1
     return leaf + leaf * (signs * _PERTURBATION).to(leaf.dtype)
+
+
+def is_rounding_of_buffer(got: Tensor, wanted: Tensor, changed: Tensor, tolerance: float, noise: float) -> bool:
+    """Says whether rounding explains the difference of two buffers.
+
+    Args:
+        got: What the buffer became, of any shape.
+        wanted: What it became where all rows ran together, of the same shape.
+        changed: The same with inputs that differ in the last digits.
+        tolerance: Part of the largest entry that rounding explains in any case.
+        noise: Difference that rounding explains in any case.
+    """
+    shown = min(ROUNDING * _difference(wanted, changed, torch.inf), _MOST_ROUNDING_OF_BUFFERS)
+    return close(got, wanted, max(tolerance, shown), noise)
 
 
 def _difference(one: Any, other: Any, order: float) -> float:

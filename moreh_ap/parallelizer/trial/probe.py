@@ -111,6 +111,7 @@ class Probe:
         self._turns = KnownTurns()
         self._state: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._changed_buffers: dict[str, Tensor] = {}
         self._ways: list[BlockTrace] = []
         self._singles: list[EagerForward | PipelinedPass] = []
         self._weights: list[Tensor | None] = []
@@ -347,6 +348,7 @@ class Probe:
             set_by_forward = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in done.outputs[own:]]
             done.outputs = [*done.outputs[:own], *set_by_forward]
         if change is not None:
+            self._changed_buffers = after
             return done
         after.update(self._state)
         self._ways.append(way)
