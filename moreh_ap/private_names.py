@@ -135,7 +135,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "A grouped product that meta tensors take in one dtype only.",
-        ("torch._grouped_mm", "parallelizer/data"),
+        ("torch._grouped_mm", "parallelizer/loss"),
     ),
     *_names(
         "The type of an operation below autograd.",

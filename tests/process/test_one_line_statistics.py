@@ -128,6 +128,41 @@ def test_means_inside_of_the_model_and_statistics_in_evaluation(capsys):
     assert WHOLE not in capsys.readouterr().out
 
 
+class Heads(nn.Module):
+    """The mean of what a head makes of several dropouts; the number of heads is that of the rows that are tried."""
+
+    def __init__(self, *norm):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), *norm, nn.ReLU())
+        self.drops = nn.ModuleList(nn.Dropout(p) for p in (0.1, 0.3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, target=None):
+        hidden = self.body(x)
+        scores = torch.stack([self.head(drop(hidden)) for drop in self.drops]).mean(0)
+        return scores if target is None else F.cross_entropy(scores, target)
+
+
+@pytest.mark.parametrize("norms", [0, 1])
+@pytest.mark.parametrize("gives_loss", [False, True])
+def test_a_mean_over_heads_is_no_mean_over_the_batch(capsys, norms, gives_loss):
+    def script(device):
+        torch.manual_seed(0)
+        model = Heads(*(nn.BatchNorm1d(8) for _ in range(norms))).to(device)
+        optimizer, trace = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for rows in (6, 7, 4):
+            x, y = torch.randn(rows, 4).to(device), torch.randint(0, 3, (rows,)).to(device)
+            loss = model(x, y) if gives_loss else F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss.detach())
+        return [*trace, *model.state_dict().values()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
 def test_micro_batches_are_refused(accelerator):
     accelerator("replicate=2,micro_batches=2")
     model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).cuda()

@@ -13,7 +13,8 @@ from parallelizer_models import make_batch, make_model
 from torch import Tensor, nn
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MetaReduction
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MeanRules
+from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 
 CPU = torch.device("cpu")
 ROWS, CLASSES = 7, 5
@@ -98,7 +99,8 @@ def test_numbers_of_true_elements_are_denominators_only_where_they_are_asked_for
     with GlobalReduction(CPU, record=True) as plain:
         assert mask[:1].sum() == 1
     assert plain.saw_counts and plain.local_denominators == []
-    with GlobalReduction(CPU, denominators=[torch.tensor(3.0), torch.tensor(9.0)], counts=True) as counting:
+    known = [torch.tensor(3.0), torch.tensor(9.0)]
+    with GlobalReduction(CPU, denominators=known, rules=MeanRules(counts=True)) as counting:
         count = mask[:1].sum()
         assert (count.item(), count.dtype) == (3, torch.int64)
         assert mask[:1].sum(1).tolist() == [1] and mask.long().sum() == 3

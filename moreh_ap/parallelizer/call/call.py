@@ -26,6 +26,7 @@ from torch import nn
 
 from moreh_ap.parallelizer.call.extension import CallExtension
 from moreh_ap.parallelizer.data.item_reduction import ItemRules
+from moreh_ap.parallelizer.data.loss_reduction import NO_RULES, MeanRules
 from moreh_ap.parallelizer.data.row_gathering import Gathering
 from moreh_ap.parallelizer.mesh import Axis, world_axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
@@ -46,7 +47,7 @@ class Call:
         target: What to call instead of the module: one of its submodules or bound methods.
         extensions: What the call uses beyond an ordinary one, the innermost first.
         kinds: The kind of every leaf of the result, where it is known. See [Note: kinds].
-        counts: Whether numbers of true elements are denominators. See [Note: counts] in `loss_reduction.py`.
+        rules: Which numbers of the forward are means over the batch.
         joined: Whether batch normalisation takes the statistics of all workers' rows (`batch_statistics.py`).
         gathering: Where rows are gathered inside the forward; None: nowhere.
         items: What the forward does with the items of a batch whose tensors have no rows; None: it has rows.
@@ -65,7 +66,7 @@ class Call:
     target: Callable[..., Any] | None = None
     extensions: tuple[CallExtension, ...] = ()
     kinds: tuple[str, ...] | None = None
-    counts: bool = False
+    rules: MeanRules = NO_RULES
     joined: bool = False
     gathering: Gathering | None = None
     items: ItemRules | None = None

@@ -226,7 +226,7 @@ def reducing(call: Call) -> AbstractContextManager[Any]:
         return kind(
             call.device,
             axis=call.axis,
-            counts=call.counts,
+            rules=call.rules,
             meets=call.means or fingerprint is not None,
             mark=fingerprint,
             meets_failed=call.meets_failed and not call.joined,

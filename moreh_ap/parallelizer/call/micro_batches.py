@@ -29,7 +29,8 @@ from moreh_ap.parallelizer.call.extension import Findings, extended
 from moreh_ap.parallelizer.call.forward import EagerForward, summing_gradients
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import before_the_last_backward
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MetaReduction
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 from moreh_ap.protocol.batch import row_range, slice_rows
 from moreh_ap.protocol.pytree import flatten
 
@@ -140,7 +141,7 @@ class MicroBatchedForward(Execution):
         try:
             with (
                 torch.no_grad(),
-                MetaReduction(self.call.device, counts=self.call.counts) as reduction,
+                MetaReduction(self.call.device, rules=self.call.rules) as reduction,
                 self._observed(meta_module, reduction),
             ):
                 forward = lambda args, kwargs: meta_module(*args, **kwargs)  # noqa: E731
@@ -155,7 +156,7 @@ class MicroBatchedForward(Execution):
 
     def _run_without_gradients(self) -> tuple[Sequence[Any], Any, list[Tensor]]:
         args, kwargs = tree_unflatten(self._leaves, self._spec)
-        recorder = GlobalReduction(self.call.device, record=True, counts=self.call.counts)
+        recorder = GlobalReduction(self.call.device, record=True, rules=self.call.rules)
         done = EagerForward(replace(self.call, grad=False), args, kwargs, reduction=recorder)
         return done.shapes, done.treespec, recorder.local_denominators
 
@@ -169,7 +170,7 @@ class MicroBatchedForward(Execution):
 
     def _run_chunk(self, call: Call, chunk: int) -> EagerForward:
         args, kwargs = self._chunk_arguments(chunk)
-        reduction = GlobalReduction(call.device, denominators=self._denominators, counts=call.counts)
+        reduction = GlobalReduction(call.device, denominators=self._denominators, rules=call.rules)
         call = replace(call, random=call.random.of_rows(*self._chunk_range(chunk)))
         return EagerForward(call, args, kwargs, reduction=reduction, chunk=chunk)
 

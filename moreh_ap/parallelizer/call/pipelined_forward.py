@@ -32,7 +32,8 @@ from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
 from moreh_ap.parallelizer.call.output_precision import shapes_of
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import compute_dtype, recover, settle
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MetaReduction
+from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.pipeline.stage import Nesting, Stage, Travelling, nesting_of
 from moreh_ap.parallelizer.pipeline.stages import Stages, stages_of
@@ -295,7 +296,7 @@ class PipelinedForward(MicroBatchedForward):
             return reducing(self.call)
         own = [self._denominators[site] for stage in stages for site in self._sites_of(stage)]
         call = self.call
-        return GlobalReduction(call.device, axis=call.axis, denominators=own, counts=call.counts)
+        return GlobalReduction(call.device, axis=call.axis, denominators=own, rules=call.rules)
 
 
 def _send(axis: Axis, place: int, tensors: list[Tensor], nesting: Nesting | None) -> None:

@@ -17,7 +17,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.data.loss_reduction import NO_RULES, GlobalReduction
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, attempt, untouched
 from moreh_ap.parallelizer.trial.row_comparison import choose_rows
 from moreh_ap.protocol.batch import select_rows
@@ -123,7 +123,7 @@ def find_passed_state(
     if rows is not None and rows > 1:
         leaves = select_rows(leaves, rows, choose_rows(leaves, rows))
     args, kwargs = tree_unflatten(leaves, spec)
-    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, counts=False, grad=False)
+    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, rules=NO_RULES, grad=False)
     reads = Reads(call.module, names)
 
     def run() -> None:

@@ -37,7 +37,7 @@ class JoinedReduction(GlobalReduction):
 
     def replay(self, sites: slice) -> JoinedReduction:
         known = self.global_denominators[sites]
-        return JoinedReduction(self.device, axis=self.axis, denominators=known, counts=self.counts)
+        return JoinedReduction(self.device, axis=self.axis, denominators=known, rules=self.rules)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -28,16 +28,17 @@ raises on one worker alone is through too, with a mark of its own, unless worker
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.placement import CUDA_DEVICES, OwnDevice
@@ -65,14 +66,29 @@ ELEMENT_LOSSES = {
     F.ctc_loss,
 }
 _WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their weighted mean divides by the sum of weights, others by the count
-_MEANS = {torch.mean, Tensor.mean}
+MEANS = {torch.mean, Tensor.mean}
 _NOT_THE_MODEL = {"torch", "moreh_ap"}
 _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 """Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
-_COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}
-_GROUPED_PRODUCTS = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
-"""Products of a mixture of experts. On meta PyTorch takes nothing but bfloat16, on devices every dtype."""
+_PLACES = 2**16  # so that sums of their squares are exact in float64
+COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}
+
+
+@dataclass(frozen=True)
+class MeanRules:
+    """Which numbers of a forward are means over the batch, beyond what the operations themselves say.
+
+    Attributes:
+        counts: Whether the numbers of true elements of masks are denominators too. See [Note: counts].
+        beside_rows: Call sites whose means over dim 0 leave the rows alone: `torch.stack(heads).mean(0)`.
+    """
+
+    counts: bool = False
+    beside_rows: frozenset[int] = frozenset()
+
+
+NO_RULES = MeanRules()
 
 
 class Diverged(Exception):
@@ -89,7 +105,7 @@ class GlobalReduction(OwnDevice):
         axis: The workers that share the batch; by default all of them.
         denominators: The global denominator of every site, where it is known beforehand: nothing is communicated.
         record: Take the local denominators for the global ones: nothing is communicated.
-        counts: Whether the numbers of true elements of masks are denominators too. See [Note: counts].
+        rules: Which numbers are means over the batch.
         meets: Whether workers meet at the end, as they must if there will be sites. See [Note: workers meet].
         mark: Gives a number below 2^16 at the end, which has to be every worker's.
         meets_failed: Whether a worker whose forward raises comes to that meeting.
@@ -97,6 +113,7 @@ class GlobalReduction(OwnDevice):
     Attributes:
         saw_counts: Whether there were such numbers.
         saw_statistics: Whether a normalisation took statistics of the rows.
+        mean_places: The call site of each mean over dim 0, by its site; with `record` only.
         local_denominators: What this worker contributed, one float64 number a site.
         global_denominators: What was divided by, one float64 number a site.
         kinds: The kind of every leaf of the result, where `finish` found out; see `call.call`.
@@ -113,7 +130,7 @@ class GlobalReduction(OwnDevice):
         axis: Axis | None = None,
         denominators: Sequence[Tensor] | None = None,
         record: bool = False,
-        counts: bool = False,
+        rules: MeanRules = NO_RULES,
         meets: bool = True,
         mark: Callable[[], int] | None = None,
         meets_failed: bool = False,
@@ -125,7 +142,8 @@ class GlobalReduction(OwnDevice):
         self.axis = world_axis() if axis is None else axis
         self._known = denominators
         self._record = record
-        self.counts = counts
+        self.rules = rules
+        self.mean_places: dict[int, int] = {}
         self._meets, self._mark, self._meets_failed = meets, mark, meets_failed
         self._apart: list[Tensor] = []
 
@@ -151,7 +169,7 @@ class GlobalReduction(OwnDevice):
 
     def replay(self, sites: slice) -> GlobalReduction:
         """Returns what has to be active while the part of the forward that has these sites is computed again."""
-        return GlobalReduction(self.device, denominators=self.global_denominators[sites], counts=self.counts)
+        return GlobalReduction(self.device, denominators=self.global_denominators[sites], rules=self.rules)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -159,13 +177,13 @@ class GlobalReduction(OwnDevice):
         kwargs = kwargs or {}
         if func in CLASS_LOSSES or func in ELEMENT_LOSSES:
             return self._loss(func, args, kwargs)
-        if func in _MEANS:
+        if func in MEANS:
             return self._mean(func, args, kwargs)
         if func in (F.batch_norm, F.instance_norm):
             self.saw_statistics = self.saw_statistics or takes_statistics(func, args, kwargs)
-        if func in _COUNTS and _is_count(args, kwargs):
+        if func in COUNTS and _is_count(args, kwargs):
             self.saw_counts = True
-            if self.counts:
+            if self.rules.counts:
                 local = func(*args, **kwargs)
                 return self._add_up(local).to(local.device, local.dtype)
         if (
@@ -226,9 +244,12 @@ class GlobalReduction(OwnDevice):
         dims = tuple(d % value.ndim for d in dims)
         if 0 not in dims:
             return func(*args, **kwargs)
-        count = 1
-        for d in dims:
-            count *= value.shape[d]
+        place = call_site() if self.rules.beside_rows or self._record else None
+        if place in self.rules.beside_rows:
+            return func(*args, **kwargs)
+        if place is not None:
+            self.mean_places[len(self.local_denominators)] = place
+        count = math.prod(value.shape[d] for d in dims)
         return self._share(value.sum(dims, keepdim=keepdim, dtype=kwargs.get("dtype")), count)
 
     def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
@@ -268,6 +289,7 @@ class GlobalReduction(OwnDevice):
         """Returns the sums of a denominator and of the places for which workers gave it: numbers, 0 at the end."""
         if self.before_meeting is not None:
             self.before_meeting()
+        place = place and (place % _PLACES or 1)
         known = torch.tensor([place, mark, place * place, mark * mark], dtype=torch.float64)
         numbers = torch.cat([local.reshape(1).to(self.device), known.to(self.device)])
         dist.all_reduce(numbers, group=self.axis.group)
@@ -277,7 +299,7 @@ class GlobalReduction(OwnDevice):
 
     def is_common(self, place: int) -> bool:
         """Says whether all workers are at a place; reading that makes the device wait."""
-        self._exchange(torch.zeros((), dtype=torch.float64, device=self.device), place % 2**16 or 1, 0)
+        self._exchange(torch.zeros((), dtype=torch.float64, device=self.device), place, 0)
         return not self._apart[-1].any()
 
     def _meet(self, mark: int) -> None:
@@ -294,72 +316,13 @@ class GlobalReduction(OwnDevice):
             raise Diverged("rows decide what the forward draws, or whether it raises an error")
 
 
-class MetaReduction(GlobalReduction):
-    """Records the denominators of a forward whose parameters are on meta, from inputs that are real.
-
-    Whatever depends on a parameter is on meta, where mathematics costs nothing; what depends on the inputs alone
-    (labels, masks) is real, so the numbers of valid targets are. An operation on both gives a result on meta.
-    """
-
-    def __init__(self, device: torch.device, *, counts: bool = False) -> None:
-        super().__init__(device, record=True, counts=counts)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in CLASS_LOSSES or func in ELEMENT_LOSSES or func in _MEANS or func in _COUNTS:
-            return super().__torch_function__(func, types, args, kwargs)
-        tensors: list[Tensor] = []
-        tree_map_only(Tensor, tensors.append, (args, kwargs))
-        if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
-            args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
-        if func in _GROUPED_PRODUCTS and len(args) > 1 and args[0].is_meta and (args[0].ndim, args[1].ndim) == (2, 3):
-            return args[0].new_empty(args[0].shape[0], args[1].shape[-1], dtype=kwargs.get("out_dtype"))
-        if func is Tensor.cuda or func is Tensor.to or "device" in kwargs:
-            func, args, kwargs = self.place(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def place(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """As for any worker, with two exceptions.
-
-        A move leaves real what is real and on meta what is on meta. What is made on the device of a tensor that happens
-        to be on meta (positions, masks) is made real: control flow may ask for its values.
-        """
-        func, args, kwargs = super().place(func, args, kwargs)
-        if func is not Tensor.to and _names_meta(kwargs.get("device")):
-            kwargs = {**kwargs, "device": self.device}
-        if func is Tensor.to:
-            here = args[0].device
-            args = tuple(here if isinstance(arg, (torch.device, str)) else arg for arg in args)
-            kwargs = {**kwargs, "device": here} if "device" in kwargs else kwargs
-        return func, args, kwargs
-
-    def _evaluate(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Tensor:
-        if func is F.ctc_loss:  # which reads lengths; (T, B, V) or (T, V)
-            scores = call.arguments["log_probs"]
-            return scores.new_empty(scores.shape[1:-1], device="meta")
-        args, kwargs = tree_map_only(Tensor, _to_meta, (call.args, call.kwargs))
-        return func(*args, **kwargs)
-
-    def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
-        self._add_up(count)
-        return total
-
-    def _add_up(self, count: Tensor | int) -> Tensor:
-        if isinstance(count, Tensor) and count.is_meta:
-            raise ExactnessError("the denominator of a mean loss depends on parameters", "labels among the inputs")
-        return super()._add_up(count)
-
-
 def call_site() -> int:
-    """Returns a number below 2^16 for the line outside of PyTorch that is being executed."""
+    """Returns a number below 2^32 for the line outside of PyTorch that is being executed: of its function and number,
+    since its file may lie elsewhere on another host."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
         frame = frame.f_back
-    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno}".encode()) % 2**16 or 1
+    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno}".encode())
 
 
 def _is_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -376,14 +339,6 @@ def takes_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
     running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
     return running is not None and bool(kwargs.get("use_input_stats", args[5] if len(args) > 5 else True))
-
-
-def _names_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"
-
-
-def _to_meta(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
 
 
 def _count_targets(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | int:

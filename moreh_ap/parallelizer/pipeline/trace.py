@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.errors import PlanError
-from moreh_ap.parallelizer.data.loss_reduction import MetaReduction
+from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 from moreh_ap.protocol.blocks import block_lists
 
 _WITHOUT_PIPELINE = ("plans with pipeline=1 for this model, such as replicate, shard or tensor", 'plan="shard=2"')

@@ -28,6 +28,7 @@ from moreh_ap.parallelizer.data.fsdp import record_block_order
 from moreh_ap.parallelizer.data.item_recorder import ItemRecorder
 from moreh_ap.parallelizer.data.item_reduction import ItemReduction, ItemRules
 from moreh_ap.parallelizer.data.item_results import gathered
+from moreh_ap.parallelizer.data.loss_reduction import NO_RULES
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt, untouched
@@ -53,7 +54,7 @@ def check_items(call: Call, items: Items) -> SplitVerdict:
         call: What will run; its mode does not matter.
         items: The items of its arguments.
     """
-    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, counts=False, joined=False)
+    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, rules=NO_RULES, joined=False)
     with untouched(call.module):
         for counts in (True, False):
             probe = ItemProbe(call, items, counts=counts)

@@ -150,7 +150,7 @@ class JoinedProbe(Probe):
 
     def _reduction(self, mark: Callable[[], int] | None) -> JoinedReduction:
         call = self.call
-        return JoinedReduction(call.device, axis=call.axis, counts=call.counts, mark=mark)
+        return JoinedReduction(call.device, axis=call.axis, rules=call.rules, mark=mark)
 
     def _go_back(self, run: EagerForward | PipelinedPass, gradients: Sequence[Tensor | None]) -> None:
         run.backward(gradients)

@@ -39,14 +39,13 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     close,
     is_unknown,
     kind_of,
+    means_beside_rows,
     random_weight,
     rounds_to_tf32,
+    some_parameters,
 )
 from moreh_ap.protocol.batch import row_dims, select_rows_along
 from moreh_ap.protocol.pytree import nest_alike
-
-_MAX_COMPARED_PARAMETERS = 24
-
 
 Result = tuple[Any, Sequence[Any]]
 """How a result nests, and its leaves."""
@@ -67,6 +66,7 @@ class Probe:
         kinds: The kind of every leaf of the result, once outputs were compared. See `split_check.py`.
         draws: What is drawn from common streams, once draws were compared.
         saw_counts, saw_statistics: See `GlobalReduction`.
+        beside_rows: Call sites whose means over dim 0 count as much in one row as in several.
         takes_means: Whether the forward takes means over the batch.
         written: A parameter that the forward changes.
         added: What the forward adds to the model's modules.
@@ -108,6 +108,7 @@ class Probe:
         self.added: tuple[str, ...] = ()
         self._writes_nothing = False
         self.may_take_turns = True
+        self.beside_rows: frozenset[int] = frozenset()
         self._turns = KnownTurns()
         self._state: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -181,13 +182,13 @@ class Probe:
         Raises:
             Refused: The results do not add up.
         """
-        recorder = GlobalReduction(self.call.device, record=True, counts=self.call.counts)
+        recorder = GlobalReduction(self.call.device, record=True, rules=self.call.rules)
         try:
             common = self._run(self._chosen, recorder)
         finally:
             self.saw_counts = recorder.saw_counts
             self.saw_statistics = self.saw_statistics or recorder.saw_statistics
-        denominators = recorder.local_denominators
+        denominators, self._places = recorder.local_denominators, recorder.mean_places
         self.takes_means = bool(denominators)
         if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones
             self._weights = [random_weight(leaf) for leaf in common.outputs]
@@ -234,8 +235,11 @@ class Probe:
         """Runs the rows one by one; returns the result of each run, and what it counted for each mean."""
         counted: list[Sequence[Tensor]] = []
         for first in range(0, len(self._chosen), self.each):
-            reduction = GlobalReduction(self.call.device, denominators=denominators, counts=self.call.counts)
-            self._singles.append(self._run(self._chosen[first : first + self.each], reduction))
+            reduction = GlobalReduction(self.call.device, denominators=denominators, rules=self.call.rules)
+            try:
+                self._singles.append(self._run(self._chosen[first : first + self.each], reduction))
+            finally:  # statistics of the rows end the run, and are tried otherwise
+                self.beside_rows = means_beside_rows(self._places, denominators, reduction.local_denominators)
             counted.append(reduction.local_denominators)
         return [(single.treespec, single.outputs) for single in self._singles], counted
 
@@ -286,7 +290,7 @@ class Probe:
         """Returns this worker's shard of the gradients of some parameters, and clears all."""
         module = self.call.module
         settle(module)
-        gradients = {name: _local_gradient(param) for name, param in _some_parameters(module).items()}
+        gradients = {name: _local_gradient(param) for name, param in some_parameters(module).items()}
         for param in module.parameters():
             param.grad = None
         return gradients
@@ -376,15 +380,6 @@ def names_of(run: Execution) -> list[str]:
     """Returns what the leaves of a result are called in a refusal."""
     of_attributes = [f"attribute {name}" for name, number in run.attributes.items() for _ in range(number)]
     return [f"output {index}" for index in range(len(run.outputs) - len(of_attributes))] + of_attributes
-
-
-def _some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    parameters = module.named_parameters()
-    # What a forward has computed and put among the parameters is no leaf, and keeps no gradient.
-    trainable = {name: p for name, p in parameters if p.requires_grad and p.is_leaf and not p.is_meta}
-    names = list(trainable)
-    step = max(1, -(-len(names) // _MAX_COMPARED_PARAMETERS))
-    return {name: trainable[name] for name in [*names[::step], *names[-1:]]}
 
 
 def _local_gradient(param: nn.Parameter) -> Tensor | None:

@@ -5,7 +5,7 @@ Decides the kind of a leaf, and when two tensors are equal but for rounding. Mus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ TOLERANCE_TF32 = 4e-3
 """The same where GPUs round the factors of float32 products to TF32 (eps 9.8e-4), as cuDNN's convolutions do unless a
 script says otherwise: for another number of rows the library may choose a kernel that does not."""
 
+_MAX_COMPARED_PARAMETERS = 24
 _CLASS_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
@@ -45,6 +46,18 @@ def check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Tens
         summed = sum(float(single[site]) for single in singles)
         if abs(summed - float(whole)) > 1e-9 * max(1.0, abs(float(whole))):
             raise Refused(f"mean {site} of the forward counts {float(whole)} together but {summed} row by row")
+
+
+def means_beside_rows(places: Mapping[int, int], common: Sequence[Tensor], single: Sequence[Tensor]) -> frozenset[int]:
+    """Returns where means over dim 0 count as much in some of the rows as in all of them: dim 0 has no rows there.
+
+    Args:
+        places: The call site of each mean, by its number in the order of execution.
+        common: What all rows together counted, one number a site.
+        single: What some of them counted.
+    """
+    both = [(site, place) for site, place in places.items() if site < min(len(common), len(single))]
+    return frozenset(place for site, place in both if float(common[site]) == float(single[site]))
 
 
 def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) -> str:
@@ -155,3 +168,13 @@ def _complete_classes(leaves: Sequence[Any], rows: int, chosen: Sequence[int]) -
                 if row not in chosen and (own not in here if here[0] == here[1] else own in here):
                     return [row]
     return []
+
+
+def some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns trainable parameters whose gradients are compared, evenly chosen among all of them, by name."""
+    parameters = module.named_parameters()
+    # What a forward has computed and put among the parameters is no leaf, and keeps no gradient.
+    trainable = {name: p for name, p in parameters if p.requires_grad and p.is_leaf and not p.is_meta}
+    names = list(trainable)
+    step = max(1, -(-len(names) // _MAX_COMPARED_PARAMETERS))
+    return {name: trainable[name] for name in [*names[::step], *names[-1:]]}

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.data.item_reduction import ItemRules
+from moreh_ap.parallelizer.data.loss_reduction import NO_RULES, MeanRules
 from moreh_ap.parallelizer.data.row_gathering import Step
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws
@@ -63,8 +64,7 @@ class SplitVerdict:
         written: A parameter that the forward itself changes first; empty where it changes none.
         added: What it adds to the model's modules: layers, buffers, hooks.
         means: Whether it takes means over the batch.
-        counts: Whether it can be split only if numbers of true elements are denominators. See [Note: counts] in
-            `loss_reduction.py`.
+        rules: Which of its numbers are means over the batch.
         joined: Whether it can be split only if batch normalisation takes the statistics of all workers' rows.
         steps: What each function in it does with rows, where it can be split only if rows are gathered where they meet.
         dims: Where each leaf of the arguments has rows, where that is not dim 0 of all that have any.
@@ -78,7 +78,7 @@ class SplitVerdict:
     kinds: tuple[str, ...]
     reason: str
     means: bool = True
-    counts: bool = False
+    rules: MeanRules = NO_RULES
     joined: bool = False
     draws: Draws = field(default_factory=Draws)
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ def check_split(
     """
     if rows < 2:
         return SplitVerdict(False, (), "the batch has one row")
-    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, counts=False, joined=False)
+    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, rules=NO_RULES, joined=False)
     trials = _Trials(call, args, kwargs, rows)
     with untouched(call.module):
         found = trials.run(call.axis.size * pieces, may_join=may_join, may_turn=may_turn)
@@ -153,17 +153,25 @@ class _Trials:
         takes_statistics = not found.split and not everywhere(not probe.saw_statistics, call)
         if found.added:
             return found
+        beside_rows = probe.beside_rows
         del probe  # and the activations in it
-        if divides_itself and not takes_statistics:  # its reason, too, says more
-            probe = Probe(replace(call, counts=True), args, kwargs, rows, each=each)
+        if not found.split and not everywhere(not beside_rows, call):
+            call = replace(call, rules=MeanRules(beside_rows=beside_rows))
+            if not takes_statistics:
+                probe = Probe(call, args, kwargs, rows, each=each)
+                probe.may_take_turns = may_meet
+                found = self._compare(probe)
+        count_too = replace(call, rules=replace(call.rules, counts=True))
+        if not found.split and divides_itself and not takes_statistics:  # its reason, too, says more
+            probe = Probe(count_too, args, kwargs, rows, each=each)
             probe.may_take_turns = may_meet
             found = self._compare(probe)
         if takes_statistics and may_meet:
             found = self._compare(JoinedProbe(call, args, kwargs, rows, each=each))
             if not found.split and divides_itself:
-                found = self._compare(JoinedProbe(replace(call, counts=True), args, kwargs, rows, each=each))
+                found = self._compare(JoinedProbe(count_too, args, kwargs, rows, each=each))
         if not found.split and may_meet:
-            gathered = self._compare(GatheringProbe(call, args, kwargs, rows, each=each))
+            gathered = self._compare(GatheringProbe(self._call, args, kwargs, rows, each=each))
             found = gathered if gathered.split else found
             if may_turn and (not found.split or any(step.gathers for step in found.steps)):
                 found = self._elsewhere() or found
@@ -264,7 +272,7 @@ def compare(probe: Probe) -> SplitVerdict:
     for name, number in reversed(list(probe.attributes.items())):
         kinds, attributes[name] = kinds[: len(kinds) - number], kinds[len(kinds) - number :]
     last = _of_last_stage(kinds, call)
-    found = SplitVerdict(True, last, "", probe.takes_means, call.counts, probe.is_joined, probe.draws, attributes)
+    found = SplitVerdict(True, last, "", probe.takes_means, call.rules, probe.is_joined, probe.draws, attributes)
     return replace(found, written=probe.written, steps=probe.steps)
 
 

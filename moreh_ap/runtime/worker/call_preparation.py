@@ -208,7 +208,7 @@ class CallPreparation:
             call = replace(call, lacks_rows=start == stop)
             share = Share(*((axis.rank % rows, axis.rank % rows + 1) if call.lacks_rows else (start, stop)), rows)
             extensions = tuple(extension.knowing(verdict.attributes) for extension in call.extensions)
-            call = replace(call, mode="split", kinds=verdict.kinds, means=verdict.means, counts=verdict.counts)
+            call = replace(call, mode="split", kinds=verdict.kinds, means=verdict.means, rules=verdict.rules)
             call = replace(call, joined=verdict.joined, extensions=extensions)
         if verdict.steps:
             assert rows is not None

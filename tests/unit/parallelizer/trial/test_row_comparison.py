@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from moreh_ap.parallelizer.trial import probe
-from moreh_ap.parallelizer.trial.row_comparison import TOLERANCE_BF16, TOLERANCE_FP32, TOLERANCE_TF32, close
+from moreh_ap.parallelizer.trial.row_comparison import (
+    TOLERANCE_BF16,
+    TOLERANCE_FP32,
+    TOLERANCE_TF32,
+    close,
+    means_beside_rows,
+)
 
 MODELS = {"linear": nn.Linear(2, 2), "convolution": nn.Conv1d(1, 1, 1), "recurrent": nn.GRU(2, 2)}
 
@@ -49,3 +55,10 @@ def test_factors_that_were_rounded_to_tf32_are_within_its_tolerance_and_not_with
     rounded = [((one.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) for one in (left, right)]
     assert close(rounded[0] @ rounded[1], left @ right, TOLERANCE_TF32)
     assert not close(rounded[0] @ rounded[1], left @ right, TOLERANCE_FP32)
+
+
+def test_a_mean_that_counts_as_much_in_one_row_as_in_two_is_over_something_else():
+    heads, batch, loss = 11, 12, 2.0
+    places = {0: heads, 2: batch, 3: 13}  # site 1 is a loss, and one row came to fewer sites
+    both, one = ([torch.tensor(count) for count in counts] for counts in ([2.0, loss, 2.0, 2.0], [2.0, 1.0, 1.0]))
+    assert means_beside_rows(places, both, one) == {heads}
