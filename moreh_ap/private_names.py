@@ -203,7 +203,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ),
     ),
     *_names(
-        "Replaced on objects: missing gradients become zeros before FSDP2 reduces.",
+        "Tells whether a backward is through: then gradients of a layer that was read outside of its call are reduced.",
+        ("torch._C._current_autograd_node", "parallelizer/data"),
+    ),
+    *_names(
+        "Replaced on objects: missing gradients become zeros before FSDP2 reduces; a layer read outside of its "
+        "call waits for the end of the backward.",
         ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward", "parallelizer/data"),
     ),
     *_names(

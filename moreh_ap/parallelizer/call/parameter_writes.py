@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
+from moreh_ap.parallelizer.data.outer_layers import unnoticed
 
 _IS_REPLACED = "_moreh_is_replaced"
 
@@ -86,11 +87,12 @@ class WrittenParameters(TorchDispatchMode):
 
     def _plain(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that have memory of their own: under FSDP2 those of the blocks that run now."""
-        return {
-            name: parameter
-            for name, parameter in self._module.named_parameters()
-            if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel()
-        }
+        with unnoticed():
+            return {
+                name: parameter
+                for name, parameter in self._module.named_parameters()
+                if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel()
+            }
 
 
 def _address(tensor: Tensor) -> int:

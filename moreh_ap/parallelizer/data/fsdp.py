@@ -15,7 +15,7 @@ block's weights come later than those of its inputs, at which FSDP2 reduces.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.call.output_precision import PROMISES, results_in
+from moreh_ap.parallelizer.data.outer_layers import outer_layers, watch
 from moreh_ap.plan import Plan
 
 _ATTRIBUTE = "_moreh_fsdp_roots"
@@ -60,12 +61,12 @@ def unshardable(module: nn.Module) -> set[nn.Parameter]:
 def shard(
     module: nn.Module,
     roots: Sequence[nn.Module],
-    blocks: Iterable[nn.Module],
+    blocks: Collection[nn.Module],
     plan: Plan,
     mesh: DeviceMesh,
     ignored: Collection[nn.Parameter],
 ) -> None:
-    """Hands the parameters of `roots` to FSDP2, those of `blocks` inside them block by block.
+    """Hands the parameters of `roots` to FSDP2, those of `blocks` and of large layers beside them one by one.
 
     Args:
         module: The whole model; `fsdp_modules(module)` finds what was wrapped.
@@ -94,7 +95,12 @@ def shard(
         block.register_forward_hook(_own_outputs)
         _shard_one(block, mp_policy=inner, **options)
     for root in roots:
+        layers = outer_layers(root, blocks, ignored) if free_after_forward else []
+        for layer in layers:
+            layer.register_forward_hook(_own_outputs)
+            _shard_one(layer, mp_policy=MixedPrecisionPolicy(compute, inner.reduce_dtype, None, False), **options)
         _shard_one(root, mp_policy=inner, **options)
+        watch(root, layers)
         if compute is not None and getattr(root, "is_last", True):
             root.register_forward_hook(results_in(compute, torch.float32))
     object.__setattr__(module, _ATTRIBUTE, list(roots))

@@ -38,7 +38,8 @@ def install(patches: Patches) -> None:
     """Note what `attach` replaces from now on, and have it taken back by the undoing."""
     patches.group("FSDP2 takes for granted that all workers have the gradients of the same parameters.").note(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
-        "Of each group of a model's parameters: fills in missing gradients with zeros first.",
+        "Of each group of a model's parameters: fills in missing gradients with zeros first, and waits for the "
+        "end of the backward where a layer was read outside of its call.",
         _restore_all,
     )
 

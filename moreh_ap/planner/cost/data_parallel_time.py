@@ -52,6 +52,7 @@ def data_s(
     everybody = group_of(plan.data_parallel, stride, cluster, plan.tensor > cluster.devices_per_node)
     pieces = stage.blocks + 2.0
     if plan.shard > 1:
+        pieces += max(0, sum(size > 0.0 for size in system.outer_units(plan, profile)) - 1)  # beside the rest
         inside = group_of(plan.shard, stride, cluster)
         count = plan.micro_batches
         uses = 2.0 * count if system.regathers_for_backward else float(count)

@@ -17,6 +17,11 @@ gradients of the last but one are there beside; frozen weights have none):
 4. the gradients of parameters outside of blocks in flight, with all others;
 5. the optimizer's step.
 
+Layers outside of blocks that are units of their own (`TrainingSystem.outer_units`) are not in R. The last ones, `H`,
+are gathered in moment 1; behind it they are there twice (what arrives and weights, or weights and gradients, in the
+computation's precision), and then gradients, with `4H` on their way until the last block's backward is through. The
+first ones, `F`, are gathered ahead in the first block's backward, then there are weights and gradients, then `4F`.
+
 Between 2 and 3 everything grows or shrinks evenly. Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
 (`post_backward` keeps the last block's reduced buffer until the next one's), and `scripts/check_memory.py`.
 """
@@ -74,30 +79,33 @@ def peak_moment(
     stays = plan.shard == 1 or plan.pipeline > 1
     gathered = ahead = travelling = 0.0
     whole_until_last = plan.micro_batches > 1 and (plan.shard == 1 or system.keeps_whole_gradients(plan))
+    first_unit, last_unit = system.outer_units(plan, profile)
+    rest = outside - first_unit - last_unit
     if sharded:
-        gathered = computed * (parameters if stays else outside)
+        gathered = computed * (parameters if stays else rest)
         ahead = 0.0 if stays else computed * block
         if profile.frozen is not None and profile.frozen.is_packed:
             as_kept = profile.frozen.block_bytes * (block - block_trained) if plan.shard > 1 else 0.0
             gathered_block = as_kept + computed * block_trained
-            gathered = computed * outside + (stage.blocks * gathered_block if stays else 0.0)
+            gathered = computed * rest + (stage.blocks * gathered_block if stays else 0.0)
             ahead = 0.0 if stays else gathered_block
         travelling = 0.0 if whole_until_last else 4.0 * block_trained
     # Buckets stay from step to step (on one device this is too much), shards from the micro-batch before.
     present = gradients if not sharded or plan.micro_batches > 1 else 0.0
     if whole_until_last:
         present = system.gradient_bytes * trained
-    outside_trained = trained - stage.blocks * block_trained
+    of_first, of_last = (first_unit, last_unit) if profile.frozen is None and system.trains_weights else (0.0, 0.0)
+    outside_trained = trained - stage.blocks * block_trained - of_first - of_last
     outside_travelling = 4.0 * outside_trained if sharded else 0.0  # where the gathered weights were
     last_part = profile.last
     of_head = last_part.parameters_on_device(plan.tensor) if profile.frozen is None else last_part.trained_parameters
-    head = computed * of_head if stage.has_last and sharded else 0.0
+    head = computed * of_head if stage.has_last and sharded and not last_unit else 0.0  # a unit's are reduced at once
     at_end = present if whole_until_last else gradients
     own = computed * block_trained if sharded else 0.0
     busy = gathered + 2.0 * ahead + travelling + head + _unpacked_bytes(profile, plan, computed)
     after_first = all_kept - last
     moments = [
-        (all_kept, results + loss, gathered + ahead, present),
+        (all_kept, results + loss, gathered + (computed * last_unit or ahead), present),
         (after_first + everything - next_to_last, results, busy, present),
         (max(0.0, after_first - next_to_last), results, busy + own, present),
         (everything, results, busy, at_end),
@@ -105,6 +113,18 @@ def peak_moment(
         (0.0, results, gathered + outside_travelling, at_end),
         (0.0, 0.0, step_copies, gradients),
     ]
+    if last_unit:
+        moments += [
+            (all_kept, results + elements * computed, gathered + ahead + 2.0 * computed * last_unit, present),
+            (all_kept, results, gathered + ahead + (computed + 4.0) * of_last, present),
+            (all_kept + everything - last, results, gathered + 2.0 * ahead + own + 4.0 * of_last, present),
+        ]
+    if first_unit:
+        moments += [
+            (everything, results, busy + computed * first_unit, at_end),
+            (0.0, results, gathered + travelling + computed * (first_unit + of_first), at_end),
+            (0.0, results, gathered + (computed + 4.0) * of_first, at_end),
+        ]
     activations, logits, temporary, there = max(moments, key=sum)
     room = max(0.0, gradients - there)
     for_others = max(0.0, room - temporary)

@@ -1,7 +1,7 @@
 """Training systems: how the program that executes a plan does so, as far as memory and time depend on it.
 
 Decides what distinguishes programs: in which precisions they keep state, what they shard beyond the plan, what they
-fuse and what they overlap. Must not know models, devices, or what a plan costs.
+fuse and what they overlap. Must not know architectures, devices, or what a plan costs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from moreh_ap.plan import Plan
+from moreh_ap.planner.profiles.model_profile import ModelProfile
 
 __all__ = ["EAGER_MEGATRON", "MOREH_AP", "MOREH_AP_ON_CPU", "PLAIN_MEGATRON", "TRAINING_SYSTEMS", "TUNED_FSDP",
            "TUNED_MEGATRON", "TrainingSystem"]  # fmt: skip
@@ -32,6 +33,9 @@ class TrainingSystem:
         reduced_bytes: Bytes for each parameter in which gradients travel.
         accumulation_bytes: Bytes for each parameter that adding a micro-batch's gradients to their sums moves, where
             the product does not do it on the way.
+        outer_unit_parameters: From how many parameters on a device on the layers before the blocks, and those after
+            them, are gathered for their own use, as blocks are, instead of for the whole step; weights that the two
+            share are not.
         trains_weights: Whether every weight gets a gradient; without, the backward of products takes half and there is
             neither gradient nor optimizer state (adapters such as LoRA, which are small).
         zero_stage: What is split over all devices that share the batch, beyond what the plan's `shard` splits:
@@ -95,6 +99,7 @@ class TrainingSystem:
     bucket_bytes: float = 0.0
     reduced_bytes: float = 4.0
     accumulation_bytes: float = 0.0
+    outer_unit_parameters: float = math.inf
     trains_weights: bool = True
     zero_stage: int = 0
     gather_copies: bool = False
@@ -138,6 +143,14 @@ class TrainingSystem:
             return False
         return not self.reduces_every_micro_batch or (self.keeps_gathered and plan.pipeline > 1)
 
+    def outer_units(self, plan: Plan, profile: ModelProfile) -> tuple[float, float]:
+        """Returns the parameters on a device of the layers before and after the blocks that are units, 0.0 if not."""
+        if plan.shard == 1 or plan.pipeline > 1 or profile.tied:
+            return 0.0, 0.0
+        first, last = (one.parameters_on_device(plan.tensor) for one in (profile.first, profile.last))
+        least = self.outer_unit_parameters
+        return first if first >= least else 0.0, last if last >= least else 0.0
+
     def takes_logits_in_chunks(self, plan: Plan, classes: int, logits: float) -> bool:
         """Says whether a loss makes no copies of its logits.
 
@@ -158,6 +171,7 @@ MOREH_AP = TrainingSystem(
     weight_bytes=0.0,
     gathers_blocks=True,
     keeps_gathered=True,
+    outer_unit_parameters=2.0**24,
     sums_replicas_once=True,
     reduced_bytes=4.0,
     accumulation_bytes=10.0,

@@ -36,3 +36,12 @@ def test_every_micro_batch_scatters_its_gradients_and_the_last_sums_those_of_rep
     assert scatter_s[0] > 1.5 * gathers_s  # 4 bytes a parameter go out, and 2 x 2 come in
     assert added_s(8) == pytest.approx(scatter_s)  # sums over replicas do not grow
     assert added_s(1, pipeline=4) == pytest.approx([0.0, 0.0])
+
+
+def test_embedding_and_head_as_units_take_one_more_exchange_each_time():
+    plan = Plan(1, 8, precision="bf16")
+    apart, together = (
+        estimate(plan, system=replace(MOREH_AP, outer_unit_parameters=least)) for least in (1.0, float("inf"))
+    )
+    added_s = apart.data_s + apart.data_hidden_s - together.data_s - together.data_hidden_s
+    assert 0.0 < added_s < 1e-3

@@ -72,3 +72,16 @@ def test_many_logits_have_no_copies_in_float32(precision, before, after):
     assert peak(plan, 1024, few)[1] == pytest.approx(before * elements, rel=0.05)
     assert peak(plan, 1024, many)[1] == pytest.approx(after * elements, rel=0.05)
     assert peak(plan, 1024, replace(many, chunked_classes=1001)) == peak(plan, 1024, few)
+
+
+def test_large_layers_outside_of_blocks_are_not_there_all_the_time():
+    """Where they are units, the weights of the first ones and of a block are not there during the loss."""
+    plan, fewest = Plan(shard=8, precision="bf16"), PROFILE.last.parameters
+    with_units = peak(plan, 64, replace(MOREH_AP, outer_unit_parameters=fewest / 2))
+    without = peak(plan, 64, replace(MOREH_AP, outer_unit_parameters=2 * fewest))
+    assert sum(without) - sum(with_units) == pytest.approx(2.0 * (PROFILE.first.parameters + PROFILE.block.parameters))
+
+
+@pytest.mark.parametrize("plan", ["replicate=8,precision=bf16", "shard=2,pipeline=2,micro_batches=4"])
+def test_units_are_for_plans_that_free_what_was_gathered(plan):
+    assert replace(MOREH_AP, outer_unit_parameters=1.0).outer_units(Plan.parse(plan), PROFILE) == (0.0, 0.0)
