@@ -114,8 +114,10 @@ def peak_moment(
         (0.0, 0.0, step_copies, gradients),
     ]
     if last_unit:
+        # what arrives is dropped before the next block is gathered ahead
+        beside = max(computed * last_unit, ahead + computed * of_last)
         moments += [
-            (all_kept, results + elements * computed, gathered + ahead + 2.0 * computed * last_unit, present),
+            (all_kept, results + elements * computed, gathered + computed * last_unit + beside, present),
             (all_kept, results, gathered + ahead + (computed + 4.0) * of_last, present),
             (all_kept + everything - last, results, gathered + 2.0 * ahead + own + 4.0 * of_last, present),
         ]
