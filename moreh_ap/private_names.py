@@ -58,10 +58,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.Tensor._make_wrapper_subclass", "device parallelizer/tensor"),
     ),
     *_names("Notices in-place changes, as autograd does.", ("torch.Tensor._version", "*")),
-    *_names(
-        "Tells memories apart while a file is written.",
-        ("torch.UntypedStorage._cdata", "device/patches"),
-    ),
+    *_names("Tells memories apart while a file is written.", ("torch.UntypedStorage._cdata", "device/patches")),
     *_names(
         "Calls PyTorch on tensors of our class without being called back.",
         ("torch._C.DisableTorchFunction", "*"),
@@ -129,14 +126,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._dynamo.lookup_backend", "parallelizer/compiling"),
         ("torch._TorchCompileInductorWrapper", "parallelizer/compiling"),
     ),
-    *_names(
-        "Copies gradients into a bucket in one kernel.",
-        ("torch._foreach_copy_", "parallelizer/data"),
-    ),
-    *_names(
-        "A grouped product that meta tensors take in one dtype only.",
-        ("torch._grouped_mm", "parallelizer/loss"),
-    ),
+    *_names("Copies gradients into a bucket in one kernel.", ("torch._foreach_copy_", "parallelizer/data")),
+    *_names("A grouped product that meta tensors take in one dtype only.", ("torch._grouped_mm", "parallelizer/loss")),
     *_names(
         "The type of an operation below autograd.",
         ("torch._ops.OpOverload", "parallelizer/tensor"),
@@ -176,10 +167,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "A result of a collective under way, to be waited for.",
         ("torch.distributed._functional_collectives.AsyncCollectiveTensor", "parallelizer/tensor"),
     ),
-    *_names(
-        "One axis of several of a mesh.",
-        ("torch.distributed.device_mesh.DeviceMesh._flatten", "parallelizer"),
-    ),
+    *_names("One axis of several of a mesh.", ("torch.distributed.device_mesh.DeviceMesh._flatten", "parallelizer")),
     *_names(
         "The process group of all workers.",
         ("torch.distributed.distributed_c10d._get_default_group", "parallelizer parallelizer/pipeline"),
@@ -284,14 +272,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "Batch normalization of any dimensions.",
         ("torch.nn.modules.batchnorm._BatchNorm", "device parallelizer/compiling parallelizer/data"),
     ),
-    *_names(
-        "Convolutions of any dimensions.",
-        ("torch.nn.modules.conv._ConvNd", "protocol"),
-    ),
-    *_names(
-        "Dropout of any dimensions.",
-        ("torch.nn.modules.dropout._DropoutNd", "session/verification"),
-    ),
+    *_names("Convolutions of any dimensions.", ("torch.nn.modules.conv._ConvNd", "protocol")),
+    *_names("Dropout of any dimensions.", ("torch.nn.modules.dropout._DropoutNd", "session/verification")),
     *_names(
         "Calls that PyTorch would run global hooks around stay in the controller.",
         ("torch.nn.modules.module._has_any_global_hook", "session/calls"),
@@ -386,17 +368,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "Which kernels compute attention.",
         ("transformers.PretrainedConfig._attn_implementation", "session/verification"),
     ),
-    *_names(
-        "Whether an import is still under way.",
-        ("importlib.__spec__._initializing", "."),
-    ),
+    *_names("Whether an import is still under way.", ("importlib.__spec__._initializing", ".")),
     *_names(
         "Processes of the script get objects by value, and forked loaders end before the engine's exit handlers.",
         ("multiprocessing.reduction.ForkingPickler._extra_reducers", "device/patches"),
         ("multiprocessing.util._exit_function", "runtime"),
     ),
-    *_names(
-        "A forked process knows whether it could use a device.",
-        ("torch.cuda._is_in_bad_fork", "runtime/host"),
-    ),
+    *_names("A forked process knows whether it could use a device.", ("torch.cuda._is_in_bad_fork", "runtime/host")),
 )

@@ -49,7 +49,7 @@ class Runner:
         if self.verdict is None:
             self.verdict = check_split(call, (), batch, rows)
         if self.verdict.split and rows >= self.world:
-            extra = {"kinds": self.verdict.kinds, "counts": self.verdict.counts, **extra}
+            extra = {"kinds": self.verdict.kinds, "rules": self.verdict.rules, **extra}
             call = Call(self.model, "split", CPU, grad=grad, random=RandomPolicy(seed=3, worker=self.rank), **extra)
             batch = tree_unflatten(slice_rows(leaves, rows, *row_range(self.rank, self.world, rows)), spec)
         self.mode = call.mode
