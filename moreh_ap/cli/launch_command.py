@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     """Writes the file, submits it if it is Slurm's, and returns the exit status.
 
     Raises:
-        OptionError: An argument is impossible, the file belongs to somebody else, or sbatch does not take it.
+        OptionError: An argument is impossible, the file belongs to another user, or sbatch does not take it.
     """
     example = _EXAMPLE[arguments.launcher]
     if not script_arguments:

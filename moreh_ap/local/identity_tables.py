@@ -32,7 +32,7 @@ class IdentityTable(MutableMapping[Key, Value], Generic[Key, Value]):
     """
 
     def __init__(self) -> None:
-        #: References to the keys and their values, by the keys' `id`: for whoever looks up often.
+        #: References to the keys and their values, by the keys' `id`: for callers that look up often.
         self.by_id: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
     def __getitem__(self, key: Key) -> Value:

@@ -34,7 +34,7 @@ LEAST_PARAMETERS = 2**24
 """How many parameters a layer has at least to be a unit. See [Note: worth a unit]."""
 
 _PLAIN_FORWARDS = (nn.Embedding.forward, nn.Linear.forward)
-"""Forwards that hand their parameters to nobody."""
+"""Forwards that keep their parameters to themselves."""
 
 _OWN_READS: list[bool] = []
 

@@ -85,7 +85,6 @@ class WatchActor(ma.Actor):
         trouble = _side.trouble()
         return None if trouble is None else (trouble.number, trouble.epoch, _to_wire(trouble.answer))
 
-
     @ma.endpoint(instrument=False)
     def keep(self, number: int, start: int, value: bytes) -> None:
         """Keeps a value for all workers of the host."""

@@ -38,7 +38,7 @@ class LaterValues(ABC):
     Args:
         shape: Its shape.
         dtype: Its dtype, in which every chunk is computed.
-        held: The precision of the logits that it comes from: whoever needs no more than theirs asks for this one.
+        held: The precision of the logits that it comes from; a reader that needs no more asks for this one.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, held: torch.dtype) -> None:
@@ -179,7 +179,7 @@ def in_full(value: Any) -> Any:
 def run_on_later_values(func: Any, arguments: tuple[Any, ...], keyword_arguments: dict[str, Any]) -> Any:
     """Returns the result of an operation whose operands may be `LaterValues`.
 
-    Whatever is none of the operations in [Note: the same operations] gets their values in full.
+    Operations other than those in [Note: the same operations] get their values in full.
     """
     if not any(isinstance(one, LaterValues) for one in tree_leaves((arguments, keyword_arguments))):
         return func(*arguments, **keyword_arguments)

@@ -245,7 +245,7 @@ class SharedHostDraws:
             self.end_early()
 
     def end_early(self) -> None:
-        """Ends a turn in which fewer rows have drawn than should, so that nobody waits for it."""
+        """Ends a turn in which fewer rows have drawn than should, so that no worker waits for it."""
         if self._turn is not None:
             self._go_apart()
 

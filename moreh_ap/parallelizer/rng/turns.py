@@ -100,7 +100,7 @@ class WorkerTurns:
         return True
 
     def after(self, row: int) -> None:
-        """Nobody waits for a single row."""
+        """Workers do not wait for single rows."""
 
     def end(self, share: Share) -> None:
         self._take(range(self._axis.rank, self._axis.size))

@@ -35,7 +35,7 @@ def refuse_use_of(kind: str, why: str) -> UnsupportedError:
 
 
 class NotSent:
-    """Stands in a worker for an object that stays in the script; whoever uses it is told.
+    """Stands in a worker for an object that stays in the script; using it is an error that says so.
 
     Args:
         kind: What it is, as a phrase.
@@ -75,7 +75,7 @@ class OtherStub:
 
 
 class OtherParameter(Tensor):
-    """Has no values; whoever computes with it is told. Attributes: `kind`, the class of its module."""
+    """Has no values; computing with it is an error that says so. Attributes: `kind`, the class of its module."""
 
     kind = ""
 

@@ -152,7 +152,7 @@ class NewCheckpoint:
     def make_witness(self) -> str:
         """Makes an empty file in the folder, which goes when the save ends, and returns its path.
 
-        Who sees it shares the folder, whatever else may be called the same elsewhere.
+        A host that sees it shares the folder; another folder may have the same name elsewhere.
         """
         path = self.path("witness")
         with open(path, "xb"):

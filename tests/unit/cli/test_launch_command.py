@@ -12,7 +12,7 @@ import yaml
 from moreh_ap.cli import launch_command
 from moreh_ap.cli import main as program
 
-COMMAND = ("--", "python", "train.py", "--note", "it's \"1 $x\"")
+COMMAND = ("--", "python", "train.py", "--note", 'it\'s "1 $x"')
 
 
 @pytest.fixture(autouse=True)

@@ -139,7 +139,7 @@ def test_where_devices_have_streams_of_their_own_only_draws_of_the_host_are_comp
 
 @pytest.mark.parametrize("has_stream", [True, False])
 def test_workers_on_gpus_flip_the_same_coins_on_the_cpu(has_stream):
-    """Else each would leave out other layers, and with sharded layers wait for what nobody sends."""
+    """Else each would leave out other layers, and with sharded layers wait for a message that no worker sends."""
     torch.manual_seed(1)
     streams = current_streams() if has_stream else Streams(None, current_streams().host)
     alone = torch.rand(3).tolist()
