@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 import re
 import shlex
@@ -53,9 +54,11 @@ def test_command_exists_and_has_its_flags(command, page):
     if program == "make":
         assert set(words) - {"-n"} <= make_targets(), page
     elif program in TOOLS:
-        subcommands = tuple(
-            word for word in words[:1] if word.isalpha() and re.search(rf"(?<![-\w]){word}(?![-\w])", help_of(program))
-        )
+        subcommands: tuple[str, ...] = ()
+        for word in itertools.takewhile(str.isalpha, words):
+            if not re.search(rf"(?<![-\w]){word}(?![-\w])", help_of(program, subcommands)):
+                break
+            subcommands += (word,)
         check_flags(words, set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", help_of(program, subcommands))), page)
     else:
         check_script(program, words, page)

@@ -116,10 +116,10 @@ def shard(
 def _shard_one(module: nn.Module, **options: Any) -> None:
     """Shards a module. FSDP2 gives it a class of its own, which a wrapper that passes on what is set would pass on."""
     kind = type(module)
-    if kind.__setattr__ is nn.Module.__setattr__:
+    if kind.__setattr__.__module__.startswith("torch."):  # a recurrent layer keeps its weights in a list as well
         fully_shard(module, **options)
         return
-    plain = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__setattr__": object.__setattr__})
+    plain = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__setattr__": nn.Module.__setattr__})
     object.__setattr__(module, "__class__", plain)
     fully_shard(module, **options)
     del plain.__setattr__  # from now on its class decides again
