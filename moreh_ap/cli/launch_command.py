@@ -154,7 +154,7 @@ def _write(path: Path, text: str, mode: int) -> None:
     try:
         if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
             raise OptionError(f"{path} exists, and was not written by this command", "another file", fix, _LINK)
-        path.unlink(missing_ok=True)  # whoever could read it cannot read what replaces it
+        path.unlink(missing_ok=True)  # users who could read it cannot read its replacement
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)

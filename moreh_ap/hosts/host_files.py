@@ -37,7 +37,7 @@ def path_to_write(file: str, witness: str) -> str:
 
     Args:
         file: The path; what follows the first dash of its name is one process's alone.
-        witness: A file that the controller has made beside it. Who does not see it does not share the folder.
+        witness: A file that the controller has made beside it. A host without it does not share the folder.
     """
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder or os.path.exists(witness):

@@ -19,7 +19,7 @@ from moreh_ap.hosts import kubernetes
 from moreh_ap.hosts.credentials import AgentSecret
 
 _LABEL = "moreh-ap.dev/job"
-_GROUP = 2000  # which may read the secret, whoever the image's user is
+_GROUP = 2000  # members may read the secret, under any user of the image
 _READABLE = 0o440
 _GRACE_S = 10
 

@@ -160,7 +160,7 @@ class SharedMemoryReader:
     def values(
         self, buffers: Sequence[bytes | memoryview | Place | SentPlace]
     ) -> Iterator[tuple[bytes | memoryview, ...]]:
-        """Has the values of the buffers while the block lasts; whoever reads one later gets a `ValueError`.
+        """Has the values of the buffers while the block lasts; reading one later is a `ValueError`.
 
         Raises:
             MemoryError: A value could not be written on this host.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from drop_in_runs import BothInTurn
+from hosts_lab import Lab
 from parallelizer_team import Team
 
 from moreh_ap import device
@@ -112,3 +113,13 @@ def both_in_turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothInTur
     both = BothInTurn(tmp_path_factory.mktemp("in-turn"))
     yield both
     both.close()
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    """Two hosts, as network namespaces; see `hosts_lab.py`."""
+    made = Lab()
+    try:
+        yield made
+    finally:
+        made.close()

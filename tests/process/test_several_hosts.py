@@ -28,15 +28,6 @@ pytestmark = pytest.mark.rotating  # one more way to reach hosts, or to end, eac
 needs_lab = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
 
 
-@pytest.fixture(scope="module")
-def lab():
-    made = Lab()
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 def assert_equal_runs(got, expected):
     """Losses to 1e-5 and weights to 1e-4, relative."""
     assert got[0] == pytest.approx(expected[0], rel=1e-5)

@@ -31,15 +31,6 @@ exec "$@"
 
 
 @pytest.fixture(scope="module")
-def lab():
-    made = Lab()
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-@pytest.fixture(scope="module")
 def alone(lab):
     """What one process computes."""
     code, said = lab.run(SCRIPTS / "several_hosts.py", lab.shared / "alone", lab.shared / "nothing", MOREH_HOSTS="")

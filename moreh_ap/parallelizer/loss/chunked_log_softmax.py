@@ -29,7 +29,7 @@ aten = torch.ops.aten
 _NONE, _SUM = 0, 2  # as `torch.nn._reduction` numbers them
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _MOVES = {aten.reshape, aten._unsafe_view, aten.clone, aten.slice_backward, aten.select_backward}
-"""Operations beside views that put the values of their operand elsewhere, whatever their precision."""
+"""Operations beside views that put the values of their operand elsewhere, in any precision."""
 
 
 class LaterValues(ABC):

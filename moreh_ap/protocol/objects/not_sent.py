@@ -51,7 +51,7 @@ class NotSent:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Python asks whether there is one
             raise AttributeError(name)
-        return NotSent(self._kind, self._why)  # objects keep methods of a lock: the one who calls it is told
+        return NotSent(self._kind, self._why)  # objects keep methods of a lock: calling one is the error
 
     __call__ = __enter__ = __exit__ = __iter__ = __next__ = __len__ = __getitem__ = _refuse
 

@@ -115,7 +115,7 @@ class RowShard:
 def convert_memory_of(shard: RowShard, shards: Iterable[RowShard | None]) -> None:
     """Converts all of `shards` that lie in the memory of `shard` to what was promised; they go on sharing memory.
 
-    Whatever is computed later, and each float32 copy that lies in the memory of other values, gets values of its own.
+    Shards without values yet, and float32 copies that lie in the memory of others, get values of their own.
     """
     present = [other for other in shards if other is not None]
     for other in present:

@@ -176,16 +176,11 @@ def _try(session: Session, root: nn.Module, call: reduced_model.Call, trial: Pla
             reports: list[StepReport] = session.outbox.submit(ReportSteps()).result()
         finally:
             remote.release()
-    first_s, seconds = (max(find(one.seconds) for one in reports) for find in (_first, _later))
-    return StepTimes(first_s, seconds, max(one.peak_bytes for one in reports))
-
-
-def _first(seconds: Sequence[float]) -> float:
-    return seconds[0]
-
-
-def _later(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds[1:])
+    return StepTimes(
+        first_s=max(one.seconds[0] for one in reports),
+        seconds=max(statistics.median(one.seconds[1:]) for one in reports),
+        peak_bytes=max(one.peak_bytes for one in reports),
+    )
 
 
 def _backward(output: Any) -> None:
