@@ -174,23 +174,17 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "The state of FSDP2 of a module: groups of parameters, precision, what is a root and what is inside.",
-        ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "parallelizer parallelizer/data"),
-        (
-            "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
-            "parallelizer parallelizer/data",
-        ),
-        (
-            "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups",
-            "parallelizer parallelizer/data",
-        ),
+        ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "parallelizer/data"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group", "parallelizer/data"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups", "parallelizer/data"),
         ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init", "parallelizer/data"),
         ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._mp_policy", "parallelizer/data"),
     ),
     *_names(
         "Brings FSDP2 back to rest after a call that raised.",
-        ("torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState", "parallelizer parallelizer/data"),
-        ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx", "parallelizer parallelizer/data"),
-        ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._training_state", "parallelizer parallelizer/data"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState", "parallelizer/data"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx", "parallelizer/data"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._training_state", "parallelizer/data"),
         (
             "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._partial_reduce_output",
             "parallelizer/data",
@@ -199,7 +193,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Replaced on objects: zeros for missing gradients; layers read outside of their calls wait for all gradients.",
         ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward", "parallelizer/data"),
-        ("torch._C._current_autograd_node", "parallelizer"),
+        ("torch._C._current_autograd_node", "parallelizer/data"),
     ),
     *_names(
         "Replaced: `fully_shard` refuses models on the accelerator.",

@@ -125,8 +125,8 @@ def track(
     from moreh_ap.parallelizer.call.call import Call
     from moreh_ap.parallelizer.call.way_to_execute import way_to_execute
     from moreh_ap.parallelizer.data.fsdp import prepare, settle
-    from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
     from moreh_ap.parallelizer.loss import chunked_cross_entropy
+    from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
     from moreh_ap.parallelizer.mesh import build_mesh
     from moreh_ap.parallelizer.state import loading
     from moreh_ap.parallelizer.state.loading import _allocate, _names_by_tensor, local_shard

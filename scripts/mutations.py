@@ -45,7 +45,7 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "mean_of_means",
-        "moreh_ap/parallelizer/data/loss_reduction.py",
+        "moreh_ap/parallelizer/loss/loss_reduction.py",
         "dist.all_reduce(numbers, group=self.axis.group)",
         "numbers *= self.axis.size",
         "replicate-llama3",

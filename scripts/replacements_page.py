@@ -70,7 +70,7 @@ No caller's frame and no reference count decides what is computed. Two functions
 | function | for |
 |---|---|
 | `session.script_line.warn` | a warning names the line of the script |
-| `parallelizer.data.loss_reduction` | ranks compare the lines of a forward at which they take means or gather rows; \
+| `parallelizer.loss.loss_reduction` | ranks compare the lines of a forward at which they take means or gather rows; \
 if they differ, no result is used |
 """,
 )
@@ -93,7 +93,7 @@ PyTorch와 transformers의 불러온 모든 모듈의 모든 속성을 한 줄 �
 | 함수 | 목적 |
 |---|---|
 | `session.script_line.warn` | 경고가 스크립트의 줄을 알려 줍니다 |
-| `parallelizer.data.loss_reduction` | 랭크들이 평균을 구하거나 행을 모으는 forward의 줄을 서로 비교하고, \
+| `parallelizer.loss.loss_reduction` | 랭크들이 평균을 구하거나 행을 모으는 forward의 줄을 서로 비교하고, \
 다르면 그 결과를 쓰지 않습니다 |
 """,
 )

@@ -12,7 +12,7 @@ from parallelizer_models import ADAMW
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from moreh_ap.parallelizer import outer_layers
+from moreh_ap.parallelizer.data import outer_layers
 from moreh_ap.plan import Plan
 
 LENGTH, VOCABULARY, WIDTH, ROWS = 6, 61, 16, 8

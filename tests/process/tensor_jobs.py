@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.errors import MorehError
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 from moreh_ap.parallelizer.tensor.split_tensor import gather_split_tensors

@@ -13,7 +13,7 @@ from parallelizer_models import make_batch, make_model
 from torch import Tensor, nn
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, MeanRules
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction, MeanRules
 from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 
 CPU = torch.device("cpu")

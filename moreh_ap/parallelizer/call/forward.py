@@ -27,8 +27,8 @@ from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
 from moreh_ap.parallelizer.data.item_reduction import ItemReduction
 from moreh_ap.parallelizer.data.lent_rows import LentRows
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.rng.turns import WorkerTurns
 from moreh_ap.protocol.objects.returned_arguments import place_of
 from moreh_ap.protocol.pytree import flatten

@@ -29,7 +29,7 @@ from moreh_ap.parallelizer.call.extension import Findings, extended
 from moreh_ap.parallelizer.call.forward import EagerForward, summing_gradients
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import before_the_last_backward
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 from moreh_ap.protocol.batch import row_range, slice_rows
 from moreh_ap.protocol.pytree import flatten

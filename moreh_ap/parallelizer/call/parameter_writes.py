@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
-from moreh_ap.parallelizer.outer_layers import unnoticed
+from moreh_ap.parallelizer.data.outer_layers import unnoticed
 
 _IS_REPLACED = "_moreh_is_replaced"
 

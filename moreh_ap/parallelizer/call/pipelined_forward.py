@@ -32,7 +32,7 @@ from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
 from moreh_ap.parallelizer.call.output_precision import shapes_of
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import compute_dtype, recover, settle
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.pipeline.stage import Nesting, Stage, Travelling, nesting_of

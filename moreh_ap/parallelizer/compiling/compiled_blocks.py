@@ -39,8 +39,8 @@ from moreh_ap.parallelizer.compiling import compilers, graph_rules
 from moreh_ap.parallelizer.compiling.chosen_blocks import unwrapped
 from moreh_ap.parallelizer.compiling.traced_forwards import defined_forward, traced_forward
 from moreh_ap.parallelizer.data.lent_rows import LentRows
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.recompute import RecomputedForward, function_modes
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.rng.shared_draws import SharedDraws
 from moreh_ap.protocol.messages.compile_requests import CompileRequest
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moreh_ap.parallelizer.call.placement import CUDA_DEVICES
-from moreh_ap.parallelizer.data.loss_reduction import CLASS_LOSSES, ELEMENT_LOSSES
+from moreh_ap.parallelizer.loss.loss_reduction import CLASS_LOSSES, ELEMENT_LOSSES
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW
 
 _LOSSES = frozenset(loss.__name__ for loss in (*CLASS_LOSSES, *ELEMENT_LOSSES))

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.call.output_precision import PROMISES, results_in
-from moreh_ap.parallelizer.outer_layers import outer_layers, watch
+from moreh_ap.parallelizer.data.outer_layers import outer_layers, watch
 from moreh_ap.plan import Plan
 
 _ATTRIBUTE = "_moreh_fsdp_roots"

@@ -27,8 +27,8 @@ from torch import Tensor
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, all_gather
 from moreh_ap.parallelizer.data.call_sites import site_of_call
 from moreh_ap.parallelizer.data.item_results import Merge, TogetherWith
-from moreh_ap.parallelizer.data.loss_reduction import Diverged, GlobalReduction
 from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
+from moreh_ap.parallelizer.loss.loss_reduction import Diverged, GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.row_stream import Round, RowStream
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW, Draw

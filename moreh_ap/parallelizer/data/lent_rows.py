@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.protocol.pytree import flatten
 
 NOTHING_OF = frozenset({"rows", "share", "same", "const"})

@@ -31,9 +31,9 @@ from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, SumOverWorkers, all_gather
 from moreh_ap.parallelizer.data.call_sites import is_called_by, site_of_call
-from moreh_ap.parallelizer.data.loss_reduction import Diverged, call_site
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of, map_leaves
+from moreh_ap.parallelizer.loss.loss_reduction import Diverged, call_site
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.protocol.batch import row_range
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.data.loss_reduction import (
+from moreh_ap.parallelizer.loss.loss_reduction import (
     CLASS_LOSSES,
     COUNTS,
     ELEMENT_LOSSES,

@@ -15,7 +15,7 @@ from enum import IntEnum
 from moreh_ap.errors import MorehError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.data.fsdp import recover
-from moreh_ap.parallelizer.data.loss_reduction import Diverged
+from moreh_ap.parallelizer.loss.loss_reduction import Diverged
 from moreh_ap.parallelizer.rng.shared_draws import UnsharedDraw
 from moreh_ap.parallelizer.trial.agreement import everywhere, worst
 from moreh_ap.parallelizer.trial.dry_run import Refused

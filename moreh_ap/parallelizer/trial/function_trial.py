@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction, takes_statistics
 from moreh_ap.parallelizer.data.row_gathering import (
     SHARE,
     Placement,
@@ -32,6 +31,7 @@ from moreh_ap.parallelizer.data.row_gathering import (
     has_first_rows,
 )
 from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction, takes_statistics
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.trial.dry_run import Refused
 from moreh_ap.parallelizer.trial.row_comparison import close

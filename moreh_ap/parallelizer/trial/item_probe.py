@@ -28,7 +28,7 @@ from moreh_ap.parallelizer.data.fsdp import record_block_order
 from moreh_ap.parallelizer.data.item_recorder import ItemRecorder
 from moreh_ap.parallelizer.data.item_reduction import ItemReduction, ItemRules
 from moreh_ap.parallelizer.data.item_results import gathered
-from moreh_ap.parallelizer.data.loss_reduction import NO_RULES
+from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt, untouched

@@ -27,7 +27,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.call_sites import site_of_call
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.data.row_gathering import (
     Placement,
@@ -31,6 +30,7 @@ from moreh_ap.parallelizer.data.row_gathering import (
     Step,
 )
 from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.trial.dry_run import Refused, state_restored
 from moreh_ap.parallelizer.trial.function_trial import DRAWS, Double, Trial, cut, tensors_of, with_numbers
 from moreh_ap.parallelizer.trial.recorded_calls import Called

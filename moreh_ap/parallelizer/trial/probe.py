@@ -21,8 +21,8 @@ from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.fsdp import BlockTrace, compute_dtype, record_block_order, settle
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.data.row_gathering import Step
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share

@@ -36,8 +36,8 @@ from torch.utils._pytree import tree_leaves
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.data.item_reduction import ItemRules
-from moreh_ap.parallelizer.data.loss_reduction import NO_RULES, MeanRules
 from moreh_ap.parallelizer.data.row_gathering import Step
+from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws
 from moreh_ap.parallelizer.trial.agreement import everywhere

@@ -16,7 +16,7 @@ from torch import Tensor
 from moreh_ap.errors import ExactnessError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.call.execution import Execution
-from moreh_ap.parallelizer.data.loss_reduction import Diverged
+from moreh_ap.parallelizer.loss.loss_reduction import Diverged
 from moreh_ap.parallelizer.rng.policy import RandomPolicy, current_streams
 from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, gathered
 from moreh_ap.parallelizer.trial.dry_run import StateBefore

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 
 CPU = torch.device("cpu")
 CALLS = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from moreh_ap.parallelizer import outer_layers
-from moreh_ap.parallelizer.outer_layers import LEAST_PARAMETERS
+from moreh_ap.parallelizer.data import outer_layers
+from moreh_ap.parallelizer.data.outer_layers import LEAST_PARAMETERS
 from moreh_ap.planner.cost.training_systems import MOREH_AP
 
 
