@@ -159,7 +159,7 @@ def _compile(
     blocks = [block for members in local for block in members]
     casts = uses_fsdp(plan) and plan.precision != "fp32"
     for request, chosen in blocks_of_requests(module, blocks, asked):
-        compile_blocks(chosen, request, device, norms_are_gathered=casts)
+        compile_blocks(chosen, request, device, casts=casts)
 
 
 def _spread_over_data(module: nn.Module, plan: Plan, mesh: DeviceMesh, position: Position, here: Stages | None) -> None:

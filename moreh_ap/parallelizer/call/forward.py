@@ -28,6 +28,7 @@ from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
 from moreh_ap.parallelizer.data.item_reduction import ItemReduction
 from moreh_ap.parallelizer.data.lent_rows import LentRows
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
+from moreh_ap.parallelizer.loss.loss_precision import Float32Losses
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.rng.turns import WorkerTurns
 from moreh_ap.protocol.objects.returned_arguments import place_of
@@ -194,8 +195,10 @@ class EagerForward(Execution):
 
 
 def autocasting(call: Call) -> AbstractContextManager[Any]:
-    """Returns `torch.autocast` as the script had it around the call."""
-    return nullcontext() if call.autocast is None else torch.autocast(call.device.type, dtype=call.autocast)
+    """Returns `torch.autocast` as the script had it around the call, or what of it a plan in bfloat16 needs."""
+    if call.autocast is not None:
+        return torch.autocast(call.device.type, dtype=call.autocast)
+    return Float32Losses(call.device) if PROMISES in call.module.__dict__ else nullcontext()
 
 
 def reducing(call: Call) -> AbstractContextManager[Any]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,12 +41,16 @@ from moreh_ap.parallelizer.compiling.chosen_blocks import unwrapped
 from moreh_ap.parallelizer.compiling.traced_forwards import defined_forward, traced_forward
 from moreh_ap.parallelizer.data.lent_rows import LentRows
 from moreh_ap.parallelizer.data.recompute import RecomputedForward, function_modes
+from moreh_ap.parallelizer.loss.loss_precision import Float32Losses
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.rng.shared_draws import SharedDraws
 from moreh_ap.protocol.messages.compile_requests import CompileRequest
 
 _MORE_GRAPHS = 16
 """Graphs that one forward may have beside one for each block, which differ if their numbers do."""
+
+_LOOKED_FOR_IN_GRAPHS = (OwnDevice, SharedDraws, Float32Losses)
+"""Modes that change nothing in a graph whose operations were looked at."""
 
 _as_written: ContextVar[bool] = ContextVar("as_written", default=False)
 
@@ -61,7 +66,7 @@ def as_written() -> Iterator[None]:
 
 
 def compile_blocks(
-    blocks: Sequence[nn.Module], request: CompileRequest, device: torch.device, *, norms_are_gathered: bool = False
+    blocks: Sequence[nn.Module], request: CompileRequest, device: torch.device, *, casts: bool = False
 ) -> None:
     """Has blocks run compiled, where they can. Applied after recomputation and before `fully_shard`.
 
@@ -69,7 +74,7 @@ def compile_blocks(
         blocks: This worker's blocks to compile.
         request: The options of the script.
         device: This worker's device.
-        norms_are_gathered: Whether FSDP2 will manage batch normalisations by themselves.
+        casts: Whether FSDP2 will have the blocks compute in bfloat16, but for batch normalisations and losses.
     """
     compilers.prepare(device, len(blocks) + _MORE_GRAPHS)
     missing = compilers.why_not(request, device)
@@ -78,7 +83,7 @@ def compile_blocks(
     for block in blocks:
         inner, forward = unwrapped(block), vars(block).get("forward")
         recomputed = forward if isinstance(forward, RecomputedForward) else None
-        reason = missing or _why_not(block, inner, recomputed, norms_are_gathered)
+        reason = missing or _why_not(block, inner, recomputed, casts)
         if reason:
             said.say(type(inner).__name__, reason)
             continue
@@ -86,13 +91,14 @@ def compile_blocks(
         key = defined_forward(inner), how
         if key not in functions:
             traced, name = traced_forward(inner, how), type(inner).__name__
-            functions[key] = _CompiledFunction(traced, name, request, device, said, keeps_results=how == "selective")
+            graphs = partial(_Graphs, traced, request, device, how == "selective", casts)
+            functions[key] = _CompiledFunction(name, request, said, graphs)
         object.__setattr__(block, "forward", _CompiledForward(block, inner, functions[key]))
 
 
-def _why_not(block: nn.Module, inner: nn.Module, recomputed: RecomputedForward | None, norms_are_gathered: bool) -> str:
+def _why_not(block: nn.Module, inner: nn.Module, recomputed: RecomputedForward | None, casts: bool) -> str:
     """Returns why a block cannot be compiled whatever its graph is, as the end of a sentence; "" if it may be."""
-    if norms_are_gathered and any(isinstance(submodule, _BatchNorm) for submodule in inner.modules()):
+    if casts and any(isinstance(submodule, _BatchNorm) for submodule in inner.modules()):
         return "its batch normalisation stays in float32, and is gathered by itself"
     own = vars(inner).get("forward")
     if inner is block and recomputed is not None:
@@ -133,27 +139,16 @@ class _CompiledFunction:
     """The forward of a class of blocks, with the graphs that were made of it.
 
     Args:
-        function: The forward as its class has it.
         name: The class.
         request: The options of the script.
-        device: This worker's device.
         said: The log.
-        keeps_results: Whether recomputation keeps results of single operations.
+        graphs: Makes the graphs of a call that is split, given True, or of one that is not.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        name: str,
-        request: CompileRequest,
-        device: torch.device,
-        said: _Said,
-        *,
-        keeps_results: bool,
-    ) -> None:
+    def __init__(self, name: str, request: CompileRequest, said: _Said, graphs: Callable[[bool], _Graphs]) -> None:
         self._name, self._request, self._said = name, request, said
-        self._whole: _Graphs | None = _Graphs(function, request, device, False, keeps_results)
-        self._of_rows: _Graphs | None = _Graphs(function, request, device, True, keeps_results)
+        self._whole: _Graphs | None = graphs(False)
+        self._of_rows: _Graphs | None = graphs(True)
 
     def under(self, modes: Sequence[object]) -> _Graphs | None:
         """Returns what runs under such torch function modes; None for the forward as it is written."""
@@ -162,7 +157,7 @@ class _CompiledFunction:
             kind = type(mode)
             if kind is GlobalReduction:
                 graphs = self._of_rows
-            elif kind is not OwnDevice and kind is not SharedDraws:
+            elif kind not in _LOOKED_FOR_IN_GRAPHS:
                 if isinstance(mode, GlobalReduction) and kind is not LentRows:
                     self._said.say(self._name, "rows of several workers meet in the forward")
                 return None
@@ -195,8 +190,9 @@ class _Graphs:
         function: The forward.
         request: The options of the script.
         device: This worker's device.
-        is_split: Whether means over rows are shares of those over the rows of all workers.
         keeps_results: Whether recomputation keeps results of single operations.
+        casts: Whether losses are float32 where the block computes in bfloat16.
+        is_split: Whether means over rows are shares of those over the rows of all workers.
     """
 
     def __init__(
@@ -204,11 +200,12 @@ class _Graphs:
         function: Callable[..., Any],
         request: CompileRequest,
         device: torch.device,
-        is_split: bool,
         keeps_results: bool,
+        casts: bool,
+        is_split: bool,
     ) -> None:
         self._request, self._device = request, device
-        self._is_split, self._keeps_results = is_split, keeps_results
+        self._is_split, self._keeps_results, self._casts = is_split, keeps_results, casts
         self._run = torch.compile(function, backend=self._compile, fullgraph=True, dynamic=request.dynamic)
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -217,6 +214,8 @@ class _Graphs:
 
     def _compile(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         reason = graph_rules.rows_meet(graph) if self._is_split else ""
+        if self._casts:
+            reason = reason or graph_rules.is_raised(graph)
         if self._keeps_results:
             reason = reason or graph_rules.changes_in_place(graph)
         if self._device.type == "cpu":

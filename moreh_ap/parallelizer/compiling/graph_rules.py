@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moreh_ap.parallelizer.call.placement import CUDA_DEVICES
+from moreh_ap.parallelizer.loss.loss_precision import RAISED
 from moreh_ap.parallelizer.loss.loss_reduction import CLASS_LOSSES, ELEMENT_LOSSES
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW
 
 _LOSSES = frozenset(loss.__name__ for loss in (*CLASS_LOSSES, *ELEMENT_LOSSES))
+_RAISED = frozenset(function.__name__ for function in RAISED)
 _IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imatmul", "ipow", "setitem"})
 _DROPOUTS = frozenset(name for name in MAY_DRAW if "dropout" in name)
 
@@ -34,6 +36,14 @@ def rows_meet(graph: GraphModule) -> str:
             return "it takes a mean over the rows of the batch"
         if name in ("sum", "count_nonzero") and _counts_all(node):
             return f"it counts the true elements of a mask ({name})"
+    return ""
+
+
+def is_raised(graph: GraphModule) -> str:
+    """Returns what a block computes in float32 under a plan in bfloat16, as the end of a sentence; "" if nothing."""
+    for node in _operations(graph):
+        if _name_of(node) in _RAISED:
+            return f"it takes a loss ({_name_of(node)}), which is float32 only uncompiled"
     return ""
 
 

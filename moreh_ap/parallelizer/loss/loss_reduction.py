@@ -229,7 +229,7 @@ class GlobalReduction(OwnDevice):
             count = weight.detach().sum()
         else:
             count = values.shape[0] if reduction == "batchmean" else values.numel()
-        return self._share(values.sum(), count)
+        return self._share(values.sum(dtype=_summed_in(values)), count).to(values.dtype)
 
     def _evaluate(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Tensor:
         return func(*call.args, **call.kwargs)
@@ -250,7 +250,9 @@ class GlobalReduction(OwnDevice):
         if place is not None:
             self.mean_places[len(self.local_denominators)] = place
         count = math.prod(value.shape[d] for d in dims)
-        return self._share(value.sum(dims, keepdim=keepdim, dtype=kwargs.get("dtype")), count)
+        dtype = kwargs.get("dtype")
+        total = value.sum(dims, keepdim=keepdim, dtype=dtype or _summed_in(value))
+        return self._share(total, count).to(dtype or value.dtype)
 
     def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
         """Returns total / global count; `count` is what this worker adds to it."""
@@ -323,6 +325,11 @@ def call_site() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
         frame = frame.f_back
     return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno}".encode())
+
+
+def _summed_in(values: Tensor) -> torch.dtype | None:
+    """Returns the dtype in which numbers are summed for a mean, which PyTorch rounds once; None for their own."""
+    return torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def _is_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

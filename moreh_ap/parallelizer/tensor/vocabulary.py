@@ -125,7 +125,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(exponentials.div_(totals[0].unsqueeze(-1)), local_target, here)
         ctx.class_dim, ctx.smoothing, ctx.classes = class_dim, smoothing, classes
         ctx.crossing, ctx.dtype = crossing, logits.dtype
-        return losses.to(logits.dtype)
+        return losses if torch.is_autocast_enabled(losses.device.type) else losses.to(logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]

@@ -52,6 +52,19 @@ def test_rows_do_not_meet(function):
 
 
 @pytest.mark.parametrize(
+    ("function", "is_raised"),
+    [
+        (lambda x: F.mse_loss(x, torch.zeros_like(x), reduction="none"), "mse_loss"),
+        (lambda x: x.log_softmax(-1), "log_softmax"),
+        (lambda x: x.softmax(-1).mean(), ""),
+    ],
+)
+def test_losses_are_found_that_a_plan_in_bfloat16_raises(function, is_raised):
+    found = graph_rules.is_raised(graph_of(function))
+    assert is_raised in found and bool(found) == bool(is_raised)
+
+
+@pytest.mark.parametrize(
     ("function", "is_drawn"),
     [
         (lambda x: F.dropout(x, 0.1), True),
