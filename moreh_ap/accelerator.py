@@ -76,7 +76,7 @@ class Accelerator:
         def shares(count: int) -> tuple[int, tuple[str, ...]]:
             """Returns the threads of each of so many workers, and the GPUs that they have."""
             if pool is not None:
-                return max(1, pool.num_cores // pool.per_host), ()
+                return max(1, pool.num_cores * len(pool.names) // count), ()
             threads = max(1, len(os.sched_getaffinity(0)) // count)
             return threads, device_ids(count, visible_devices) if device_type == "cuda" else ()
 
@@ -94,7 +94,7 @@ class Accelerator:
             made = threading.Event()
 
             def on_progress(stage: str, done: int, total: int) -> None:
-                place = pool.place_of(done - 1) if pool is not None else f"localhost:{done - 1}"
+                place = pool.place_of(max(0, done - 1), total) if pool is not None else f"localhost:{done - 1}"
                 _log_progress(stage, done, total, place)
                 if stage != "ready" or not made.wait(_MADE_S):
                     return

@@ -87,9 +87,10 @@ class HostPool:
         joined, self._joined = self._joined, None
         return joined or join(self.hosts, self._per_host)
 
-    def place_of(self, rank: int) -> str:
-        """Returns host and number of a worker there, as the log says it."""
-        return f"{self.names[rank // self.per_host]}:{rank % self.per_host}"
+    def place_of(self, rank: int, num_workers: int) -> str:
+        """Returns host and number of one of so many workers, as the log says it. Every host has equally many."""
+        per_host = num_workers // len(self.names)
+        return f"{self.names[rank // per_host]}:{rank % per_host}"
 
     def provide(self, connection: HostConnection, files: Sequence[str]) -> None:
         """Sends a host the files that it does not have: it sees the same file system, or has the same content.

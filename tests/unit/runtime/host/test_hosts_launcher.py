@@ -46,7 +46,8 @@ def pool_of(monkeypatch):
 
 def test_every_host_has_as_many_workers_as_the_smallest_and_says_what_is_left(pool_of):
     pool, said = pool_of([Connection("a", gpus=8), Connection("b", gpus=4)])
-    assert (pool.device_type, pool.per_host, pool.place_of(5)) == ("cuda", 4, "b:1")
+    assert (pool.device_type, pool.per_host, pool.place_of(5, 8)) == ("cuda", 4, "b:1")
+    assert [pool.place_of(rank, 12) for rank in (5, 6, 11)] == ["a:5", "b:0", "b:5"], "more than a host has devices"
     assert said == ["a: 4 of 8 GPUs are used, as many as each host has"]
     pool, said = pool_of([Connection("a", gpus=8), Connection("b", gpus=4)], devices=4)
     assert (pool.per_host, said) == (2, [])
