@@ -70,6 +70,22 @@ class AgentSecret:
         return f"tls://{host}:{port}/{printed}/{self.token.strip()}"
 
 
+def context_of(files: Mapping[str, str], *, is_server: bool) -> ssl.SSLContext:
+    """Returns what a process of a run shows and asks for in a connection of its own to another one of the run.
+
+    Args:
+        files: What `Credentials.as_files` returned.
+        is_server: Whether the other one connects to it.
+    """
+    authority, certificate, key = (files[name] for name in ENGINE_VARIABLES)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(authority)
+    context.load_cert_chain(certificate, key)
+    return context
+
+
 def fingerprint(certificate_der: bytes) -> str:
     """Returns by which a certificate is recognised."""
     return hashlib.sha256(certificate_der).hexdigest()

@@ -9,6 +9,7 @@ Source: https://docs.python.org/3/library/ssl.html#memory-bio-support
 
 from __future__ import annotations
 
+import contextlib
 import io
 import socket
 import ssl
@@ -25,15 +26,26 @@ class TlsStream(io.RawIOBase):
         plain: A connected socket; with a time-out, that is how long each wait may take.
         context: What certificates are shown and asked for.
         server_side: Whether the other end has connected to this one.
+        server_hostname: The name or address in the other end's certificate, where the context has it checked.
 
     Raises:
         OSError: The connection cannot be made secure; an `ssl.SSLError` is one.
     """
 
-    def __init__(self, plain: socket.socket, context: ssl.SSLContext, *, server_side: bool = False) -> None:
+    def __init__(
+        self,
+        plain: socket.socket,
+        context: ssl.SSLContext,
+        *,
+        server_side: bool = False,
+        server_hostname: str | None = None,
+    ) -> None:
         self.plain = plain
         self._arriving, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._arriving, self._leaving, server_side=server_side)
+        self._tls = context.wrap_bio(
+            self._arriving, self._leaving, server_side=server_side, server_hostname=server_hostname
+        )
+        self._rest = b""  # encrypted, and not taken by the network
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         while True:
@@ -68,7 +80,7 @@ class TlsStream(io.RawIOBase):
                     return self._tls.read(len(view), view)  # type: ignore[arg-type, return-value]
             except ssl.SSLWantReadError:
                 # What the protocol itself has to say, rarely: with what is sent next, if another thread is sending now.
-                self._send(wait=False)
+                self._send_now()
             except ssl.SSLZeroReturnError:
                 return 0
             self._receive()
@@ -86,6 +98,24 @@ class TlsStream(io.RawIOBase):
             self._send()
         return size
 
+    def write_at_once(self, data: bytes) -> bool:
+        """Encrypts all of `data` and sends what the network takes now; returns whether that was everything.
+
+        Raises:
+            OSError: The connection broke.
+        """
+        with self._lock:
+            self._tls.write(data)
+        return self._send_now()
+
+    def write_rest(self) -> None:
+        """Sends what is left of that.
+
+        Raises:
+            OSError: The connection broke.
+        """
+        self._send()
+
     def shut(self) -> None:
         """Ends both directions, which wakes the thread that reads."""
         self.plain.shutdown(socket.SHUT_RDWR)
@@ -94,14 +124,23 @@ class TlsStream(io.RawIOBase):
         self.plain.close()
         super().close()
 
-    def _send(self, *, wait: bool = True) -> None:
-        if not self._sending.acquire(blocking=wait):
-            return
-        try:  # what is encrypted first is sent first
+    def _send(self) -> None:
+        with self._sending:  # what is encrypted first is sent first
             with self._lock:
-                data = self._leaving.read()
+                data, self._rest = self._rest + self._leaving.read(), b""
             if data:
                 self.plain.sendall(data)
+
+    def _send_now(self) -> bool:
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            with self._lock:
+                self._rest += self._leaving.read()
+            if self._rest:
+                with contextlib.suppress(BlockingIOError):
+                    self._rest = self._rest[self.plain.send(self._rest, socket.MSG_DONTWAIT) :]
+            return not self._rest
         finally:
             self._sending.release()
 

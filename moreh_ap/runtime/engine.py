@@ -28,7 +28,7 @@ from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.host import private_sockets
-from moreh_ap.runtime.worker.actor import Answer, Trouble, WorkerSide, WorkerSpec
+from moreh_ap.runtime.worker.actor import Answer, Trouble, Wire, WorkerSide, WorkerSpec, from_wire, to_wire
 
 _BANNER = "Monarch internal logs"
 
@@ -51,44 +51,31 @@ _transport_lock = threading.Lock()
 _side = WorkerSide()
 
 
-# Plain tuples on the way: the engine's pickler takes 7-14 us longer over each object of a class of ours.
-_Wire = tuple[str, "tuple[Any, ...] | None"]
-
-
-def _to_wire(answer: Answer) -> _Wire:
-    return answer.status, None if answer.content is None else tuple(answer.content)
-
-
-def _from_wire(wire: _Wire) -> Answer:
-    status, content = wire
-    return Answer(status, None if content is None else Packed(*content))
-
-
 class CommandActor(ma.Actor):
     """Executes commands, one after the other, on its own thread."""
 
     @ma.endpoint
-    def join(self, spec: WorkerSpec) -> _Wire:
-        return _to_wire(_side.join(spec))
+    def join(self, spec: WorkerSpec) -> Wire:
+        return to_wire(_side.join(spec))
 
     @ma.endpoint(instrument=False)
-    def execute(self, number: int, epoch: int, command: tuple[Any, ...]) -> _Wire:
-        return _to_wire(_side.execute(number, epoch, Packed(*command)))
+    def execute(self, number: int, epoch: int, command: tuple[Any, ...]) -> Wire:
+        return to_wire(_side.execute(number, epoch, Packed(*command)))
+
+    @ma.endpoint
+    def serve(self) -> None:
+        """Executes the commands that the agent of this worker's host hands on, until that ends."""
+        _side.serve()
 
 
 class WatchActor(ma.Actor):
     """Answers while a command is being executed, or hangs."""
 
     @ma.endpoint
-    def trouble(self) -> tuple[int, int, _Wire] | None:
+    def trouble(self) -> tuple[int, int, Wire] | None:
         """Returns number, epoch and answer of the last command that failed."""
         trouble = _side.trouble()
-        return None if trouble is None else (trouble.number, trouble.epoch, _to_wire(trouble.answer))
-
-    @ma.endpoint(instrument=False)
-    def keep(self, number: int, start: int, value: bytes) -> None:
-        """Keeps a value for all workers of the host."""
-        _side.keep(number, start, value)
+        return None if trouble is None else (trouble.number, trouble.epoch, to_wire(trouble.answer))
 
 
 class Pending(Generic[T]):
@@ -165,26 +152,26 @@ class Engine:
 
     def join(self, specs: Sequence[WorkerSpec]) -> Pending[Answer]:
         """Lets every worker join the process group."""
-        return Pending([each.join.call_one(spec) for each, spec in zip(self._each, specs, strict=True)], _from_wire)
+        return Pending([each.join.call_one(spec) for each, spec in zip(self._each, specs, strict=True)], from_wire)
 
     def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> Pending[Answer]:
         """Sends one command to all workers, or each its own."""
         if isinstance(command, Packed):
-            return Pending([self._workers.execute.call(number, epoch, tuple(command))], _from_wire)
+            return Pending([self._workers.execute.call(number, epoch, tuple(command))], from_wire)
         futures = [
             each.execute.call_one(number, epoch, tuple(own)) for each, own in zip(self._each, command, strict=True)
         ]
-        return Pending(futures, _from_wire)
+        return Pending(futures, from_wire)
 
-    def keep(self, host: int, number: int, start: int, value: bytes) -> None:
-        """Sends one worker of a host a value that all of its workers are to find. Does not wait."""
-        self._each_watch[host * (self._num_workers // self._num_hosts)].keep.broadcast(number, start, value)
+    def serve(self) -> None:
+        """Has every worker take its commands from the agent of its host from now on. Does not wait."""
+        self._serving = self._workers.serve.call()  # kept: it ends with the workers, of which others tell
 
     def trouble(self, rank: int) -> Pending[Trouble | None]:
         """Asks worker `rank`, busy or not, for its last failure."""
         return Pending(
             [self._each_watch[rank].trouble.call_one()],
-            lambda wire: None if wire is None else Trouble(wire[0], wire[1], _from_wire(wire[2])),
+            lambda wire: None if wire is None else Trouble(wire[0], wire[1], from_wire(wire[2])),
         )
 
     def cause_of_death(self, rank: int) -> str | None:

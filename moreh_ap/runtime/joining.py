@@ -6,7 +6,6 @@ Decides what the start of a worker group waits for, and how its failure reads. M
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.protocol.encoding import restore_failure
@@ -16,13 +15,10 @@ from moreh_ap.runtime.outcome_resolver import PeersHang, failure_of
 from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.worker.actor import FAILED, Answer
 
-if TYPE_CHECKING:
-    from moreh_ap.runtime.engine import Engine
-
 
 def launch(
     launcher: Launcher, on_progress: Progress, engine_made: Callable[[], object], is_stopping: Callable[[], bool]
-) -> tuple[Engine, Receiver]:
+) -> Receiver:
     """Starts processes and lets them join each other.
 
     Args:
@@ -32,7 +28,7 @@ def launch(
         is_stopping: Whether the worker group is being closed.
 
     Returns:
-        The engine, and what receives the workers' answers.
+        What receives the workers' answers.
 
     Raises:
         MeshStartError: A process could not be started or could not join the others.
@@ -54,4 +50,4 @@ def launch(
         raise MeshStartError(
             f"Worker {failure.rank} could not join the others: {failure.type_name}: {failure.text}"
         ) from restore_failure(failure)
-    return engine, receiver
+    return receiver

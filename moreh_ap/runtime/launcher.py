@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
+from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime import engine_variables, worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import Child, RemoteChild
@@ -60,6 +61,25 @@ def was_too_slow(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+class Carrier(Protocol):
+    """What carries commands to workers: the engine, or connections to the agents of their hosts."""
+
+    def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> Awaited:
+        """Sends one command to all workers, or each its own."""
+
+
+class Awaited(Protocol):
+    """Answers that are on their way."""
+
+    def wait(self, timeout_s: float) -> list[Answer]:
+        """Returns the answers in rank order. May be called again after a time-out.
+
+        Raises:
+            TimeoutError: Not all answers are in.
+            EngineError: An answer will never come.
+        """
 
 
 class Stopping(Exception):
@@ -206,8 +226,17 @@ class Launcher:
         assert not written, "every worker of this machine writes where it is told to"
         return {}
 
-    def share(self, memory: SharedMemory) -> None:
-        """Tells the memory for large values how workers on other hosts get them. Called once workers have joined."""
+    def carrier(self, memory: SharedMemory) -> Carrier:
+        """Returns what carries commands, once workers have joined.
+
+        Args:
+            memory: Told how workers on other hosts get large values.
+
+        Raises:
+            EngineError: A host cannot be reached.
+        """
+        assert self.engine is not None, "workers have joined"
+        return self.engine
 
     # -- this machine; `hosts_launcher` has others -----------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from moreh_ap.errors import WorkerLostError
 from moreh_ap.runtime.engine_error import EngineError
-from moreh_ap.runtime.launcher import POLL_S, Launcher, Stopping
+from moreh_ap.runtime.launcher import POLL_S, Awaited, Carrier, Launcher, Stopping
 from moreh_ap.runtime.outcome_resolver import PeersHang
+from moreh_ap.runtime.relay.command_links import CommandLinks
 from moreh_ap.runtime.worker.actor import Answer, Trouble
 
 if TYPE_CHECKING:
@@ -25,13 +26,18 @@ GRACE_S = 3.0  # how long the others may still answer once a worker is known to 
 
 
 class Receiver:
-    """Receives the answers of the workers that a launcher started."""
+    """Receives the answers of the workers that a launcher started.
+
+    Attributes:
+        carrier: What carries commands, once that is known.
+    """
 
     def __init__(self, launcher: Launcher, engine: Engine, is_stopping: Callable[[], bool]) -> None:
         self._launcher, self._engine, self._is_stopping = launcher, engine, is_stopping
+        self.carrier: Carrier | None = None
         self._looks: dict[int, Pending[Trouble | None]] = {}
 
-    def receive(self, number: int, epoch: int, pending: Pending[Answer]) -> list[Answer]:
+    def receive(self, number: int, epoch: int, pending: Awaited) -> list[Answer]:
         """Waits for the answers of all workers to command `number` of `epoch`, in rank order.
 
         Raises:
@@ -70,6 +76,8 @@ class Receiver:
         Does not wait: what is asked in one turn is read in a later one, since a worker that is deep in native code
         answers late.
         """
+        if isinstance(self.carrier, CommandLinks):  # hosts tell by themselves
+            return next((one.answer for one in self.carrier.troubles() if _explains(one, number, epoch)), None)
         found = None
         for rank in range(len(self._launcher.pids)):
             look = self._looks.get(rank)
@@ -83,9 +91,14 @@ class Receiver:
             except EngineError as error:
                 raise self._lost(error) from error
             del self._looks[rank]
-            if found is None and trouble is not None and trouble.epoch == epoch and trouble.number <= number:
+            if found is None and trouble is not None and _explains(trouble, number, epoch):
                 found = trouble.answer
         return found
 
     def _lost(self, error: EngineError) -> WorkerLostError:
         return self._launcher.find_dead() or WorkerLostError(f"The workers cannot be reached any more: {error}")
+
+
+def _explains(trouble: Trouble, number: int, epoch: int) -> bool:
+    """Returns whether a failure is that of a command, or of an earlier one because of which it is skipped."""
+    return trouble.epoch == epoch and trouble.number <= number

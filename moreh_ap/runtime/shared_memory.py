@@ -4,10 +4,9 @@ Decides where in a file in memory a value lies, and when its place can be used a
 would copy a value several times for each worker.
 
 [Note: several hosts]
-Every host has such a file, of which this process decides the places; a value is sent to one worker of each host, which
-writes it there. It travels beside the command that needs it, and the engine keeps the order of one thread's messages
-only. So each value has a number, and a file begins with a table: for each piece of the file, as long as the shortest
-value, the number of the value that was written last of those that begin in it. A worker waits for its value's number.
+Every host has such a file, of which this process decides the places; a value is sent to the agent of each host, which
+writes it there, over the connection that carries commands and before the command that needs it (`relay`). So it is
+there when a worker reads the command. Where a host has no memory left, its workers are told the value's number.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import os
 import pickle
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Place, SentPlace
@@ -27,13 +25,8 @@ from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Place, SentPlace
 _LIMIT_BYTES = 1 << 30
 """What does not fit below it travels with the engine."""
 
-_PIECE_BYTES = OUT_OF_BAND_MIN_BYTES  # so no two values that are there at the same time begin in one piece
-_TABLE_BYTES = 8 * (_LIMIT_BYTES // _PIECE_BYTES)
-_NOT_WRITTEN = (1 << 64) - 1
-_AGAIN_S = 0.0002
-
-Carry = Callable[[int, int, int, bytes], object]
-"""Sends a host, by its index, a value: its number, where it belongs, and the value itself."""
+Carry = Callable[["int | None", int, int, bytes], object]
+"""Sends a host, by its index, or all of them a value: its number, where it belongs, and the value itself."""
 
 
 class SharedMemory:
@@ -58,13 +51,12 @@ class SharedMemory:
         self._free: list[Place] = []  # in order, no two of them side by side
         self._end = 0
         self._carry: Carry | None = None
-        self._num_hosts = self._per_host = self._last_number = 0
+        self._per_host = self._last_number = 0
 
-    def carry_by(self, carry: Carry, num_hosts: int, per_host: int) -> None:
+    def carry_by(self, carry: Carry, per_host: int) -> None:
         """Has values from now on sent once to each host. See [Note: several hosts]."""
         with self._lock:
-            self._carry, self._num_hosts, self._per_host = carry, num_hosts, per_host
-            self._end, self._is_shared = _TABLE_BYTES, True
+            self._carry, self._per_host, self._is_shared = carry, per_host, True
 
     def store(
         self, buffers: Sequence[pickle.PickleBuffer], rank: int | None = None
@@ -98,13 +90,13 @@ class SharedMemory:
         if not isinstance(view.obj, bytes):
             return view.tobytes()
         with self._lock:
-            place = None if self._carry and view.nbytes < _PIECE_BYTES else self._take(view.nbytes)
+            place = None if self._carry and view.nbytes < OUT_OF_BAND_MIN_BYTES else self._take(view.nbytes)
             if place is None:
                 return view.obj
             if self._carry is not None:
                 self._last_number += 1
-                for host in range(self._num_hosts) if rank is None else (rank // self._per_host,):
-                    self._carry(host, self._last_number, place.start, view.obj)
+                host = None if rank is None else rank // self._per_host
+                self._carry(host, self._last_number, place.start, view.obj)
                 return SentPlace(*place, self._last_number)
             written = 0
             try:
@@ -139,22 +131,24 @@ class SharedMemory:
 def make_host_memory() -> int:
     """Returns the descriptor of a file in memory for the workers of a host, which they inherit."""
     descriptor = os.memfd_create("moreh", 0)
-    os.ftruncate(descriptor, _TABLE_BYTES)
     os.set_inheritable(descriptor, True)
     return descriptor
 
 
 class SharedMemoryReader:
-    """A worker's side. `keep` is called by another thread than the rest.
+    """A worker's side.
 
     Args:
         descriptor: The file descriptor that the worker has inherited.
+
+    Attributes:
+        missing: Numbers of values for which this host had no memory.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self.missing: set[int] = set()
         self._map: mmap.mmap | None = None
-        self._numbers: memoryview | None = None
 
     @contextlib.contextmanager
     def values(
@@ -173,29 +167,9 @@ class SharedMemoryReader:
                 if isinstance(one, memoryview):
                     one.release()
 
-    def keep(self, number: int, start: int, value: bytes) -> None:
-        """Writes a value that this worker was sent for all workers of its host."""
-        written = 0
-        try:
-            while written < len(value):
-                written += os.pwrite(self._descriptor, memoryview(value)[written:], start + written)
-        except OSError:  # no memory for the file: readers raise
-            number = _NOT_WRITTEN
-        self._table()[start // _PIECE_BYTES] = number
-
-    def _table(self) -> memoryview:
-        """Returns the numbers, a machine word each. See [Note: several hosts]."""
-        if self._numbers is None:
-            self._numbers = memoryview(mmap.mmap(self._descriptor, _TABLE_BYTES)).cast("Q")
-        return self._numbers
-
     def _view(self, start: int, num_bytes: int, number: int = 0) -> memoryview:
-        if number:
-            table, piece = self._table(), start // _PIECE_BYTES
-            while table[piece] not in (number, _NOT_WRITTEN):  # on its way: workers end with what brings it
-                time.sleep(_AGAIN_S)
-            if table[piece] == _NOT_WRITTEN:
-                raise MemoryError("this host has no memory left for what the script has sent its workers")
+        if number in self.missing:  # 0, which no value has, for places on this machine
+            raise MemoryError("this host has no memory left for what the script has sent its workers")
         if self._map is None or len(self._map) < start + num_bytes:
             self._map = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size, prot=mmap.PROT_READ)
         return memoryview(self._map)[start : start + num_bytes]

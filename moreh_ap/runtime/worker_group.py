@@ -22,20 +22,16 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.future import Reply, told_again
 from moreh_ap.runtime.joining import launch
-from moreh_ap.runtime.launcher import Launcher, LaunchRequest, Progress, Stopping, was_too_slow
+from moreh_ap.runtime.launcher import Awaited, Carrier, Launcher, LaunchRequest, Progress, Stopping, was_too_slow
 from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang, stopped_error, unexpected_error
 from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.shared_memory import SharedMemory
-from moreh_ap.runtime.worker.actor import Answer
-
-if TYPE_CHECKING:
-    from moreh_ap.runtime.engine import Engine, Pending
 
 __all__ = ["Reply", "WorkerGroup"]
 
@@ -102,9 +98,9 @@ class WorkerGroup:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._slots = threading.BoundedSemaphore(MAX_OUTSTANDING)
-        self._engine: Engine | None = None
+        self._carrier: Carrier | None = None
         self._unsent: deque[_Command] = deque()
-        self._sent: deque[tuple[_Command, Pending[Answer]]] = deque()
+        self._sent: deque[tuple[_Command, Awaited]] = deque()
         self._last_number = 0  # 0 is the workers' joining; commands count from 1
         self._epoch = 0
         self._errors: deque[tuple[int, BaseException]] = deque()  # not raised yet, each with its command's number
@@ -281,10 +277,10 @@ class WorkerGroup:
 
     def _send(self, command: _Command) -> None:
         """Sends a command, or keeps it until there are workers. The caller holds the lock: order is what it is for."""
-        if self._engine is None:
+        if self._carrier is None:
             self._unsent.append(command)
         else:
-            pending = self._engine.execute(command.number, command.epoch, command.payload)
+            pending = self._carrier.execute(command.number, command.epoch, command.payload)
             self._sent.append((command, pending))
             self._changed.notify()
 
@@ -309,16 +305,16 @@ class WorkerGroup:
     def _start(self) -> Receiver:
         """Starts the workers; once more if that took too long: what a slow disk gave is in memory then."""
         try:
-            engine, receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self._is_stopped)
+            receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self._is_stopped)
         except MeshStartError as error:
             if not was_too_slow(error) or self._is_stopped():
                 raise
             self._launcher.end()
             self._launcher = self._make_launcher(self._request, self._is_stopped)
-            engine, receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self._is_stopped)
+            receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self._is_stopped)
+        carrier = receiver.carrier = self._launcher.carrier(self._shared_memory)
         with self._lock:
-            self._engine = engine
-            self._launcher.share(self._shared_memory)
+            self._carrier = carrier
             for command in self._unsent:
                 self._send(command)
             self._unsent.clear()

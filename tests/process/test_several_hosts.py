@@ -100,6 +100,21 @@ def test_numbers_of_one_process_with_agents_that_were_started_by_hand(tmp_path):
     assert_equal_weights(expected["loaded"][1], found[plan][1])
 
 
+def test_a_step_s_messages_do_not_grow_with_the_workers_of_a_host(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MOREH_AP_CACHE": str(tmp_path)}
+    with loopback_agents(tmp_path) as hosts:
+        done = subprocess.run(
+            [os.sys.executable, SCRIPTS / "several_hosts_messages.py"],
+            env={**environment, "MOREH_HOSTS": hosts}, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = re.findall(r"workers (\d) messages (\d+) (\d+) (\d+)", done.stdout)
+    assert [workers for workers, *_ in counts] == ["2", "4"]
+    for _, messages, sent, received in counts:
+        assert int(messages) >= 20
+        assert int(sent) == int(received) == 2 * int(messages), "one to each host, and one back"
+
+
 @pytest.mark.skipif(bool(MISSING_FOR_SLURM), reason=f"needs {', '.join(MISSING_FOR_SLURM)}")
 def test_numbers_of_one_process_inside_of_a_slurm_job(lab):
     plan, results = "shard=2,replicate=2", lab.shared / "slurm-results"

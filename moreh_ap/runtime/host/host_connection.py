@@ -157,6 +157,11 @@ class HostConnection:
         """Returns why the host cannot be used any longer, None while it can."""
         return self._lost
 
+    def give_up(self, reason: str) -> None:
+        """Counts the host as lost."""
+        self._lost = self._lost or reason
+        self._answers.put(None)
+
     def end(self) -> None:
         """Has the agent end its workers and itself, and waits for that."""
         self._closing.set()
@@ -202,8 +207,7 @@ class HostConnection:
     def _stay_alive(self) -> None:
         while self._lost is None and not self._closing.wait(ALIVE_S):
             if time.monotonic() - self._heard_s > SILENCE_S:
-                self._lost = f"nothing was heard of it for {SILENCE_S:g} s"
-                self._answers.put(None)
+                self.give_up(f"nothing was heard of it for {SILENCE_S:g} s")
             with contextlib.suppress(HostLostError):  # `_receive` notices too
                 self.send("alive")
 

@@ -18,20 +18,23 @@ from typing import Any
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.hosts import host_files, script_files
 from moreh_ap.hosts.channel import Message
-from moreh_ap.hosts.credentials import ENGINE_VARIABLES
+from moreh_ap.hosts.credentials import ENGINE_VARIABLES, context_of
 from moreh_ap.hosts.host_environment import passed_on
 from moreh_ap.local.jobs import RemoteWorker
 from moreh_ap.runtime import worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import RemoteChild
+from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 from moreh_ap.runtime.host.host_joining import Hosts, RunCredentials, join, on_all
 from moreh_ap.runtime.host.store_server import StoreServer
-from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
+from moreh_ap.runtime.launcher import POLL_S, Carrier, Launcher, LaunchRequest, Stopping
+from moreh_ap.runtime.relay.command_links import CommandLinks
 from moreh_ap.runtime.shared_memory import SharedMemory
 from moreh_ap.runtime.worker.actor import WorkerSpec
 
 _ASK_S = 60.0
+_WHY_S = 2.0  # ssh may have last words of why a host has gone
 _DIGEST_S = 3600.0  # of files of hundreds of gigabytes
 _STOP_S = 0.5  # the engine's own end never comes where an agent has ended
 
@@ -126,6 +129,8 @@ class _Serving:
     store: str
     files: str
     memory_fd: int
+    commands: str
+    commands_port: int
 
 
 class HostsLauncher(Launcher):
@@ -144,6 +149,7 @@ class HostsLauncher(Launcher):
         self._per_host = request.num_workers // len(pool.hosts)
         self._served: dict[str, _Serving] = {}
         self._store_server = StoreServer()
+        self._links: CommandLinks | None = None
         self._ended = threading.Event()
         super().__init__(request, is_stopping)
 
@@ -161,6 +167,8 @@ class HostsLauncher(Launcher):
 
     def kill(self) -> None:
         self._ended.set()
+        if self._links is not None:
+            self._links.close()
         for one in self._connections:
             with contextlib.suppress(HostLostError):
                 one.send("end")
@@ -198,9 +206,17 @@ class HostsLauncher(Launcher):
 
         return dict(found for digests in on_all(self._connections, from_host) for found in digests)
 
-    def share(self, memory: SharedMemory) -> None:
+    def carrier(self, memory: SharedMemory) -> Carrier:
         assert self.engine is not None, "workers have joined"
-        memory.carry_by(self.engine.keep, len(self._connections), self._per_host)
+        places = [(one.address, self._served[one.host].commands_port) for one in self._connections]
+        context = context_of(_credentials.variables, is_server=False)
+        try:
+            self._links = CommandLinks(places, self._per_host, context, self._has_no_commands)
+        except EngineError as error:
+            raise MeshStartError(str(error), fix=f"moreh-ap doctor --hosts {','.join(self._pool.names)}") from error
+        memory.carry_by(self._links.keep, self._per_host)
+        self.engine.serve()
+        return self._links
 
     # -- what differs from one machine -----------------------------------------------------------------------------
 
@@ -298,8 +314,18 @@ class HostsLauncher(Launcher):
     def _spec(self, rank: int) -> WorkerSpec:
         serving = self._served[self._host(rank).host]
         return replace(
-            super()._spec(rank), shared_memory_fd=serving.memory_fd, store_path=serving.store, store_class=_STORE
+            super()._spec(rank),
+            shared_memory_fd=serving.memory_fd,
+            store_path=serving.store,
+            store_class=_STORE,
+            commands_path=serving.commands,
+            index=rank % self._per_host,
         )
+
+    def _has_no_commands(self, host: int, why: str) -> None:
+        """Counts a host as lost whose connection for commands has ended, if nothing else says why before."""
+        if not self._ended.wait(_WHY_S):
+            self._connections[host].give_up(why or "its connection for commands has ended")
 
     def _read_pids(self) -> None:
         """Does nothing: agents tell them."""

@@ -28,6 +28,7 @@ from moreh_ap.runtime.host.agent_output import WorkerPipes
 from moreh_ap.runtime.host.private_sockets import run_folder
 from moreh_ap.runtime.host.store_relay import StoreRelay
 from moreh_ap.runtime.host.worker_usage import WorkerUsage
+from moreh_ap.runtime.relay.command_relay import CommandRelay
 from moreh_ap.runtime.shared_memory import make_host_memory
 
 ALIVE_S = 5.0
@@ -53,6 +54,7 @@ class RemoteAgent:
         self._files = host_files.HostFiles(self._folder)
         self._pipes: WorkerPipes | None = None
         self._store: StoreRelay | None = None
+        self._commands: CommandRelay | None = None
         self._probe: reachability.Probe | None = None
         self._address = ""
         self._memory_fd = -1
@@ -170,12 +172,14 @@ class RemoteAgent:
         os.environ.update(engine_variables.of_worker())
         os.environ["HYPERACTOR_MESH_ORPHAN_TIMEOUT"] = ORPHAN_TIMEOUT
         os.environ["TMPDIR"] = str(self._folder)
-        os.environ.update(Credentials(**values["credentials"]).as_files())
+        files = Credentials(**values["credentials"]).as_files()
+        self._commands = CommandRelay(self._folder, len(values["ranks"]), self._address, files, self._memory_fd)
+        os.environ.update(files)
         host = f"[{self._address}]" if ":" in self._address else self._address
         return f"tls://{host}:{reachability.free_port(self._address)}"
 
     def _say_serving(self, address: str) -> None:
-        assert self._pipes is not None and self._store is not None, "made by `_prepare`"
+        assert self._pipes is not None and self._store is not None and self._commands is not None, "by `_prepare`"
         self._tell(
             "serving",
             address=address,
@@ -184,6 +188,8 @@ class RemoteAgent:
             store=self._store.path,
             files=str(self._files.folder),
             memory_fd=self._memory_fd,
+            commands=self._commands.path,
+            commands_port=self._commands.port,
         )
 
     # -- the end ---------------------------------------------------------------------------------------------------

@@ -8,14 +8,18 @@ it, nor what commands do: an executor named by the controller does them.
 from __future__ import annotations
 
 import datetime
+import pickle
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moreh_ap.protocol.encoding import Packed, capture_failure, import_by_name, pack, unpack
+from moreh_ap.runtime.relay.command_socket import CommandSocket
+from moreh_ap.runtime.relay.frames import MISSING
 from moreh_ap.runtime.shared_memory import SharedMemoryReader
 from moreh_ap.runtime.worker_environment import workers_per_gpu
 
 DONE, FAILED, SKIPPED = "done", "failed", "skipped"
+_PLAIN, _WIRE = b"p", b"w"  # how an answer is written
 
 
 class Trouble(NamedTuple):
@@ -43,6 +47,37 @@ class Answer(NamedTuple):
     content: Packed | None
 
 
+# Plain tuples on the way: the engine's pickler takes 7-14 us longer over each object of a class of ours.
+Wire = tuple[str, "tuple[Any, ...] | None"]
+
+
+def to_wire(answer: Answer) -> Wire:
+    """Returns an answer as it travels."""
+    return answer.status, None if answer.content is None else tuple(answer.content)
+
+
+def from_wire(wire: Wire) -> Answer:
+    """Returns the answer that `to_wire` was given."""
+    status, content = wire
+    return Answer(status, None if content is None else Packed(*content))
+
+
+def to_bytes(answer: Answer) -> bytes:
+    """Returns an answer as it travels through agents: the result alone where there is nothing else, since the
+    controller reads one of each worker."""
+    content = answer.content
+    if answer.status == DONE and content is not None and not content.buffers and not content.aside:
+        return _PLAIN + content.pickle
+    return _WIRE + pickle.dumps(to_wire(answer), protocol=5)
+
+
+def from_bytes(data: bytes) -> Answer:
+    """Returns the answer that `to_bytes` was given."""
+    if data[:1] == _PLAIN:
+        return Answer(DONE, Packed(data[1:]))
+    return from_wire(pickle.loads(data[1:]))
+
+
 @dataclass(frozen=True)
 class WorkerSpec:
     """What a worker needs to know to join.
@@ -55,6 +90,8 @@ class WorkerSpec:
         store_path: file through which the workers meet, in a folder that only this user can enter.
         store_class: "package.module:Class" of a store, called with path and time-out; empty: PyTorch's for files.
         collective_timeout_s: how long a collective may wait for its peers before it raises.
+        commands_path: where the agent of its host hands on commands; empty: they come with the engine.
+        index: which of the workers of its host it is.
     """
 
     rank: int
@@ -65,10 +102,12 @@ class WorkerSpec:
     store_path: str
     collective_timeout_s: float
     store_class: str = ""
+    commands_path: str = ""
+    index: int = 0
 
 
 class WorkerSide:
-    """Executes commands. One thread calls all methods but `trouble` and `keep`, and joins the process group, too."""
+    """Executes commands. One thread calls all methods but `trouble`, and joins the process group, too."""
 
     def __init__(self) -> None:
         self._spec: WorkerSpec | None = None
@@ -76,11 +115,14 @@ class WorkerSide:
         self._executor: Any = None
         self._store: object = None  # kept alive: PyTorch uses it as long as there are groups
         self._trouble: Trouble | None = None
+        self._commands: CommandSocket | None = None
 
     def join(self, spec: WorkerSpec) -> Answer:
         """Joins the process group of all workers, waiting for them. Counts as command 0, in epoch 0."""
         self._spec, self._shared_memory = spec, SharedMemoryReader(spec.shared_memory_fd)
         try:
+            if spec.commands_path:
+                self._commands = CommandSocket(spec.commands_path, spec.index)
             self._store = _join_process_group(spec)
             return Answer(DONE, pack(None))
         except BaseException as error:  # any error of torch.distributed: the controller has to hear of it
@@ -116,10 +158,15 @@ class WorkerSide:
         why the others wait for this worker."""
         return self._trouble
 
-    def keep(self, number: int, start: int, value: bytes) -> None:
-        """Keeps a value for all workers of this host, before commands that name it can read it."""
-        assert self._shared_memory is not None, "values are sent after all have joined"
-        self._shared_memory.keep(number, start, value)
+    def serve(self) -> None:
+        """Executes what the agent of this host hands on, until that ends."""
+        assert self._commands is not None and self._shared_memory is not None, "the engine delivers join first"
+        while (frame := self._commands.receive()) is not None:
+            if frame.kind == MISSING:
+                self._shared_memory.missing.add(frame.number)
+                continue
+            answer = self.execute(frame.number, frame.epoch, Packed(*pickle.loads(frame.parts[0])))
+            self._commands.answer(frame, to_bytes(answer), has_failed=answer.status == FAILED)
 
     def _fail(self, number: int, epoch: int, error: BaseException) -> Answer:
         assert self._spec is not None, "set before anything can fail"

@@ -1,0 +1,41 @@
+"""The worker's part: takes commands from the agent of its host, and answers.
+
+Decides how a worker connects. Must not know commands, nor how they are executed.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from moreh_ap.runtime.relay.frames import ANSWER, FAILURE, HELLO, Frame, read, written
+
+
+class CommandSocket:
+    """A connection to the relay of this host.
+
+    Args:
+        path: Its socket.
+        index: Which of the host's workers this one is.
+
+    Raises:
+        OSError: The agent has ended.
+    """
+
+    def __init__(self, path: str, index: int) -> None:
+        self._plain = socket.socket(socket.AF_UNIX)
+        self._plain.connect(path)
+        self._plain.sendall(written(HELLO, index, 0, []))
+        self._reader = self._plain.makefile("rb")
+
+    def receive(self) -> Frame | None:
+        """Waits for the next frame; None where the agent has ended."""
+        return read(self._reader)
+
+    def answer(self, command: Frame, content: bytes, *, has_failed: bool) -> None:
+        """Answers a command.
+
+        Raises:
+            OSError: The agent has ended.
+        """
+        kind = FAILURE if has_failed else ANSWER
+        self._plain.sendall(written(kind, command.number, command.epoch, [content]))

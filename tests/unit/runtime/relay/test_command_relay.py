@@ -1,0 +1,74 @@
+"""Who may connect to the relay of a host, and what happens to values for which the host has no memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+
+import pytest
+
+from moreh_ap.hosts.certificates import make_credentials
+from moreh_ap.hosts.credentials import context_of
+from moreh_ap.protocol.encoding import Packed
+from moreh_ap.runtime.engine_error import EngineError
+from moreh_ap.runtime.relay.frames import MISSING
+from unit.runtime.relay.samples import HERE, running
+
+TIMEOUT_S = 20.0
+
+
+def links_with(run, credentials):
+    return run.connected(context_of(credentials.as_files(), is_server=False))
+
+
+def _ends(stranger):
+    stranger.settimeout(TIMEOUT_S)
+    try:
+        return stranger.recv(1) == b""
+    except ssl.SSLError:
+        return True
+
+
+def test_only_who_shows_a_certificate_of_the_run_is_let_in_and_only_once(tmp_path):
+    with running(tmp_path, 1, 1) as run:
+        run.serve(lambda *_: ("done", None))
+        port = run.relays[0].port
+        with pytest.raises(EngineError, match="CERTIFICATE_VERIFY_FAILED"):
+            links_with(run, make_credentials([HERE])[HERE])  # another run's
+        nothing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        nothing.check_hostname, nothing.verify_mode = False, ssl.CERT_NONE
+        with socket.create_connection((HERE, port)) as plain, nothing.wrap_socket(plain) as stranger:
+            assert _ends(stranger), "a client hears after the handshake of TLS 1.3 that it had to show a certificate"
+        assert run.links.execute(1, 0, Packed(b"")).wait(TIMEOUT_S)[0].status == "done"
+        with pytest.raises(OSError):
+            socket.create_connection((HERE, port), timeout=1.0).close()
+
+
+def test_a_host_is_recognised_by_its_address(tmp_path):
+    elsewhere = make_credentials(["10.9.9.9"])["10.9.9.9"]
+    with running(tmp_path, 1, 1) as run:
+        run.relays[0]._to_here = context_of(elsewhere.as_files(), is_server=True)
+        with pytest.raises(EngineError, match="takes no commands"):
+            links_with(run, elsewhere)
+
+
+def test_values_are_in_the_memory_of_the_host_before_the_command_that_needs_them(tmp_path):
+    value = os.urandom(5 << 20)
+    with running(tmp_path) as run:
+        run.serve(lambda rank, *_: ("done", (os.pread(run.memories[rank // 2], len(value), 4096),)))
+        run.links.keep(None, 1, 4096, value)
+        for answer in run.links.execute(1, 0, Packed(b"")).wait(TIMEOUT_S):
+            assert answer.content.pickle == value
+
+
+def test_workers_are_told_which_value_their_host_had_no_memory_for(tmp_path, monkeypatch):
+    def pwrite(*_):
+        raise OSError("no space left")
+
+    with running(tmp_path) as run:
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        run.links.keep(0, 42, 0, b"value")  # for the first host only
+        for worker in run.sockets[:2]:
+            frame = worker.receive()
+            assert (frame.kind, frame.number) == (MISSING, 42)

@@ -1,0 +1,50 @@
+"""Frames arrive as they were sent, in their order, and sending one never waits."""
+
+from __future__ import annotations
+
+import io
+import socket
+import threading
+import time
+
+from moreh_ap.runtime.relay.frames import COMMAND, Frame, Sender, SocketOutgoing, read, written
+
+
+def test_a_frame_comes_back_and_a_broken_one_is_the_end():
+    data = written(COMMAND, 1 << 40, 3, [b"", b"one", b"x" * 70_000])
+    assert read(io.BytesIO(data)) == Frame(COMMAND, 1 << 40, 3, [b"", b"one", b"x" * 70_000])
+    for length in (0, 5, 16, 20, 45, len(data) - 1):
+        assert read(io.BytesIO(data[:length])) is None
+
+
+def test_sending_never_waits_and_keeps_the_order():
+    ours, theirs = socket.socketpair()
+    sender = Sender(SocketOutgoing(ours))
+    started_s = time.monotonic()
+    for number in range(2000):
+        sender.send(COMMAND, number, 0, [b"x" * (number % 7) * 1000, b"y" * (1 << 19) if number % 500 == 499 else b""])
+    assert time.monotonic() - started_s < 5.0 and sender.num_sent == 2000
+    with theirs.makefile("rb") as stream:
+        frames = [read(stream) for _ in range(2000)]
+    assert [frame.number for frame in frames] == list(range(2000))
+    assert [len(frame.parts[0]) for frame in frames] == [number % 7 * 1000 for number in range(2000)]
+    sender.send(COMMAND, 2000, 0, [b"after it has caught up"])
+    with theirs.makefile("rb") as stream:
+        assert read(stream).parts == [b"after it has caught up"]
+    ours.close()
+    theirs.close()
+
+
+def test_a_broken_connection_ends_the_thread_and_loses_what_comes_later():
+    before = threading.active_count()
+    ours, theirs = socket.socketpair()
+    sender = Sender(SocketOutgoing(ours))
+    sender.send(COMMAND, 0, 0, [b"x" * (1 << 22)])
+    assert threading.active_count() == before + 1
+    theirs.close()
+    deadline_s = time.monotonic() + 10.0
+    while threading.active_count() > before and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    sender.send(COMMAND, 1, 0, [b"lost"])
+    ours.close()
