@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
-from moreh_ap.protocol.encoding import Failure, restore_failure, unpack
+from moreh_ap.protocol.encoding import Failure, pack, restore_failure, unpack
 from moreh_ap.runtime.worker.actor import DONE, FAILED, SKIPPED, Answer
+
+_NOTHING = pack(None)
 
 
 class Outcome(NamedTuple):
@@ -43,8 +45,8 @@ class OutcomeResolver:
             return Outcome([], error, is_new, DONE in statuses and (SKIPPED in statuses or not recoverable))
         try:
             first = answers[0]
-            if all(answer is first for answer in answers) and first.content and unpack(first.content) is None:
-                return Outcome([None] * len(answers))  # of many hosts: equal answers are one object
+            if first.content == _NOTHING and answers.count(first) == len(answers):  # most answers, of many workers too
+                return Outcome([None] * len(answers))
             return Outcome([unpack(answer.content) for answer in answers if answer.content is not None])
         except Exception as error:  # what a worker answered cannot be built in this process: the reader is told
             return Outcome([], error, is_new=True)

@@ -3,6 +3,8 @@
 usage: several_hosts_messages.py; two hosts.
 """
 
+import time
+
 import torch
 
 from moreh_ap import device
@@ -11,6 +13,19 @@ from moreh_ap import device
 class Net(torch.nn.Linear):
     def forward(self, batch):
         return super().forward(batch).square().mean()
+
+
+def counts_of(workers):
+    """Returns them once nothing is on its way: what is no longer used is given back by a thread of its own."""
+    found = None
+    while True:
+        workers.drain()
+        links = workers._carrier
+        counts = (workers._last_number, links.num_sent, links.num_received)
+        if counts == found:
+            return counts
+        found = counts
+        time.sleep(0.5)
 
 
 def train():
@@ -26,13 +41,10 @@ def train():
         return loss.item() if reads else loss
 
     step(True)
-    workers.drain()
-    links = workers._carrier
-    before = (workers._last_number, links.num_sent, links.num_received)
+    before = counts_of(workers)
     for number in range(20):
         step(number % 2 == 0)
-    workers.drain()
-    after = (workers._last_number, links.num_sent, links.num_received)
+    after = counts_of(workers)
     print("workers", workers.num_workers, "messages", *(b - a for a, b in zip(before, after)), flush=True)
 
 
