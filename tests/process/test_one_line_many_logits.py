@@ -28,12 +28,14 @@ def test_a_loss_in_chunks_is_that_of_one_process(tmp_path, expected, plan):
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("vocabulary, kept", [(2**13, 1), (2**12, 2)])
-def test_a_loss_outside_of_the_model_leaves_no_log_probabilities_on_workers(tmp_path, vocabulary, kept):
-    size = str(vocabulary)
-    with UserScript("train_loss_outside.py", size, cwd=tmp_path) as reference:
+@pytest.mark.parametrize(
+    "vocabulary, kind, kept", [(2**13, "plain", 1), (2**13, "smoothed", 1), (2**13, "masked", 1), (2**12, "plain", 2)]
+)
+def test_a_loss_outside_of_the_model_leaves_no_log_probabilities_on_workers(tmp_path, vocabulary, kind, kept):
+    size = str(vocabulary), kind
+    with UserScript("train_loss_outside.py", *size, cwd=tmp_path) as reference:
         expected = reference.succeed()
-    with UserScript("train_loss_outside.py", size, "shard=2", cwd=tmp_path, MOREH_NUM_DEVICES="2") as script:
+    with UserScript("train_loss_outside.py", *size, "shard=2", cwd=tmp_path, MOREH_NUM_DEVICES="2") as script:
         found = script.succeed()
     left = re.findall("large (.)", found)
     assert left[:2] == ["0", str(kept)], "logits, and the log-probabilities of a smaller vocabulary"

@@ -10,8 +10,9 @@ place, all that lies in the same memory is converted for good. Many numbers that
 stay as they are too, in the same memory, marked as another copy.
 
 [Note: later]
-Log-probabilities over many classes, and the gradients that lead back to their logits, have no values before something
-needs these (`parallelizer/loss/chunked_log_softmax.py`). All get theirs before any value is changed in place.
+Log-probabilities over many classes, what a script computes of the logits before them, and the gradients that lead back
+to the logits, have no values before something needs these (`parallelizer/loss/later_operations.py`). All get theirs
+before something is changed in place that one of them comes from.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from moreh_ap.parallelizer.loss.chunked_log_softmax import (
-    LaterValues,
+from moreh_ap.parallelizer.loss.later_operations import (
+    held,
     in_full,
-    log_probabilities,
     moves_values,
     only_widens,
     run_on_later_values,
 )
+from moreh_ap.parallelizer.loss.later_values import LaterValues
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.protocol.batch import local_entries, row_range
 from moreh_ap.protocol.memory_format import memory_order
@@ -118,8 +119,11 @@ def convert_memory_of(shard: RowShard, shards: Iterable[RowShard | None]) -> Non
     Shards without values yet, and float32 copies that lie in the memory of others, get values of their own.
     """
     present = [other for other in shards if other is not None]
-    for other in present:
-        other.settle()
+    later = [other.content for other in present if isinstance(other.content, LaterValues)]
+    memory = None if isinstance(shard.content, LaterValues) else shard.content.untyped_storage().data_ptr()
+    if memory is None or any(memory in content.memory() for content in later):
+        for other in present:
+            other.settle()
     for other in present:
         if other.widened is not None:
             _convert_alike(other, present)
@@ -174,8 +178,8 @@ def run_on_row_shards(
 
     def local(node: Any) -> Any:
         if isinstance(node, (RowShardRef, OutputRef)):
-            shard = shards[node]
-            return shard.content if moves or isinstance(shard.content, LaterValues) else shard.tensor
+            content, promised = shards[node].content, shards[node].promised
+            return content if moves or isinstance(content, LaterValues) else held(content, promised)
         if isinstance(node, TensorData):
             return place(node)
         if isinstance(node, LocalRowsOf):
@@ -185,12 +189,10 @@ def run_on_row_shards(
         return reference.local_size(node.full) if isinstance(node, LocalNumRows) else node
 
     with torch.no_grad():
-        result = None if source is None else _without_values(func, source, command)
-        if isinstance(result, Tensor):
-            widened: object = object()
+        widened = source.widened if moves and source is not None else None
+        if source is not None and _only_widens(func, source, command):
+            result, widened = source.content, object()
         else:
-            widened = source.widened if moves and source is not None else None
-        if result is None:
             arguments, keyword_arguments = tree_map(local, (command.arguments, command.keyword_arguments))
             result = run_on_later_values(func, arguments, keyword_arguments)
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, (Tensor, LaterValues))]
@@ -202,14 +204,10 @@ def run_on_row_shards(
     return [RowShard(output, axis, rows, answers, promised or output.dtype, widened) for output in outputs]
 
 
-def _without_values(func: Any, source: RowShard, command: RunOnRowShards) -> Tensor | LaterValues | None:
-    """Returns the result of an operation that need not be computed now. See [Note: held] and [Note: later]."""
-    held, rest = source.content, command.arguments[1:]
-    if isinstance(held, LaterValues):
-        return None
-    if only_widens(func, held, source.promised, command.keyword_arguments):
-        return held
-    return log_probabilities(func, held, source.promised, rest)
+def _only_widens(func: Any, source: RowShard, command: RunOnRowShards) -> bool:
+    """Says whether the result of an operation is what its operand is held as. See [Note: held]."""
+    content = source.content
+    return isinstance(content, Tensor) and only_widens(func, content, source.promised, command.keyword_arguments)
 
 
 def answer(shards: list[RowShard]) -> list[LeafReply | None]:
