@@ -19,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-hosts tutorial-llm test test-unit test-gpu test-frameworks notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
+.PHONY: rank-hosts help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-hosts tutorial-llm test test-unit test-gpu test-frameworks notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
 
 help:  ## show this text
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 26
@@ -135,6 +135,9 @@ $(MERMAID):
 	fi
 
 PAIRS ?= 6
+
+rank-hosts: $(INSTALLED)  ## ten plans on two hosts with a slow link, predicted and measured, on an idle machine; root
+	$(PY) scripts/rank_on_slow_link.py
 
 bench: $(INSTALLED)  ## measure the figures of docs/benchmarks.md on an idle machine, FIGURES="ddp fsdp" PAIRS=10 for some
 	$(PY) scripts/bench.py $(FIGURES) --pairs $(PAIRS)

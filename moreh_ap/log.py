@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from moreh_ap.plan import Plan
+from moreh_ap.planner.cost.hardware import Cluster, Link
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.choice import Choice
 from moreh_ap.planner.search.ranking import TIE_MARGIN, Ranking
@@ -169,6 +170,28 @@ def _measured(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
         f"a step takes {seconds:.3g} s ({candidate.seconds:.3g} s predicted), the fullest device holds "
         f"{peak_bytes / 2**30:.2f} GiB ({candidate.memory.reserved_bytes / 2**30:.2f} GiB predicted)"
     )
+
+
+def measured_links_line(cluster: Cluster) -> str:
+    """Says how fast hosts exchange bytes, as it was measured."""
+
+    def said(link: Link) -> str:
+        return f"{link.bytes_per_s / 1e6:,.0f} MB/s, {link.latency_s * 1e3:.2g} ms"
+
+    inside = f"; in a host {said(cluster.intra)}" if cluster.devices_per_node > 1 else ""
+    return info(f"sums between {cluster.num_nodes} hosts pass {said(cluster.inter)}{inside} (measured, and remembered)")
+
+
+def other_devices_line(devices: Mapping[str, str]) -> str:
+    """Says that hosts have different devices."""
+    found = ", ".join(f"{host}: {name}" for host, name in devices.items())
+    return info(f"the hosts have different devices ({found}): plans are made for the slowest and the smallest")
+
+
+def slow_hosts_line(slow: Mapping[str, float]) -> str:
+    """Says which hosts compute slower than the fastest one."""
+    found = ", ".join(f"{host} at {part:.0%}" for host, part in slow.items())
+    return info(f"slower than the fastest host: {found} of its rate; the others wait for it in every step")
 
 
 def fewer_devices_line(count: int, num_devices: int, fewer_s: float, all_s: float) -> str:

@@ -95,18 +95,22 @@ def step_of(plan: Plan, options: Options, work: Workload) -> Measured:
     return Measured(statistics.median(seconds[1:]), statistics.median(processors[1:]) / cores)
 
 
-def measure(num_devices: int, options: Options, rounds: int, work: Workload) -> None:
-    """Prints a line for each plan, fastest first, and how far the choice is from the best."""
-    enable(options)
+def task_of(options: Options, work: Workload) -> Task:
+    """Returns the planner's task on the workers, whose rates are measured if they never were."""
     current = device.current()
     assert current is not None
     model = LlamaForCausalLM(work.config)
     machine, shape = machine_of(current.session), shape_of(model)
     ids = torch.zeros(work.batch, work.length, dtype=torch.long)
-    profile = profile_model(model, shape, ((), {"input_ids": ids}))
+    profile = profile_model(model, shape, (model, (), {"input_ids": ids}), work.batch)
     left = constraints_of(options, family_of(model), profile, shape, machine)
-    task = Task(profile, machine.cluster, work.batch, left, machine.system, machine.coefficients)
-    ranking = search(task)
+    return Task(profile, machine.cluster, work.batch, left, machine.system, machine.coefficients)
+
+
+def measure(num_devices: int, options: Options, rounds: int, work: Workload) -> None:
+    """Prints a line for each plan, fastest first, and how far the choice is from the best."""
+    enable(options)
+    ranking = search(task_of(options, work))
     predicted = {one.plan: one.step.total_s for one in ranking.candidates if one.step is not None}
     measured = {plan: Measured(float("inf"), float("inf")) for plan in predicted}
     for number in range(rounds):

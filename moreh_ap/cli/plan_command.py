@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json, instead of MODEL")
     where = parser.add_argument_group("devices")
     where.add_argument("--devices", metavar="NxDEVICE", help="such as 64xMI250 or 8xH100; a device alone is one node")
+    where.add_argument("--hosts", type=int, metavar="N", help="hosts with --devices each (default: as --devices says)")
     where.add_argument("--hardware", metavar="DEVICE", help="such as h100, with --nodes")
     where.add_argument("--nodes", type=int, metavar="N", help="nodes of --hardware (default 1)")
     where.add_argument("--devices-per-node", type=int, metavar="N", help="default: what such nodes usually have")
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     Raises:
         MorehError: Model, devices or options are impossible, or no plan fits.
     """
-    for name in ("nodes", "devices_per_node", "global_batch", "seq_len", "top"):
+    for name in ("hosts", "nodes", "devices_per_node", "global_batch", "seq_len", "top"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             option = f"--{name.replace('_', '-')}"
@@ -145,10 +146,30 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         raise OptionError(said, "--devices 64xMI250, or --hardware h100 --nodes 16", "--devices 8xH100")
     if arguments.devices is not None:
         if arguments.nodes is not None:
-            raise OptionError("--devices with --nodes", "--devices, or --hardware with --nodes", "--devices 8xH100")
+            raise OptionError("--devices with --nodes", "--devices with --hosts", "--hosts 2 --devices 8xH100")
+        if arguments.hosts is not None:
+            return _on_hosts(arguments)
         return find_cluster(arguments.devices, None, arguments.devices_per_node, arguments.link)
+    if arguments.hosts is not None:
+        raise OptionError("--hosts with --hardware", "--hardware with --nodes", "--hosts 2 --devices 8xH100")
     per_node = arguments.devices_per_node or find_device(arguments.hardware).devices_per_node
     return find_cluster(arguments.hardware, (arguments.nodes or 1) * per_node, per_node, arguments.link)
+
+
+def _on_hosts(arguments: argparse.Namespace) -> Cluster:
+    """Returns so many hosts, each with the devices that were asked for.
+
+    Raises:
+        OptionError: Devices of a node are given beside them, or the devices are unknown.
+    """
+    one = find_cluster(arguments.devices, None, None, arguments.link)
+    if arguments.devices_per_node not in (None, one.num_devices):
+        raise OptionError(
+            f"--hosts {arguments.hosts} --devices {arguments.devices} --devices-per-node {arguments.devices_per_node}",
+            "--devices, which are those of each host",
+            f"--hosts {arguments.hosts} --devices {arguments.devices_per_node}x{one.device.name}",
+        )
+    return find_cluster(one.device.name, arguments.hosts * one.num_devices, one.num_devices, arguments.link)
 
 
 def task_of(arguments: argparse.Namespace, shape: TransformerShape, cluster: Cluster) -> Task:

@@ -92,8 +92,13 @@ def look(environment: Mapping[str, str]) -> HostReport:
         interfaces=interfaces(),
         address=server,
         controller_address=client,
-        machine=_BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else platform.node(),
+        machine=running_system(),
     )
+
+
+def running_system() -> str:
+    """Returns what tells one running system from another."""
+    return _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else platform.node()
 
 
 def packages() -> dict[str, str]:

@@ -79,7 +79,7 @@ def group_of(size: int, stride: int, cluster: Cluster, interrupted: bool = False
     queued = hops * (inter.latency_s * INTERRUPTED if interrupted else inter.queued_s)
     return Group(
         size, nodes, min(share, intra.bytes_per_s), hops * inter.latency_s, queued,
-        hops * (inter.latency_s * INTERRUPTED if interrupted else inter.queued_sum_s),
+        hops * (inter.latency_s * INTERRUPTED if interrupted else inter.queued_sum_s), inter.measured,
     )  # fmt: skip
 
 
@@ -146,4 +146,7 @@ def message_s(num_bytes: float, distance: int, cluster: Cluster, coefficients: C
         if measured is not None:
             return measured.takes_s(num_bytes)
         return coefficients.message_s + cluster.intra.latency_s + num_bytes / cluster.intra.bytes_per_s
+    measured = nearest(cluster.inter.measured, "message", members)
+    if measured is not None:
+        return measured.takes_s(num_bytes)
     return coefficients.message_s + num_bytes / (cluster.inter.bytes_per_s / per_node)

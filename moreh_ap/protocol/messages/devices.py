@@ -21,6 +21,7 @@ class DeviceInfo:
         num_threads: Threads that compute in a CPU worker; 0 elsewhere.
         num_cores: Cores that all CPU workers of the machine have together; 0 elsewhere.
         held_by_others_bytes: Of a GPU's memory what other processes hold.
+        machine: Names the running system: equal for the workers of two hosts that share their cores.
     """
 
     name: str
@@ -29,6 +30,7 @@ class DeviceInfo:
     num_threads: int = 0
     num_cores: int = 0
     held_by_others_bytes: int = 0
+    machine: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,11 @@ class ProbeDevice:
 
     Attributes:
         bf16: Whether to measure products in bfloat16 too.
+        per_host: Workers of each host; 0: all are on one.
     """
 
     bf16: bool
+    per_host: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class DeviceRates:
         exchanges: (kind, members, bytes of the whole, seconds, seconds of this worker's processor): a "sum", "gather"
             or "scatter" of a flat tensor, a "message" to a neighbour, and what a layer on the tensor axis exchanges of
             a hidden state, forward and backward: "crossing_sum", and "crossing_split" with sequence parallelism. All
-            groups of a size exchange at a time.
+            groups of a size exchange at a time. On several hosts those of groups inside of each host.
+        between: The same of groups over all hosts: one worker of each, and all workers. Empty on one host.
     """
 
     products: tuple[tuple[str, int, int, float], ...]
@@ -68,6 +73,7 @@ class DeviceRates:
     rehearse_s: float
     update_bytes_per_s: float
     exchanges: tuple[tuple[str, int, int, float, float], ...]
+    between: tuple[tuple[str, int, int, float, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import is_initialized
 
 from moreh_ap.protocol.messages.devices import DeviceRates
-from moreh_ap.runtime.worker.probe_exchanges import measure_exchanges
+from moreh_ap.runtime.worker.probe_exchanges import measure_between, measure_exchanges
 
 _LONG, _SHORT = {"cpu": 1024, "cuda": 8192}, 64
 _HIDDEN = {"cpu": 256, "cuda": 4096}
@@ -34,12 +34,13 @@ _SERIES, _SERIES_S = 2, 0.02
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def measure(device: torch.device, bf16: bool) -> DeviceRates:
+def measure(device: torch.device, bf16: bool, per_host: int = 0) -> DeviceRates:
     """Returns the rates of this device. A collective of all workers. See [Note: how time is taken].
 
     Args:
         device: Where to compute.
         bf16: Whether computing in bfloat16 is worth measuring.
+        per_host: Workers of each host; 0: all are on one.
     """
     kind = device.type
     long, short = _LONG[kind], _SHORT
@@ -60,7 +61,8 @@ def measure(device: torch.device, bf16: bool) -> DeviceRates:
         start_s=_start_s(device),
         rehearse_s=_rehearse_s(),
         update_bytes_per_s=_update_bytes_per_s(device),
-        exchanges=tuple(measure_exchanges(device)),
+        exchanges=tuple(measure_exchanges(device, per_host)),
+        between=tuple(measure_between(device, per_host)) if per_host else (),
     )
 
 

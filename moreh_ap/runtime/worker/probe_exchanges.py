@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -35,27 +35,69 @@ _ALTOGETHER_S = 1.2
 _LEAST_TIMES, _MOST_TIMES = 3, 16
 _TOKENS = {"cpu": 256, "cuda": 8192}
 _KINDS = 6
+_SLOW_S = 0.1
+"""A kind of exchange that takes so long is not measured with more bytes."""
 
 # torch 2.13 warns of the older names, and 2.11 has no others.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def measure_exchanges(device: torch.device) -> Iterator[Exchange]:
-    """Yields what exchanges take. A collective of all workers. See [Note: exchanges]."""
+def measure_exchanges(device: torch.device, per_host: int = 0) -> Iterator[Exchange]:
+    """Yields what exchanges inside of a host take. A collective of all workers. See [Note: exchanges].
+
+    Args:
+        device: This worker's.
+        per_host: Workers of each host; 0: all are on one.
+    """
     world = get_world_size() if is_initialized() else 1
-    if world == 1:
+    most = per_host or world
+    if most == 1:
         return
-    sizes = sorted({2, world}) if device.type == "cpu" and world % 2 == 0 else [world]
-    each_s = _ALTOGETHER_S / (len(sizes) * len(_BYTES[device.type]) * _KINDS)
-    for size in sizes:
-        group = dist.group.WORLD if size == world else dist.new_subgroups(group_size=size)[0]
-        assert group is not None
+    sizes = sorted({2, most}) if device.type == "cpu" and most % 2 == 0 else [most]
+    yield from _measured([(size, 1) for size in sizes], device)
+
+
+def measure_between(device: torch.device, per_host: int) -> Iterator[Exchange]:
+    """Yields what exchanges over all hosts take: of one worker of each host, and of all workers.
+
+    Those of one worker of each host are as many groups as a host has workers, all at the same time: they share the
+    links as the groups of a plan do. What would take long between slow hosts is measured with fewer bytes.
+    """
+    world = get_world_size()
+    yield from _measured(dict.fromkeys([(world // per_host, per_host), (world, 1)]), device)
+
+
+def _measured(groups: Iterable[tuple[int, int]], device: torch.device) -> Iterator[Exchange]:
+    """Yields what exchanges take in groups of a size, whose members are a number of ranks apart."""
+    groups = list(groups)
+    each_s = _ALTOGETHER_S / (len(groups) * len(_BYTES[device.type]) * _KINDS)
+    for size, stride in groups:
+        group = _group(size, stride)
+        slow: set[str] = set()
         for num_bytes in _BYTES[device.type]:
             for kind, run, whole_bytes in _kinds(group, num_bytes, device):
-                yield kind, size, whole_bytes, *_seconds(run, device, each_s)
-        if size != world:
+                if kind in slow:
+                    continue
+                longest_s, seconds, processor_s = _seconds(run, device, each_s)
+                yield kind, size, whole_bytes, seconds, processor_s
+                if longest_s > _SLOW_S:  # all workers agree on that
+                    slow.add(kind)
+        if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+
+
+def _group(size: int, stride: int) -> dist.ProcessGroup:
+    """Returns this worker's group; all make theirs."""
+    world = get_world_size()
+    if size == world:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    if stride == 1:
+        made: dist.ProcessGroup = dist.new_subgroups(group_size=size)[0]
+    else:
+        made = dist.new_subgroups_by_enumeration([list(range(first, world, stride)) for first in range(stride)])[0]
+    return made
 
 
 def _kinds(
@@ -109,8 +151,9 @@ def _kinds(
     yield "crossing_split", lambda: there_and_back(split, own), hidden.nbytes
 
 
-def _seconds(run: Callable[[], object], device: torch.device, at_most_s: float) -> tuple[float, float]:
-    """Returns what an exchange takes, and this worker's processor for it; all workers run it equally often."""
+def _seconds(run: Callable[[], object], device: torch.device, at_most_s: float) -> tuple[float, float, float]:
+    """Returns what an exchange took the slowest worker once, what it takes, and this worker's processor for it; all
+    workers run it equally often."""
     hidden = torch.ones(_TOKENS[device.type], 256, device=device)
     weight = torch.ones(1024, 256, device=device)
 
@@ -127,7 +170,8 @@ def _seconds(run: Callable[[], object], device: torch.device, at_most_s: float) 
     timed()  # the first one connects
     longest = torch.tensor(timed()[0], dtype=torch.float64, device=device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    count = max(_LEAST_TIMES, min(_MOST_TIMES, int(at_most_s / float(longest))))
+    longest_s = float(longest)
+    count = max(_LEAST_TIMES, min(_MOST_TIMES, int(at_most_s / longest_s)))
     found = [timed() for _ in range(count)]
     taken = sorted(processor_s for _, processor_s in found)
-    return statistics.median(seconds for seconds, _ in found), taken[len(taken) // 4]
+    return longest_s, statistics.median(seconds for seconds, _ in found), taken[len(taken) // 4]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moreh_ap.hosts.host_report import running_system
 from moreh_ap.local.memory_limit import memory_limit
 from moreh_ap.protocol.messages.devices import DeviceInfo, ReportMemory
 from moreh_ap.protocol.messages.tensors import TensorData
@@ -43,10 +44,11 @@ class WorkerDevice:
             return DeviceInfo(properties.name, properties.total_memory, native, held_by_others_bytes=others)
         return DeviceInfo(
             "CPU",
-            memory_limit() // self.world_size,
+            memory_limit() // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)),
             _cpu_computes_bf16(),
             torch.get_num_threads(),
             len(os.sched_getaffinity(0)),
+            machine=running_system(),
         )
 
     def memory(self, command: ReportMemory) -> dict[str, int]:

@@ -16,6 +16,7 @@ _ROWS = {
     "products": (str, int, int, float),
     "elementwise": (str, int, float),
     "exchanges": (str, int, int, float, float),
+    "between": (str, int, int, float, float),
 }
 """The types of the columns of a table."""
 _FIGURES = ("start_s", "rehearse_s", "update_bytes_per_s")
@@ -34,11 +35,13 @@ def slowest(answers: Sequence[DeviceRates]) -> DeviceRates:
         start_s=max(one.start_s for one in answers),
         rehearse_s=max(one.rehearse_s for one in answers),
         update_bytes_per_s=min(one.update_bytes_per_s for one in answers),
-        exchanges=tuple(
-            (*row[:3], max(one.exchanges[i][3] for one in answers), max(one.exchanges[i][4] for one in answers))
-            for i, row in enumerate(first.exchanges)
-        ),
+        exchanges=_slowest_rows([one.exchanges for one in answers]),
+        between=_slowest_rows([one.between for one in answers]),
     )
+
+
+def _slowest_rows(tables: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    return tuple((*rows[0][:3], max(row[3] for row in rows), max(row[4] for row in rows)) for rows in zip(*tables))
 
 
 def as_entry(rates: DeviceRates) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moreh_ap import log
 from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.hosts.host_list import public_name
 from moreh_ap.local.cache_files import CacheFile
@@ -61,16 +62,38 @@ def machine_of(session: Session) -> Machine:
     If devices differ, the smallest memory and the slowest rates count. Measuring takes some seconds and needs every
     worker.
     """
-    info, native = _weakest(session.devices())
+    (info, native), hosts = _weakest(session.devices()), session.options.hosts
     num_devices = len(session.devices())
-    key = machine_key(info, num_devices, session.options.hosts)
-    rates = rates_of(FILE.look_up(key))
+    key = machine_key(info, num_devices, hosts)
+    rates, is_new = rates_of(FILE.look_up(key)), False
     if rates is None:
-        answers: list[DeviceRates] = session.outbox.submit(ProbeDevice(native)).result()
-        rates = slowest(answers)
+        per_host = num_devices // len(hosts) if len(hosts) > 1 else 0
+        answers: list[DeviceRates] = session.outbox.submit(ProbeDevice(native, per_host)).result()
+        rates, is_new = slowest(answers), True
         with contextlib.suppress(OSError):  # the folder cannot be written: the machine is measured again next time
             FILE.keep(key, as_entry(rates))
-    return _described(info, native, num_devices, rates, key, session.options)
+        if per_host:
+            _say_of_hosts(list(map(public_name, hosts)), session.devices(), answers)
+    machine = _described(info, native, num_devices, rates, key, session.options)
+    if is_new and machine.cluster.num_nodes > 1:
+        print(log.measured_links_line(machine.cluster), flush=True)
+    return machine
+
+
+def _say_of_hosts(hosts: Sequence[str], infos: Sequence[DeviceInfo], answers: Sequence[DeviceRates]) -> None:
+    """Says which hosts have other devices than the rest, or slower ones, since the others wait for these."""
+    per_host = len(infos) // len(hosts)
+    names = [infos[index * per_host].name for index in range(len(hosts))]
+    if len(set(names)) > 1:
+        print(log.other_devices_line(dict(zip(hosts, names))), flush=True)
+    rates = [slowest(answers[index * per_host :][:per_host]).products[0][3] for index in range(len(hosts))]
+    slow = {host: rate / max(rates) for host, rate in zip(hosts, rates) if rate < _SLOW * max(rates)}
+    if slow:
+        print(log.slow_hosts_line(slow), flush=True)
+
+
+_SLOW = 0.8
+"""Part of the fastest host's rate; a host below it is said to be slow."""
 
 
 def machine_on(session: Session, num_devices: int) -> Machine | None:
@@ -97,6 +120,7 @@ def machine_on(session: Session, num_devices: int) -> Machine | None:
 def _weakest(infos: Sequence[DeviceInfo]) -> tuple[DeviceInfo, bool]:
     """Returns the device with the least free memory, and whether all devices compute bfloat16 in hardware."""
     info = min((_without_others(rank, one) for rank, one in enumerate(infos)), key=lambda one: one.memory_bytes)
+    info = replace(info, num_cores=info.num_cores * len({one.machine for one in infos}))
     return info, all(one.native_bf16 for one in infos)
 
 
@@ -115,7 +139,8 @@ def _described(
     precision = "bf16" if computes_bf16 and options.mixed_precision else "fp32"
     if options.plan is not None:
         precision = options.plan.precision
-    return machine_from(replace(info, native_bf16=computes_bf16), precision, num_devices, rates, key)
+    per_host = num_devices // max(1, len(options.hosts))
+    return machine_from(replace(info, native_bf16=computes_bf16), precision, num_devices, rates, key, per_host)
 
 
 _LEAST_FREE = 0.1
@@ -140,7 +165,9 @@ def _without_others(rank: int, info: DeviceInfo) -> DeviceInfo:
     return replace(info, memory_bytes=free_bytes)
 
 
-def machine_from(info: DeviceInfo, precision: str, num_devices: int, rates: DeviceRates, key: str = "") -> Machine:
+def machine_from(
+    info: DeviceInfo, precision: str, num_devices: int, rates: DeviceRates, key: str = "", per_host: int = 0
+) -> Machine:
     """Returns a machine of equal devices with these rates.
 
     Args:
@@ -149,6 +176,7 @@ def machine_from(info: DeviceInfo, precision: str, num_devices: int, rates: Devi
         num_devices: The number of devices.
         rates: The measured rates of each device.
         key: The name under which corrections for the machine are saved.
+        per_host: Devices of each host; 0: all are on one.
     """
     coefficients = replace(COEFFICIENTS, step_s=STEP_S)
     if not any(found == precision for found, *_ in rates.products):
@@ -184,8 +212,10 @@ def machine_from(info: DeviceInfo, precision: str, num_devices: int, rates: Devi
             ),
             sharing=sharing,
         )
-    link = _link(rates, num_devices, info.name == "CPU", sharing) if num_devices > 1 else find_link("PCIe4")
-    return Machine(Cluster(device, num_devices, num_devices, link, link), system, coefficients, key)
+    inside = per_host or num_devices
+    link = _link(rates.exchanges, inside, info.name == "CPU", sharing) if inside > 1 else find_link("PCIe4")
+    between = _link(rates.between, num_devices, False, sharing) if rates.between else link
+    return Machine(Cluster(device, num_devices, inside, link, between), system, coefficients, key)
 
 
 def _product_constants(rates: DeviceRates, precision: str) -> tuple[float, float, float]:
@@ -207,10 +237,17 @@ def _half(slower: float, short: int, long: int) -> float:
     return (slower - 1) / (1 / short - slower / long)
 
 
-def _link(rates: DeviceRates, num_devices: int, is_cpu: bool, sharing: float) -> Link:
-    """Returns the link that was measured. See [Note: workers that share cores]."""
+def _link(rows: Sequence[tuple[str, int, int, float, float]], num_devices: int, is_cpu: bool, sharing: float) -> Link:
+    """Returns the link that was measured.
+
+    Args:
+        rows: Exchanges, as `DeviceRates` has them.
+        num_devices: Devices that it joins.
+        is_cpu: Whether exchanges are work for the cores. See [Note: workers that share cores].
+        sharing: How many threads share a core.
+    """
     points: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for kind, members, num_bytes, seconds, processor_s in rates.exchanges:
+    for kind, members, num_bytes, seconds, processor_s in rows:
         if is_cpu:
             seconds = processor_s * sharing if sharing > 1.0 else min(seconds, members * processor_s)
         points[kind, members].append((float(num_bytes), seconds))

@@ -87,6 +87,15 @@ def test_memory_ratio(capsys):
     assert whole["search"]["fitting"] > half["search"]["fitting"]
 
 
+def test_hosts_have_the_devices_each(capsys):
+    hosts = json.loads(show(capsys, "Llama3-8B", "--hosts", "4", "--devices", "2xH100", "--json"))
+    same = json.loads(show(capsys, "Llama3-8B", "--devices", "8xH100", "--devices-per-node", "2", "--json"))
+    assert (hosts["num_devices"], hosts["devices_per_node"]) == (8, 2)
+    assert hosts["candidates"] == same["candidates"]
+    usual = json.loads(show(capsys, "Llama3-8B", "--devices", "8xH100", "--json"))
+    assert hosts["candidates"][0]["step"]["total_s"] > usual["candidates"][0]["step"]["total_s"], "links between hosts"
+
+
 def test_hardware_and_nodes_are_another_way_to_say_devices(capsys):
     one = json.loads(show(capsys, "Llama3-8B", "--hardware", "h100", "--nodes", "4", "--json"))
     other = json.loads(show(capsys, "Llama3-8B", "--devices", "32xH100", "--json"))
@@ -109,7 +118,10 @@ def test_configurations(capsys, tmp_path):
         (["Llama3-8B", "--devices", "0xH100"], OptionError, "at least 1"),
         (["Llama3-8B", "--devices", "8xH100", "--global-batch", "0"], OptionError, "--global-batch 0"),
         (["Llama3-8B", "--devices", "8xH100", "--seq-len", "0"], OptionError, "--seq-len 0"),
-        (["Llama3-8B", "--devices", "8xH100", "--nodes", "2"], OptionError, "--hardware with --nodes"),
+        (["Llama3-8B", "--devices", "8xH100", "--nodes", "2"], OptionError, "--devices with --hosts"),
+        (["Llama3-8B", "--hardware", "h100", "--hosts", "2"], OptionError, "--hardware with --nodes"),
+        (["Llama3-8B", "--devices", "8xH100", "--hosts", "0"], OptionError, "at least 1"),
+        (["Llama3-8B", "--devices", "8xH100", "--hosts", "2", "--devices-per-node", "4"], OptionError, "each host"),
         (["Llama3-8B", "--devices", "8xH100", "--hardware", "h100"], OptionError, "--devices 8xH100 and --hardware"),
         (["Llama3-8B", "--devices", "8xH100", "--memory-ratio", "0"], OptionError, "from 1 to 100"),
         (["Llama3-8B", "--devices", "8xH100", "--num-stages", "0"], OptionError, "num_stages=0"),

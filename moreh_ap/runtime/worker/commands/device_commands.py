@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from moreh_ap.protocol.messages.devices import DescribeDevice, ProbeDevice, ReportMemory, ReportSteps, StepReport
+from moreh_ap.protocol.messages.devices import (
+    DescribeDevice,
+    DeviceRates,
+    ProbeDevice,
+    ReportMemory,
+    ReportSteps,
+    StepReport,
+)
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.runtime.worker import device_probe
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
@@ -18,8 +25,11 @@ class DeviceCommands:
         """Returns what executes each command."""
         return {
             DescribeDevice: lambda command: self._device.describe(),
-            ProbeDevice: lambda command: device_probe.measure(self._device.torch_device, command.bf16),
+            ProbeDevice: self._probe,
             ReportSteps: lambda command: StepReport(self._clock.seconds(), self._device.peak_reserved_bytes()),
             ReportMemory: self._device.memory,
             Synchronize: lambda command: self._device.synchronize(),
         }
+
+    def _probe(self, command: ProbeDevice) -> DeviceRates:
+        return device_probe.measure(self._device.torch_device, command.bf16, command.per_host)

@@ -117,6 +117,56 @@ def test_a_machine_is_measured_once_by_all_workers(tmp_path, monkeypatch):
     assert other.key != first.key and len(outbox.asked) == 2, "with other threads a worker has other rates"
 
 
+def of_hosts(slower=1.0, between=100.0):
+    """What a worker of two hosts with two workers each might have measured; links between hosts are slower."""
+    inside = rates(slower, sizes=(2,))
+    exchanges = [(*row[:3], row[3] * between, row[4]) for row in rates(slower, sizes=(2, 4)).exchanges]
+    return replace(inside, between=tuple(exchanges))
+
+
+def test_links_between_hosts_are_told_apart_from_those_inside():
+    info = replace(CPU, num_cores=4)
+    cluster = machine_from(info, "fp32", 4, of_hosts(), per_host=2).cluster
+    assert (cluster.num_nodes, cluster.devices_per_node) == (2, 2)
+    inside, across, everybody = (group_of(size, stride, cluster) for size, stride in ((2, 1), (2, 2), (4, 1)))
+    assert queued_sums_s(1e6, 1, inside) == pytest.approx(1.1e-3)
+    assert queued_sums_s(1e6, 1, across) == pytest.approx(100 * 1.1e-3)
+    assert queued_sums_s(1e6, 1, everybody) == pytest.approx(100 * 1.1e-3)
+    constants = machine_from(info, "fp32", 4, of_hosts(), per_host=2).coefficients
+    assert message_s(1e6, 2, cluster, constants) == pytest.approx(100 * 4 * 1.1e-3)
+    assert message_s(1e6, 1, cluster, constants) == pytest.approx(4 * 1.1e-3)
+    assert tensor_sum_s(1e6, False, everybody) == pytest.approx(100 * 5 * 1.1e-3 / 2)
+    assert cluster.inter.bytes_per_s < cluster.intra.bytes_per_s / 10
+    alone = machine_from(CPU, "fp32", 2, replace(of_hosts(), exchanges=()), per_host=1).cluster
+    assert (alone.num_nodes, alone.devices_per_node) == (2, 1)
+
+
+def test_hosts_are_measured_once_and_what_differs_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    one, other = replace(CPU, machine="one"), replace(CPU, machine="other", memory_bytes=2 * GIB)
+    options = Options(devices=4, hosts=("a", "b"))
+    outbox = Outbox([of_hosts(), of_hosts(), of_hosts(2.0), of_hosts(2.0)])
+    here = SimpleNamespace(devices=lambda: [one, one, other, other], outbox=outbox, options=options)
+    found = machine_of(here)
+    assert outbox.asked == [ProbeDevice(True, 2)]
+    assert found.cluster.num_nodes == 2 and found.cluster.device.sharing == 1.0, "each machine has its cores"
+    assert found.cluster.device.memory_bytes == 2 * GIB
+    said = capsys.readouterr().out
+    assert "slower than the fastest host: b at 50% of its rate" in said
+    assert "sums between 2 hosts pass 8 MB/s" in said and "in a host" in said
+    assert machine_of(here) == found and len(outbox.asked) == 1 and capsys.readouterr().out == ""
+    together = SimpleNamespace(devices=lambda: [one] * 4, outbox=outbox, options=options)
+    assert machine_of(together).cluster.device.sharing == 2.0
+
+
+def test_hosts_with_other_devices_are_named(capsys):
+    gpu = DeviceInfo("NVIDIA H100 80GB HBM3", 79 * GIB, True)
+    infos = [gpu, gpu, replace(gpu, name="NVIDIA A100-SXM4-80GB")] * 2
+    machines._say_of_hosts(["a", "b"], [infos[0], infos[0], infos[2], infos[2]], [of_hosts()] * 4)
+    said = capsys.readouterr().out
+    assert "different devices (a: NVIDIA H100 80GB HBM3, b: NVIDIA A100-SXM4-80GB)" in said and "slower" not in said
+
+
 @pytest.mark.parametrize("broken", ["", "[1]", "ours"])
 def test_a_broken_file_is_measured_over(tmp_path, monkeypatch, broken):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
