@@ -18,7 +18,7 @@ from moreh_ap.integrations import accelerate, bitsandbytes, keras, transformers
 from moreh_ap.local.jobs import Job
 from moreh_ap.runtime import gpu_checks
 from moreh_ap.runtime.worker_environment import device_ids, workers_per_gpu
-from moreh_ap.runtime.worker_group import WorkerGroup
+from moreh_ap.runtime.worker_group import MakeLauncher, WorkerGroup
 from moreh_ap.session.model_registry import ModelRegistry
 from moreh_ap.session.planning import device_count
 from moreh_ap.session.rng_streams import GpuGenerator, ProcessGenerator
@@ -118,8 +118,9 @@ class Accelerator:
         self.session = Session(options, start_workers, num_devices, num_used, job, generator)
         if options.check_steps:
             threads, num_gpus = shares(num_devices)[0], torch.cuda.device_count()
+            beside = None if pool is None else _beside(pool, options.check_steps)
             start_reference = functools.partial(
-                reference_worker.start, num_devices, device_type, threads, num_gpus, _SLOW_IMPORTS
+                reference_worker.start, num_devices, device_type, threads, num_gpus, _SLOW_IMPORTS, beside
             )
             self.session.check = FirstStepsCheck(self.session, start_reference, options.check_steps)
         self.models = ModelRegistry(self.session)
@@ -174,6 +175,23 @@ def _join_hosts(options: Options) -> HostPool:
     from moreh_ap.runtime.host.hosts_launcher import HostPool
 
     return HostPool(options.hosts, options.devices, lambda line: _log(log.info(line)))
+
+
+def _beside(pool: HostPool, check_steps: int) -> MakeLauncher:
+    """Returns what starts the worker that checks, on this machine.
+
+    Raises:
+        OptionError: The hosts have GPUs, and this machine has none.
+        MeshStartError: This machine cannot have a worker.
+    """
+    if pool.device_type == "cuda" and not torch.cuda.device_count():
+        raise OptionError(
+            f"MOREH_CHECK={check_steps}: the worker that checks is on the script's machine, which has no GPU",
+            allowed="a script that runs on one of the hosts",
+            fix="export MOREH_CHECK=0",
+            link="docs/several-machines.md#check",
+        )
+    return pool.beside().launcher
 
 
 def resolve_devices(asked: int | None) -> tuple[str, int]:

@@ -166,13 +166,6 @@ def _check_hosts(options: Options) -> None:
             f"{_CALL}(hosts=..., devices={each * num_hosts})",
             _LINK,
         )
-    if options.check_steps:
-        raise OptionError(
-            f"{CHECK_VARIABLE}={options.check_steps} with several hosts: the worker that checks is on this machine",
-            f"{CHECK_VARIABLE} on one machine",
-            f"export {CHECK_VARIABLE}=0",
-            _LINK,
-        )
 
 
 def _check_plan(plan: Plan, options: Options) -> None:

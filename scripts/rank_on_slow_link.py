@@ -6,9 +6,9 @@
 
 The hosts are network namespaces with a real sshd and two CPU workers each (`tests/process/hosts_lab.py`). What they
 send is slowed down by `tc`: by netem, which adds 1 ms as well, where the kernel has it, else by a token bucket (tbf).
-The first line says which. Links are measured by the workers, as in any run. Every plan trains a model of its own in one
-process; rounds go through the plans in turn, forwards and backwards. Exits with 1 if the planner's first choice takes
-more than 1.05 of the fastest plan.
+The first line says which. Links are measured by the workers, as in any run. Each plan divides the devices in another
+way, and trains a model of its own in one process; rounds go through the plans in turn, forwards and backwards. Exits
+with 1 if the planner's first choice takes more than 1.05 of the fastest plan.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def rank(arguments: argparse.Namespace) -> int:
     from moreh_ap import device
     from moreh_ap.accelerator import enable
     from moreh_ap.hosts.host_list import parse_hosts
+    from moreh_ap.planner.search.candidate import Candidate
     from moreh_ap.planner.search.plan_search import search
     from moreh_ap.settings import Options
 
@@ -79,8 +80,11 @@ def rank(arguments: argparse.Namespace) -> int:
     options = Options(devices=DEVICES, mixed_precision=False, hosts=parse_hosts(os.environ["MOREH_HOSTS"]))
     enable(options)
     timed = [one for one in search(task_of(options, work)).candidates if one.step is not None]
-    spread = max(1, (len(timed) - 1) // (NUM_PLANS - 1))
-    shown = timed[: NUM_PLANS // 2] + timed[NUM_PLANS // 2 :: spread][: NUM_PLANS - NUM_PLANS // 2]
+    axes: dict[tuple[object, ...], Candidate] = {}  # of each division over the devices the plan that is predicted best
+    for one in timed:
+        plan = one.plan
+        axes.setdefault((plan.replicate, plan.shard, plan.tensor, plan.sequence_parallel, plan.pipeline), one)
+    shown = list(axes.values())[:NUM_PLANS]
     predicted = {one.plan: one.step for one in shown if one.step is not None}
     measured = {plan: Measured(float("inf"), float("inf")) for plan in predicted}
     for number in range(arguments.rounds):

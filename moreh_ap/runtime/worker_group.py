@@ -33,11 +33,15 @@ from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang, stoppe
 from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.shared_memory import SharedMemory
 
-__all__ = ["Reply", "WorkerGroup"]
+__all__ = ["MakeLauncher", "Reply", "WorkerGroup"]
 
 MAX_OUTSTANDING = 256
 _JOIN_S = 5.0  # how long closing waits for the background thread; the workers are told to go before
 _IDLE_LOOK_S = 0.5  # how often the workers are looked after while there is nothing to receive
+
+
+MakeLauncher = Callable[[LaunchRequest, Callable[[], bool]], Launcher]
+"""Returns the launcher of a request; the second argument says whether the worker group is being closed."""
 
 
 class _Command(NamedTuple):
@@ -87,7 +91,7 @@ class WorkerGroup:
         start_timeout_s: float = 300.0,
         collective_timeout_s: float = 300.0,
         visible_devices: str | None = None,
-        make_launcher: Callable[[LaunchRequest, Callable[[], bool]], Launcher] | None = None,
+        make_launcher: MakeLauncher | None = None,
         shares_memory: bool = True,
     ) -> None:
         if num_workers < 1:

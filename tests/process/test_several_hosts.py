@@ -115,6 +115,22 @@ def test_a_step_s_messages_do_not_grow_with_the_workers_of_a_host(tmp_path):
         assert int(sent) == int(received) == 2 * int(messages), "one to each host, and one back"
 
 
+@pytest.mark.parametrize("wrong", ["none", "forward"])
+def test_first_steps_are_compared_with_one_device_on_the_script_s_machine(tmp_path, wrong):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MOREH_AP_CACHE": str(tmp_path), "MOREH_CHECK": "2"}
+    command = [os.sys.executable, SCRIPTS / "first_steps.py", "--plan", "replicate=2"]
+    with loopback_agents(tmp_path) as hosts:
+        done = subprocess.run(
+            command + (["--wrong", wrong] if wrong != "none" else []),
+            env={**environment, "MOREH_HOSTS": hosts}, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+    if wrong == "none":
+        assert "MOREH_CHECK=2: 2 steps compared with one device: outputs within" in done.stdout, done.stderr
+        assert done.returncode == 0
+    else:
+        assert "differs on 2 devices and on one" in done.stderr and done.returncode == 1
+
+
 @pytest.mark.skipif(bool(MISSING_FOR_SLURM), reason=f"needs {', '.join(MISSING_FOR_SLURM)}")
 def test_numbers_of_one_process_inside_of_a_slurm_job(lab):
     plan, results = "shard=2,replicate=2", lab.shared / "slurm-results"

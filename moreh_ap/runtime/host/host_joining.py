@@ -66,12 +66,13 @@ class Hosts:
         on_all(self.connections, lambda connection: connection.end())
 
 
-def connect(hosts: Sequence[str], per_host: int | None = None) -> Hosts:
+def connect(hosts: Sequence[str], per_host: int | None = None, address: str = "127.0.0.1") -> Hosts:
     """Connects to hosts and looks at them, all at the same time.
 
     Args:
         hosts: What `parse_hosts` returned.
         per_host: Devices wanted of each; None: as many as it has.
+        address: This machine's, where all hosts are this machine.
 
     Returns:
         The hosts that have answered, and what was seen of all; `Hosts.rows` says what is not as it has to be.
@@ -107,20 +108,20 @@ def connect(hosts: Sequence[str], per_host: int | None = None) -> Hosts:
         found.rows += joining_checks.check_report(one.host, one.report, wanted, one.arrived_s, one.delay_s)
     found.rows += joining_checks.check_machines([(one.host, one.report) for one in found.connections], kind)
     try:
-        _look_at_network(found)
+        _look_at_network(found, address)
         _send_script(found)
     except HostLostError as error:
         found.rows.append(Row("all", "connection", str(error), "", False, "moreh-ap doctor --hosts ..."))
     return found
 
 
-def join(hosts: Sequence[str], per_host: int | None = None) -> Hosts:
-    """Connects to hosts that can all join.
+def join(hosts: Sequence[str], per_host: int | None = None, address: str = "127.0.0.1") -> Hosts:
+    """Connects to hosts that can all join; see `connect` for the arguments.
 
     Raises:
         MeshStartError: One cannot; a table of all is on standard error.
     """
-    found = connect(hosts, per_host)
+    found = connect(hosts, per_host, address)
     error = joining_checks.error(found.rows)
     if error is not None:
         found.end()
@@ -169,12 +170,12 @@ def script_folder() -> str:
     return os.path.dirname(os.path.abspath(main)) if main else os.getcwd()
 
 
-def _look_at_network(found: Hosts) -> None:
+def _look_at_network(found: Hosts, address: str) -> None:
     """Finds out where all reach each other, and tries it."""
     others = [one for one in found.connections if one.host not in LOCAL_NAMES]
     routes = [own for one in others if one.address and (own := _own_address(one.address))]
     # Hosts that are this machine are told the address by which the others reach it.
-    found.controller_address = routes[0] if routes else "127.0.0.1"
+    found.controller_address = routes[0] if routes else address
     for one in found.connections:
         one.address = one.address or found.controller_address
     probe = reachability.Probe(found.controller_address)

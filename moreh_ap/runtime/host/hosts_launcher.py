@@ -20,6 +20,7 @@ from moreh_ap.hosts import host_files, script_files
 from moreh_ap.hosts.channel import Message
 from moreh_ap.hosts.credentials import ENGINE_VARIABLES, context_of
 from moreh_ap.hosts.host_environment import passed_on
+from moreh_ap.hosts.host_list import LOCAL_NAMES
 from moreh_ap.local.jobs import RemoteWorker
 from moreh_ap.runtime import worker_environment
 from moreh_ap.runtime.bootstrap import Launch
@@ -50,6 +51,7 @@ class HostPool:
         hosts: What `parse_hosts` returned.
         devices: Devices wanted of all together; None: as many as each has.
         say: Prints a line of the log.
+        address: This machine's, where all hosts are this machine.
 
     Attributes:
         on_usage: Told every few seconds what all workers use.
@@ -58,10 +60,17 @@ class HostPool:
         MeshStartError: A host cannot join.
     """
 
-    def __init__(self, hosts: Sequence[str], devices: int | None, say: Callable[[str], object]) -> None:
-        self.hosts, self._say = hosts, say
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        devices: int | None,
+        say: Callable[[str], object],
+        address: str = "127.0.0.1",
+    ) -> None:
+        self.hosts, self._say, self._address = hosts, say, address
         self._per_host = None if devices is None else devices // len(hosts)
-        self._joined: Hosts | None = join(hosts, self._per_host)
+        self._joined: Hosts | None = join(hosts, self._per_host, address)
+        self._own_address = self._joined.controller_address
         _credentials.of_hosts(self._joined)  # before the engine is imported
         self.device_type = self._joined.device_type
         self.per_host = self._per_host or self._joined.devices_per_host
@@ -88,7 +97,15 @@ class HostPool:
             MeshStartError: A host can no longer join.
         """
         joined, self._joined = self._joined, None
-        return joined or join(self.hosts, self._per_host)
+        return joined or join(self.hosts, self._per_host, self._address)
+
+    def beside(self) -> HostPool:
+        """Returns this machine as the host of one more worker, beside those of the other hosts.
+
+        Raises:
+            MeshStartError: It cannot be one.
+        """
+        return HostPool((LOCAL_NAMES[0],), 1, self._say, self._own_address)
 
     def place_of(self, rank: int, num_workers: int) -> str:
         """Returns host and number of one of so many workers, as the log says it. Every host has equally many."""

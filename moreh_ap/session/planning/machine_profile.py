@@ -88,7 +88,7 @@ def _say_of_hosts(hosts: Sequence[str], infos: Sequence[DeviceInfo], answers: Se
         print(log.other_devices_line(dict(zip(hosts, names))), flush=True)
     rates = [slowest(answers[index * per_host :][:per_host]).products[0][3] for index in range(len(hosts))]
     slow = {host: rate / max(rates) for host, rate in zip(hosts, rates) if rate < _SLOW * max(rates)}
-    if slow:
+    if slow and len({one.machine for one in infos}) > 1:
         print(log.slow_hosts_line(slow), flush=True)
 
 

@@ -23,7 +23,7 @@ from moreh_ap.protocol.messages.row_shards import ReadRowShard
 from moreh_ap.protocol.messages.state import ReadState, WriteState
 from moreh_ap.protocol.messages.stream import Batch, Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
-from moreh_ap.runtime.worker_group import Reply, WorkerGroup
+from moreh_ap.runtime.worker_group import MakeLauncher, Reply, WorkerGroup
 
 ONE_DEVICE = Plan(replicate=1)
 
@@ -143,7 +143,14 @@ def visible_device(num_workers: int, num_gpus: int, names: str) -> str:
     return (visible[num_workers:] or visible or ["0"])[0]
 
 
-def start(num_workers: int, device_type: str, threads: int, num_gpus: int, imports: Sequence[str]) -> WorkerGroup:
+def start(
+    num_workers: int,
+    device_type: str,
+    threads: int,
+    num_gpus: int,
+    imports: Sequence[str],
+    make_launcher: MakeLauncher | None = None,
+) -> WorkerGroup:
     """Starts the worker process and returns at once.
 
     Args:
@@ -152,6 +159,7 @@ def start(num_workers: int, device_type: str, threads: int, num_gpus: int, impor
         threads: Threads of its mathematics.
         num_gpus: Number of GPUs that this process sees.
         imports: Modules to import early.
+        make_launcher: What starts it where the other workers are on several hosts.
     """
     return WorkerGroup(
         1,
@@ -159,4 +167,6 @@ def start(num_workers: int, device_type: str, threads: int, num_gpus: int, impor
         threads_per_worker=threads,
         preimport=("moreh_ap.runtime.worker.executor", *imports),
         visible_devices=visible_device(num_workers, num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES", "")),
+        make_launcher=make_launcher,
+        shares_memory=make_launcher is None,
     )

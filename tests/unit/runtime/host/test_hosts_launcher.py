@@ -37,7 +37,7 @@ def pool_of(monkeypatch):
     monkeypatch.setattr(hosts_launcher._credentials, "of_hosts", lambda hosts: {})
 
     def make(connections, devices=None):
-        monkeypatch.setattr(hosts_launcher, "join", lambda hosts, per_host: Hosts(list(connections), []))
+        monkeypatch.setattr(hosts_launcher, "join", lambda hosts, per_host, address: Hosts(list(connections), []))
         said = []
         return hosts_launcher.HostPool([one.host for one in connections], devices, said.append), said
 

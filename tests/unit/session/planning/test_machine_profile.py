@@ -164,6 +164,8 @@ def test_hosts_with_other_devices_are_named(capsys):
     infos = [gpu, gpu, replace(gpu, name="NVIDIA A100-SXM4-80GB")] * 2
     machines._say_of_hosts(["a", "b"], [infos[0], infos[0], infos[2], infos[2]], [of_hosts()] * 4)
     said = capsys.readouterr().out
+    machines._say_of_hosts(["a", "b"], [CPU] * 4, [of_hosts()] * 2 + [of_hosts(2.0)] * 2)
+    assert not capsys.readouterr().out, "workers of one machine only look as if some were slow"
     assert "different devices (a: NVIDIA H100 80GB HBM3, b: NVIDIA A100-SXM4-80GB)" in said and "slower" not in said
 
 
