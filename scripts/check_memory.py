@@ -102,7 +102,15 @@ class Case:
 
 
 def track(
-    name: str, text: str, rank: int, rows: int, length: int, num_layers: int | None, adapter_rank: int = 0
+    name: str,
+    text: str,
+    rank: int,
+    rows: int,
+    length: int,
+    num_layers: int | None,
+    adapter_rank: int = 0,
+    *,
+    own_loss: bool = False,
 ) -> Case:
     """Returns one case, looked at in this process, which has no process group yet.
 
@@ -114,6 +122,7 @@ def track(
         length: Positions of a row.
         num_layers: Number of blocks, instead of the model's.
         adapter_rank: Rank of the adapters that are trained instead of the weights, of all linear layers of blocks.
+        own_loss: Whether the loss is computed from the logits as for a script that does so, instead of in the forward.
     """
     import torch
     import torch.distributed as dist
@@ -156,6 +165,9 @@ def track(
         "labels": torch.zeros(local_rows, length, dtype=torch.long),
         "use_cache": False,
     }
+    if own_loss:
+        del batch["labels"]
+        chunked_cross_entropy.CHUNK_ELEMENTS["cpu"] = chunked_cross_entropy.CHUNK_ELEMENTS["cuda"]
     chunked_cross_entropy.install(Patches())
     chunked_cross_entropy.use_for(module)
     applied = apply_plan(module, plan, build_mesh(plan, "cpu"), cpu, Example(meta, (), batch))
@@ -179,15 +191,20 @@ def track(
         trained = [param for param in held if param.requires_grad]
         parts = [torch.nn.Parameter(local_shard(param.detach())) for param in trained]
         optimizer = torch.optim.AdamW(parts, lr=1e-4, foreach=True)
-        kinds = ("share", "rows")
+        kinds = ("rows",) if own_loss else ("share", "rows")
         mode = "split" if plan.data_parallel * plan.micro_batches > 1 else "unsplit"
         call = Call(module, mode, cpu, axis=position.data, kinds=kinds)
         global_batch = plan.data_parallel * local_rows
         with _tracker(held) as tracker:
             for _ in range(2):
                 run = way_to_execute(call, plan, global_batch, meta)(call, (), batch)
+                if own_loss:
+                    gradients = [_gradient_of_own_loss(run.outputs[0], batch["input_ids"])]
+                else:
+                    gradients = [torch.ones(()), *[None] * (len(run.shapes) - 1)]
                 forward = tracker.take_peak()
-                run.backward([torch.ones(()), *[None] * (len(run.shapes) - 1)])
+                run.backward(gradients)
+                del gradients
                 settle(module)
                 del run
                 backward = tracker.take_peak()
@@ -199,12 +216,33 @@ def track(
                 peaks = (forward, backward, tracker.take_peak())
     dist.destroy_process_group()
     shape, system = from_config(numbers), MOREH_AP
-    profile = profile_of(shape, length)
+    profile = replace(profile_of(shape, length), loss_outside=own_loss)
     if adapter_rank:
         profile = with_adapters(profile, adapters_of(profile, shape, adapter_rank), FROZEN_WEIGHTS["fp32"])
         system = replace(system, trains_weights=False)
     predicted = estimate_memory(profile, plan, global_batch, system, position=position.pipeline.rank)
     return Case(name, text, rank, max(peaks), predicted.allocated_bytes, *peaks)
+
+
+def _gradient_of_own_loss(logits: Any, labels: Any) -> Any:
+    """Returns the gradient of what a worker holds of logits, for ``F.cross_entropy(logits.view(-1, classes), labels)``.
+
+    The operations are those that the controller sends, on what the worker's store makes of the logits.
+    """
+    import torch
+
+    from moreh_ap.parallelizer.loss.later_operations import held, run_on_later_values
+
+    aten, target = torch.ops.aten, labels.view(-1)
+    scores = held(logits.view(len(target), -1), torch.float32)
+    probabilities = run_on_later_values(aten._log_softmax.default, (scores, 1, False), {})
+    arguments = (probabilities, target, None, 2, -100)
+    _, total = run_on_later_values(aten.nll_loss_forward.default, arguments, {})
+    chosen = run_on_later_values(aten.nll_loss_backward.default, (torch.ones(()), *arguments, total), {})
+    arguments = (chosen, probabilities, 1, torch.float32)
+    gradient = run_on_later_values(aten._log_softmax_backward_data.default, arguments, {})
+    gradient = run_on_later_values(aten.view.default, (gradient, list(logits.shape)), {})
+    return gradient.values(gradient.held)
 
 
 def _tracker(held: list[Any]) -> Any:
@@ -246,7 +284,7 @@ def _tracker(held: list[Any]) -> Any:
 def _in_own_process(model: str, plan: str, rank: int, arguments: argparse.Namespace) -> Case:
     command = [sys.executable, __file__, "--model", model, "--plan", plan, "--rank", str(rank), "--here", "--json"]
     command += ["--rows", str(arguments.rows), "--seq-len", str(arguments.seq_len)]
-    command += ["--lora", str(arguments.lora)]
+    command += ["--lora", str(arguments.lora), *(["--own-loss"] if arguments.own_loss else [])]
     if arguments.layers is not None:
         command += ["--layers", str(arguments.layers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -282,6 +320,7 @@ def main() -> int:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--layers", type=int, help="number of blocks, instead of the model's")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters of that rank are trained instead")
+    parser.add_argument("--own-loss", action="store_true", help="the script computes the loss from the logits")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--here", action="store_true", help="in this process instead of one of its own")
     arguments = parser.parse_args()
@@ -290,7 +329,14 @@ def main() -> int:
         os.environ["HF_HUB_OFFLINE"] = "1"
         one = (arguments.model, arguments.plan or "replicate=1", arguments.rank)
         cases: Iterable[Case] = [
-            track(*one, arguments.rows, arguments.seq_len, arguments.layers, arguments.lora)
+            track(
+                *one,
+                arguments.rows,
+                arguments.seq_len,
+                arguments.layers,
+                arguments.lora,
+                own_loss=arguments.own_loss,
+            )
         ]
     else:
         wanted = [(arguments.model, arguments.plan, arguments.rank)] if arguments.plan else list(CASES)

@@ -18,13 +18,14 @@ pytest.importorskip("peft")
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_memory.py"
 LIMIT = 0.08
-ADAPTERS = " with adapters"
+ADAPTERS, OWN_LOSS = " with adapters", " with its own loss"
 
 
 PLANS = [
     "shard=8,precision=bf16",
     "tensor=8,precision=bf16",
     "shard=16,recompute=selective,micro_batches=2,precision=bf16",
+    "shard=8,micro_batches=4,precision=bf16 with its own loss",
     "shard=8,precision=bf16 with adapters",
     "shard=8,recompute=full,precision=bf16 with adapters",
     "shard=8,micro_batches=4,precision=bf16 with adapters",
@@ -46,8 +47,9 @@ def runs() -> Iterator[dict[str, subprocess.Popen[str]]]:
                 "--layers",
                 "6",
                 "--plan",
-                plan.removesuffix(ADAPTERS),
+                plan.removesuffix(ADAPTERS).removesuffix(OWN_LOSS),
                 *(["--lora", "16"] if plan.endswith(ADAPTERS) else []),
+                *(["--own-loss", "--rows", "4"] if plan.endswith(OWN_LOSS) else []),
                 "--here",
                 "--json",
             ]

@@ -106,8 +106,11 @@ class MicroBatchedForward(Execution):
                 with nullcontext() if chunk == self._num_chunks - 1 else _before_the_last(self.call.module):
                     done = self._run_chunk(self.call, chunk)
                     input_grads.append(done.accumulate(self._chunk_grads(output_grads, chunk)))
-                chunks.append(list(done.outputs))
-        self._set_outputs(chunks)
+                if self._outputs is None:  # else they are those that the script has computed its loss from
+                    chunks.append(list(done.outputs))
+                del done
+        if self._outputs is None:
+            self._set_outputs(chunks)
         return [
             _join_gradients([grads[i] for grads in input_grads], leaf, self._rows) for i, leaf in enumerate(self.inputs)
         ]

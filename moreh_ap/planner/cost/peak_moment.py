@@ -69,12 +69,7 @@ def peak_moment(
     all_kept = (recomputed * first + (stage.blocks - recomputed) * everything) * stage.in_flight
     if stage.has_last:
         all_kept += rows * _outside_bytes_per_row(profile, plan, system)
-    results = elements * computed * plan.micro_batches if system.logits_stay else 0.0
-    in_loss = stage.in_flight if plan.schedule == "gpipe" else 1.0
-    kept_for_loss, in_backward = system.logits_kept_bytes, system.logits_peak_bytes
-    if system.takes_logits_in_chunks(plan, profile.logits_per_token, elements):
-        kept_for_loss, in_backward = 0.0, computed  # what the loss keeps are the results
-    loss = elements * (kept_for_loss * in_loss + in_backward)
+    results, loss, of_logits = _in_loss(profile, plan, system, stage, elements, computed)
     # -- parameters and gradients on their way
     stays = plan.shard == 1 or plan.pipeline > 1
     gathered = ahead = travelling = 0.0
@@ -117,7 +112,7 @@ def peak_moment(
         # what arrives is dropped before the next block is gathered ahead
         beside = max(computed * last_unit, ahead + computed * of_last)
         moments += [
-            (all_kept, results + elements * computed, gathered + computed * last_unit + beside, present),
+            (all_kept, results + of_logits, gathered + computed * last_unit + beside, present),
             (all_kept, results, gathered + ahead + (computed + 4.0) * of_last, present),
             (all_kept + everything - last, results, gathered + 2.0 * ahead + own + 4.0 * of_last, present),
         ]
@@ -132,6 +127,38 @@ def peak_moment(
     for_others = max(0.0, room - temporary)
     for_logits = max(0.0, for_others - activations)
     return max(0.0, activations - for_others), max(0.0, logits - for_logits), max(0.0, temporary - room)
+
+
+def _in_loss(
+    profile: ModelProfile, plan: Plan, system: TrainingSystem, stage: StagePosition, elements: float, computed: float
+) -> tuple[float, float, float]:
+    """Returns the bytes of logits that stay as results, of what the loss makes of them, and of what its backward gives.
+
+    A script that computes the loss itself gives the gradients of all results to the backward, which keeps them to its
+    end. With micro-batches each of these computes its logits once more in the backward.
+
+    Args:
+        profile: The model.
+        plan: The plan.
+        system: The program's habits.
+        stage: The position in the pipeline.
+        elements: Logits of a micro-batch on a device.
+        computed: Bytes of each.
+    """
+    is_result = system.logits_stay and profile.logits_returned
+    whole = elements * plan.micro_batches
+    results = whole * computed if is_result else 0.0
+    kept_for_loss, in_backward = system.logits_kept_bytes, system.logits_peak_bytes
+    if profile.loss_outside:
+        again = elements * computed if plan.micro_batches > 1 else 0.0
+        if system.takes_logits_in_chunks(plan, profile.logits_per_token, whole):
+            return 2.0 * results, again, again
+        copies = max(0.0, whole * (kept_for_loss + in_backward) - results)
+        return 2.0 * results, max(copies, again), again
+    if system.takes_logits_in_chunks(plan, profile.logits_per_token, elements):
+        kept_for_loss, in_backward = 0.0 if is_result else computed, computed  # what the loss keeps are the results
+    in_loss = stage.in_flight if plan.schedule == "gpipe" else 1.0
+    return results, elements * (kept_for_loss * in_loss + in_backward), elements * computed
 
 
 def _unpacked_bytes(profile: ModelProfile, plan: Plan, computed: float) -> float:

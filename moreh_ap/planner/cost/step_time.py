@@ -172,6 +172,10 @@ def _pace(
             recompute = again * block.forward_s
             sums += again * profile.block.num_tensor_sums
             host += again * block.host_forward_s
+    if profile.loss_outside and plan.micro_batches > 1:  # it is computed of all results, before any backward
+        recompute += forward
+        host += blocks * block.host_forward_s
+        sums += blocks * profile.block.num_tensor_sums
     device_s = forward + backward + recompute
     talking = sums * tensor_sum.moving_s
     hidden = min(talking * system.hides_tensor, device_s)

@@ -140,6 +140,8 @@ class ModelProfile:
             and a pipeline keeps them twice.
         tied_parameters: Parameter elements that they share.
         frozen: How weights are kept that are not trained, as all but adapters; None where all weights are trained.
+        loss_outside: Whether the script computes the loss from the logits, instead of the forward.
+        logits_returned: Whether logits are results of the forward.
     """
 
     name: str
@@ -153,6 +155,8 @@ class ModelProfile:
     tied: bool = False
     tied_parameters: float = 0.0
     frozen: Frozen | None = None
+    loss_outside: bool = False
+    logits_returned: bool = True
 
     @cached_property
     def parameters(self) -> float:

@@ -56,18 +56,31 @@ def layer_sizes(
     """
     if not any(isinstance(part, (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)) for part in root.modules()):
         return {}
-    if has_hooks_of_script(root) or any(True for _ in written_by(root)):
-        return {}
     sizes: dict[int, LayerSize] = {}
+    with _noting(module, sizes):
+        found = result_without_values(root, module, args, kwargs)
+    return {} if found is NotImplemented else sizes
+
+
+def result_without_values(root: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what a call gives, its tensors without values; NotImplemented where its forward needs them.
+
+    Args:
+        root: The model.
+        module: The module that is called: the model or a part of it.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+    """
+    if has_hooks_of_script(root) or any(True for _ in written_by(root)):
+        return NotImplemented
     with torch._C.DisableTorchFunction():
         state = {name: _without_values(one) for name, one in [*module.named_parameters(), *module.named_buffers()]}
         given = tree_map_only(Tensor, _without_values, (args, kwargs))
-    with _noting(module, sizes), _unnoticed(module), torch.no_grad(), without_redirection():
+    with _unnoticed(module), torch.no_grad(), without_redirection():
         try:
-            torch.func.functional_call(module, state, *given)
+            return torch.func.functional_call(module, state, *given)
         except Exception:  # of any class: it is the model's code, and the tensors have no values
-            return {}
-    return sizes
+            return NotImplemented
 
 
 @contextlib.contextmanager

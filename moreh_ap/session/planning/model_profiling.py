@@ -26,6 +26,7 @@ from moreh_ap.planner.profiles.transformer_shape import TransformerShape, from_c
 from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.session.planning.frozen_weights import trains_weights, with_frozen_weights
 from moreh_ap.session.planning.layer_sizes import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, LayerSize, layer_sizes
+from moreh_ap.session.planning.loss_place import with_loss_place
 from moreh_ap.session.verification import reduced_model
 
 _NEAR = 0.02
@@ -79,6 +80,7 @@ def profile_model(
         profile = profile_of(shape, positions)
     else:
         profile = _counted(root, positions, _Seen(layer_sizes(root, *call), root, rows * positions))
+    profile = with_loss_place(profile, root, call, takes_labels=shape is not None)
     return profile if trains_weights(root) else with_frozen_weights(profile, root, is_shape=shape is not None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -85,3 +86,23 @@ def test_large_layers_outside_of_blocks_are_not_there_all_the_time():
 @pytest.mark.parametrize("plan", ["replicate=8,precision=bf16", "shard=2,pipeline=2,micro_batches=4"])
 def test_units_are_for_plans_that_free_what_was_gathered(plan):
     assert replace(MOREH_AP, outer_unit_parameters=1.0).outer_units(Plan.parse(plan), PROFILE) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("precision, computed", [("fp32", 4.0), ("bf16", 2.0)])
+def test_a_loss_of_the_script_has_the_gradients_of_all_results(precision, computed):
+    """With micro-batches each of these computes its logits again; a forward that returns none keeps its own."""
+    many = replace(MOREH_AP, chunked_logits=1.0, chunked_classes=1000)
+    elements = 1024 * PROFILE.sequence_length * PROFILE.logits_per_token
+
+    def logits_of(micro_batches, **place):
+        plan = Plan(shard=2, precision=precision, micro_batches=micro_batches)
+        (stage,) = positions_of(PROFILE, plan, many)
+        parameters = parameters_at(PROFILE, plan, stage)
+        gradients = many.gradient_bytes * parameters / plan.shard
+        return peak_moment(replace(PROFILE, **place), plan, 1024, many, stage, parameters, gradients)[1] / elements
+
+    near = functools.partial(pytest.approx, rel=0.05)
+    assert logits_of(1) == logits_of(1, loss_outside=True) == near(2 * computed)
+    assert logits_of(4) == near((4 + 1) * computed)
+    assert logits_of(4, loss_outside=True) == near((4 + 4 + 1) * computed)
+    assert logits_of(4, logits_returned=False) == logits_of(1) == near(2 * computed)

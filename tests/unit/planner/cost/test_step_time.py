@@ -70,6 +70,13 @@ def test_full_recomputation_costs_a_forward_of_the_blocks():
     assert again.forward_s == plain.forward_s
 
 
+def test_a_loss_of_the_script_costs_a_forward_with_micro_batches_only():
+    outside = replace(LARGE_PROFILE, loss_outside=True)
+    for plan, forwards in ((Plan(64, precision="bf16"), 0.0), (Plan(64, micro_batches=8, precision="bf16"), 1.0)):
+        inside_s, outside_s = (estimate_step(one, plan, 512, CLUSTER) for one in (LARGE_PROFILE, outside))
+        assert outside_s.recompute_s - inside_s.recompute_s == pytest.approx(forwards * inside_s.forward_s)
+
+
 def test_a_tensor_axis_that_leaves_the_node_is_slower():
     inside = estimate(Plan(8, tensor=8, precision="bf16", micro_batches=8))
     outside = estimate(Plan(4, tensor=16, precision="bf16", micro_batches=8))
