@@ -12,6 +12,9 @@ import threading
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+BUSY = "busy"
+"""The kind of the only message of an agent that serves another script."""
+
 _LONGEST_LINE_BYTES = 1 << 24
 _LARGEST_PAYLOAD_BYTES = 1 << 28
 

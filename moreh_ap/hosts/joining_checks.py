@@ -6,11 +6,13 @@ how facts are gathered, nor how a table is drawn.
 
 from __future__ import annotations
 
+import ipaddress
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moreh_ap.errors import MeshStartError
-from moreh_ap.hosts.host_list import BY_HAND, BY_KUBERNETES, BY_SLURM, LINK, public_name
+from moreh_ap.hosts.host_list import BY_HAND, BY_KUBERNETES, BY_SLURM, LINK, LOCAL_NAMES, public_name
 from moreh_ap.hosts.host_report import COMPARED_PACKAGES, HostReport
 
 MOST_CLOCK_DIFFERENCE_S = 10.0
@@ -85,17 +87,17 @@ def check_report(host: str, report: HostReport, wanted: Wanted, arrived_s: float
     name, here = public_name(host), wanted.here
     same_minor = report.python.split(".")[:2] == here.python.split(".")[:2]
     expected = ".".join(here.python.split(".")[:2])
-    yield Row(name, "Python", report.python, expected, same_minor, _on(host, f"python{expected} --version"))
+    yield Row(name, "Python", report.python, expected, same_minor, on_host(host, f"python{expected} --version"))
     for package in ("moreh_ap", *COMPARED_PACKAGES):
         seen, right = _public(report.packages.get(package, "")), _public(here.packages.get(package, ""))
         pin = f"{package.replace('_', '-')}=={right}"
-        fix = _on(host, f"{report.executable or 'python'} -m pip install '{pin}'")
+        fix = on_host(host, f"{report.executable or 'python'} -m pip install '{pin}'")
         yield Row(name, package, seen or "missing", right, seen == right, fix)
     ahead_s = report.time_s - arrived_s
     off_s = ahead_s if ahead_s > 0.0 else min(0.0, ahead_s + delay_s)
     clock_ok = abs(off_s) <= MOST_CLOCK_DIFFERENCE_S
     expected = f"within {MOST_CLOCK_DIFFERENCE_S:g} s"
-    yield Row(name, "clock", f"{off_s:+.1f} s", expected, clock_ok, _on(host, "sudo chronyc makestep"))
+    yield Row(name, "clock", f"{off_s:+.1f} s", expected, clock_ok, on_host(host, "sudo chronyc makestep"))
     yield _devices(host, report, wanted)
     per_host = wanted.per_host or len(report.gpus) or report.num_cores
     needed = per_host * LEAST_MEMORY_BYTES
@@ -105,7 +107,7 @@ def check_report(host: str, report: HostReport, wanted: Wanted, arrived_s: float
         _gib(report.free_memory_bytes),
         f"{_gib(needed)} for {per_host} workers",
         report.free_memory_bytes >= needed,
-        _on(host, "free -h"),
+        on_host(host, "free -h"),
     )
     yield Row(
         name,
@@ -113,7 +115,7 @@ def check_report(host: str, report: HostReport, wanted: Wanted, arrived_s: float
         _gib(report.free_shared_memory_bytes),
         _gib(LEAST_SHARED_MEMORY_BYTES),
         report.free_shared_memory_bytes >= LEAST_SHARED_MEMORY_BYTES,
-        _on(host, "df -h /dev/shm  # in a container: docker run --shm-size=1g"),
+        on_host(host, "df -h /dev/shm  # in a container: docker run --shm-size=1g"),
     )
 
 
@@ -125,6 +127,25 @@ def check_machines(reports: Sequence[tuple[str, HostReport]], device_type: str) 
         if other != host and device_type == "cuda":
             seen = f"the same machine as {public_name(other)}"
             yield Row(public_name(host), "machine", seen, "another machine", False, f"hosts=[{public_name(other)!r}]")
+
+
+def check_addresses(addresses: Sequence[tuple[str, str]]) -> Iterator[Row]:
+    """Yields a row for each host that only its own machine reaches, where there are other machines."""
+    own = {host: ipaddress.ip_address(address.partition("%")[0]).is_loopback for host, address in addresses}
+    if all(own.values()):
+        return
+    for host, address in addresses:
+        if own[host]:
+            name = public_name(host)
+            fix = f"getent hosts {name.rpartition('@')[2]}  # correct /etc/hosts, or name the host by its address"
+            seen = f"{address}, a loopback address: only the host itself reaches it"
+            yield Row(name, "address", seen, "an address that other hosts reach", False, fix)
+
+
+def not_taken(host: str, reason: str) -> Row:
+    """Returns the row of a host that could not be sent what it lacks."""
+    fix = on_host(host, "df -h ${TMPDIR:-/tmp}")
+    return Row(public_name(host), "script's folder", reason, "space in its folder for temporary files", False, fix)
 
 
 def error(rows: Sequence[Row]) -> MeshStartError | None:
@@ -144,14 +165,18 @@ def _devices(host: str, report: HostReport, wanted: Wanted) -> Row:
     if kind == "cpu":
         return Row(public_name(host), "devices", f"{report.num_cores} cores")  # more workers than cores are allowed
     seen, needed = len(report.gpus), wanted.per_host or 1
-    return Row(public_name(host), "devices", f"{seen} GPUs", f"{needed} GPUs", seen >= needed, _on(host, "nvidia-smi"))
+    return Row(
+        public_name(host), "devices", f"{seen} GPUs", f"{needed} GPUs", seen >= needed, on_host(host, "nvidia-smi")
+    )
 
 
-def _on(host: str, command: str) -> str:
+def on_host(host: str, command: str) -> str:
     """Returns a line to paste that runs a command on a host."""
     if host.startswith((BY_HAND, BY_KUBERNETES, BY_SLURM)):
         return f"{command}  # on {public_name(host)}"
-    return f'ssh {host} "{command}"'
+    if host in LOCAL_NAMES:
+        return command
+    return f"ssh {host} {shlex.quote(command)}" if "$" in command else f'ssh {host} "{command}"'
 
 
 def _public(version: str) -> str:

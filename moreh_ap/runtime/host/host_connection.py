@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moreh_ap.hosts import host_files
-from moreh_ap.hosts.channel import Channel, ChannelError, Message
+from moreh_ap.hosts.channel import BUSY, Channel, ChannelError, Message
 from moreh_ap.hosts.host_list import public_name
 from moreh_ap.hosts.host_report import HostReport
 from moreh_ap.hosts.ways import Way
@@ -93,6 +93,8 @@ class HostConnection:
             HostLostError: It has not said it in time.
         """
         message = self._answer(timeout_s)
+        if message.kind == BUSY:
+            raise HostLostError("its agent serves another script; it takes the next one when that has ended")
         if message.kind != "report":
             raise HostLostError(f"the agent said {message.kind!r} where it should have said what the host has")
         self.report = HostReport.of(message.values)

@@ -178,6 +178,7 @@ def _look_at_network(found: Hosts, address: str) -> None:
     found.controller_address = routes[0] if routes else address
     for one in found.connections:
         one.address = one.address or found.controller_address
+    found.rows += joining_checks.check_addresses([(one.host, one.address) for one in found.connections])
     probe = reachability.Probe(found.controller_address)
     ports: dict[str, int] = {}
     try:
@@ -238,7 +239,10 @@ def _send_script(found: Hosts) -> None:
         names = script_files.to_send(looked.digests, answer)
         for name in names:
             path = os.path.join(folder, name)
-            found.sent[one.name, path] = one.send_file(path, host_files.SCRIPT, name)
+            try:
+                found.sent[one.name, path] = one.send_file(path, host_files.SCRIPT, name)
+            except OSError as error:
+                return joining_checks.not_taken(one.host, str(error).removeprefix(f"{one.name}: "))
         return Row(one.name, "script's folder", f"{len(names)} files sent" if names else "the same files")
 
     found.rows += on_all(found.connections, send)

@@ -16,9 +16,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, BinaryIO, cast
 
 from moreh_ap.hosts.certificates import make_agent_secret
+from moreh_ap.hosts.channel import BUSY, Channel
 from moreh_ap.hosts.credentials import AgentSecret
 from moreh_ap.hosts.reachability import family
 from moreh_ap.hosts.tls_stream import TlsStream
@@ -26,6 +27,8 @@ from moreh_ap.hosts.ways import local_command
 
 _INTRODUCTION_S = 10.0  # how long a stranger may take to say the token
 _AGAIN_S = 0.1
+BUSY_S = 5.0
+"""How long a script waits for the end of the one before; a controller waits 10 s for the first word."""
 _PIECE_BYTES = 1 << 16
 _LONGEST_TOKEN_BYTES = 200
 
@@ -84,8 +87,13 @@ class HostListener:
                 said += more
             if hmac.compare_digest(said.strip(), self._token.encode()):
                 plain.settimeout(None)
-                with self._busy:
-                    _relay(stream)
+                if self._busy.acquire(timeout=BUSY_S):
+                    try:
+                        _relay(stream)
+                    finally:
+                        self._busy.release()
+                else:
+                    Channel(cast("BinaryIO", stream), cast("BinaryIO", stream)).send(BUSY)
         plain.close()
 
 

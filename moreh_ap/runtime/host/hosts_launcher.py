@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
-from moreh_ap.hosts import host_files, script_files
+from moreh_ap.hosts import host_files, joining_checks, script_files
 from moreh_ap.hosts.channel import Message
 from moreh_ap.hosts.credentials import ENGINE_VARIABLES, context_of
 from moreh_ap.hosts.host_environment import passed_on
@@ -201,7 +201,9 @@ class HostsLauncher(Launcher):
             try:
                 self._pool.provide(one, files)
             except (HostLostError, OSError) as error:
-                raise WorkerLostError(f"The host {one.name} cannot be sent the model's files: {error}") from error
+                fix = joining_checks.on_host(one.host, "df -h ${TMPDIR:-/tmp}")
+                fact = f"The host {one.name} cannot be sent the model's files: {error}"
+                raise WorkerLostError(fact, fix=fix) from error
 
         on_all(self._connections, to)
 

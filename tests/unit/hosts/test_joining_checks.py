@@ -10,7 +10,16 @@ from rich.console import Console
 
 from moreh_ap.hosts import host_table
 from moreh_ap.hosts.host_report import COMPARED_PACKAGES, HostReport, look
-from moreh_ap.hosts.joining_checks import Wanted, check_machines, check_report, error, unreachable
+from moreh_ap.hosts.joining_checks import (
+    Wanted,
+    check_addresses,
+    check_machines,
+    check_report,
+    error,
+    not_taken,
+    on_host,
+    unreachable,
+)
 
 PACKAGES = dict.fromkeys(("moreh_ap", *COMPARED_PACKAGES), "2.0")
 GOOD = HostReport(
@@ -103,3 +112,17 @@ def test_this_machine_says_what_it_has_without_importing_torch():
     assert found.interfaces["127.0.0.1"].startswith("lo") and found.num_cores >= 1 and found.free_memory_bytes > 0
     assert set(found.packages) == {"moreh_ap", *COMPARED_PACKAGES} and found.packages["torch"]
     assert HostReport.of({**found.values(), "a fact of a later version": 1}) == found
+
+
+def test_a_name_that_means_loopback_is_said_where_there_are_other_machines():
+    assert not list(check_addresses([("a", "127.0.0.1"), ("b", "127.0.1.1")])), "all are this machine"
+    assert not list(check_addresses([("a", "10.0.0.1"), ("b", "fe80::1%eth0")]))
+    (row,) = check_addresses([("me@login", "127.0.1.1"), ("b", "10.0.0.2")])
+    assert (row.host, row.what, row.ok) == ("me@login", "address", False)
+    assert row.seen.startswith("127.0.1.1, a loopback address") and row.fix.startswith("getent hosts login  #")
+
+
+def test_a_full_disk_names_the_host_and_the_line_to_paste():
+    row = not_taken("node2", "[Errno 28] No space left on device")
+    assert "No space left" in row.seen and row.fix == "ssh node2 'df -h ${TMPDIR:-/tmp}'"
+    assert on_host("localhost", "free -h") == "free -h" and on_host("n", "free -h") == 'ssh n "free -h"'

@@ -6,12 +6,14 @@ import re
 import socket
 import ssl
 import threading
+import time
 
 import pytest
 
 from moreh_ap.hosts.channel import Channel
 from moreh_ap.hosts.host_list import by_hand
 from moreh_ap.hosts.ways import reach
+from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 from moreh_ap.runtime.host.host_listener import HostListener
 
 
@@ -50,6 +52,23 @@ def test_who_has_the_line_reaches_an_agent(listener):
     assert (answer.kind, answer.values, answer.payload) == ("question", {"number": 3}, b"\x00\n" * 70_000)
     assert way.address == "127.0.0.1"
     way.close()
+
+
+def test_a_second_script_is_told_that_another_is_served(listener, monkeypatch):
+    monkeypatch.setattr("moreh_ap.runtime.host.host_listener.BUSY_S", 0.1)
+    first = reach(listener.line)
+    channel = Channel(first.reader, first.writer)
+    channel.send("question")
+    assert channel.receive().kind == "question"
+    second = HostConnection(listener.line, reach(listener.line))
+    with pytest.raises(HostLostError, match="serves another script"):
+        second.await_report(5.0)
+    second.end()
+    first.close()
+    deadline_s = time.monotonic() + 5.0
+    while listener._busy.locked() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not listener._busy.locked(), "the next one is served"
 
 
 @pytest.mark.parametrize("said", [b"", b"\n", b"wrong\n", b"x" * 5000, b"GET / HTTP/1.1\r\n\r\n"])
