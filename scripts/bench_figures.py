@@ -93,6 +93,11 @@ FIGURES = {
             flags=("bench_small_models.py", "--rounds"),
         ),
         Figure(
+            "hosts",
+            (*STEP, "moreh_ap/hosts/*.py", "scripts/bench_two_hosts.py", _manual("ddp")),
+            flags=("bench_two_hosts.py", "--pairs"),
+        ),
+        Figure(
             "planner",
             (*STEP, "moreh_ap/planner/**/*.py", "scripts/bench_planner.py"),
             flags=("bench_planner.py", "--devices", "2", "--rounds"),

@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -74,7 +75,8 @@ class HostPool:
         _credentials.of_hosts(self._joined)  # before the engine is imported
         self.device_type = self._joined.device_type
         self.per_host = self._per_host or self._joined.devices_per_host
-        self.num_cores = min(one.report.num_cores for one in self._joined.connections)
+        sharing = Counter(one.report.machine for one in self._joined.connections)  # containers of one machine
+        self.num_cores = min(one.report.num_cores // sharing[one.report.machine] for one in self._joined.connections)
         self.names = [one.name for one in self._joined.connections]
         self._provided: dict[str, None] = {}
         self.on_usage: Callable[[Sequence[RemoteWorker]], object] = lambda workers: None

@@ -12,9 +12,9 @@ from moreh_ap.runtime.host.host_joining import Hosts
 class Connection:
     """Stands for a host that has joined and has the same files as this one, or not."""
 
-    def __init__(self, name, gpus=(), has=()):
+    def __init__(self, name, gpus=(), has=(), machine=""):
         self.host = self.name = name
-        self.report = HostReport(gpus=tuple(map(str, range(gpus or 0))), num_cores=8)
+        self.report = HostReport(gpus=tuple(map(str, range(gpus or 0))), num_cores=8, machine=machine or name)
         self.has, self.asked, self.sent = has, [], []
 
     def ask(self, kind, timeout_s, **values):
@@ -52,6 +52,11 @@ def test_every_host_has_as_many_workers_as_the_smallest_and_says_what_is_left(po
     pool, said = pool_of([Connection("a", gpus=8), Connection("b", gpus=4)], devices=4)
     assert (pool.per_host, said) == (2, [])
     assert pool_of([Connection("a", gpus=8), Connection("b")])[0].device_type == "cpu"
+
+
+def test_hosts_that_are_one_machine_share_its_cores(pool_of):
+    assert pool_of([Connection("a"), Connection("b")])[0].num_cores == 8
+    assert pool_of([Connection("a", machine="m"), Connection("b", machine="m"), Connection("c")])[0].num_cores == 4
 
 
 def test_only_files_that_a_host_lacks_are_sent(pool_of, tmp_path):
