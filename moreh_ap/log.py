@@ -165,6 +165,14 @@ def compiled_line(compiled_s: float, written_s: float, compiling_s: float, *, pa
     )
 
 
+def compiled_before_line(compiled_s: float, written_s: float) -> str:
+    """Returns the line for a plan whose blocks are compiled since that paid in earlier runs; arguments as above."""
+    return info(
+        f"blocks are compiled: a step took {compiled_s:.3g} s in an earlier run, {written_s:.3g} s as written "
+        "(learned.json)"
+    )
+
+
 def _measured(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
     return (
         f"a step takes {seconds:.3g} s ({candidate.seconds:.3g} s predicted), the fullest device holds "

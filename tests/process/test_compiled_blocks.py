@@ -5,6 +5,7 @@ All but one test take `aot_eager`, which goes through the compiler and makes no 
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from dataclasses import replace
@@ -19,7 +20,9 @@ from user_script import UserScript
 from moreh_ap import device
 from moreh_ap.errors import PlanError
 from moreh_ap.local import cpp_compiler
-from moreh_ap.session.planning import autotune
+from moreh_ap.local.cache_files import FOLDER_VARIABLE
+from moreh_ap.session.planning import plan_selection
+from moreh_ap.session.planning.compiled_runs import Measured
 
 WIDTH, WORDS = 16, 20
 
@@ -310,16 +313,45 @@ def test_autotune_tries_compiled_blocks_and_keeps_them_where_they_pay(accelerato
     if cpp_compiler.missing():
         pytest.skip("no C++ compiler")
     tried = []
-    monkeypatch.setattr(autotune, "compiling_pays", lambda *times: tried.append(times) or pays)
+    monkeypatch.setattr(Measured, "pays", property(lambda measured: tried.append(measured) or pays))
     leave_open(accelerator)
     assert_same(*on_both(lambda device: train(Model().to(device), device)), rtol=1e-4)
-    ((written, compiled),) = tried
-    assert compiled.first_s > written.first_s
+    measured = tried[0]
+    assert measured.compiling_s > 0
     seen = capsys.readouterr().out
     kept = "compile=blocks is kept" if pays else "blocks run as written"
-    assert f"{written.seconds:.3g} s as written" in seen and kept in seen
+    assert f"{measured.written_s:.3g} s as written" in seen and kept in seen
     (chosen,) = re.findall(r'plan="([^"]*)" \(the fastest of those tried', seen)
     assert ("compile=blocks" in chosen) is pays
+
+
+def test_what_paid_in_an_earlier_run_is_compiled_without_a_trial(accelerator, capsys, monkeypatch, tmp_path):
+    if cpp_compiler.missing():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    session = accelerator("replicate=2")
+    device.current().options = session.options = replace(session.options, plan=None, strict=True)
+    chosen = []
+    monkeypatch.setattr(plan_selection, "measured", lambda *asked: chosen.append(asked) or None)
+    train(Model().cuda(), "cuda")
+    monkeypatch.undo()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    ((machine, model, batch, plan),) = chosen
+    assert f'plan="{plan}"' in capsys.readouterr().out
+    runs = [(plan, 2.0, 1.0), (plan.with_compiled_blocks(), 30.0, 0.5)]
+    saved = [
+        {"model": model, "batch": batch, "plan": str(one), "first_s": first_s, "measured_s": seconds}
+        for one, first_s, seconds in runs
+    ]
+    (tmp_path / "learned.json").write_text(json.dumps({machine: {"runs": saved}}))
+    declined = Model().cuda()
+    declined.compile(disable=True)
+    train(declined, "cuda")
+    assert "compile=blocks" not in capsys.readouterr().out
+    assert_same(*on_both(lambda device: train(Model().to(device), device)), rtol=1e-4)
+    seen = capsys.readouterr().out
+    assert f'plan="{plan.with_compiled_blocks()}"' in seen
+    assert "blocks are compiled: a step took 0.5 s in an earlier run, 1 s as written" in seen
 
 
 def test_autotune_says_nothing_of_compiled_blocks_without_a_compiler(accelerator, capsys, monkeypatch):

@@ -6,10 +6,11 @@ Decides what counts as compiled by the script. Which parts of that are compiled 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, MutableSet
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from moreh_ap.protocol.process_flags import run_as_written, uncompiled
 
 _OF_MODULES: MutableMapping[nn.Module, CompileRequest] = IdentityTable()
 _OF_FUNCTIONS: MutableMapping[Callable[..., Any], CompileRequest] = weakref.WeakKeyDictionary()
+_DECLINED: MutableMapping[nn.Module, None] = IdentityTable()
+_DECLINED_FUNCTIONS: MutableSet[Callable[..., Any]] = weakref.WeakSet()
+_SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 _OF_A_MODULE = ("forward", "__call__", "_call_impl")
 """Methods that stand for their module: `Module.compile` gives `torch.compile` the last."""
 
@@ -38,7 +42,11 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
             run_as_written(group)
         compiled = original_compile(*args, **kwargs)
         model = args[0] if args else kwargs.get("model")
-        if model is not None and compiled is not model:  # else a decorator, which calls this again; or it is disabled
+        if model is None:  # a decorator, which calls this again
+            return compiled
+        if kwargs.get("disable"):
+            _note_declined(model)
+        elif compiled is not model:
             _note(model, compiled, _request_of(**{**kwargs, "model": None}), backend)
         return compiled
 
@@ -52,14 +60,47 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
 
 def compiled_in(root: nn.Module) -> CompileRequests:
     """Returns the modules of a model that the script has compiled, with the options that it gave."""
+    if _is_switched_off():
+        return ()
     found = ((path, _options_of(module)) for path, module in root.named_modules())
     return tuple((path, request) for path, request in found if request is not None)
 
 
-def _note(model: Any, compiled: Any, request: CompileRequest, backend: WorkerBackend) -> None:
+def declined_in(root: nn.Module) -> bool:
+    """Says whether the script wants the model, or a part of it, to run as it is written."""
+    return _is_switched_off() or any(_is_declined(module) for module in root.modules())
+
+
+def _is_declined(module: nn.Module) -> bool:
+    return module in _DECLINED or type(module).forward in _DECLINED_FUNCTIONS
+
+
+def _is_switched_off() -> bool:
+    """Says whether the environment switches PyTorch's compiler off, here and in the workers."""
+    return any(os.environ.get(variable) == "1" for variable in _SWITCHES)
+
+
+def _note_declined(model: Any) -> None:
+    """Notes what the script has compiled with ``disable=True``."""
+    module = _module_of(model)
+    if isinstance(module, nn.Module):
+        _DECLINED[module] = None
+        _OF_MODULES.pop(module, None)
+    elif isinstance(module, types.FunctionType):
+        _DECLINED_FUNCTIONS.add(module)
+
+
+def _module_of(model: Any) -> Any:
+    """Returns the module that a method of it stands for; anything else as it is."""
     if isinstance(model, types.MethodType) and isinstance(model.__self__, nn.Module) and model.__name__ in _OF_A_MODULE:
-        model = model.__self__
+        return model.__self__
+    return model
+
+
+def _note(model: Any, compiled: Any, request: CompileRequest, backend: WorkerBackend) -> None:
+    model = _module_of(model)
     if isinstance(model, nn.Module):
+        _DECLINED.pop(model, None)
         is_new = _OF_MODULES.get(model) != request
         _OF_MODULES[model] = request
         if is_new:
@@ -86,6 +127,8 @@ def _options_of(module: nn.Module) -> CompileRequest | None:
     """Returns the options with which a module was compiled, None if it was not; defaults if nobody noted them."""
     if module in _OF_MODULES:
         return _OF_MODULES[module]
+    if _is_declined(module):
+        return None
     forward = type(module).forward
     if uncompiled(forward) is not forward:
         return _OF_FUNCTIONS.get(forward, CompileRequest())

@@ -13,7 +13,8 @@ order of the ranking.
 The estimate does not say whether compiled blocks are faster: that depends on kernels. So the fastest of the plans is
 tried once more with compiled blocks, unless the script decides about them or CPU workers have no C++ compiler. They are
 kept if a step takes at most 95 per cent of the time, and if that makes up for the compiler's time, which the first step
-of the trial shows, within a thousand steps. Where blocks turn out to run as written, a step is no faster.
+of the trial shows, within a thousand steps. Where blocks turn out to run as written, a step is no faster. Both times
+are saved, so that later runs know without a trial (`compiled_runs.py`).
 """
 
 from __future__ import annotations
@@ -29,19 +30,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap import log
-from moreh_ap.device.patches.compiling import compiled_in
 from moreh_ap.errors import PlanError
-from moreh_ap.local import cpp_compiler
-from moreh_ap.plan import Plan
 from moreh_ap.planner.search.candidate import Candidate
-from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.protocol.messages.devices import ReportSteps, StepReport
 from moreh_ap.session.calls.extended_call import call_remotely
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.remote_optimizer import step_remotely
 from moreh_ap.session.outbox import Restart
 from moreh_ap.session.planning import first_call, oom_records
-from moreh_ap.session.planning.plan_selection import Planned, say, write_selected
+from moreh_ap.session.planning.compiled_runs import Measured
+from moreh_ap.session.planning.plan_selection import Planned, may_compile, say, write_selected
 from moreh_ap.session.planning.step_watch import remember_run
 from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.session import Session
@@ -50,11 +48,6 @@ from moreh_ap.session.verification import reduced_model
 NUM_TRIED = 3
 NUM_STEPS = 5
 """The first builds the optimizer's state and finds shapes; it is left out."""
-
-MOST_OF_WRITTEN = 0.95
-"""Part of a step's time that compiled blocks may take at most to be kept: less of a gain may be chance."""
-REPAID_AFTER_STEPS = 1000
-"""Steps within which compiled blocks have to make up for the time that compiling took."""
 
 
 class StepTimes(NamedTuple):
@@ -81,7 +74,7 @@ def tune(session: Session, root: nn.Module, call: reduced_model.Call, planned: P
         planned: The planner's choice, and the other plans that fit.
     """
     to_try = plans_to_try(planned.candidates, NUM_TRIED)
-    if len(to_try) < 2 and not any(_may_compile(session, root, one.plan) for one in to_try):
+    if len(to_try) < 2 and not any(may_compile(root, one.plan, session.device_type) for one in to_try):
         return planned
     measured: dict[str, tuple[StepTimes, Candidate]] = {}
     for candidate in to_try:
@@ -98,23 +91,17 @@ def tune(session: Session, root: nn.Module, call: reduced_model.Call, planned: P
         else:
             measured[str(candidate.plan)] = times, candidate
             say([log.tried_line(candidate, times.seconds, times.peak_bytes)])
-            remember_run(trial.expected, times.seconds, times.peak_bytes)
+            remember_run(trial.expected, *times)
     if not measured:
         return planned
     times, best = min(measured.values(), key=lambda one: one[0].seconds)
     others = "".join(f", {other.seconds:.3g} s" for other, one in measured.values() if one is not best)
     seconds = times.seconds
-    if _may_compile(session, root, best.plan):
+    if may_compile(root, best.plan, session.device_type):
         seconds, best = _compiled_if_faster(session, root, call, planned.instead(best), times)
     say([log.plan_line(best.plan, f"the fastest of those tried: {seconds:.3g} s a step{others}")])
     write_selected(best.plan, planned.task)
     return planned.instead(best)
-
-
-def _may_compile(session: Session, root: nn.Module, plan: Plan) -> bool:
-    """Returns whether compiled blocks are worth a trial. See [Note: when blocks are compiled]."""
-    is_open = plan.compile == "none" and not plan.why_uncompiled and not compiled_in(root)
-    return is_open and bool(block_lists(root)) and not (session.device_type == "cpu" and cpp_compiler.missing())
 
 
 def _compiled_if_faster(
@@ -137,16 +124,10 @@ def _compiled_if_faster(
             raise
         _note_ran_out(session, compiled, error)
         return times.seconds, written.chosen
-    pays = compiling_pays(times, found)
-    say([log.compiled_line(found.seconds, times.seconds, max(0.0, found.first_s - times.first_s), pays=pays)])
-    return (found.seconds, compiled.chosen) if pays else (times.seconds, written.chosen)
-
-
-def compiling_pays(written: StepTimes, compiled: StepTimes) -> bool:
-    """Returns whether compiled blocks are kept. See [Note: when blocks are compiled]."""
-    saved_s = written.seconds - compiled.seconds
-    is_faster = compiled.seconds <= MOST_OF_WRITTEN * written.seconds
-    return is_faster and compiled.first_s - written.first_s <= REPAID_AFTER_STEPS * saved_s
+    remember_run(compiled.expected, *found)
+    measured = Measured(times.seconds, found.seconds, max(0.0, found.first_s - times.first_s))
+    say([log.compiled_line(measured.compiled_s, measured.written_s, measured.compiling_s, pays=measured.pays)])
+    return (found.seconds, compiled.chosen) if measured.pays else (times.seconds, written.chosen)
 
 
 def plans_to_try(candidates: Sequence[Candidate], count: int) -> list[Candidate]:

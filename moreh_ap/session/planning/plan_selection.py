@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from moreh_ap import log
-from moreh_ap.device.patches.compiling import compiled_in
+from moreh_ap.device.patches.compiling import compiled_in, declined_in
 from moreh_ap.errors import PlanError
+from moreh_ap.local import cpp_compiler
 from moreh_ap.plan import Plan
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape
@@ -25,6 +26,7 @@ from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.session.models.script_hooks import has_hooks_of_script
 from moreh_ap.session.planning import device_count, oom_records
+from moreh_ap.session.planning.compiled_runs import measured
 from moreh_ap.session.planning.device_count_records import script_key
 from moreh_ap.session.planning.machine_profile import Machine, machine_of, machine_on
 from moreh_ap.session.planning.model_profiling import identity_of, joins_rows, profile_model, shape_of
@@ -91,7 +93,8 @@ def choose_plan_for(
     question = Question(options, root, family, profile, shape, rows or 1)
     is_first = session.outbox.state.current is SessionState.EMPTY
     machine, choice = _choice_on_its_devices(session, question, identity_of(root, call[1:]), is_first=is_first)
-    lines = log.choice_lines(choice)
+    choice, compiled_before = question.compiled_if_it_paid(session, machine, choice)
+    lines = [*log.choice_lines(choice), *compiled_before]
     if question.is_compiled and choice.plan.compile == "none":
         lines.append(log.uncompiled_line(choice.plan.why_uncompiled if question.has_blocks else ""))
     if options.detailed_log == 1:
@@ -185,6 +188,20 @@ class Question:
         task = self.task_on(machine)
         return _choose(task, self.limit_bytes(machine, task), self.given)
 
+    def compiled_if_it_paid(self, session: Session, machine: Machine, choice: Choice) -> tuple[Choice, list[str]]:
+        """Returns the plan, with compiled blocks if they paid in earlier runs, and what the log says of that.
+
+        A script that asks for `autotune` has them tried anew.
+        """
+        if choice.is_forced or self.options.autotune or not may_compile(self.root, choice.plan, session.device_type):
+            return choice, []
+        found = measured(machine.key, self.profile.name, self.rows, choice.plan)
+        if found is None or not found.pays:
+            return choice, []
+        compiled = replace(choice.chosen, plan=choice.plan.with_compiled_blocks())
+        ranking = replace(choice.ranking, candidates=(compiled, *choice.candidates[1:]))
+        return replace(choice, ranking=ranking), [log.compiled_before_line(found.compiled_s, found.written_s)]
+
     def limited_task_on(self, machine: Machine | None, otherwise: Corrections = UNCORRECTED) -> Task | None:
         """Returns the task on a machine that is only thought of, within the memory that earlier runs found; None
         without a machine. Arguments as for `task_on`."""
@@ -200,6 +217,12 @@ class Question:
         expected = Expected(machine.key, self.profile.name, self.rows, choice.chosen, task.corrections)
         fitting = tuple(one for one in choice.candidates if one.fits and one.step is not None)
         return Planned(expected, task, fitting, self.family, self.options.plan is not None)
+
+
+def may_compile(root: nn.Module, plan: Plan, device_type: str) -> bool:
+    """Returns whether blocks may be compiled though the script asks for nothing; what it asks for is left alone."""
+    is_open = plan.compile == "none" and not plan.why_uncompiled and not compiled_in(root) and not declined_in(root)
+    return is_open and bool(block_lists(root)) and not (device_type == "cpu" and cpp_compiler.missing())
 
 
 def _choice_on_its_devices(

@@ -109,7 +109,7 @@ class Watch:
         chosen = self._expected.chosen
         assert chosen.step is not None  # a chosen plan has been timed
         print(log.measured_line(chosen, seconds, peak_bytes), flush=True)
-        remember_run(self._expected, seconds, peak_bytes)
+        remember_run(self._expected, max(one.seconds[0] for one in reports), seconds, peak_bytes)
         fewer = device_count_records.look_up(self._expected.script)
         if fewer is not None and fewer.is_worse_than_all(seconds):
             device_count_records.forget(self._expected.script)
@@ -126,8 +126,9 @@ def corrections_of(machine: str, otherwise: Corrections = UNCORRECTED) -> Correc
         machine: The name under which the machine's runs are saved.
         otherwise: The factors that hold if no run says one.
     """
-    runs = _runs_of(machine)
-    seconds = [_off(run, "measured_s", "predicted_s", _LEAST_S) for run in runs]
+    runs = runs_of(machine)
+    written = [run for run in runs if "compile=" not in str(run.get("plan"))]  # the prediction is for such
+    seconds = [_off(run, "measured_s", "predicted_s", _LEAST_S) for run in written or runs]
     times = [off for off in seconds if off is not None]
     sizes = [_off(run, "measured_bytes", "predicted_bytes", _LEAST_BYTES) for run in runs]
     memories = [off for off in sizes if off is not None]
@@ -137,10 +138,18 @@ def corrections_of(machine: str, otherwise: Corrections = UNCORRECTED) -> Correc
     )
 
 
-def _runs_of(machine: str) -> list[dict[str, Any]]:
+def runs_of(machine: str) -> list[dict[str, Any]]:
     """Returns the saved runs of a machine that have a valid form."""
     runs = (FILE.look_up(machine) or {}).get("runs")
     return [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
+
+
+def seconds_of(run: dict[str, Any], name: str) -> float | None:
+    """Returns a time of a run; None if it is too short, invalid or was not saved."""
+    found = run.get(name)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not _LEAST_S <= found < _MOST:
+        return None
+    return float(found)
 
 
 def _off(run: dict[str, Any], measured: str, predicted: str, least: float) -> float | None:
@@ -154,8 +163,15 @@ def _off(run: dict[str, Any], measured: str, predicted: str, least: float) -> fl
     return float(found / expected)  # type: ignore[operator]
 
 
-def remember_run(expected: Expected, seconds: float, peak_bytes: float) -> None:
-    """Saves the time and memory of a plan's steps, for later predictions on this machine."""
+def remember_run(expected: Expected, first_s: float, seconds: float, peak_bytes: float) -> None:
+    """Saves the time and memory of a plan's steps, for later predictions on this machine.
+
+    Args:
+        expected: The predictions.
+        first_s: Seconds of the first step.
+        seconds: Median of the others.
+        peak_bytes: Bytes that the fullest device held.
+    """
     chosen, corrections = expected.chosen, expected.corrections
     assert chosen.step is not None
     run: dict[str, Any] = {
@@ -163,10 +179,11 @@ def remember_run(expected: Expected, seconds: float, peak_bytes: float) -> None:
         "plan": str(chosen.plan),
         "batch": expected.batch,
         "predicted_s": float(f"{chosen.step.total_s / corrections.time:.4g}"),
+        "first_s": float(f"{first_s:.4g}"),
         "measured_s": float(f"{seconds:.4g}"),
         "predicted_bytes": round(chosen.memory.reserved_bytes / corrections.memory),
         "measured_bytes": round(peak_bytes),
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
     with contextlib.suppress(OSError):  # the folder cannot be written: the run is lost
-        FILE.keep(expected.machine, {"runs": [*_runs_of(expected.machine), run][-_KEPT_RUNS:]})
+        FILE.keep(expected.machine, {"runs": [*runs_of(expected.machine), run][-_KEPT_RUNS:]})

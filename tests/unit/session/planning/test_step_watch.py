@@ -68,14 +68,14 @@ def test_a_broken_run_is_ignored_and_the_others_count(learned, broken):
 def test_a_broken_file_counts_as_empty_and_is_written_anew(learned, text):
     learned.write_text(text)
     assert step_watch.corrections_of(MACHINE) == Corrections()
-    step_watch.remember_run(_expected(), 0.5, 3 * GIB)
+    step_watch.remember_run(_expected(), 2.0, 0.5, 3 * GIB)
     (run,) = json.loads(learned.read_text())[MACHINE]["runs"]
     assert run["measured_s"] == 0.5 and run["measured_bytes"] == 3 * GIB
 
 
 def test_a_run_is_remembered_without_the_corrections_that_its_prediction_contained(learned):
     expected = _expected(Corrections(time=2.0, memory=4.0))
-    step_watch.remember_run(expected, 1.0, 2 * GIB)
+    step_watch.remember_run(expected, 2.0, 1.0, 2 * GIB)
     (run,) = json.loads(learned.read_text())[MACHINE]["runs"]
     assert run["predicted_s"] == pytest.approx(expected.chosen.step.total_s / 2, rel=1e-3)
     assert run["predicted_bytes"] == pytest.approx(expected.chosen.memory.reserved_bytes / 4)
@@ -83,7 +83,7 @@ def test_a_run_is_remembered_without_the_corrections_that_its_prediction_contain
 
 def test_no_more_than_fifty_runs_are_kept(learned):
     write(learned, [{**GOOD, "number": number} for number in range(60)])
-    step_watch.remember_run(_expected(), 1.0, 2 * GIB)
+    step_watch.remember_run(_expected(), 2.0, 1.0, 2 * GIB)
     runs = json.loads(learned.read_text())[MACHINE]["runs"]
     assert len(runs) == 50 and runs[0]["number"] == 11 and runs[-1]["plan"] == "replicate=2"
 
@@ -92,7 +92,7 @@ def test_where_nothing_can_be_written_the_training_goes_on(learned, monkeypatch)
     blocked = learned.parent / "file"
     blocked.write_text("in the way")
     monkeypatch.setenv(FOLDER_VARIABLE, str(blocked))
-    step_watch.remember_run(_expected(), 1.0, 2 * GIB)
+    step_watch.remember_run(_expected(), 2.0, 1.0, 2 * GIB)
     assert step_watch.corrections_of(MACHINE) == Corrections()
 
 
