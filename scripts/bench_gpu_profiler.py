@@ -53,7 +53,8 @@ class _Recorder:
 
 
 def _summary(events: Sequence[Any]) -> dict[str, float]:
-    kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = (event for event in events if event.device_type == torch.autograd.DeviceType.CUDA)
+    kernels = [event for event in on_device if not event.is_user_annotation]  # which last while nothing runs, as FSDP's
     counted = kernels or events
     spans = [(event.time_range.start, event.time_range.end) for event in counted]
     return {"idle": idle_share(spans), "kernels": float(len(kernels))}

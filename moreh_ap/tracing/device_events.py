@@ -49,8 +49,9 @@ class DeviceEvents:
         found: dict[str, list[Span]] = {}
         results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
         for event in results.events():  # type: ignore[union-attr]
-            kind = _kind(event.name(), is_kernel=event.device_type() is DeviceType.CUDA)
-            if kind is None:
+            is_on_device = event.device_type() is DeviceType.CUDA
+            kind = _kind(event.name(), is_kernel=is_on_device)
+            if kind is None or (is_on_device and event.is_user_annotation()):  # a name around kernels, as FSDP's
                 continue
             lane, category, name = kind
             if lane == "kernels":

@@ -217,9 +217,8 @@ class MovedRows(InRows):
         numbers = self._numbers[where]
         if not self._has_gaps:
             return self._source.rows(numbers, seen)
-        result = torch.zeros(len(numbers), self.shape[-1], dtype=self.dtype, device=self.device)
-        result[numbers >= 0] = self._source.rows(numbers[numbers >= 0], seen)
-        return result
+        rows = self._source.rows(numbers.clamp(min=0), seen)  # all of them: to pick some, the host would wait for a GPU
+        return rows.masked_fill((numbers < 0).unsqueeze(-1), 0.0)
 
 
 def _settle_as_view(moved: Moved | MovedRows, source: LaterValues) -> Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 import bench_gpu  # noqa: E402
-from bench_gpu_profiler import idle_share  # noqa: E402
+from bench_gpu_profiler import _summary, idle_share  # noqa: E402
 from bench_gpu_ways import SIZES, flops_per_token  # noqa: E402
 
 
@@ -23,6 +25,16 @@ def measured(way, step_s, device="NVIDIA H100 80GB HBM3"):
 def test_idle_is_what_no_kernel_covers():
     assert idle_share([(0, 4), (2, 3), (6, 10)]) == pytest.approx(0.2)
     assert idle_share([(3, 5)]) == 0.0 and idle_share([]) == 0.0
+
+
+def test_names_around_kernels_are_no_kernels():
+    def event(start, end, device, is_user_annotation=False):
+        time_range = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(time_range=time_range, device_type=device, is_user_annotation=is_user_annotation)
+
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [event(0, 4, cuda), event(6, 10, cuda), event(0, 10, cuda, True), event(0, 10, cpu)]
+    assert _summary(events) == {"idle": pytest.approx(0.2), "kernels": 2.0}
 
 
 def test_operations_of_a_token():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from moreh_ap.tracing import device_events
 from moreh_ap.tracing.device_events import DeviceEvents, _kind
 from moreh_ap.tracing.spans import now_ns, this_clock
 
@@ -27,6 +29,26 @@ NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>
 )
 def test_kinds(name, is_kernel, kind):
     assert _kind(name, is_kernel=is_kernel) == kind
+
+
+def test_names_around_kernels_are_left_out(monkeypatch):
+    """As the ranges of FSDP2, which a profiler repeats on the device."""
+
+    def event(name, is_user_annotation):
+        return SimpleNamespace(
+            name=lambda: name,
+            device_type=lambda: torch.autograd.DeviceType.CUDA,
+            is_user_annotation=lambda: is_user_annotation,
+            device_resource_id=lambda: 7,
+            start_ns=lambda: 10,
+            duration_ns=lambda: 5,
+        )
+
+    results = SimpleNamespace(events=lambda: [event("FSDP::all_gather (0)", True), event("void gemm", False)])
+    profile = SimpleNamespace(start=int, stop=int, profiler=SimpleNamespace(kineto_results=results))
+    monkeypatch.setattr(device_events, "profile", lambda activities: profile)
+    (span,) = DeviceEvents(is_cuda=True).stop(this_clock())
+    assert (span.name, span.lane) == ("void gemm", "kernels of stream 7")
 
 
 def test_a_collective_of_a_worker_s_thread_is_on_its_clock(tmp_path, capfd):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -268,6 +269,25 @@ def test_values_that_are_changed_in_place_change_nothing_else(order):
         assert torch.equal(worker.shard(ours).tensor, wanted)
     if order == "nothing":
         assert worker.most <= CHUNK
+
+
+def test_rows_that_were_cut_off_are_zeros_and_nothing_waits_for_numbers():
+    """On fake tensors, which have no numbers: whatever needs one raises."""
+    aten = torch.ops.aten
+
+    def cut_and_put_back(scores):
+        part = later_operations.run_on_later_values(aten.slice.Tensor, (scores, 1, 2, 9), {})
+        arguments = (part, [ROWS, POSITIONS, CLASSES], 1, 2, 9, 1)
+        return later_operations.run_on_later_values(aten.slice_backward.default, arguments, {})
+
+    scores, _ = values(torch.bfloat16)
+    found = cut_and_put_back(later_operations.held(scores, torch.float32))
+    wanted = torch.zeros(scores.shape)
+    wanted[:, 2:9] = scores[:, 2:9].float()
+    assert isinstance(found, later_values.InRows) and torch.equal(found.values(torch.float32), wanted)
+    with FakeTensorMode() as mode:
+        fake = cut_and_put_back(later_operations.held(mode.from_tensor(scores), torch.float32))
+        assert fake.values(torch.bfloat16).shape == scores.shape
 
 
 def test_a_target_that_is_no_class_is_the_error_of_pytorch():
