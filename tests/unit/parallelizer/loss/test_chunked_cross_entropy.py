@@ -13,11 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.parallelizer.loss import chunked_cross_entropy
+from moreh_ap.parallelizer.loss.loss_precision import Float32Losses
 from moreh_ap.patching import Patches
 from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
 
 ROWS, CLASSES = 50, 40
 ORIGINAL = torch._C._nn.cross_entropy_loss
+CROSS_ENTROPY = F.cross_entropy
 
 
 @pytest.fixture
@@ -35,14 +37,17 @@ def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Float32Seen(TorchDispatchMode):
-    """The largest result in float32, in elements."""
+    """The largest result in float32, in elements; of those with so many classes in the last dim, if they are given."""
 
-    most = 0
+    def __init__(self, classes: int | None = None) -> None:
+        super().__init__()
+        self.classes, self.most = classes, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32:
+            is_float32 = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
+            if is_float32 and self.classes in (None, *leaf.shape[-1:]):
                 self.most = max(self.most, leaf.numel())
         return result
 
@@ -99,6 +104,57 @@ def test_losses_of_transformers_are_float32_without_such_a_copy(many):
     exact, _ = batch(torch.bfloat16)
     expected = loss_utils.ForCausalLMLoss(exact.view(1, ROWS, CLASSES), target.view(1, ROWS), CLASSES)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def of_next_words(logits, target):
+    scores, wanted = logits.view(5, -1, CLASSES)[:, :-1], target.view(5, -1)[:, 1:]
+    return F.cross_entropy(scores.reshape(-1, CLASSES), wanted.flatten())
+
+
+def soft_capped(logits, target):
+    return F.cross_entropy(5 * torch.tanh(logits / 5), target, label_smoothing=0.1)
+
+
+def masked(logits, target):
+    each = F.cross_entropy(logits / 2, target, reduction="none")
+    return (each * (target > 7)).sum() / (target > 7).sum()
+
+
+@pytest.mark.parametrize("loss_of", [of_next_words, soft_capped, masked])
+def test_losses_in_a_forward_in_bfloat16(many, monkeypatch, loss_of):
+    """Under a plan in bfloat16: of what the forward computes in bfloat16, without a float32 copy of all."""
+    monkeypatch.setattr(chunked_cross_entropy, "LEAST_ELEMENTS", {"cpu": ROWS * CLASSES // 2})
+    logits, target = batch(torch.bfloat16)
+    with Float32Seen() as seen, Float32Losses(torch.device("cpu")):
+        loss = loss_of(logits, target)
+        loss.backward()
+    assert seen.most <= 7 * CLASSES and loss.dtype == torch.float32
+    exact, _ = batch(torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "cross_entropy", lambda scores, *rest, **more: CROSS_ENTROPY(scores.double(), *rest, **more))
+        expected = loss_of(exact, target)
+        expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    largest = float(exact.grad.abs().max())
+    torch.testing.assert_close(logits.grad, exact.grad, rtol=2e-2, atol=1e-3 * largest)
+
+
+def test_a_model_that_caps_its_logits(many, monkeypatch):
+    """Gemma 2, as a worker runs it under a plan in bfloat16."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "final_logit_softcapping": 5.0}
+    config = Gemma2Config(vocab_size=CLASSES, pad_token_id=0, use_cache=False, **sizes, **heads)
+    model = Gemma2ForCausalLM(config).to(torch.bfloat16)
+    ids = torch.randint(0, CLASSES, (1, 2 * ROWS))
+    with Float32Seen(CLASSES) as seen, Float32Losses(torch.device("cpu")):
+        result = model(input_ids=ids, labels=ids)
+        result.loss.backward()
+    assert 0 < seen.most <= 7 * CLASSES
+    monkeypatch.setattr(chunked_cross_entropy, "LEAST_ELEMENTS", {})
+    assert result.loss.item() == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-6)
 
 
 def test_what_is_no_row_of_logits_with_a_class_each_is_left_to_pytorch(many, monkeypatch):
