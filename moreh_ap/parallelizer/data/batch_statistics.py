@@ -95,12 +95,13 @@ def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
         mean_C, var_C = torch.batch_norm_update_stats(kept, None, None, 0.0)
     else:  # a worker whose rows left nothing
         var_C = mean_C = kept.new_zeros(channels)
-    own = torch.cat([mean_C.double(), var_C.double() * count, mean_C.new_full((1,), count, dtype=torch.float64)])
-    mean_WC, distance_WC, count_W1 = _gather(own, axis).split((channels, channels, 1), dim=1)
+    own = torch.cat([mean_C, var_C, mean_C.new_full((1,), count, dtype=torch.float64)])  # in float64, as its last part
+    mean_WC, var_WC, count_W1 = _gather(own, axis).split((channels, channels, 1), dim=1)
     total = count_W1.sum()
-    mean_C = (mean_WC * count_W1).sum(0) / total
-    distance_C = distance_WC.sum(0) + ((mean_WC - mean_C).square() * count_W1).sum(0)
-    return total, mean_C, distance_C / total
+    share_W = count_W1.squeeze(1) / total
+    mean_C = share_W @ mean_WC
+    from_mean_WC = mean_WC - mean_C
+    return total, mean_C, share_W @ torch.addcmul(var_WC, from_mean_WC, from_mean_WC)
 
 
 def _gather(own: Tensor, axis: Axis) -> Tensor:
