@@ -48,7 +48,7 @@ from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moreh_ap.plan import Plan
-from moreh_ap.protocol.blocks import block_lists, modules_aside, repeated_blocks
+from moreh_ap.protocol.blocks import block_lists, module_that_renames, modules_aside, repeated_blocks
 from moreh_ap.protocol.messages.compile_requests import CompileRequests
 
 
@@ -120,6 +120,14 @@ def apply_plan(
             f"{type(module).__name__} keeps a {type(aside[0]).__name__} in a list or dict of Python, where "
             f"plan={str(plan)!r} does not find it",
             "plans with replicate alone in float32, or nn.ModuleList and nn.ModuleDict",
+            f'plan="replicate={plan.num_devices}", mixed_precision=False',
+        )
+    unusual = module_that_renames(module) if uses_fsdp(plan) else None
+    if unusual is not None:
+        raise PlanError(
+            f"{type(unusual).__name__} gives its parameters names that are not attributes of modules, and "
+            f"plan={str(plan)!r} is carried out by FSDP2, which puts shards in their place by name",
+            "plans with replicate alone in float32",
             f'plan="replicate={plan.num_devices}", mixed_precision=False',
         )
     position = Position.of(mesh)

@@ -5,6 +5,7 @@ Decides what counts as a block. Must not know plans, devices or what is done wit
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from typing import Any
 
@@ -68,6 +69,18 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 def _owns_its_parameters(block: nn.Module, uses: Counter[int]) -> bool:
     inside = Counter(id(p) for sub in block.modules() for p in sub._parameters.values() if p is not None)
     return all(uses[key] == count for key, count in inside.items())
+
+
+def module_that_renames(module: nn.Module) -> nn.Module | None:
+    """Returns a module whose parameters have names of its own: with dots, or from a `named_parameters` that does not
+    take PyTorch's arguments. TensorDict keeps parameters of stacked networks so."""
+    for submodule in module.modules():
+        if any("." in name for name in submodule._parameters):
+            return submodule
+        taken = inspect.signature(submodule.named_parameters).parameters
+        if "remove_duplicate" not in taken and all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
+            return submodule
+    return None
 
 
 def modules_aside(module: nn.Module) -> list[nn.Module]:
