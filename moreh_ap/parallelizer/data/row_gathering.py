@@ -33,7 +33,7 @@ from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, SumOver
 from moreh_ap.parallelizer.data.call_sites import is_called_by, site_of_call
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of, map_leaves
-from moreh_ap.parallelizer.loss.loss_reduction import Diverged, call_site
+from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, Diverged, call_site
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.protocol.batch import row_range
 
@@ -187,7 +187,7 @@ class GatheringReduction(JoinedReduction):
         mark: Callable[[], int] | None = None,
         meets_failed: bool = False,
     ) -> None:
-        super().__init__(device, axis=axis, mark=mark, meets_failed=meets_failed)
+        super().__init__(device, axis=axis, rules=LENGTHS, mark=mark, meets_failed=meets_failed)
         self._gathering = gathering
         self._placements = Placements()
         self._position = 0

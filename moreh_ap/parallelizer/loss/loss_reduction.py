@@ -16,6 +16,10 @@ then, and a site; what is divided stays as it is. A forward may also use such a 
 done only where the split check fails without it and passes with it. Sums of other whole numbers are left alone:
 transformers takes one to find packed sequences, in batches of one row only.
 
+[Note: lengths]
+``pad_packed_sequence`` without ``total_length`` pads to the longest sequence that was packed: on one device the longest
+of the batch. So workers take the largest of theirs, which is a site too; it counts nothing.
+
 [Note: workers meet]
 A forward may take a mean only if some of its rows want it (labels that not every row has), and then the rows of one
 worker come to it and those of another do not. So a denominator travels with the place in the code it is for, and when a
@@ -73,6 +77,7 @@ _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _PLACES = 2**16  # so that sums of their squares are exact in float64
 COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}
+_PADS = torch._VF._pad_packed_sequence  # what `torch.nn.utils.rnn.pad_packed_sequence` calls
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,15 @@ class MeanRules:
     Attributes:
         counts: Whether the numbers of true elements of masks are denominators too. See [Note: counts].
         beside_rows: Call sites whose means over dim 0 leave the rows alone: `torch.stack(heads).mean(0)`.
+        lengths: Whether packed sequences are padded to the longest of the batch. See [Note: lengths].
     """
 
     counts: bool = False
     beside_rows: frozenset[int] = frozenset()
+    lengths: bool = False
 
 
-NO_RULES = MeanRules()
+NO_RULES, LENGTHS = MeanRules(), MeanRules(lengths=True)
 
 
 class Diverged(Exception):
@@ -179,6 +186,8 @@ class GlobalReduction(OwnDevice):
             return self._loss(func, args, kwargs)
         if func in MEANS:
             return self._mean(func, args, kwargs)
+        if func is _PADS and self.rules.lengths:
+            return func(*args[:-1], self._longest(args[-1]))
         if func in (F.batch_norm, F.instance_norm):
             self.saw_statistics = self.saw_statistics or takes_statistics(func, args, kwargs)
         if func in COUNTS and _is_count(args, kwargs):
@@ -264,16 +273,9 @@ class GlobalReduction(OwnDevice):
             local = count.to(torch.float64)
         else:  # made on the device: a copy from here would wait for its queue
             local = torch.full((), count, dtype=torch.float64, device=self.device)
-        site = len(self.local_denominators)
         self.local_denominators.append(local)
         if self._known is not None:
-            if site >= len(self._known):
-                raise ExactnessError(
-                    f"a forward took more than the {len(self._known)} means over the batch that were expected",
-                    "the same number of mean losses in every micro-batch",
-                    'plan="micro_batches=1"',
-                )
-            everywhere = self._known[site]
+            everywhere = self._known_at(len(self.local_denominators) - 1)
         elif self._record:
             everywhere = local
         else:
@@ -286,6 +288,29 @@ class GlobalReduction(OwnDevice):
             everywhere, _ = self._exchange(local, call_site(), 0)
         self.global_denominators.append(everywhere)
         return everywhere
+
+    def _known_at(self, site: int) -> Tensor:
+        assert self._known is not None
+        if site >= len(self._known):
+            raise ExactnessError(
+                f"a forward took more than the {len(self._known)} means over the batch that were expected",
+                "the same number of mean losses in every micro-batch",
+                'plan="micro_batches=1"',
+            )
+        return self._known[site]
+
+    def _longest(self, own: int) -> int:
+        """Returns to how many steps one device pads; `own`: to how many it would pad these rows. A site."""
+        longest = torch.full((), own, dtype=torch.float64, device=self.device)
+        self.local_denominators.append(torch.zeros_like(longest))
+        if self._known is not None:
+            longest = self._known_at(len(self.local_denominators) - 1)
+        elif not self._record:
+            if not self.is_common(call_site()):
+                raise Diverged("rows decide whether the forward pads packed sequences")
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.axis.group)
+        self.global_denominators.append(longest)
+        return int(longest)
 
     def _exchange(self, local: Tensor, place: int, mark: int) -> tuple[Tensor, Tensor]:
         """Returns the sums of a denominator and of the places for which workers gave it: numbers, 0 at the end."""

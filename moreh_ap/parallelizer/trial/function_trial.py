@@ -31,7 +31,7 @@ from moreh_ap.parallelizer.data.row_gathering import (
     has_first_rows,
 )
 from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
-from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction, takes_statistics
+from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, GlobalReduction, takes_statistics
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.trial.dry_run import Refused
 from moreh_ap.parallelizer.trial.row_comparison import close
@@ -113,7 +113,7 @@ class Trial:
         Every call draws the same random numbers, and the streams are left as they were.
         """
         device = self._device if self._device.type == "cuda" else None
-        recording = GlobalReduction(self._device, record=True) if self.takes_means else nullcontext()
+        recording = GlobalReduction(self._device, record=True, rules=LENGTHS) if self.takes_means else nullcontext()
         with streams_untouched(device), recording as full:
             args, kwargs = map_leaves(lambda leaf: leaf, (self._args, self._kwargs))  # a module may add to a dict
             wanted = tensors_of(self._func(*args, **kwargs))
@@ -122,7 +122,7 @@ class Trial:
             results = []
             for which in (0, 1):
                 args, kwargs = self._slice_of((self._args, self._kwargs), which, adds_up, for_all)
-                own = GlobalReduction(self._device, denominators=denominators)
+                own = GlobalReduction(self._device, denominators=denominators, rules=LENGTHS)
                 try:
                     with streams_untouched(device), own if self.takes_means else nullcontext():
                         results.append(tensors_of(self._func(*args, **kwargs)))

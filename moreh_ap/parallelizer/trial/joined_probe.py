@@ -27,7 +27,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
-from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction, MeanRules
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt
@@ -110,7 +110,7 @@ class JoinedProbe(Probe):
 
     def _run_apart(self, denominators: Sequence[Tensor]) -> tuple[list[Result], list[Sequence[Tensor]]]:
         call, axis = self.call, self.call.axis
-        self._refuse_what_fails_alone()
+        self._refuse_what_fails_alone(denominators)
         mark = replace(call.random, draws=self.draws).fingerprint()
         reduction = self._reduction(mark)
         each = len(self._chosen) // axis.size
@@ -127,8 +127,11 @@ class JoinedProbe(Probe):
         ]
         return results, [counted for _, _, counted in found]
 
-    def _refuse_what_fails_alone(self) -> None:
+    def _refuse_what_fails_alone(self, lengths: Sequence[Tensor]) -> None:
         """Runs each worker's rows without the others: an error in the run below would leave those waiting for it.
+
+        Args:
+            lengths: What all rows together were padded to, at the sites where they were.
 
         Raises:
             Refused: The rows of a worker raise an error by themselves, as where labels count rows of the batch.
@@ -140,7 +143,7 @@ class JoinedProbe(Probe):
         def run() -> None:
             with self._from_the_same_state(), NoDropout():
                 alone = replace(call, random=RandomPolicy(), grad=False)
-                EagerForward(alone, args, kwargs, reduction=_WithoutStatistics(call.device, record=True))
+                EagerForward(alone, args, kwargs, reduction=_Alone(call.device, call.rules, lengths))
 
         reason = attempt(run, call.module)
         failed = torch.tensor(int(reason != ""), device=call.device)
@@ -159,8 +162,16 @@ class JoinedProbe(Probe):
         self._go_back(self._singles[0], self._share_of(self.call.axis.rank, self.call.axis.size))
 
 
-class _WithoutStatistics(GlobalReduction):
-    """Leaves batch normalisation out, which refuses a single value a channel."""
+class _Alone(GlobalReduction):
+    """Leaves batch normalisation out, which refuses a single value a channel, and pads as for all rows."""
+
+    def __init__(self, device: torch.device, rules: MeanRules, lengths: Sequence[Tensor]) -> None:
+        super().__init__(device, record=True, rules=rules)
+        self._lengths = lengths
+
+    def _longest(self, own: int) -> int:
+        site = len(self.local_denominators)
+        return max(super()._longest(own), int(self._lengths[site]) if site < len(self._lengths) else 0)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -188,7 +188,7 @@ class Probe:
         finally:
             self.saw_counts = recorder.saw_counts
             self.saw_statistics = self.saw_statistics or recorder.saw_statistics
-        denominators, self._places = recorder.local_denominators, recorder.mean_places
+        denominators, self._places = recorder.global_denominators, recorder.mean_places
         self.takes_means = bool(denominators)
         if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones
             self._weights = [random_weight(leaf) for leaf in common.outputs]
@@ -197,7 +197,7 @@ class Probe:
         self._find_rounding(common)
         singles, counted = self._run_apart(denominators)
         self._check_ways()
-        self._check_denominators(denominators, counted)
+        self._check_denominators(recorder.local_denominators, counted)
         self.attributes = common.attributes
         if common.gathered:
             raise Refused(f"attribute {common.gathered[0]} gathers what it sees of the rows")

@@ -118,7 +118,8 @@ def check_split(
     """
     if rows < 2:
         return SplitVerdict(False, (), "the batch has one row")
-    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, rules=NO_RULES, joined=False)
+    rules = MeanRules(lengths=may_join and stages_of(call.module) is None)
+    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, rules=rules, joined=False)
     trials = _Trials(call, args, kwargs, rows)
     with untouched(call.module):
         found = trials.run(call.axis.size * pieces, may_join=may_join, may_turn=may_turn)
@@ -156,7 +157,7 @@ class _Trials:
         beside_rows = probe.beside_rows
         del probe  # and the activations in it
         if not found.split and not everywhere(not beside_rows, call):
-            call = replace(call, rules=MeanRules(beside_rows=beside_rows))
+            call = replace(call, rules=replace(call.rules, beside_rows=beside_rows))
             if not takes_statistics:
                 probe = Probe(call, args, kwargs, rows, each=each)
                 probe.may_take_turns = may_meet
