@@ -116,6 +116,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._assert_async", "parallelizer/loss"),
     ),
     *_names(
+        "Packed sequences are padded to the longest of the batch.",
+        ("torch._VF._pad_packed_sequence", "parallelizer/loss"),
+    ),
+    *_names(
         "Sets the compiler to eager at once if it has been imported.",
         ("torch._dynamo", "device/patches protocol"),
     ),

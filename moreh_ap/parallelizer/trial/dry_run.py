@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moreh_ap.parallelizer.data.fsdp import recover, settle
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction, MeanRules
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.shared_draws import UnsharedDraw
 from moreh_ap.parallelizer.trial.outside_state import outside_restored
@@ -36,7 +37,7 @@ _DROPOUTS = {
 
 
 _PLACE_OF_DROPOUT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 class NoDropout(TorchFunctionMode):
@@ -54,7 +55,7 @@ class NoDropout(TorchFunctionMode):
                 args = (*args[:place], 0.0, *args[place + 1 :])
             elif "dropout_p" in kwargs:
                 kwargs = {**kwargs, "dropout_p": 0.0}
-        if getattr(func, "__name__", "") in _RECURRENT:  # dropout between layers is the only fraction that they get
+        if getattr(func, "__name__", "") in RECURRENT:  # dropout between layers is the only fraction that they get
             args = tuple(0.0 if isinstance(arg, float) else arg for arg in args)
         return func(*args, **kwargs)
 
@@ -153,3 +154,28 @@ def attempt(step: Callable[[], None], module: nn.Module) -> str:
         first_line = str(error).partition("\n")[0]
         return f"the forward of a few rows raised {type(error).__name__}: {first_line}"
     return ""
+
+
+class PaddedAlike(GlobalReduction):
+    """Records means as `GlobalReduction` does, and pads packed sequences of some rows as those of all rows are.
+
+    See [Note: lengths] in `loss_reduction.py`.
+
+    Args:
+        device: This worker's device.
+        rules: Which numbers are means over the batch.
+        lengths: What all rows together were padded to, at the sites where they were.
+    """
+
+    def __init__(self, device: torch.device, *, rules: MeanRules, lengths: Sequence[Tensor]) -> None:
+        super().__init__(device, record=True, rules=rules)
+        self._lengths = lengths
+
+    def _longest(self, own: int) -> int:
+        site = len(self.local_denominators)
+        return max(super()._longest(own), int(self._lengths[site]) if site < len(self._lengths) else 0)
+
+
+def may_pad(module: nn.Module) -> bool:
+    """Says whether a model may pad packed sequences: it has a recurrent layer."""
+    return any(isinstance(submodule, nn.RNNBase) for submodule in module.modules())

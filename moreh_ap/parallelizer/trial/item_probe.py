@@ -168,7 +168,7 @@ class ItemProbe(JoinedProbe):
             self._go_back(common, self._weights)
             self._wanted = self._take_gradients()
         self._find_rounding(common)
-        self._refuse_what_fails_alone()
+        self._refuse_what_fails_alone(())
         axis = self.call.axis
         apart = self._run_shared(self.rules)
         whole, own = (tree_unflatten(list(run.outputs), run.treespec) for run in (common, apart))
@@ -208,7 +208,7 @@ class ItemProbe(JoinedProbe):
             self._output_rounding = [0.0] * len(common.outputs)
             self._gradient_rounding = dict.fromkeys(self._wanted, 0.0)
 
-    def _refuse_what_fails_alone(self) -> None:
+    def _refuse_what_fails_alone(self, lengths: Sequence[Tensor]) -> None:
         """Runs each worker's items without the others: an error in a shared run would leave those waiting for it."""
         call, axis = self.call, self.call.axis
         own = self._chosen[slice(*row_range(axis.rank, axis.size, len(self._chosen)))]

@@ -27,10 +27,10 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
-from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction, MeanRules
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import local_shard
-from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt
+from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, attempt
 from moreh_ap.parallelizer.trial.probe import Probe, Result
 from moreh_ap.parallelizer.trial.row_comparison import close
 from moreh_ap.protocol.pytree import pickle_treespec, unpickle_treespec
@@ -143,7 +143,7 @@ class JoinedProbe(Probe):
         def run() -> None:
             with self._from_the_same_state(), NoDropout():
                 alone = replace(call, random=RandomPolicy(), grad=False)
-                EagerForward(alone, args, kwargs, reduction=_Alone(call.device, call.rules, lengths))
+                EagerForward(alone, args, kwargs, reduction=_Alone(call.device, rules=call.rules, lengths=lengths))
 
         reason = attempt(run, call.module)
         failed = torch.tensor(int(reason != ""), device=call.device)
@@ -162,16 +162,8 @@ class JoinedProbe(Probe):
         self._go_back(self._singles[0], self._share_of(self.call.axis.rank, self.call.axis.size))
 
 
-class _Alone(GlobalReduction):
-    """Leaves batch normalisation out, which refuses a single value a channel, and pads as for all rows."""
-
-    def __init__(self, device: torch.device, rules: MeanRules, lengths: Sequence[Tensor]) -> None:
-        super().__init__(device, record=True, rules=rules)
-        self._lengths = lengths
-
-    def _longest(self, own: int) -> int:
-        site = len(self.local_denominators)
-        return max(super()._longest(own), int(self._lengths[site]) if site < len(self._lengths) else 0)
+class _Alone(PaddedAlike):
+    """Leaves batch normalisation out, which refuses a single value a channel."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

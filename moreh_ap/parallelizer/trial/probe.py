@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -20,20 +19,17 @@ from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.fsdp import BlockTrace, compute_dtype, record_block_order, settle
+from moreh_ap.parallelizer.data.fsdp import BlockTrace, record_block_order, settle
 from moreh_ap.parallelizer.data.row_gathering import Step
-from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, NO_RULES, GlobalReduction
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.rng.turns import KnownTurns
 from moreh_ap.parallelizer.state.loading import local_shard
-from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, state_restored
+from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, may_pad, state_restored
 from moreh_ap.parallelizer.trial.host_activations import saved_on_host
 from moreh_ap.parallelizer.trial.row_comparison import (
-    TOLERANCE_BF16,
-    TOLERANCE_FP32,
-    TOLERANCE_TF32,
     check_denominators,
     choose_rows,
     close,
@@ -41,8 +37,8 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     kind_of,
     means_beside_rows,
     random_weight,
-    rounds_to_tf32,
     some_parameters,
+    tolerance_of,
 )
 from moreh_ap.protocol.batch import row_dims, select_rows_along
 from moreh_ap.protocol.pytree import nest_alike
@@ -103,7 +99,7 @@ class Probe:
         self.each = each
         self._ran: Sequence[int] = ()
         self._chosen = self._choose_rows()
-        self._tolerance = _tolerance(call)
+        self._tolerance = tolerance_of(call)
         self.written = ""
         self.added: tuple[str, ...] = ()
         self._writes_nothing = False
@@ -165,15 +161,21 @@ class Probe:
         """
         call = replace(self.call, grad=False)
 
+        lengths: Sequence[Tensor] = ()
+
         def forward(random: RandomPolicy, num_rows: int) -> None:
+            nonlocal lengths
             args, kwargs = self._arguments(self._chosen[:num_rows])
-            recorder = GlobalReduction(call.device, record=True)
+            recorder = PaddedAlike(call.device, rules=LENGTHS if call.rules.lengths else NO_RULES, lengths=lengths)
             try:
                 with self._from_the_same_state():
                     EagerForward(replace(call, random=random), args, kwargs, reduction=recorder)
             finally:  # one row may have one value a channel, which batch normalisation refuses
                 self.saw_statistics = self.saw_statistics or recorder.saw_statistics
+            lengths = lengths or recorder.global_denominators
 
+        if call.rules.lengths and may_pad(call.module):
+            forward(RandomPolicy(), len(self._chosen))
         self.draws = self.call.random.find_draws(self.call.device, forward, self.each, in_turn=self.may_take_turns)
 
     def compare_outputs(self) -> None:
@@ -386,10 +388,3 @@ def _local_gradient(param: nn.Parameter) -> Tensor | None:
     if param.grad is None:
         return None
     return local_shard(param.grad).detach().clone()
-
-
-def _tolerance(call: Call) -> float:
-    dtypes = {p.dtype for p in call.module.parameters()} | {compute_dtype(call.module), call.autocast}
-    if dtypes & {torch.bfloat16, torch.float16}:
-        return TOLERANCE_BF16
-    return TOLERANCE_TF32 if call.device.type == "cuda" and rounds_to_tf32(call.module) else TOLERANCE_FP32

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.backends import cuda, cudnn
 
+from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.data.fsdp import compute_dtype
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
 from moreh_ap.parallelizer.trial.dry_run import Refused
@@ -27,6 +29,14 @@ script says otherwise: for another number of rows the library may choose a kerne
 
 _MAX_COMPARED_PARAMETERS = 24
 _CLASS_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+
+
+def tolerance_of(call: Call) -> float:
+    """Returns the largest difference that rounding explains in what a call computes."""
+    dtypes = {p.dtype for p in call.module.parameters()} | {compute_dtype(call.module), call.autocast}
+    if dtypes & {torch.bfloat16, torch.float16}:
+        return TOLERANCE_BF16
+    return TOLERANCE_TF32 if call.device.type == "cuda" and rounds_to_tf32(call.module) else TOLERANCE_FP32
 
 
 def rounds_to_tf32(module: nn.Module) -> bool:

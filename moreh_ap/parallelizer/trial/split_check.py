@@ -26,7 +26,7 @@ where one goes to some experts and another to others, the forward runs unsplit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,9 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.kept_rows import KeptRows, may_be_kept, shapes_of
 from moreh_ap.parallelizer.data.item_reduction import ItemRules
+from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
 from moreh_ap.parallelizer.data.row_gathering import Step
 from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
@@ -72,6 +74,7 @@ class SplitVerdict:
         could_run: Whether the script's forward ran on the rows that were tried, as far as one device could run it.
         faults: Tracebacks of errors in the trials that are ours, on this worker.
         items: What it does with items, where no tensor has a row for each. See `item_probe.py`.
+        kept: Names of numbers that have to be those of a worker's rows. See `kept_rows.py`.
     """
 
     split: bool
@@ -90,6 +93,13 @@ class SplitVerdict:
     could_run: bool = True
     faults: tuple[str, ...] = ()
     items: ItemRules | None = None
+    kept: frozenset[str] = frozenset()
+
+
+def may_lack_rows(verdict: SplitVerdict) -> bool:
+    """Returns whether what workers do who compute rows of others can be told from what their own would give."""
+    is_plain = verdict.split and not verdict.attributes and not verdict.written and verdict.group == 1
+    return is_plain and NOTHING_OF.issuperset(verdict.kinds)
 
 
 def check_split(
@@ -123,7 +133,22 @@ def check_split(
     trials = _Trials(call, args, kwargs, rows)
     with untouched(call.module):
         found = trials.run(call.axis.size * pieces, may_join=may_join, may_turn=may_turn)
+        leaves, shapes = tree_leaves((tuple(args), dict(kwargs))), shapes_of(args, kwargs)
+        counts = [] if found.split or found.added else [rows, *_rows_elsewhere(leaves, may_turn)]
+        for kept in (KeptRows(names, n, shapes) for n in counts for names in may_be_kept(call.module, n)):
+            others = _Trials(replace(call, extensions=(kept, *call.extensions)), args, kwargs, rows)
+            again = others.run(call.axis.size * pieces, may_join=may_join, may_turn=may_turn)
+            if again.split and kept.rows == (rows if again.dims is None else rows_along(leaves, again.dims)):
+                return replace(again, kept=kept.names, faults=tuple(others.faults))
     return replace(found, faults=tuple(trials.faults))
+
+
+def _rows_elsewhere(leaves: Sequence[Any], may_turn: bool) -> Iterator[int]:
+    """Yields how many rows a batch has whose rows lie elsewhere than along dim 0."""
+    for dims in row_dims_elsewhere(leaves) if may_turn else ():
+        rows = rows_along(leaves, dims)
+        if rows is not None and rows > 1:
+            yield rows
 
 
 class _Trials:

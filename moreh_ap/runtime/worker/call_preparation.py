@@ -15,18 +15,18 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.kept_rows import KeptRows, shapes_of
 from moreh_ap.parallelizer.call.reports import Reports
 from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_state, split_passed_state
 from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
 from moreh_ap.parallelizer.compiling.compiled_blocks import as_written
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
-from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
 from moreh_ap.parallelizer.data.row_gathering import Gathering
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.trial.item_probe import check_items
-from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_split
+from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_split, may_lack_rows
 from moreh_ap.protocol.batch import carries_rows, row_range, rows_along
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order
@@ -210,6 +210,10 @@ class CallPreparation:
             extensions = tuple(extension.knowing(verdict.attributes) for extension in call.extensions)
             call = replace(call, mode="split", kinds=verdict.kinds, means=verdict.means, rules=verdict.rules)
             call = replace(call, joined=verdict.joined, extensions=extensions)
+        if verdict.kept:
+            assert rows is not None
+            kept = KeptRows(verdict.kept, rows, shapes_of(args, kwargs))
+            call = replace(call, extensions=(kept, *call.extensions))
         if verdict.steps:
             assert rows is not None
             gathering = Gathering(verdict.steps, verdict.dims or first_dims, rows, cuts=verdict.dims is not None)
@@ -381,12 +385,6 @@ class CallPreparation:
                 allowed="Plans with replicate alone, in float32, for such a model.",
                 fix=f'...(plan="replicate={plan.num_devices}", mixed_precision=False)',
             )
-
-
-def may_lack_rows(verdict: SplitVerdict) -> bool:
-    """Returns whether what workers do who compute rows of others can be told from what their own would give."""
-    is_plain = verdict.split and not verdict.attributes and not verdict.written and verdict.group == 1
-    return is_plain and NOTHING_OF.issuperset(verdict.kinds)
 
 
 def changes_buffers(divergence: Exception) -> ExactnessError:

@@ -8,6 +8,8 @@ gradients of the outputs; gradients of parameters stay on the workers.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -336,6 +338,8 @@ class _RemoteCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if not any(map(operator.is_not, gradients, itertools.repeat(None))):
+            return (None,) * (2 + len(ctx.inputs))  # a later forward cut off what it got from here: nothing comes back
         if torch.is_grad_enabled():  # create_graph=True
             found = iter(ctx.call.session.extensions.differentiate(ctx.call, gradients, ctx.saved_tensors))
             return (None, None, *(next(found) if requires_grad else None for *_, requires_grad in ctx.inputs))
@@ -349,11 +353,9 @@ class _RemoteCall(torch.autograd.Function):
         reached = iter(ctx.call.model.gradients.inputs_reached(kind, reply, num_inputs) if num_inputs else ())
         input_gradients: list[Tensor | None] = []
         for index, (shape, dtype, requires_grad) in enumerate(ctx.inputs):
-            if not requires_grad or not next(reached):
-                input_gradients.append(None)
-                continue
-            meta = torch.empty(shape, dtype=dtype, device="meta")
-            input_gradients.append(VirtualTensor(Cell(InputGradient(ctx.call, index), ACCELERATOR), meta))
+            meta = torch.empty(shape, dtype=dtype, device="meta") if requires_grad and next(reached) else None
+            own = None if meta is None else VirtualTensor(Cell(InputGradient(ctx.call, index), ACCELERATOR), meta)
+            input_gradients.append(own)
         return (None, None, *input_gradients)
 
 

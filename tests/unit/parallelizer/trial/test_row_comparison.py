@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moreh_ap.parallelizer.trial import probe
+from moreh_ap.parallelizer.trial import row_comparison
 from moreh_ap.parallelizer.trial.row_comparison import (
     TOLERANCE_BF16,
     TOLERANCE_FP32,
@@ -29,7 +29,7 @@ def flags():
 
 
 def tolerance(model, device="cuda", autocast=None):
-    return probe._tolerance(SimpleNamespace(module=model, device=torch.device(device), autocast=autocast))
+    return row_comparison.tolerance_of(SimpleNamespace(module=model, device=torch.device(device), autocast=autocast))
 
 
 @pytest.mark.parametrize(
