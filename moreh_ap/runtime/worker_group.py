@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
+from moreh_ap.local.interrupts import TURN_S, wait_in_turns
 from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.future import Reply, told_again
 from moreh_ap.runtime.joining import launch
@@ -113,7 +114,7 @@ class WorkerGroup:
         self._ready = threading.Event()
         self._owner_pid = os.getpid()
         self._shared_memory = SharedMemory(shares_memory)
-        request = LaunchRequest(
+        self._request = request = LaunchRequest(
             num_workers,
             device_type,
             threads_per_worker,
@@ -124,7 +125,6 @@ class WorkerGroup:
             self._shared_memory.descriptor,
             os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible_devices is None else visible_devices,
         )
-        self._request = request
         self._make_launcher = make_launcher or Launcher
         self._launcher = self._make_launcher(request, self._is_stopped)
         self._thread = threading.Thread(target=self._run, name="moreh-workers", daemon=True)
@@ -144,7 +144,7 @@ class WorkerGroup:
         Raises:
             MeshStartError: the workers could not be started, or not in time.
         """
-        if not self._ready.wait(timeout_s):
+        if not wait_in_turns(self._ready.wait, timeout_s):
             raise MeshStartError(
                 f"The {self.num_workers} worker processes are not ready after {timeout_s} s.",
                 fix="wait longer if the machine is busy",
@@ -232,14 +232,17 @@ class WorkerGroup:
         return concurrent.futures.Future.result(reply)  # type: ignore[no-any-return]
 
     def _wait(self, reply: Reply, timeout_s: float | None = None) -> None:
-        """Waits until a command is done, however it ended: on an ordinary lock, so that Ctrl-C works, in notebooks too.
+        """Waits until a command is done, however it ended.
 
         Raises:
             TimeoutError: it was not done in time.
         """
         if not reply.done():
             self.num_waits += 1
-            if not concurrent.futures.wait([reply], timeout_s).done:
+            first_s = TURN_S if timeout_s is None else min(TURN_S, timeout_s)
+            if concurrent.futures.wait([reply], first_s).done:
+                return
+            if not wait_in_turns(lambda turn_s: concurrent.futures.wait([reply], turn_s).done, timeout_s):
                 raise TimeoutError(f"the workers have not answered within {timeout_s} s")
 
     def _raise_pending(self, up_to: int | None) -> None:
@@ -261,7 +264,8 @@ class WorkerGroup:
             raise WorkerLostError("A forked child process cannot use the accelerator of its parent.", allowed)
         self.check()
         payload = pack()
-        self._slots.acquire()
+        if not self._slots.acquire(blocking=False):
+            wait_in_turns(lambda turn_s: self._slots.acquire(timeout=turn_s))
         with self._lock:
             if self._stopped is None:
                 self._last_number += 1

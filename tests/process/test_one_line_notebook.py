@@ -58,13 +58,21 @@ class Notebook:
                 printed.append(message["content"]["text"])
             elif message["msg_type"] == "execute_result":
                 printed.append(message["content"]["data"]["text/plain"])
+            elif message["msg_type"] == "error":
+                printed.extend(message["content"]["traceback"])
 
         reply = self.client.execute_interactive(code, timeout=timeout_s, output_hook=show)["content"]
+        while reply["status"] == "aborted":  # it came so soon after an error that the kernel dropped it
+            reply = self.client.execute_interactive(code, timeout=timeout_s, output_hook=show)["content"]
         return "".join(printed), reply.get("ename", "")
 
     def workers(self) -> list[int]:
-        out, error = self.run("from moreh_ap import device; print('pids', *device.current().session.workers.pids)")
-        assert not error
+        """Returns the process ids of all workers, which may have to start: small models do not wait for them."""
+        out, error = self.run(
+            "from moreh_ap import device; workers = device.current().session.workers; workers.wait_ready()\n"
+            "print('pids', *workers.pids)"
+        )
+        assert not error, out
         return [int(pid) for pid in out.split("pids")[1].split()]
 
     def close(self) -> None:
@@ -96,7 +104,7 @@ def test_cells_run_fail_are_interrupted_and_run_again(notebook):
     out, error = notebook.run("model(torch.randn(8, 5).cuda())")
     assert error == "RuntimeError"
     out, error = notebook.run("train(5).item()")
-    assert not error and float(out.splitlines()[-1]) > 0
+    assert not error and float(out.splitlines()[-1]) > 0, out
 
     workers = notebook.workers()
     notebook.client.execute("while True: train(1).item(); print('.', end='', flush=True)")
@@ -106,13 +114,13 @@ def test_cells_run_fail_are_interrupted_and_run_again(notebook):
     assert reply_of(notebook)["ename"] == "KeyboardInterrupt"
     assert time.monotonic() - start_s < 5
     out, error = notebook.run("train(5).item()")
-    assert not error and float(out.splitlines()[-1]) > 0
+    assert not error and float(out.splitlines()[-1]) > 0, out
     assert notebook.workers() == workers, "the same workers went on"
 
     out, error = notebook.run(SET_UP)
     assert not error, "the first cell may be run again"
     out, error = notebook.run("train(5).item()")
-    assert not error and float(out.splitlines()[-1]) > 0
+    assert not error and float(out.splitlines()[-1]) > 0, out
 
     notebook.client.stop_channels()
     notebook.manager.restart_kernel(now=True)

@@ -25,6 +25,7 @@ from moreh_ap.device.patches import (
     threads,
 )
 from moreh_ap.device.worker_backend import IN_FORCE, WorkerBackend
+from moreh_ap.local import interrupts
 from moreh_ap.patching import Patches
 from moreh_ap.protocol import pytree
 
@@ -36,6 +37,11 @@ def install(backend: WorkerBackend) -> Patches:
     patches.on_undo(_leave_force)
     pytree.install(patches)
     threads.install(patches)
+    patches.group("An interrupt in the middle of one of our functions would leave half of its work.").note(
+        "signal.SIGINT",
+        "Has Ctrl-C be raised once our functions have returned, or where they wait.",
+        interrupts.install(),
+    )
     cuda_functions.install(patches, backend)
     cuda_streams.install(patches, backend)
     cuda_rng.install(patches, backend)
