@@ -13,7 +13,8 @@ from moreh_ap.runtime.worker import probe_exchanges
 CPU = torch.device("cpu")
 
 
-def test_every_kind_of_exchange_is_measured_in_pairs_and_together(world):
+def test_every_kind_of_exchange_is_measured_in_pairs_and_together(world, monkeypatch):
+    monkeypatch.setattr(probe_exchanges, "_SLOW_S", math.inf)  # a busy machine takes any time
     found = list(probe_exchanges.measure_exchanges(CPU))
     kinds = {"sum", "gather", "scatter", "message", "crossing_sum", "crossing_split"}
     sizes = {2, world} if world % 2 == 0 else {world}
