@@ -90,6 +90,32 @@ class HardestRows(TwoEncoders):
         return rows_BH.norm(dim=1).topk(2)[0].sum(), rows_BH
 
 
+class Covariances(TwoEncoders):
+    """VICReg: variances and covariances of the batch, divided by one less than it has rows."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        left_BD, right_BD = self.left(x_BF), self.right(y_BF)
+        loss = 5 * F.mse_loss(left_BD, right_BD)
+        for features_BD in (left_BD, right_BD):
+            centred_BD = features_BD - features_BD.mean(0)
+            loss = loss + F.relu(2 - torch.sqrt(centred_BD.var(0) + 1e-4)).mean()
+            covariance_DD = centred_BD.T @ centred_BD / (len(features_BD) - 1)
+            off_diagonal = covariance_DD.flatten()[:-1].view(5, 7)[:, 1:]
+            loss = loss + off_diagonal.square().sum() / 6
+        return loss, left_BD
+
+
+class OtherRows(TwoEncoders):
+    """Compares each row with all others: the diagonal of a matrix of rows is cut out by its number of rows."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        left_BD = F.normalize(self.left(x_BF), dim=-1)
+        scores_BB = left_BD @ F.normalize(self.right(y_BF), dim=-1).T
+        rows = len(scores_BB)
+        others = scores_BB.flatten()[:-1].view(rows - 1, rows + 1)[:, 1:].reshape(rows, rows - 1)
+        return (others * self.temperature).exp().sum() / (rows * (rows - 1)) - scores_BB.diagonal().mean(), left_BD
+
+
 class Routing(TwoEncoders):
     """A capsule network: a weight is repeated for each row, and how rows are routed is a mean over all of them."""
 
@@ -111,7 +137,17 @@ class Routing(TwoEncoders):
 
 
 @pytest.mark.parametrize(
-    "model_class", [InBatchNegatives, SupervisedContrast, OwnNormalisation, BalancedExperts, HardestRows, Routing]
+    "model_class",
+    [
+        InBatchNegatives,
+        SupervisedContrast,
+        OwnNormalisation,
+        BalancedExperts,
+        HardestRows,
+        Covariances,
+        OtherRows,
+        Routing,
+    ],
 )
 def test_losses_are_those_of_one_device_and_each_worker_computes_its_rows(model_class, capsys):
     def script(device):

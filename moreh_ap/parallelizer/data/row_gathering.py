@@ -68,6 +68,24 @@ Placement = Rows | str | None
 """Where a tensor's entries are: its `Rows`, `SHARE`, or None for one device's tensor."""
 
 
+class RowCount(NamedTuple):
+    """A number among the arguments of a call that follows the number of rows: `len(x)`, `2 * len(x)`, `len(x) - 1`.
+
+    Attributes:
+        position: Of the number, counted over all leaves of the arguments.
+        multiple: Of the number of rows.
+        added: What is added to that.
+    """
+
+    position: int
+    multiple: int
+    added: int = 0
+
+    def of(self, rows: int) -> int:
+        """Returns the number for so many rows."""
+        return self.multiple * rows + self.added
+
+
 @dataclass(frozen=True)
 class Step:
     """What one call of a torch function, or of a module, does, and the same on every worker.
@@ -77,8 +95,7 @@ class Step:
         enters: Whether it is a module in which rows meet: its functions and modules have steps of their own.
         adds_up: Whether arguments that are summands are added up before.
         gathers: Whether rows are gathered before.
-        follows: The numbers among the arguments that are multiples of the number of rows: their position, counted over
-            all leaves, and by what.
+        follows: The numbers among the arguments that follow the number of rows.
         for_all: Whether those numbers have to be the ones of the whole batch, and else of this worker's rows.
         writes: Whether it writes to its first argument.
         cuts: Whether the result is one device's at first, and cut to this worker's rows.
@@ -92,7 +109,7 @@ class Step:
     enters: bool = False
     adds_up: bool = False
     gathers: bool = False
-    follows: tuple[tuple[int, int], ...] = ()
+    follows: tuple[RowCount, ...] = ()
     for_all: bool = False
     writes: bool = False
     cuts: bool = False
@@ -287,7 +304,7 @@ class GatheringReduction(JoinedReduction):
 
     def _prepare(self, step: Step, args: Any, kwargs: Any) -> tuple[Any, Any, list[Placement]]:
         """Returns the arguments as the step wants them, and the placements of the tensors among them."""
-        multiples = dict(step.follows)
+        counts = {count.position: count for count in step.follows}
         positions = itertools.count()
         own, everyone = self._stop - self._start, self._gathering.rows
         placements: list[Placement] = []
@@ -303,11 +320,11 @@ class GatheringReduction(JoinedReduction):
                 if isinstance(placement, Rows) and step.gathers:
                     return self._gathered(leaf, placement)
                 placements.append(placement)
-            elif position in multiples:
+            elif position in counts:
                 # A number may come from a tensor that has this worker's rows, or from one that has all.
-                if leaf not in (multiples[position] * own, multiples[position] * everyone):
+                if leaf not in (counts[position].of(own), counts[position].of(everyone)):
                     raise Diverged(f"{step.name} gets other numbers than when it was tried on a few rows")
-                return multiples[position] * (everyone if step.for_all else own)
+                return counts[position].of(everyone if step.for_all else own)
             return leaf
 
         return *map_leaves(prepare, (args, kwargs)), placements

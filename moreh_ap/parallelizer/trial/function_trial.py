@@ -26,6 +26,7 @@ from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.row_gathering import (
     SHARE,
     Placement,
+    RowCount,
     Rows,
     Step,
     has_first_rows,
@@ -94,7 +95,7 @@ class Trial:
         name: str,
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         doubles: Sequence[Double | None],
-        follows: tuple[tuple[int, int], ...],
+        follows: tuple[RowCount, ...],
     ) -> None:
         self._device, self._rows, self._func, self._name = device, rows, func, name
         self._args, self._kwargs = arguments
@@ -240,7 +241,7 @@ class Trial:
         return found
 
     def _slice_of(self, before: Any, which: int, adds_up: bool, for_all: bool) -> Any:
-        positions, multiples = itertools.count(), dict(self._follows)
+        positions, counts = itertools.count(), {count.position: count for count in self._follows}
 
         def prepare(leaf: Any) -> Any:
             position = next(positions)
@@ -249,8 +250,8 @@ class Trial:
                 added = adds_up and double.placement == SHARE
                 # In place, both slices write to the double itself once the function is known to work on them.
                 return double.slices[0] + double.slices[1] if added else double.slices[which]
-            if position in multiples and not for_all:
-                return multiples[position] * self._rows[which]
+            if position in counts and not for_all:
+                return counts[position].of(self._rows[which])
             return _clone(leaf) if self._mutates and isinstance(leaf, Tensor) else leaf
 
         return map_leaves(prepare, before)
@@ -295,13 +296,13 @@ def tensors_of(result: Any) -> list[Tensor]:
     return [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
 
 
-def with_numbers(arguments: Any, follows: Sequence[tuple[int, int]], rows: int) -> Any:
+def with_numbers(arguments: Any, follows: Sequence[RowCount], rows: int) -> Any:
     """Returns arguments with the numbers that follow the number of rows as they are for so many."""
-    positions, multiples = itertools.count(), dict(follows)
+    positions, counts = itertools.count(), {count.position: count for count in follows}
 
     def change(leaf: Any) -> Any:
         position = next(positions)
-        return multiples[position] * rows if position in multiples else leaf
+        return counts[position].of(rows) if position in counts else leaf
 
     return map_leaves(change, arguments)
 

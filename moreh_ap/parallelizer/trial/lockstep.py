@@ -6,8 +6,9 @@ Decides which functions work row by row, of which the slices' results add up, an
 
 [Note: numbers]
 A forward may ask a tensor how many rows it has and do something with that number: make as many labels, divide by it.
-Such numbers are found by running fewer rows before: they are multiples of the number of rows in both runs. In a call
-they are left as they are, or made those of the whole batch, as the comparison shows.
+Such numbers are found by running fewer rows before: both runs have the same multiple of the number of rows, or nearly
+that (`len(x) - 1`, by which a covariance is divided). In a call they are left as they are, or made those of the whole
+batch, as the comparison shows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from moreh_ap.parallelizer.data.module_calls import Original, module_step, seein
 from moreh_ap.parallelizer.data.row_gathering import (
     Placement,
     Placements,
+    RowCount,
     Rows,
     Step,
 )
@@ -37,6 +39,9 @@ from moreh_ap.parallelizer.trial.recorded_calls import Called
 
 _HARMLESS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """Arguments of a module that a second call of it finds as they were; not so a cache."""
+_ADDED = (-2, -1, 0, 1)
+"""To a multiple of the number of rows: two views of a batch without a row itself, degrees of freedom, N x N matrices
+without their diagonal. Others may follow something else, such as a place in a queue."""
 _REFUSED = {"backward", "grad", "__set__"}
 
 
@@ -172,20 +177,21 @@ class Lockstep(GlobalReduction):
         return [self._doubles.get(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def _following(self, name: str, leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-        """Returns which numbers are multiples of the number of rows, and by what."""
+        """Returns which numbers follow the number of rows, and how."""
         called = self._fewer_calls[self._position] if self._position < len(self._fewer_calls) else None
         if called is None or called.name != name or len(called.numbers) != len(leaves):
             raise Refused("which functions the forward calls depends on the number of rows, and rows on each other")
-        total = sum(self._rows)
-        return tuple(
-            (position, int(leaf // total))
-            for position, (leaf, fewer) in enumerate(zip(leaves, called.numbers, strict=True))
-            if type(leaf) in (int, float) and fewer not in (None, leaf) and leaf * self._num_fewer == fewer * total
-            if leaf % total == 0
-        )
+        counts = []
+        for position, (leaf, fewer) in enumerate(zip(leaves, called.numbers, strict=True)):
+            if type(leaf) in (int, float) and fewer not in (None, leaf):
+                multiple, rest = divmod(leaf - fewer, sum(self._rows) - self._num_fewer)
+                added = leaf - multiple * sum(self._rows)
+                if rest == 0 and multiple > 0 and added in _ADDED:
+                    counts.append(RowCount(position, int(multiple), int(added)))
+        return tuple(counts)
 
     def _of_one_device(
-        self, func: Callable[..., Any], args: Any, kwargs: Any, follows: tuple[tuple[int, int], ...], result: Any
+        self, func: Callable[..., Any], args: Any, kwargs: Any, follows: tuple[RowCount, ...], result: Any
     ) -> Step:
         """Returns the step of a function that gets numbers of rows and no rows; gives its results their rows."""
         name, total = function_name(func), sum(self._rows)
@@ -206,9 +212,9 @@ class Lockstep(GlobalReduction):
             placements.append(placement)
         return Step(name, follows=follows, for_all=True, cuts=True, results=tuple(placements))
 
-    def _drawn(self, name: str, follows: tuple[tuple[int, int], ...], result: Tensor) -> Step:
+    def _drawn(self, name: str, follows: tuple[RowCount, ...], result: Tensor) -> Step:
         """Returns the step of a function that draws numbers for all rows: a worker draws those of its own."""
-        sizes = {multiple * sum(self._rows) for _, multiple in follows}
+        sizes = {count.of(sum(self._rows)) for count in follows}
         dims = [dim for dim, size in enumerate(result.shape) if size in sizes]
         if len(dims) != 1:
             raise Refused(f"which dim of what {name} draws has the rows is not clear, and rows depend on each other")

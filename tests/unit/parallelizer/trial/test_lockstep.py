@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moreh_ap.parallelizer.data.row_gathering import SHARE, Rows, Step
+from moreh_ap.parallelizer.data.row_gathering import SHARE, RowCount, Rows, Step
 from moreh_ap.parallelizer.trial.dry_run import Refused
 from moreh_ap.parallelizer.trial.lockstep import Lockstep
 from moreh_ap.parallelizer.trial.recorded_calls import NumberRecorder
@@ -88,9 +88,16 @@ def test_a_sum_of_zeros_may_be_anything():
 
 def test_the_number_of_rows_is_that_of_the_batch_where_it_divides_and_of_the_slice_where_it_shapes():
     steps = learn(lambda x: (x.sum() / x.shape[0], x.view(x.shape[0], 2, 2), torch.eye(len(x)) + x @ x.t()))
-    assert (steps["div"].follows, steps["div"].for_all) == (((1, 1),), True)
-    assert (steps["view"].follows, steps["view"].for_all) == (((1, 1),), False)
+    assert (steps["div"].follows, steps["div"].for_all) == ((RowCount(1, 1),), True)
+    assert (steps["view"].follows, steps["view"].for_all) == ((RowCount(1, 1),), False)
     assert (steps["eye"].cuts, steps["eye"].results) == (True, (Rows(0),))
+
+
+def test_a_number_may_be_nearly_a_multiple_of_the_number_of_rows():
+    steps = learn(lambda x: x.t() @ x / (2 * len(x) - 1))
+    assert (steps["div"].follows, steps["div"].for_all) == ((RowCount(1, 2, -1),), True)
+    assert RowCount(1, 2, -1).of(8) == 15
+    assert not learn(lambda x: x.t() @ x / (len(x) + 2))["div"].follows
 
 
 def test_what_is_drawn_for_rows_has_rows():
