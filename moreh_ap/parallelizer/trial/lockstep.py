@@ -176,7 +176,7 @@ class Lockstep(GlobalReduction):
     def _doubles_of(self, leaves: Sequence[Any]) -> list[Double | None]:
         return [self._doubles.get(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
-    def _following(self, name: str, leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    def _following(self, name: str, leaves: Sequence[Any]) -> tuple[RowCount, ...]:
         """Returns which numbers follow the number of rows, and how."""
         called = self._fewer_calls[self._position] if self._position < len(self._fewer_calls) else None
         if called is None or called.name != name or len(called.numbers) != len(leaves):
