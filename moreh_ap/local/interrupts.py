@@ -21,6 +21,7 @@ what handled one in the call.
 from __future__ import annotations
 
 import dis
+import inspect
 import os
 import signal
 import sys
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(inspect.getfile(torch))) + os.sep
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = tuple(_STANDARD + name + os.sep for name in ("site-packages", "dist-packages"))
 _BESIDE_TORCH = os.path.dirname(_TORCH[:-1]) + os.sep
@@ -46,7 +47,7 @@ _PATIENCE_S = 3.0
 _FINALIZER = weakref.finalize.__call__.__code__
 """What Python raises in finalizers it prints, and forgets."""
 
-_MODES = os.path.abspath(torch.overrides.__file__)
+_MODES = os.path.abspath(inspect.getfile(torch.overrides))
 """Takes a function mode, which the script has because of us, off and puts it on again."""
 
 TURN_S = 0.2
