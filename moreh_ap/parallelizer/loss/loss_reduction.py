@@ -37,7 +37,7 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -275,7 +275,8 @@ class GlobalReduction(OwnDevice):
             local = torch.full((), count, dtype=torch.float64, device=self.device)
         self.local_denominators.append(local)
         if self._known is not None:
-            everywhere = self._known_at(len(self.local_denominators) - 1)
+            site = len(self.local_denominators) - 1
+            everywhere = self._known[site] if site < len(self._known) else self._refuse_another()
         elif self._record:
             everywhere = local
         else:
@@ -289,22 +290,20 @@ class GlobalReduction(OwnDevice):
         self.global_denominators.append(everywhere)
         return everywhere
 
-    def _known_at(self, site: int) -> Tensor:
-        assert self._known is not None
-        if site >= len(self._known):
-            raise ExactnessError(
-                f"a forward took more than the {len(self._known)} means over the batch that were expected",
-                "the same number of mean losses in every micro-batch",
-                'plan="micro_batches=1"',
-            )
-        return self._known[site]
+    def _refuse_another(self) -> NoReturn:
+        raise ExactnessError(
+            f"a forward took more than the {len(self._known or ())} means over the batch that were expected",
+            "the same number of mean losses in every micro-batch",
+            'plan="micro_batches=1"',
+        )
 
     def _longest(self, own: int) -> int:
         """Returns to how many steps one device pads; `own`: to how many it would pad these rows. A site."""
         longest = torch.full((), own, dtype=torch.float64, device=self.device)
         self.local_denominators.append(torch.zeros_like(longest))
         if self._known is not None:
-            longest = self._known_at(len(self.local_denominators) - 1)
+            site = len(self.local_denominators) - 1
+            longest = self._known[site] if site < len(self._known) else self._refuse_another()
         elif not self._record:
             if not self.is_common(call_site()):
                 raise Diverged("rows decide whether the forward pads packed sequences")
