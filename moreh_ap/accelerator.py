@@ -12,9 +12,10 @@ import torch
 
 from moreh_ap import accelerator_models, device, log
 from moreh_ap.device import checkpoint_tensors
+from moreh_ap.device.patches import quantized_weights
 from moreh_ap.device.patches.install import install
 from moreh_ap.errors import OptionError
-from moreh_ap.integrations import accelerate, bitsandbytes, keras, transformers
+from moreh_ap.integrations import accelerate, keras, transformers
 from moreh_ap.local.jobs import Job
 from moreh_ap.runtime import gpu_checks
 from moreh_ap.runtime.worker_environment import device_ids, workers_per_gpu
@@ -127,7 +128,7 @@ class Accelerator:
         self._patches = install(SessionBackend(self.session, self.models))
         transformers.install(self._patches, checkpoint_tensors)
         accelerate.install(self._patches)
-        bitsandbytes.install(self._patches)
+        quantized_weights.install(self._patches)
         keras.install(self._patches)
         self._tracer = StepTracer(self.session, trace_file, *options.trace_steps) if is_traced else None
 

@@ -57,6 +57,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "Makes a tensor of our class with shape and strides but no memory.",
         ("torch.Tensor._make_wrapper_subclass", "device parallelizer/tensor"),
     ),
+    *_names("Makes a parameter of a library's class.", ("torch.Tensor._make_subclass", "device/patches")),
     *_names("Notices in-place changes, as autograd does.", ("torch.Tensor._version", "*")),
     *_names("Tells memories apart while a file is written.", ("torch.UntypedStorage._cdata", "device/patches")),
     *_names(
@@ -72,7 +73,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Functions with Python wrappers, under the name by which a function mode sees them.",
         ("torch._C._VariableFunctions", "device"),
-        ("torch._C._nn._parse_to", "device integrations"),
+        ("torch._C._nn._parse_to", "device device/patches"),
         ("torch._C._nn.pad_sequence", "device"),
     ),
     *_names(

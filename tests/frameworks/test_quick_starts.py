@@ -18,6 +18,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 NEEDS = {
     "accelerate_loop.py": "sentence_transformers",
     "bitsandbytes_optimizers.py": "bitsandbytes",
+    "bitsandbytes_qlora.py": "bitsandbytes",
     "diffusers_unet.py": "diffusers",
     "fastai_tabular.py": "fastai",
     "fastai_vision.py": "fastai",

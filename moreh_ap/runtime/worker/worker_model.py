@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.integrations import transformers_worker
+from moreh_ap.integrations import bitsandbytes_worker, transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.call.parameter_writes import keep_parameters
 from moreh_ap.parallelizer.call.reports import Reports
@@ -110,6 +110,7 @@ class WorkerModel:
     def _unpickle(self, command: BuildModel, aliases: list[tuple[str, Tensor]]) -> nn.Module:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device, aliases)
         transformers_worker.complete_unpickled(module)
+        bitsandbytes_worker.complete_unpickled(module)
         for submodule in module.modules():
             if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)):
                 submodule.sparse = False  # FSDP2 sums dense gradients; optimizers that take both do the same with them

@@ -38,6 +38,7 @@ from moreh_ap import log
 from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.session.planning.model_profiling import identity_of
+from moreh_ap.session.planning.packed_weights import has_packed_weights
 from moreh_ap.session.session import Session
 
 FILE = CacheFile("own_process.json")
@@ -115,7 +116,7 @@ class FasterPlace:
 
     def note_layout(self, root: nn.Module, call: Any) -> None:
         """Records the call for which a model was laid out on the workers."""
-        if self._may_be_here():
+        if self._may_be_here() and not has_packed_weights(root):
             self._keys[root] = self._key(root, call)
 
     def measured_on_workers(self, roots: Sequence[nn.Module], optimizer: Optimizer, step_s: float) -> None:

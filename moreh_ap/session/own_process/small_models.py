@@ -31,6 +31,7 @@ from moreh_ap.device.values import Here, InFile, Later
 from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.session.own_process.faster_place import FasterPlace, StepTimes, StepTrial
 from moreh_ap.session.planning.model_profiling import positions_of
+from moreh_ap.session.planning.packed_weights import has_packed_weights
 from moreh_ap.session.session import Session
 
 MAX_STEP_FLOPS = {"cuda": 1e8, "cpu": 4e8}
@@ -72,7 +73,7 @@ class SmallModels:
             root: A model all of whose parameters and buffers are on the accelerator.
             call: Positional and keyword arguments of its next call, or of that of a part.
         """
-        if not self._session.options.leaves_layout_open or root in self._outgrown:
+        if not self._session.options.leaves_layout_open or root in self._outgrown or has_packed_weights(root):
             return False
         name, times = type(root).__name__, None
         num_parts = sum(1 for part in root.modules() if any(p is not None for p in part._parameters.values()))

@@ -14,6 +14,7 @@ from torch import nn
 from moreh_ap.planner.profiles.adapters import with_adapters
 from moreh_ap.planner.profiles.model_profile import Frozen, ModelProfile, Product
 from moreh_ap.protocol.blocks import block_lists
+from moreh_ap.session.planning.packed_weights import is_packed, num_values, stored_bytes
 
 _FROZEN = 0.9
 """Fraction of frozen parameters from which on a model counts as frozen. LoRA freezes more than 95 per cent; a model
@@ -22,7 +23,7 @@ with fewer frozen parameters counts as fully trained."""
 
 def trains_weights(root: nn.Module) -> bool:
     """Returns False for a model whose weights are frozen except for adapters."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in root.parameters()]
+    sizes = [(num_values(parameter), parameter.requires_grad) for parameter in root.parameters()]
     frozen = sum(size for size, trained in sizes if not trained)
     return not 0 < frozen >= _FROZEN * sum(size for size, _ in sizes)
 
@@ -40,7 +41,8 @@ def with_frozen_weights(profile: ModelProfile, root: nn.Module, *, is_shape: boo
     tables = [one for one in root.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
     of_tables = {id(one) for table in tables for one in table.parameters()} - set(of_blocks)
     outside = [one for one in root.parameters() if id(one) not in of_blocks]
-    frozen = Frozen(_bytes_of(of_blocks.values()), _bytes_of(outside))
+    packed = any(map(is_packed, of_blocks.values()))
+    frozen = Frozen(_bytes_of(of_blocks.values()), _bytes_of(outside), is_packed=packed)
     trained = [one for one in of_blocks.values() if one.requires_grad]
     first = float(sum(one.numel() for one in outside if one.requires_grad and id(one) in of_tables))
     last = float(sum(one.numel() for one in outside if one.requires_grad and id(one) not in of_tables))
@@ -65,10 +67,10 @@ def with_frozen_weights(profile: ModelProfile, root: nn.Module, *, is_shape: boo
 
 
 def _elements(module: nn.Module) -> int:
-    return sum(one.numel() for one in module.parameters())
+    return sum(map(num_values, module.parameters()))
 
 
 def _bytes_of(parameters: Iterable[nn.Parameter]) -> float:
     """Returns the bytes of a frozen parameter, on average."""
-    sizes = [(one.numel(), one.element_size()) for one in parameters if not one.requires_grad]
-    return sum(number * size for number, size in sizes) / max(1, sum(number for number, _ in sizes)) or 4.0
+    frozen = [one for one in parameters if not one.requires_grad]
+    return sum(map(stored_bytes, frozen)) / max(1, sum(map(num_values, frozen))) or 4.0

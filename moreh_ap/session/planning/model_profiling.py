@@ -27,6 +27,7 @@ from moreh_ap.protocol.blocks import block_lists
 from moreh_ap.session.planning.frozen_weights import trains_weights, with_frozen_weights
 from moreh_ap.session.planning.layer_sizes import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, LayerSize, layer_sizes
 from moreh_ap.session.planning.loss_place import with_loss_place
+from moreh_ap.session.planning.packed_weights import num_values
 from moreh_ap.session.verification import reduced_model
 
 _NEAR = 0.02
@@ -59,7 +60,7 @@ def shape_of(root: nn.Module) -> TransformerShape | None:
         shape = from_config(describe(), type(root).__name__)
     except OptionError:
         return None
-    found = sum(parameter.numel() for parameter in root.parameters())
+    found = sum(map(num_values, root.parameters()))
     return shape if abs(shape.parameters - found) <= _NEAR * found else None
 
 
@@ -170,7 +171,7 @@ def _segment_profile(modules: list[nn.Module], owned_elsewhere: set[int], num_eq
     num_matrices = 0
     for module in modules:
         own = [p for p in module._parameters.values() if p is not None]
-        parameters.update({id(p): p.numel() for p in own if id(p) not in owned_elsewhere})
+        parameters.update({id(p): num_values(p) for p in own if id(p) not in owned_elsewhere})
         matrices = [p for p in own if p.dim() >= 2]
         for matrix in matrices:
             size = (math.prod(matrix.shape[1:]), matrix.shape[0])  # a kernel's pixels are one input
@@ -191,7 +192,7 @@ def _segment_profile(modules: list[nn.Module], owned_elsewhere: set[int], num_eq
 
 
 def _elements(modules: Sequence[nn.Module]) -> int:
-    return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
+    return sum(num_values(p) for p in {id(p): p for module in modules for p in module.parameters()}.values())
 
 
 def joins_rows(root: nn.Module) -> bool:

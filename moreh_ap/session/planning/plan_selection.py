@@ -30,6 +30,7 @@ from moreh_ap.session.planning.compiled_runs import measured
 from moreh_ap.session.planning.device_count_records import script_key
 from moreh_ap.session.planning.machine_profile import Machine, machine_of, machine_on
 from moreh_ap.session.planning.model_profiling import identity_of, joins_rows, profile_model, shape_of
+from moreh_ap.session.planning.packed_weights import has_packed_weights, with_plans_for_packed
 from moreh_ap.session.planning.step_watch import Expected, corrections_of
 from moreh_ap.session.session import Session
 from moreh_ap.settings import Options
@@ -163,6 +164,8 @@ class Question:
         constraints = constraints_of(self.options, family, self.profile, self.shape, machine)
         if self.has_blocks:
             constraints = replace(constraints, compiles_blocks=True)
+        if has_packed_weights(root):
+            constraints = with_plans_for_packed(constraints, self.given)
         if joins_rows(root):
             constraints = without_pieces(constraints, self.given)
         return Task(

@@ -1,0 +1,68 @@
+"""How large packed weights are to the planner, and which plans there are for them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from moreh_ap.errors import PlanError
+from moreh_ap.plan import Plan
+from moreh_ap.planner.search.constraints import Constraints
+from moreh_ap.session.planning.frozen_weights import trains_weights, with_frozen_weights
+from moreh_ap.session.planning.model_profiling import profile_model
+from moreh_ap.session.planning.packed_weights import (
+    has_packed_weights,
+    num_values,
+    stored_bytes,
+    with_plans_for_packed,
+)
+
+
+class Packed(nn.Linear):
+    """A layer of 64 x 64 weights of 4 bits, with a constant for each 64 of them."""
+
+    def __init__(self):
+        super().__init__(64, 64, bias=False)
+        self.weight = nn.Parameter(torch.zeros(64 * 64 // 2, 1, dtype=torch.uint8), requires_grad=False)
+        self.weight.quant_state = SimpleNamespace(absmax=torch.zeros(64), offset=None, state2=None, shape=(64, 64))
+
+
+def model():
+    blocks = [nn.Sequential(Packed(), nn.Linear(64, 2, bias=False)) for _ in range(3)]
+    return nn.Sequential(nn.Sequential(*blocks), nn.Linear(2, 2, bias=False))
+
+
+def test_a_packed_weight_counts_as_what_it_stands_for_and_takes_what_it_takes():
+    weight, plain = Packed().weight, nn.Parameter(torch.zeros(3, 4))
+    assert num_values(weight) == 4096 and stored_bytes(weight) == 2048 + 256
+    assert num_values(plain) == 12 and stored_bytes(plain) == 48
+    assert has_packed_weights(model()) and not has_packed_weights(nn.Linear(2, 2))
+
+
+def test_the_profile_of_a_model_has_them_frozen_and_packed():
+    root = model()
+    assert not trains_weights(root)
+    profile = profile_model(root, None, (root, (torch.zeros(4, 64),), {}), 4)
+    found = with_frozen_weights(profile, root, is_shape=False).frozen
+    assert found is not None and found.is_packed and found.block_bytes == (2048 + 256) / 4096
+
+
+@pytest.mark.parametrize(
+    "text, what",
+    [("tensor=2", "a tensor axis"), ("pipeline=2,micro_batches=2", "a pipeline"), ("shard=2,precision=bf16", "bf16")],
+)
+def test_plans_that_would_take_them_apart_are_refused(text, what):
+    with pytest.raises(PlanError, match=what) as caught:
+        with_plans_for_packed(Constraints(), Plan.parse(text))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4 and text in lines[0] and "replicate and shard" in lines[1] and 'plan="shard=2"' in lines[2]
+
+
+@pytest.mark.parametrize("text", ["replicate=2", "shard=2", "replicate=2,shard=2,micro_batches=2,recompute=full"])
+def test_the_others_are_searched_without_a_tensor_axis_a_pipeline_and_bfloat16(text):
+    for given in (None, Plan.parse(text)):
+        left = with_plans_for_packed(Constraints(), given)
+        assert not left.pipeline_parallel and left.tensor_degrees == (1,) and not left.mixed_precision
