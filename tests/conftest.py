@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-ONE_LANE = ("tests/site/",)
+ONE_LANE = ("tests/site/", "tests/process/test_several_hosts")
 """How the paths of files begin that share a fixture which is expensive to make: one process of pytest runs them all."""
 
 NUM_PARTS = 5

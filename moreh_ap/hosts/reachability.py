@@ -1,19 +1,41 @@
-"""Whether two hosts reach each other.
+"""Whether two hosts reach each other, and how fast.
 
-Decides how that is tried: a connection is made and closed again. Must not know who tries whom.
+Decides how that is tried: a connection is made and closed again, or some bytes are sent for a moment. Must not know who
+tries whom.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
+import statistics
 import threading
+import time
+from dataclasses import dataclass
 
 CONNECT_S = 3.0
+_ROUNDS = 5
+_FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 24
+_WANTED_S = 0.2
+"""How long bytes are sent to find out how many pass."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one connection between two hosts does.
+
+    Attributes:
+        round_trip_s: A byte there and one back.
+        bytes_per_s: What passes in one direction.
+    """
+
+    round_trip_s: float
+    bytes_per_s: float
 
 
 class Probe:
-    """A socket to which others may connect, of which they learn nothing. Closed by `close`.
+    """A socket to which others may connect, of which they learn nothing but how fast it is. Closed by `close`.
 
     Args:
         address: Address of this host.
@@ -30,7 +52,8 @@ class Probe:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
             while True:
-                self._socket.accept()[0].close()
+                connection, _ = self._socket.accept()
+                threading.Thread(target=_take, args=(connection,), name="moreh-probe", daemon=True).start()
 
     def close(self) -> None:
         """Stops listening."""
@@ -46,6 +69,47 @@ def reaches(address: str, port: int) -> str:
     except OSError as error:
         return str(error)
     return ""
+
+
+def _take(connection: socket.socket) -> None:
+    """Reads as many bytes as the first eight say, and answers with one, until the other side ends."""
+    with contextlib.suppress(OSError), connection:
+        connection.settimeout(CONNECT_S)
+        with connection.makefile("rb") as stream:
+            for _ in range(_ROUNDS + 2):
+                left = int.from_bytes(stream.read(8), "big")
+                if not 0 < left <= _MOST_BYTES:
+                    return
+                while left:
+                    piece = stream.read(min(left, 1 << 16))
+                    if not piece:
+                        return
+                    left -= len(piece)
+                connection.sendall(b".")
+
+
+def measure(address: str, port: int) -> Speed:
+    """Returns how fast the connection to a probe is. Takes up to half a second, or three on a very slow link.
+
+    Raises:
+        OSError: There is no probe, or it does not answer in time.
+    """
+    with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def taken_s(num_bytes: int) -> float:
+            began_s = time.perf_counter()
+            connection.sendall(num_bytes.to_bytes(8, "big") + bytes(num_bytes))
+            if connection.recv(1) != b".":
+                raise ConnectionError("the other host has stopped listening")
+            return time.perf_counter() - began_s
+
+        round_trip_s = statistics.median(taken_s(1) for _ in itertools.repeat(None, _ROUNDS))
+        first_s = max(taken_s(_FIRST_BYTES) - round_trip_s, 1e-6)
+        more = int(min(_MOST_BYTES, _FIRST_BYTES * _WANTED_S / first_s))
+        if more <= _FIRST_BYTES:
+            return Speed(round_trip_s, _FIRST_BYTES / first_s)
+        return Speed(round_trip_s, more / max(taken_s(more) - round_trip_s, 1e-6))
 
 
 def family(address: str) -> socket.AddressFamily:

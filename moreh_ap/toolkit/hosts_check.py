@@ -1,6 +1,7 @@
 """`moreh-ap doctor --hosts`: whether hosts can join, without starting a worker.
 
-Decides how what was found is shown, and the exit status. Must not know how hosts are looked at.
+Also measures the links between hosts that can. Decides how what was found is shown, and the exit status. Must not know
+how hosts are looked at.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from moreh_ap.hosts import host_table
-from moreh_ap.runtime.host.host_joining import connect
+from moreh_ap.hosts.joining_checks import Row
+from moreh_ap.runtime.host.host_connection import HostLostError
+from moreh_ap.runtime.host.host_joining import connect, measure_links
 from moreh_ap.toolkit import smi_tables
 
 
@@ -23,7 +26,13 @@ def check_hosts(hosts: Sequence[str], devices: int | None, as_json: bool) -> int
         as_json: Whether to print one JSON object instead of a table.
     """
     found = connect(hosts, None if devices is None else max(1, devices // len(hosts)))
-    found.end()
+    try:
+        if all(row.ok for row in found.rows):
+            found.rows += measure_links(found)
+    except HostLostError as error:
+        found.rows.append(Row("all", "connection", str(error), "", False, "moreh-ap doctor --hosts ..."))
+    finally:
+        found.end()
     ok = all(row.ok for row in found.rows)
     if as_json:
         print(json.dumps({"ok": ok, "hosts": [asdict(row) for row in found.rows]}, indent=1))

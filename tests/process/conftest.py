@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from drop_in_runs import BothInTurn
 from hosts_lab import Lab
 from parallelizer_team import Team
@@ -115,7 +116,7 @@ def both_in_turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothInTur
     both.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
     """Two hosts, as network namespaces; see `hosts_lab.py`."""
     made = Lab()
@@ -123,3 +124,12 @@ def lab() -> Iterator[Lab]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="session")
+def alone(lab: Lab) -> object:
+    """What one process computes with `scripts/several_hosts.py`: losses and weights."""
+    results = lab.shared / "alone-results"
+    code, said = lab.run(HERE / "scripts" / "several_hosts.py", results, lab.shared / "nothing", MOREH_HOSTS="")
+    assert code == 0, said
+    return torch.load(results)[""]

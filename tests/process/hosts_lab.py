@@ -65,6 +65,8 @@ class Lab:
         self.shared.mkdir()
         self.hosts = f"{ADDRESSES['a']},{ADDRESSES['b']}"
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._names: dict[str, str] = {}
+        self._slurm: dict[str, str] = {}
         try:
             self._make_network()
             self._make_keys()
@@ -198,14 +200,17 @@ class Lab:
 
     def name_hosts(self, names: dict[str, str]) -> None:
         """Has all hosts know the address of each name."""
-        lines = "".join(f"{address} {name}\n" for name, address in names.items())
+        self._names.update(names)
+        lines = "".join(f"{address} {name}\n" for name, address in self._names.items())
         for host in ADDRESSES:
             folder = Path("/etc/netns", self.namespace(host))  # `ip netns exec` shows it as /etc/hosts
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{lines}")
 
     def start_slurm(self) -> dict[str, str]:
-        """Starts Slurm on all hosts; returns the variables that its programs need."""
+        """Starts Slurm on all hosts, unless it runs; returns the variables that its programs need."""
+        if self._slurm:
+            return self._slurm
         self.name_hosts({f"mlab{host}": address for host, address in ADDRESSES.items()})
         nodes = "".join(f"NodeName=mlab{host} NodeAddr={ADDRESSES[host]} CPUs=2 RealMemory=4000\n" for host in "ab")
         own = self.folder
@@ -230,7 +235,8 @@ class Lab:
             node = f" -N mlab{host}" if program == "slurmd" else ""
             command = ["unshare", "--uts", "sh", "-c", f"hostname mlab{host}; exec {program} -D{node}"]
             self._start_daemon(f"{program}-{host}", host, command, "Running as primary" if not node else "started on")
-        return {"SLURM_CONF": f"{own}/slurm.conf", "MOREH_HOSTS": "slurm"}
+        self._slurm = {"SLURM_CONF": f"{own}/slurm.conf", "MOREH_HOSTS": "slurm"}
+        return self._slurm
 
     def _remove_abandoned(self) -> None:
         for line in _ip("netns", "list").splitlines():

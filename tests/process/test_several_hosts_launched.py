@@ -30,18 +30,10 @@ exec "$@"
 """
 
 
-@pytest.fixture(scope="module")
-def alone(lab):
-    """What one process computes."""
-    code, said = lab.run(SCRIPTS / "several_hosts.py", lab.shared / "alone", lab.shared / "nothing", MOREH_HOSTS="")
-    assert code == 0, said
-    return torch.load(lab.shared / "alone")[""]
-
-
 @pytest.mark.skipif(bool(MISSING_FOR_SLURM), reason=f"needs {', '.join(MISSING_FOR_SLURM)}")
 def test_slurm_runs_what_was_launched(lab, alone):
-    slurm, results = lab.start_slurm(), lab.shared / "slurm-results"
-    script = [sys.executable, SCRIPTS / "several_hosts.py", results, lab.shared / "slurm-checkpoint", PLAN]
+    slurm, results = lab.start_slurm(), lab.shared / "launched-results"
+    script = [sys.executable, SCRIPTS / "several_hosts.py", results, lab.shared / "launched-checkpoint", PLAN]
     launch = ("-m", "moreh_ap.cli.main", "launch", "slurm", "--nodes", "2", "--name", "train")
     code, said = lab.run(*launch, "--", *script, SLURM_CONF=slurm["SLURM_CONF"], MOREH_HOSTS="")
     assert code == 0 and "Submitted batch job" in said, said

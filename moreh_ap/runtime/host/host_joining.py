@@ -42,6 +42,7 @@ class Hosts:
         controller_address: Where the hosts reach the controller.
         script_folder: The folder of the script.
         sent: Bytes of each file that hosts were sent: (host, path).
+        ports: Where each host listens for others that try to reach it.
     """
 
     connections: list[HostConnection]
@@ -49,6 +50,7 @@ class Hosts:
     controller_address: str = ""
     script_folder: str = ""
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
 
     @property
     def device_type(self) -> str:
@@ -113,6 +115,26 @@ def connect(hosts: Sequence[str], per_host: int | None = None, address: str = "1
     except HostLostError as error:
         found.rows.append(Row("all", "connection", str(error), "", False, "moreh-ap doctor --hosts ..."))
     return found
+
+
+def measure_links(found: Hosts) -> list[Row]:
+    """Returns a row for the link from here to each host, and one for that from each to the next, measured in turn."""
+    rows, hosts = [], found.connections
+    for one in hosts:
+        try:
+            seen = _speed(reachability.measure(one.address, found.ports[one.host]))
+        except (OSError, KeyError) as error:
+            seen = str(error)
+        rows.append(Row(one.name, "link from here", seen))
+    for one, other in zip(hosts, [*hosts[1:], *hosts[:1]] if len(hosts) > 1 else []):
+        values = one.ask("measure", JOIN_S, address=other.address, port=found.ports.get(other.host, 0)).values
+        seen = values.pop("error") or _speed(reachability.Speed(**values))
+        rows.append(Row(one.name, "link to the next host", f"{seen} ({other.name})"))
+    return rows
+
+
+def _speed(speed: reachability.Speed) -> str:
+    return f"{speed.bytes_per_s / 1e6:,.0f} MB/s, {speed.round_trip_s * 1e3:.2g} ms there and back"
 
 
 def join(hosts: Sequence[str], per_host: int | None = None, address: str = "127.0.0.1") -> Hosts:
@@ -180,7 +202,7 @@ def _look_at_network(found: Hosts, address: str) -> None:
         one.address = one.address or found.controller_address
     found.rows += joining_checks.check_addresses([(one.host, one.address) for one in found.connections])
     probe = reachability.Probe(found.controller_address)
-    ports: dict[str, int] = {}
+    ports = found.ports
     try:
         listening = on_all(found.connections, lambda one: one.ask("listen", JOIN_S, address=one.address).values)
         for one, values in zip(found.connections, listening):

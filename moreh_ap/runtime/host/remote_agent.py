@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from moreh_ap.hosts import host_files, reachability, script_files
@@ -99,6 +100,8 @@ class RemoteAgent:
             self._answer(kind, self._listen(values["address"]))
         elif kind == "reach":
             self._answer(kind, {"failed": [reachability.reaches(*target) for target in values["targets"]]})
+        elif kind == "measure":
+            self._answer(kind, self._measure(values["address"], values["port"]))
         elif kind == "differing":
             self._answer(kind, {"files": script_files.different_on_this_host(values["folder"], values["digests"])})
         elif kind == "identities":
@@ -131,6 +134,12 @@ class RemoteAgent:
         except OSError as error:
             return {"port": 0, "interface": interface, "error": str(error)}
         return {"port": self._probe.port, "interface": interface, "error": ""}
+
+    def _measure(self, address: str, port: int) -> dict[str, Any]:
+        try:
+            return {**asdict(reachability.measure(address, port)), "error": ""}
+        except OSError as error:
+            return {"error": str(error)}
 
     def _look_through(self, path: str) -> None:
         """Answers with a digest, beside the messages that arrive while a large file is read."""
