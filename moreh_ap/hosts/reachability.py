@@ -12,9 +12,11 @@ import socket
 import statistics
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 CONNECT_S = 3.0
+_AGAIN_S = 0.1
 _ROUNDS = 5
 _FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 24
 _WANTED_S = 0.2
@@ -50,10 +52,8 @@ class Probe:
         threading.Thread(target=self._accept, name="moreh-probe", daemon=True).start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = self._socket.accept()
-                threading.Thread(target=_take, args=(connection,), name="moreh-probe", daemon=True).start()
+        for connection in connections(self._socket):
+            threading.Thread(target=_take, args=(connection,), name="moreh-probe", daemon=True).start()
 
     def close(self) -> None:
         """Stops listening."""
@@ -115,6 +115,18 @@ def measure(address: str, port: int) -> Speed:
 def family(address: str) -> socket.AddressFamily:
     """Returns the family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def connections(listener: socket.socket) -> Iterator[socket.socket]:
+    """Yields the connections that others make, until `listener` is closed."""
+    while listener.fileno() >= 0:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # closed, or a stranger that has gone again
+            if listener.fileno() >= 0:
+                time.sleep(_AGAIN_S)
+            continue
+        yield connection
 
 
 def free_port(address: str) -> int:

@@ -239,6 +239,7 @@ class WorkerGroup:
         """
         if not reply.done():
             self.num_waits += 1
+            # Most waits are over in their first turn, which makes no call of ours.
             first_s = TURN_S if timeout_s is None else min(TURN_S, timeout_s)
             if concurrent.futures.wait([reply], first_s).done:
                 return

@@ -78,6 +78,12 @@ def sentences(rows: int, longest: int) -> tuple[Tensor, Tensor]:
     return words_BT * (torch.arange(longest) < lengths_B[:, None]), lengths_B
 
 
+def take_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("model_class", [Recurrent, Tagger, Meeting])
 def test_packed_sequences_are_padded_to_the_longest_of_the_batch(model_class, capsys):
     def script(device):
@@ -92,9 +98,7 @@ def test_packed_sequences_are_padded_to_the_longest_of_the_batch(model_class, ca
                 trace.append(loss.detach())
                 tags_BT = torch.where(words_BT > 0, words_BT % TAGS, -100).to(device)
                 loss = F.cross_entropy(loss.transpose(1, 2), tags_BT, ignore_index=-100)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
             trace.append(loss.detach())
         trace += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         return [*trace, *model.state_dict().values(), torch.rand(2)]
@@ -141,9 +145,7 @@ def test_a_number_of_rows_that_the_script_keeps(where, capsys):
             model.batch_size = rows
             scores = model(words.to(device))
             loss = F.cross_entropy(scores.flatten(0, 1), words.flatten().to(device) % TAGS)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
             trace += [scores.detach(), loss.detach()]
         assert model.batch_size == rows
         trace += [parameter.grad for parameter in model.parameters()]
@@ -174,9 +176,7 @@ def test_a_state_that_the_next_forward_cuts_off(session, capsys):
         trace = []
         for _ in range(4):
             loss = model(torch.randn(6, 5, 6).to(device)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
             trace += [loss.detach(), model.state.detach()]
         return [*trace, *model.state_dict().values()]
 

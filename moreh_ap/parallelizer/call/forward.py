@@ -198,7 +198,7 @@ def autocasting(call: Call) -> AbstractContextManager[Any]:
     """Returns `torch.autocast` as the script had it around the call, or what of it a plan in bfloat16 needs."""
     if call.autocast is not None:
         return torch.autocast(call.device.type, dtype=call.autocast)
-    return Float32Losses(call.device) if PROMISES in call.module.__dict__ else nullcontext()
+    return Float32Losses() if PROMISES in call.module.__dict__ else nullcontext()
 
 
 def reducing(call: Call) -> AbstractContextManager[Any]:

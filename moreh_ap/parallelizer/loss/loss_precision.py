@@ -13,7 +13,6 @@ refuse float32. Source: https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,24 +30,16 @@ RAISED = (CLASS_LOSSES | ELEMENT_LOSSES | _LOG_PROBABILITIES) - {F.ctc_loss}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-@dataclass(eq=False, repr=False)
 class Float32Losses(TorchFunctionMode):
-    """While active, losses and log-probabilities of tensors in bfloat16 are float32. See [Note: losses are float32].
+    """While active, losses and log-probabilities of tensors in bfloat16 are float32. See [Note: losses are float32]."""
 
-    Attributes:
-        device: This worker's device.
-    """
-
-    device: torch.device
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in RAISED:
             return func(*args, **kwargs)
         if func is F.cross_entropy:  # which takes many logits in chunks then, without a float32 copy of all
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            logits = args[0] if args else kwargs["input"]
+            with torch.autocast(logits.device.type, dtype=torch.bfloat16):
                 return func(*args, **kwargs)
         args, kwargs = tree_map_only(Tensor, _raised, (args, kwargs))
         return func(*args, **kwargs)

@@ -14,19 +14,17 @@ import ssl
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from typing import IO, BinaryIO, cast
 
 from moreh_ap.hosts.certificates import make_agent_secret
 from moreh_ap.hosts.channel import BUSY, Channel
 from moreh_ap.hosts.credentials import AgentSecret
-from moreh_ap.hosts.reachability import family
+from moreh_ap.hosts.reachability import connections, family
 from moreh_ap.hosts.tls_stream import TlsStream
 from moreh_ap.hosts.ways import local_command
 
 _INTRODUCTION_S = 10.0  # how long a stranger may take to say the token
-_AGAIN_S = 0.1
 BUSY_S = 5.0
 """How long a script waits for the end of the one before; a controller waits 10 s for the first word."""
 _PIECE_BYTES = 1 << 16
@@ -60,14 +58,7 @@ class HostListener:
 
     def serve(self) -> None:
         """Lets controllers in, one at a time, until this process ends."""
-        while True:
-            try:
-                plain, _ = self._socket.accept()
-            except OSError:  # closed, or a stranger that has gone again
-                if self._socket.fileno() < 0:
-                    return
-                time.sleep(_AGAIN_S)
-                continue
+        for plain in connections(self._socket):
             threading.Thread(target=self._introduce, args=(plain,), daemon=True).start()
 
     def close(self) -> None:

@@ -15,14 +15,13 @@ import io
 import os
 import socket
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from moreh_ap.hosts.credentials import context_of
-from moreh_ap.hosts.reachability import family
+from moreh_ap.hosts.reachability import connections, family
 from moreh_ap.hosts.tls_stream import TlsStream
 from moreh_ap.runtime.relay import fan_out
 from moreh_ap.runtime.relay.answers import JoinedAnswers
@@ -44,7 +43,6 @@ from moreh_ap.runtime.relay.frames import (
 
 SOCKET = "commands"
 _HANDSHAKE_S = 10.0  # how long who connects may take to show a certificate
-_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -140,14 +138,7 @@ class CommandRelay:
     # -- from above ------------------------------------------------------------------------------------------------
 
     def _let_in(self) -> None:
-        while self._above is None:
-            try:
-                plain, _ = self._port.accept()
-            except OSError:  # closed, or a stranger that has gone again
-                if self._port.fileno() < 0:
-                    return
-                time.sleep(_AGAIN_S)
-                continue
+        for plain in connections(self._port):
             threading.Thread(target=self._follow_above, args=(plain,), daemon=True).start()
 
     def _follow_above(self, plain: socket.socket) -> None:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from moreh_ap.hosts.reachability import Probe, free_port, measure, reaches
+from moreh_ap.hosts.reachability import Probe, connections, free_port, measure, reaches
 
 HERE = "127.0.0.1"
 
@@ -44,3 +44,23 @@ def test_several_connections_are_served_at_once(probe):
         assert reaches(HERE, probe.port) == "" and measure(HERE, probe.port).bytes_per_s > 0
         idle.sendall((1).to_bytes(8, "big") + b"x")
         assert idle.recv(1) == b"."
+
+
+class Listener:
+    """Stands for a socket to which strangers connect, of which one has gone again before it is let in."""
+
+    def __init__(self) -> None:
+        self.left: list[object] = ["first", OSError("it has gone"), "second"]
+
+    def fileno(self) -> int:
+        return 3 if self.left else -1
+
+    def accept(self) -> tuple[object, None]:
+        found = self.left.pop(0)
+        if isinstance(found, OSError):
+            raise found
+        return found, None
+
+
+def test_a_stranger_that_has_gone_again_ends_no_listening():
+    assert list(connections(Listener())) == ["first", "second"]

@@ -125,7 +125,7 @@ def test_losses_in_a_forward_in_bfloat16(many, monkeypatch, loss_of):
     """Under a plan in bfloat16: of what the forward computes in bfloat16, without a float32 copy of all."""
     monkeypatch.setattr(chunked_cross_entropy, "LEAST_ELEMENTS", {"cpu": ROWS * CLASSES // 2})
     logits, target = batch(torch.bfloat16)
-    with Float32Seen() as seen, Float32Losses(torch.device("cpu")):
+    with Float32Seen() as seen, Float32Losses():
         loss = loss_of(logits, target)
         loss.backward()
     assert seen.most <= 7 * CLASSES and loss.dtype == torch.float32
@@ -149,7 +149,7 @@ def test_a_model_that_caps_its_logits(many, monkeypatch):
     config = Gemma2Config(vocab_size=CLASSES, pad_token_id=0, use_cache=False, **sizes, **heads)
     model = Gemma2ForCausalLM(config).to(torch.bfloat16)
     ids = torch.randint(0, CLASSES, (1, 2 * ROWS))
-    with Float32Seen(CLASSES) as seen, Float32Losses(torch.device("cpu")):
+    with Float32Seen(CLASSES) as seen, Float32Losses():
         result = model(input_ids=ids, labels=ids)
         result.loss.backward()
     assert 0 < seen.most <= 7 * CLASSES

@@ -222,25 +222,19 @@ def test_without_chunks_there_are_float32_copies(monkeypatch):
     assert most == scores.numel()
 
 
-def test_what_needs_all_values_gets_them():
+@pytest.mark.parametrize("needs_all", [True, False])
+def test_what_needs_all_values_gets_them_and_what_needs_single_positions(needs_all):
+    form = over_positions if needs_all else single_positions
     scores, labels = values(torch.bfloat16)
-    loss, _, gradient, most = on_the_worker(over_positions, scores, torch.float32, labels)
-    wanted_loss, wanted = expected(over_positions, scores, torch.float32, labels)
+    loss, _, gradient, most = on_the_worker(form, scores, torch.float32, labels)
+    wanted_loss, wanted = expected(form, scores, torch.float32, labels)
     torch.testing.assert_close(loss, wanted_loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-8)
-    assert most == scores.numel()
+    assert most == scores.numel() or not needs_all
 
 
 def over_positions(logits, labels):
     return (logits.float() * 2).softmax(1).pow(2).mean()
-
-
-def test_single_positions_of_many_logits():
-    scores, labels = values(torch.bfloat16)
-    loss, _, gradient, _ = on_the_worker(single_positions, scores, torch.float32, labels)
-    wanted_loss, wanted = expected(single_positions, scores, torch.float32, labels)
-    torch.testing.assert_close(loss, wanted_loss, rtol=1e-6, atol=0)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(

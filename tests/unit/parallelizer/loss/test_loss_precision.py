@@ -33,7 +33,7 @@ def numbers() -> torch.Tensor:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_bfloat16_is_that_of_its_values_in_float32(name):
     low = numbers()
-    with Float32Losses(CPU):
+    with Float32Losses():
         loss = LOSSES[name](low)
     assert loss.dtype == torch.float32 and loss.item() != loss.bfloat16().item()
     whole = low.detach().float().requires_grad_()
@@ -47,14 +47,14 @@ def test_a_loss_of_bfloat16_is_that_of_its_values_in_float32(name):
 
 def test_layers_keep_their_precision():
     layer = torch.nn.Linear(7, 3).bfloat16()
-    with Float32Losses(CPU):
+    with Float32Losses():
         hidden = layer(F.layer_norm(numbers().softmax(-1).pow(2), (7,)))
     assert hidden.dtype == torch.bfloat16
 
 
 def test_a_share_of_a_mean_is_float32_too():
     low = numbers()
-    with GlobalReduction(CPU, record=True) as reduction, Float32Losses(CPU):
+    with GlobalReduction(CPU, record=True) as reduction, Float32Losses():
         loss = F.cross_entropy(low, CLASSES)
     assert loss.dtype == torch.float32 and len(reduction.local_denominators) == 1
     torch.testing.assert_close(loss, F.cross_entropy(low.float(), CLASSES), rtol=1e-6, atol=0)
