@@ -138,7 +138,7 @@ def _at(
     masters = system.master_bytes * (by_zero if zero >= 1 else by_plan)
     if profile.frozen is not None:
         kept = frozen[0] * profile.frozen.block_bytes + frozen[1] * profile.frozen.outside_bytes
-        weights += kept / plan.shard
+        weights += kept / plan.shard + frozen[0] * profile.frozen.constant_bytes
     trained = trained_at(profile, plan, stage, system)
     by_plan, by_zero = trained / plan.shard, trained / sharing
     gradients = system.gradient_bytes * (by_zero if zero >= 2 else by_plan)

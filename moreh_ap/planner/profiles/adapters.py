@@ -27,7 +27,7 @@ __all__ = ["FROZEN_WEIGHTS", "adapters_of", "with_adapters"]
 FROZEN_WEIGHTS = {
     "fp32": Frozen(4.0, 4.0),
     "bf16": Frozen(2.0, 2.0),
-    "4bit": Frozen((4.0 + 0.127) / 8.0, 2.0, is_packed=True),
+    "4bit": Frozen(4.0 / 8.0, 2.0, is_packed=True, constant_bytes=0.127 / 8.0),
 }
 """How frozen weights may be kept, by name. Of 4 bits are the matrices of blocks; embedding and head are in bfloat16."""
 

@@ -112,15 +112,18 @@ class Frozen:
     """How weights that are not trained are kept.
 
     Attributes:
-        block_bytes: Bytes for each of a block's frozen parameters, constants of a quantization included.
+        block_bytes: Bytes for each of a block's frozen parameters.
         outside_bytes: The same outside of blocks.
         is_packed: Whether those of blocks are unpacked for each product: they travel as they are kept, and one matrix
             at a time is there in the computation's precision.
+        constant_bytes: Bytes of a quantization's constants for each of a block's frozen parameters, on average. Every
+            device has them whole.
     """
 
     block_bytes: float = 4.0
     outside_bytes: float = 4.0
     is_packed: bool = False
+    constant_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Decides which of a model's parts the trained parameters belong to, and how froze
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from moreh_ap.planner.profiles.adapters import with_adapters
 from moreh_ap.planner.profiles.model_profile import Frozen, ModelProfile, Product
 from moreh_ap.protocol.blocks import block_lists
-from moreh_ap.session.planning.packed_weights import is_packed, num_values, stored_bytes
+from moreh_ap.session.planning.packed_weights import constant_bytes, is_packed, num_values, stored_bytes
 
 _FROZEN = 0.9
 """Fraction of frozen parameters from which on a model counts as frozen. LoRA freezes more than 95 per cent; a model
@@ -42,7 +42,12 @@ def with_frozen_weights(profile: ModelProfile, root: nn.Module, *, is_shape: boo
     of_tables = {id(one) for table in tables for one in table.parameters()} - set(of_blocks)
     outside = [one for one in root.parameters() if id(one) not in of_blocks]
     packed = any(map(is_packed, of_blocks.values()))
-    frozen = Frozen(_bytes_of(of_blocks.values()), _bytes_of(outside), is_packed=packed)
+    frozen = Frozen(
+        _bytes_of(of_blocks.values(), stored_bytes) or 4.0,
+        _bytes_of(outside, stored_bytes) or 4.0,
+        packed,
+        _bytes_of(of_blocks.values(), constant_bytes),
+    )
     trained = [one for one in of_blocks.values() if one.requires_grad]
     first = float(sum(one.numel() for one in outside if one.requires_grad and id(one) in of_tables))
     last = float(sum(one.numel() for one in outside if one.requires_grad and id(one) not in of_tables))
@@ -70,7 +75,7 @@ def _elements(module: nn.Module) -> int:
     return sum(map(num_values, module.parameters()))
 
 
-def _bytes_of(parameters: Iterable[nn.Parameter]) -> float:
-    """Returns the bytes of a frozen parameter, on average."""
+def _bytes_of(parameters: Iterable[nn.Parameter], bytes_of: Callable[[nn.Parameter], int]) -> float:
+    """Returns the bytes of each value of the frozen parameters, on average; 0 if there are none."""
     frozen = [one for one in parameters if not one.requires_grad]
-    return sum(map(stored_bytes, frozen)) / max(1, sum(map(num_values, frozen))) or 4.0
+    return sum(map(bytes_of, frozen)) / max(1, sum(map(num_values, frozen)))

@@ -33,13 +33,17 @@ def num_values(parameter: nn.Parameter) -> int:
 
 
 def stored_bytes(parameter: nn.Parameter) -> int:
-    """Returns the bytes of a parameter, with the constants of its quantization."""
-    bytes_here = parameter.numel() * parameter.element_size()
+    """Returns the bytes of a parameter, without the constants of its quantization."""
+    return parameter.numel() * parameter.element_size()
+
+
+def constant_bytes(parameter: nn.Parameter) -> int:
+    """Returns the bytes of the constants of a parameter's quantization, of which each device has all."""
     if not is_packed(parameter):
-        return bytes_here
+        return 0
     state = parameter.quant_state  # type: ignore[attr-defined]
     constants: Iterable[object] = (state.absmax, state.offset, getattr(state.state2, "absmax", None))
-    return bytes_here + sum(one.numel() * one.element_size() for one in constants if isinstance(one, Tensor))
+    return sum(one.numel() * one.element_size() for one in constants if isinstance(one, Tensor))
 
 
 def with_plans_for_packed(constraints: Constraints, given: Plan | None) -> Constraints:

@@ -14,6 +14,7 @@ from moreh_ap.planner.search.constraints import Constraints
 from moreh_ap.session.planning.frozen_weights import trains_weights, with_frozen_weights
 from moreh_ap.session.planning.model_profiling import profile_model
 from moreh_ap.session.planning.packed_weights import (
+    constant_bytes,
     has_packed_weights,
     num_values,
     stored_bytes,
@@ -37,8 +38,8 @@ def model():
 
 def test_a_packed_weight_counts_as_what_it_stands_for_and_takes_what_it_takes():
     weight, plain = Packed().weight, nn.Parameter(torch.zeros(3, 4))
-    assert num_values(weight) == 4096 and stored_bytes(weight) == 2048 + 256
-    assert num_values(plain) == 12 and stored_bytes(plain) == 48
+    assert (num_values(weight), stored_bytes(weight), constant_bytes(weight)) == (4096, 2048, 256)
+    assert (num_values(plain), stored_bytes(plain), constant_bytes(plain)) == (12, 48, 0)
     assert has_packed_weights(model()) and not has_packed_weights(nn.Linear(2, 2))
 
 
@@ -47,7 +48,8 @@ def test_the_profile_of_a_model_has_them_frozen_and_packed():
     assert not trains_weights(root)
     profile = profile_model(root, None, (root, (torch.zeros(4, 64),), {}), 4)
     found = with_frozen_weights(profile, root, is_shape=False).frozen
-    assert found is not None and found.is_packed and found.block_bytes == (2048 + 256) / 4096
+    assert found is not None and found.is_packed
+    assert (found.block_bytes, found.constant_bytes) == (2048 / 4096, 256 / 4096)
 
 
 @pytest.mark.parametrize(
