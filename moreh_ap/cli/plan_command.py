@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moreh_ap.cli import plan_pictures, plan_tables
-from moreh_ap.errors import OptionError, PlanError
+from moreh_ap.errors import OptionError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import Cluster, find_cluster, find_device
 from moreh_ap.planner.cost.training_systems import MOREH_AP
@@ -22,7 +22,7 @@ from moreh_ap.planner.profiles.adapters import FROZEN_WEIGHTS, adapters_of, with
 from moreh_ap.planner.profiles.known_models import find_model, shape_from_file
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.planner.search.candidate import Candidate, evaluate_plan
-from moreh_ap.planner.search.constraints import ALL_KINDS, Constraints
+from moreh_ap.planner.search.constraints import ALL_KINDS, Constraints, for_packed_weights
 from moreh_ap.planner.search.device_counts import faster_on_fewer
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import Task
@@ -196,6 +196,8 @@ def task_of(arguments: argparse.Namespace, shape: TransformerShape, cluster: Clu
             raise OptionError(f"--frozen {arguments.frozen} without adapters", "--lora with it", "--lora 16")
         return Task(profile, cluster, batch, constraints)
     frozen = FROZEN_WEIGHTS[arguments.frozen or "bf16"]
+    if frozen.is_packed:
+        constraints = for_packed_weights(constraints, None)
     profile = with_adapters(profile, adapters_of(profile, shape, arguments.lora), frozen)
     return Task(profile, cluster, batch, constraints, replace(MOREH_AP, trains_weights=False))
 
@@ -218,10 +220,9 @@ def _plain_fewer(fewer: Ranking) -> dict[str, Any]:
 
 def _compare(arguments: argparse.Namespace, task: Task, picture: Path | None) -> None:
     plans = [Plan.parse(text) for text in arguments.compare]
-    is_packed = task.profile.frozen is not None and task.profile.frozen.is_packed
-    other = next((one for one in plans if one.tensor * one.pipeline > 1), None)
-    if is_packed and other is not None:
-        raise PlanError(f"4-bit weights under plan={str(other)!r}", "replicate and shard", 'plan="shard=8"')
+    if task.profile.frozen is not None and task.profile.frozen.is_packed:
+        for plan in plans:
+            for_packed_weights(task.constraints, plan)
     candidates = [evaluate_plan(task, plan) for plan in plans]
     if arguments.json:
         plain = {**_plain_task(task), "candidates": [_plain(one) for one in candidates]}

@@ -5,13 +5,14 @@ Decides which restrictions there are and what they may say. Must not know which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from moreh_ap.errors import OptionError
+from moreh_ap.errors import OptionError, PlanError
+from moreh_ap.plan import Plan
 from moreh_ap.settings import Options
 
-__all__ = ["ALL_KINDS", "Constraints"]
+__all__ = ["ALL_KINDS", "Constraints", "for_packed_weights"]
 
 ALL_KINDS = frozenset({"tensor", "sequence_parallel", "pipeline"})
 """The kinds of parallelism that are exact only for models whose structure was understood (`verified_kinds.py`)."""
@@ -76,3 +77,19 @@ class Constraints:
             value = getattr(self, name)
             if value != "auto" and value < 1:
                 raise OptionError(f"{name}={value}", "an integer of at least 1, or 'auto'")
+
+
+def for_packed_weights(constraints: Constraints, given: Plan | None) -> Constraints:
+    """Returns what is left for a model with packed weights: replicas and shards, its own precisions.
+
+    Raises:
+        PlanError: Another plan is given.
+    """
+    if given is not None and (given.tensor > 1 or given.pipeline > 1 or given.precision != "fp32"):
+        what = "a tensor axis or a pipeline" if given.tensor * given.pipeline > 1 else "precision=bf16"
+        raise PlanError(
+            f"plan={str(given)!r} has {what}, and weights of 4 bits stay as their library has packed them",
+            "replicate and shard, with micro_batches, recompute and offload; bfloat16 by bnb_4bit_compute_dtype",
+            f'torch.moreh.option.enable_advanced_parallelization(plan="shard={given.num_devices}")',
+        )
+    return replace(constraints, pipeline_parallel=False, tensor_degrees=(1,), mixed_precision=False)

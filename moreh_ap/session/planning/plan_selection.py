@@ -17,7 +17,7 @@ from moreh_ap.planner.profiles.model_profile import ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.choice import Choice, choose_plan
-from moreh_ap.planner.search.constraints import Constraints
+from moreh_ap.planner.search.constraints import Constraints, for_packed_weights
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import UNCORRECTED, Corrections, Task
 from moreh_ap.planner.search.search_space import tensor_degrees_of
@@ -30,7 +30,7 @@ from moreh_ap.session.planning.compiled_runs import measured
 from moreh_ap.session.planning.device_count_records import script_key
 from moreh_ap.session.planning.machine_profile import Machine, machine_of, machine_on
 from moreh_ap.session.planning.model_profiling import identity_of, joins_rows, profile_model, shape_of
-from moreh_ap.session.planning.packed_weights import has_packed_weights, with_plans_for_packed
+from moreh_ap.session.planning.packed_weights import has_packed_weights
 from moreh_ap.session.planning.step_watch import Expected, corrections_of
 from moreh_ap.session.session import Session
 from moreh_ap.settings import Options
@@ -165,7 +165,7 @@ class Question:
         if self.has_blocks:
             constraints = replace(constraints, compiles_blocks=True)
         if has_packed_weights(root):
-            constraints = with_plans_for_packed(constraints, self.given)
+            constraints = for_packed_weights(constraints, self.given)
         if joins_rows(root):
             constraints = without_pieces(constraints, self.given)
         return Task(

@@ -75,8 +75,9 @@ def test_llama3_70b_of_4_bits_is_planned_on_eight_devices_of_24_gb(capsys):
     best = json.loads(show(capsys, *where, "--frozen", "4bit", "--json"))["candidates"][0]
     assert best["fits"] and Plan.parse(best["plan"]).shard == 8
     assert best["memory"]["reserved_bytes"] < 0.8 * 24 * 2**30
-    for plan in ("tensor=8,precision=bf16", "pipeline=8,micro_batches=8,precision=bf16"):
-        with pytest.raises(PlanError, match="4-bit weights"):
+    assert Plan.parse(best["plan"]).precision == "fp32", "a plan that a script may be given"
+    for plan in ("tensor=8", "pipeline=8,micro_batches=8", "shard=8,precision=bf16"):
+        with pytest.raises(PlanError, match="weights of 4 bits"):
             plan_command.run(parse(*where, "--frozen", "4bit", "--compare", plan), [])
 
 

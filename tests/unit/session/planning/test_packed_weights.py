@@ -1,16 +1,12 @@
-"""How large packed weights are to the planner, and which plans there are for them."""
+"""How large packed weights are to the planner."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import nn
 
-from moreh_ap.errors import PlanError
-from moreh_ap.plan import Plan
-from moreh_ap.planner.search.constraints import Constraints
 from moreh_ap.session.planning.frozen_weights import trains_weights, with_frozen_weights
 from moreh_ap.session.planning.model_profiling import profile_model
 from moreh_ap.session.planning.packed_weights import (
@@ -18,7 +14,6 @@ from moreh_ap.session.planning.packed_weights import (
     has_packed_weights,
     num_values,
     stored_bytes,
-    with_plans_for_packed,
 )
 
 
@@ -50,21 +45,3 @@ def test_the_profile_of_a_model_has_them_frozen_and_packed():
     found = with_frozen_weights(profile, root, is_shape=False).frozen
     assert found is not None and found.is_packed
     assert (found.block_bytes, found.constant_bytes) == (2048 / 4096, 256 / 4096)
-
-
-@pytest.mark.parametrize(
-    "text, what",
-    [("tensor=2", "a tensor axis"), ("pipeline=2,micro_batches=2", "a pipeline"), ("shard=2,precision=bf16", "bf16")],
-)
-def test_plans_that_would_take_them_apart_are_refused(text, what):
-    with pytest.raises(PlanError, match=what) as caught:
-        with_plans_for_packed(Constraints(), Plan.parse(text))
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 4 and text in lines[0] and "replicate and shard" in lines[1] and 'plan="shard=2"' in lines[2]
-
-
-@pytest.mark.parametrize("text", ["replicate=2", "shard=2", "replicate=2,shard=2,micro_batches=2,recompute=full"])
-def test_the_others_are_searched_without_a_tensor_axis_a_pipeline_and_bfloat16(text):
-    for given in (None, Plan.parse(text)):
-        left = with_plans_for_packed(Constraints(), given)
-        assert not left.pipeline_parallel and left.tensor_degrees == (1,) and not left.mixed_precision
