@@ -73,8 +73,8 @@ tutorials: tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutoria
 # Tests are small: threads of one would only wait for a core that another lane uses.
 IN_LANES := OMP_NUM_THREADS=1 $(PY) -m pytest -q --numprocesses=$(LANES) --dist=loadfile
 
-test: $(INSTALLED)  ## run every test that this machine can run, and name the slowest
-	@$(IN_LANES) --durations=25
+test: $(INSTALLED)  ## run every test that this machine can run, and name the slowest; RERUNS=1 runs what fails once more
+	@$(IN_LANES) --durations=25 $(if $(RERUNS),--reruns=$(RERUNS))
 
 test-unit: $(INSTALLED)  ## run the tests that need no process of their own
 	@$(IN_LANES) tests/unit

@@ -56,6 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.get(folders.get(item, ""), len(order)))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints why tests failed that `--reruns` ran once more: those that passed then have no other trace."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"RERUN {report.nodeid}", "-")
+        terminalreporter.write_line(report.longreprtext)
+
+
 def _parts(items: list[pytest.Item]) -> Iterator[int]:
     """The part from 1 to `NUM_PARTS` in which each rotating test runs, the same on every machine.
 
