@@ -110,7 +110,8 @@ numbers are those of one device.
             ),
             "The command that starts in two places is for two machines, with the address of one of them in place of "
             "`localhost`. Tests start both on one machine. Machines need the same files, the same versions and an open "
-            "port. The one line does not run on several machines yet ([Limits](limits.md)).",
+            "port. With the one line the script is started once, and named hosts "
+            "join it ([Several machines](several-machines.md)).",
         ),
         "fsdp": About(
             "Sharded: FSDP2",
