@@ -204,7 +204,10 @@ class NeedsItsFirstRow(nn.Module):
         return self.norm(self.inlet(x))
 
 
+@pytest.mark.filterwarnings("error::moreh_ap.errors.TrialWarning")
 def test_rows_that_raise_an_error_on_one_worker_alone_leave_no_other_waiting(capsys):
+    """The error is the script's own, also where the trial changes its inputs in the last digits."""
+
     def script(device):
         torch.manual_seed(0)
         model, x = NeedsItsFirstRow().to(device), torch.randn(8, 4)
@@ -217,6 +220,33 @@ def test_rows_that_raise_an_error_on_one_worker_alone_leave_no_other_waiting(cap
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
     assert WHOLE in capsys.readouterr().out
+
+
+class NeedsExactInputs(nn.Module):
+    """Raises an error unless the last input of each row is exactly one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        if not bool((x[:, -1] == 1.0).all()):
+            raise ValueError("the last input is not one")
+        return self.norm(self.inlet(x)).square()
+
+
+@pytest.mark.filterwarnings("error::moreh_ap.errors.TrialWarning")
+def test_a_forward_that_compares_its_inputs_with_numbers_is_split(capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model, x = NeedsExactInputs().to(device), torch.randn(8, 4)
+        x[:, -1] = 1.0
+        loss = model(x.to(device)).mean(0)[1]
+        loss.backward()
+        return loss.detach(), [model.inlet.weight.grad, *model.state_dict().values()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
 
 
 def test_a_running_mean_that_is_zero_but_for_rounding(capsys):

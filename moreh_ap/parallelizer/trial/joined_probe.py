@@ -76,12 +76,21 @@ class JoinedProbe(Probe):
         return [place * self._rows // number for place in range(number)]
 
     def _find_rounding(self, common: EagerForward | PipelinedPass) -> None:
-        """Runs the same rows with inputs that differ in the last digits. See [Note: rounding]."""
-        other = self._run(self._chosen, GlobalReduction(self.call.device, record=True), _perturbed)
+        """Runs the same rows with inputs that differ in the last digits. See [Note: rounding].
+
+        A forward that compares its inputs with numbers may raise an error then, which says nothing about its rows.
+        """
+        self._output_rounding = [0.0] * len(common.outputs)
+        self._gradient_rounding = dict.fromkeys(self._wanted, 0.0)
+        runs: list[EagerForward | PipelinedPass] = []
+        recorder = GlobalReduction(self.call.device, record=True)
+        if attempt(lambda: runs.append(self._run(self._chosen, recorder, _perturbed)), self.call.module):
+            self._changed_buffers = {}
+            return
+        (other,) = runs
         self._output_rounding = [
             _difference(one, another, torch.inf) for one, another in zip(common.outputs, other.outputs, strict=True)
         ]
-        self._gradient_rounding: dict[str, float] = {}
         if self.call.grad:
             self._go_back(other, self._weights)
             found = self._take_gradients()

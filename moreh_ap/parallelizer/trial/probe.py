@@ -98,6 +98,7 @@ class Probe:
         self.dims = row_dims(self._leaves, rows) if dims is None else dims
         self.each = each
         self._ran: Sequence[int] = ()
+        self._drew = RandomPolicy()
         self._chosen = self._choose_rows()
         self._tolerance = tolerance_of(call)
         self.written = ""
@@ -124,9 +125,10 @@ class Probe:
         return args, kwargs
 
     def run_again(self) -> None:
-        """Runs the rows that ran last as on one device: without what a trial puts around a forward and its backward."""
+        """Runs the rows that ran last as on one device: without what a trial puts around a forward and its backward,
+        and with random numbers from where that run began."""
         args, kwargs = self._arguments(self._ran)
-        call = replace(self.call, random=RandomPolicy())
+        call = replace(self.call, random=self._drew)
         with self._from_the_same_state():
             done = EagerForward(call, args, kwargs, reduction=OwnDevice(call.device))
             if call.grad:
@@ -166,6 +168,7 @@ class Probe:
         def forward(random: RandomPolicy, num_rows: int) -> None:
             nonlocal lengths
             args, kwargs = self._arguments(self._chosen[:num_rows])
+            self._drew = random
             recorder = PaddedAlike(call.device, rules=LENGTHS if call.rules.lengths else NO_RULES, lengths=lengths)
             try:
                 with self._from_the_same_state():
@@ -342,6 +345,7 @@ class Probe:
         if change is not None:
             args, kwargs = tree_map(change, (args, kwargs))
         call = replace(self.call, random=self._policy(chosen), **changes)
+        self._drew = call.random.for_probe()
         with self._from_the_same_state():
             with self._surroundings(), record_block_order(call.module) as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
