@@ -16,6 +16,7 @@ from moreh_ap.device.patches import quantized_weights
 from moreh_ap.device.patches.install import install
 from moreh_ap.errors import OptionError
 from moreh_ap.integrations import accelerate, keras, transformers
+from moreh_ap.local import logger
 from moreh_ap.local.jobs import Job
 from moreh_ap.runtime import gpu_checks
 from moreh_ap.runtime.worker_environment import device_ids, workers_per_gpu
@@ -89,7 +90,7 @@ class Accelerator:
         self.state = state = StateMachine(AcceleratorState.STARTING)
 
         def start_workers(count: int) -> WorkerGroup:
-            _log(log.requesting_line())
+            logger.say(log.requesting_line())
             state.enter(AcceleratorState.STARTING)
             job.has_devices(count, *shares(count))
             made = threading.Event()
@@ -175,7 +176,7 @@ def _join_hosts(options: Options) -> HostPool:
     """Returns the hosts of the options, which have joined; waits for them."""
     from moreh_ap.runtime.host.hosts_launcher import HostPool
 
-    return HostPool(options.hosts, options.devices, lambda line: _log(log.info(line)))
+    return HostPool(options.hosts, options.devices, logger.say)
 
 
 def _beside(pool: HostPool, check_steps: int) -> MakeLauncher:
@@ -222,19 +223,14 @@ def resolve_devices(asked: int | None) -> tuple[str, int]:
     return "cpu", asked
 
 
-def _log(line: str) -> None:
-    """Prints a line at once, so that what the script prints meanwhile in its own thread does not come into it."""
-    print(line + "\n", end="", flush=True)
-
-
 def _log_progress(stage: str, done: int, total: int, place: str) -> None:
     if stage == "spawn":
-        _log(log.daemon_line())
+        logger.say(log.daemon_line())
     elif stage == "connect":
-        _log(log.connecting_line(done, total, place))
+        logger.say(log.connecting_line(done, total, place))
     elif stage == "link":
-        _log(log.links_line())
+        logger.say(log.links_line())
     elif stage == "ready":
-        _log(log.ready_line())
-        _log(log.version_line(__version__))
-        _log(log.job_line(os.getpid()))
+        logger.say(log.ready_line())
+        logger.say(log.version_line(__version__))
+        logger.say(log.job_line(os.getpid()))

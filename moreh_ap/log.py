@@ -1,4 +1,4 @@
-"""The platform's log lines and dump files: their wording and order.
+"""The lines of the log and of the dump files: their wording and order, the platform's where it has such lines.
 
 Decides how start-up and the choice of a plan read in the log. Must not know how either is done: every function takes
 what was found and returns text, and only the two writers touch a file. The planner must not know this module.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import Cluster, Link
 from moreh_ap.planner.search.candidate import Candidate
@@ -19,44 +20,39 @@ SELECTED_CONFIG_FILE = "advanced_parallelization_selected_config.dump"
 AUTOCONFIG_LOG_FILE = "autoconfig_log.dump"
 
 
-def info(text: str) -> str:
-    """Returns `text` as a log line."""
-    return f"[info] {text}"
-
-
 def requesting_line() -> str:
     """Returns the first line of all, before anything is started."""
-    return info("Requesting resources for MoAI Accelerator...")
+    return "Requesting resources for MoAI Accelerator..."
 
 
 def daemon_line() -> str:
     """Returns the line for the start of the worker processes."""
-    return info("Initializing the worker daemon for MoAI Accelerator")
+    return "Initializing the worker daemon for MoAI Accelerator"
 
 
 def connecting_line(index: int, total: int, address: str) -> str:
     """Returns the line for worker `index` of `total`, counted from 1; `address` is `host:port`."""
-    return info(f"[{index}/{total}] Connecting to resources on the server ({address})...")
+    return f"[{index}/{total}] Connecting to resources on the server ({address})..."
 
 
 def links_line() -> str:
     """Returns the line for joining the process groups."""
-    return info("Establishing links to the resources...")
+    return "Establishing links to the resources..."
 
 
 def ready_line() -> str:
     """Returns the line that says the accelerator can be used."""
-    return info("MoAI Accelerator is ready to use.")
+    return "MoAI Accelerator is ready to use."
 
 
 def version_line(version: str) -> str:
     """Returns the line that names our version."""
-    return info(f"Moreh Version: {version}")
+    return f"Moreh Version: {version}"
 
 
 def job_line(job_id: int | str) -> str:
     """Returns the line that names the job."""
-    return info(f"Moreh Job ID: {job_id}")
+    return f"Moreh Job ID: {job_id}"
 
 
 def startup_lines(addresses: list[str], version: str, job_id: int | str) -> list[str]:
@@ -82,27 +78,27 @@ def search_lines(choice: Choice) -> list[str]:
     """Returns the platform's lines of the search for a plan, in order, the selected plan last; times in whole ms."""
     ranking = choice.ranking
     return [
-        info(f"The number of candidates is {len(ranking.candidates)}."),
-        info("Parallel Graph Compile start..."),
-        info(f"Elapsed Time to compile all candidates = {round(ranking.prepare_s * 1000)} [ms]"),
-        info("Parallel Graph Compile finished."),
-        info(f"The number of possible candidates is {max(ranking.num_fitting, 1)}."),
-        info("SelectBestGraphFromCandidates start..."),
-        info(f"Elapsed Time to compute cost for survived candidates = {round(ranking.select_s * 1000)} [ms]"),
-        info("SelectBestGraphFromCandidates finished."),
-        info("Configuration for parallelism is selected."),
-        info(choice.plan.platform_line(ranking.task.global_batch)),
+        f"The number of candidates is {len(ranking.candidates)}.",
+        "Parallel Graph Compile start...",
+        f"Elapsed Time to compile all candidates = {round(ranking.prepare_s * 1000)} [ms]",
+        "Parallel Graph Compile finished.",
+        f"The number of possible candidates is {max(ranking.num_fitting, 1)}.",
+        "SelectBestGraphFromCandidates start...",
+        f"Elapsed Time to compute cost for survived candidates = {round(ranking.select_s * 1000)} [ms]",
+        "SelectBestGraphFromCandidates finished.",
+        "Configuration for parallelism is selected.",
+        choice.plan.platform_line(ranking.task.global_batch),
     ]
 
 
 def plan_line(plan: Plan, reason: str) -> str:
     """Returns the line that says the plan in our own words, so that it can be pasted back, and why it was chosen."""
-    return info(f'plan="{plan}" ({reason})')
+    return f'plan="{plan}" ({reason})'
 
 
 def uncompiled_line(reason: str) -> str:
     """Returns the line that says why a model that the script has compiled runs as it is written."""
-    return info(f"compile: the model runs uncompiled: {reason or 'it has no list of equal blocks'}")
+    return f"compile: the model runs uncompiled: {reason or 'it has no list of equal blocks'}"
 
 
 def reason(choice: Choice) -> str:
@@ -141,12 +137,12 @@ def measured_line(chosen: Candidate, seconds: float, peak_bytes: float) -> str:
         seconds: Measured seconds of a step.
         peak_bytes: Measured bytes of the fullest device at its peak.
     """
-    return info(_measured(chosen, seconds, peak_bytes))
+    return _measured(chosen, seconds, peak_bytes)
 
 
 def tried_line(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
     """Returns the line for a timed plan that was tried for a few steps before one is kept; arguments as above."""
-    return info(f'tried plan="{candidate.plan}": {_measured(candidate, seconds, peak_bytes)}')
+    return f'tried plan="{candidate.plan}": {_measured(candidate, seconds, peak_bytes)}'
 
 
 def compiled_line(compiled_s: float, written_s: float, compiling_s: float, *, pays: bool) -> str:
@@ -159,7 +155,7 @@ def compiled_line(compiled_s: float, written_s: float, compiling_s: float, *, pa
         pays: Whether they are kept.
     """
     kept = "compile=blocks is kept" if pays else "blocks run as written"
-    return info(
+    return (
         f"tried compiled blocks: a step takes {compiled_s:.3g} s, {written_s:.3g} s as written; compiling took "
         f"{compiling_s:.3g} s: {kept}"
     )
@@ -167,7 +163,7 @@ def compiled_line(compiled_s: float, written_s: float, compiling_s: float, *, pa
 
 def compiled_before_line(compiled_s: float, written_s: float) -> str:
     """Returns the line for a plan whose blocks are compiled since that paid in earlier runs; arguments as above."""
-    return info(
+    return (
         f"blocks are compiled: a step took {compiled_s:.3g} s in an earlier run, {written_s:.3g} s as written "
         "(learned.json)"
     )
@@ -187,19 +183,19 @@ def measured_links_line(cluster: Cluster) -> str:
         return f"{link.bytes_per_s / 1e6:,.0f} MB/s, {link.latency_s * 1e3:.2g} ms"
 
     inside = f"; in a host {said(cluster.intra)}" if cluster.devices_per_node > 1 else ""
-    return info(f"sums between {cluster.num_nodes} hosts pass {said(cluster.inter)}{inside} (measured, and remembered)")
+    return f"sums between {cluster.num_nodes} hosts pass {said(cluster.inter)}{inside} (measured, and remembered)"
 
 
 def other_devices_line(devices: Mapping[str, str]) -> str:
     """Says that hosts have different devices."""
     found = ", ".join(f"{host}: {name}" for host, name in devices.items())
-    return info(f"the hosts have different devices ({found}): plans are made for the slowest and the smallest")
+    return f"the hosts have different devices ({found}): plans are made for the slowest and the smallest"
 
 
 def slow_hosts_line(slow: Mapping[str, float]) -> str:
     """Says which hosts compute slower than the fastest one."""
     found = ", ".join(f"{host} at {part:.0%}" for host, part in slow.items())
-    return info(f"slower than the fastest host: {found} of its rate; the others wait for it in every step")
+    return f"slower than the fastest host: {found} of its rate; the others wait for it in every step"
 
 
 def fewer_devices_line(count: int, num_devices: int, fewer_s: float, all_s: float) -> str:
@@ -211,7 +207,7 @@ def fewer_devices_line(count: int, num_devices: int, fewer_s: float, all_s: floa
         fewer_s: Predicted seconds of a step on those that are used.
         all_s: Predicted seconds of a step on all.
     """
-    return info(
+    return (
         f"{count} of {num_devices} devices are used: a step is predicted to take {fewer_s:.3g} s on {count}, and "
         f"{all_s:.3g} s on {num_devices} (devices={num_devices} uses all). Other workers start"
     )
@@ -219,7 +215,7 @@ def fewer_devices_line(count: int, num_devices: int, fewer_s: float, all_s: floa
 
 def remembered_devices_line(count: int, num_devices: int, all_s: float) -> str:
     """Returns the line for a script whose earlier run chose fewer devices; arguments as above."""
-    return info(
+    return (
         f"{count} of {num_devices} devices are used, as in an earlier run of this script: a step was predicted to take "
         f"{all_s:.3g} s on {num_devices} (devices={num_devices} uses all)"
     )
@@ -227,7 +223,7 @@ def remembered_devices_line(count: int, num_devices: int, all_s: float) -> str:
 
 def other_model_line(count: int, num_devices: int) -> str:
     """Returns the line for a script that was given fewer devices for another model than it has now."""
-    return info(
+    return (
         f"{num_devices} devices instead of {count} are used: the {count} were chosen in an earlier run of this script "
         "for another model or batch. Other workers start"
     )
@@ -240,7 +236,7 @@ def all_devices_line(num_devices: int, why: str) -> str:
         num_devices: Devices of the accelerator.
         why: The reason.
     """
-    return info(f"all {num_devices} devices are used from now on: {why}. Other workers start")
+    return f"all {num_devices} devices are used from now on: {why}. Other workers start"
 
 
 def kept_devices_line(name: str, count: int, num_devices: int, fewer_s: float, all_s: float) -> str:
@@ -253,7 +249,7 @@ def kept_devices_line(name: str, count: int, num_devices: int, fewer_s: float, a
         fewer_s: Predicted seconds of a step on those that are used.
         all_s: Predicted seconds of a step on all.
     """
-    return info(
+    return (
         f"{name} stays on {count} of {num_devices} devices, which an earlier model uses: a step is predicted to take "
         f"{fewer_s:.3g} s there, and {all_s:.3g} s on {num_devices} (devices={num_devices} uses all from the start)"
     )
@@ -268,7 +264,7 @@ def slower_than_all_line(count: int, num_devices: int, seconds: float, all_s: fl
         seconds: Measured seconds of a step.
         all_s: Predicted seconds of a step on all devices.
     """
-    return info(
+    return (
         f"a step takes {seconds:.3g} s on {count} devices, and {all_s:.3g} s were predicted for {num_devices}: the "
         "next run of this script chooses the number of devices anew"
     )
@@ -276,7 +272,7 @@ def slower_than_all_line(count: int, num_devices: int, seconds: float, all_s: fl
 
 def own_process_line(name: str, step_megaflops: float, num_devices: int) -> str:
     """Returns the line for a model that is too small for workers."""
-    return info(
+    return (
         f"{name} runs in this process: a step of {step_megaflops:.2g} MFLOP takes less time than messages to "
         f"{num_devices} workers take (a larger call moves it to them)"
     )
@@ -295,8 +291,8 @@ def places_line(name: str, here_s: float, on_workers_s: float, num_workers: int,
     here, there = f"{here_s:.3g} s in this process", f"{on_workers_s:.3g} s on {num_workers} workers"
     runs = "run" if ", " in name else "runs"
     if is_here:
-        return info(f"{name} {runs} in this process: a step takes {here}, and {there} (x{on_workers_s / here_s:.2f})")
-    return info(f"{name} {runs} on the workers: a step takes {there}, and {here} (x{here_s / on_workers_s:.2f})")
+        return f"{name} {runs} in this process: a step takes {here}, and {there} (x{on_workers_s / here_s:.2f})"
+    return f"{name} {runs} on the workers: a step takes {there}, and {here} (x{here_s / on_workers_s:.2f})"
 
 
 def first_steps_line(num_done: int, num_steps: int, worst: Mapping[str, tuple[float, str]]) -> str:
@@ -309,7 +305,7 @@ def first_steps_line(num_done: int, num_steps: int, worst: Mapping[str, tuple[fl
     """
     names = {kind: f" ({name})" if name else "" for kind, (_, name) in worst.items()}
     found = ", ".join(f"{kind} within {relative:.1e}{names[kind]}" for kind, (relative, _) in worst.items())
-    return info(f"MOREH_CHECK={num_steps}: {num_done} steps compared with one device: {found}")
+    return f"MOREH_CHECK={num_steps}: {num_done} steps compared with one device: {found}"
 
 
 def trace_line(first: int, last: int, file: str, is_early: bool) -> str:
@@ -322,7 +318,7 @@ def trace_line(first: int, last: int, file: str, is_early: bool) -> str:
     """
     steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
     early = f"; the script ended in step {last}" if is_early else ""
-    return info(f"MOREH_TRACE: {steps} in {file}, to be opened at https://ui.perfetto.dev{early}")
+    return f"MOREH_TRACE: {steps} in {file}, to be opened at https://ui.perfetto.dev{early}"
 
 
 def candidate_lines(choice: Choice) -> Iterable[str]:
@@ -332,7 +328,7 @@ def candidate_lines(choice: Choice) -> Iterable[str]:
         verdict = "selected" if candidate.plan == choice.plan else "fits" if candidate.fits else "does not fit"
         seconds = f", {step.total_s * 1000:.1f} ms a step" if step is not None else ""
         components = ", ".join(f"{label} {round(num_bytes)}" for label, num_bytes in memory.components)
-        yield info(
+        yield (
             f"{candidate.plan} : {round(memory.reserved_bytes)} bytes of {round(candidate.usable_bytes)}{seconds}, "
             f"{verdict} ({components})"
         )
@@ -357,5 +353,5 @@ def write_autoconfig_log(choice: Choice, path: str | Path = AUTOCONFIG_LOG_FILE)
     """
     path = Path(path)
     lines = [*choice_lines(choice), *candidate_lines(choice)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text("".join(f"{logger.shown(line)}\n" for line in lines), encoding="utf-8")
     return path

@@ -12,6 +12,7 @@ from typing import Literal
 
 from moreh_ap import checked_versions
 from moreh_ap.hosts.host_list import parse_hosts
+from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.settings import (
     Options,
@@ -73,6 +74,7 @@ def enable_advanced_parallelization(
     Warns:
         VersionWarning: This package was not checked with the versions of Python and libraries here.
     """
+    logger.check_level(os.environ)
     options = resolve_options(
         os.environ,
         pipeline_parallel=check_bool("pipeline_parallel", pipeline_parallel),

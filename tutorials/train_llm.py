@@ -20,6 +20,11 @@ import tutorial_helpers as helpers
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, default_data_collator
 
+# By name: a prefix such as "HF_" would put a token into the log.
+SHOWN_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "MOREH_CHECK", "MOREH_LOG_LEVEL", "MOREH_NUM_DEVICES",
+    "MOREH_STRICT", "OMP_NUM_THREADS",
+)
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=helpers.HelpFormatter, allow_abbrev=False)
@@ -47,7 +52,7 @@ def main():
         parser.set_defaults(block_size=128, lr=1e-3, epoch=1, max_steps=100, log_interval=10, ckpt_freq=50)
     args = helpers.parse_arguments(parser)
     logging.basicConfig(format="[%(asctime)s] %(levelname)s:%(message)s", level=logging.INFO)
-    logging.info({name: os.environ[name] for name in os.environ if name.startswith(("CUDA", "HF_", "MOREH", "OMP"))})
+    logging.info({name: os.environ[name] for name in SHOWN_VARIABLES if name in os.environ})
     logging.info(args)
 
     # --8<-- [start:load]

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moreh_ap import log
 from moreh_ap.errors import OptionError
+from moreh_ap.local import logger
 from moreh_ap.protocol.messages.traces import BeginTrace, EndTrace, WorkerTrace
 from moreh_ap.session.controller_spans import ControllerSpans
 from moreh_ap.session.session import Session
@@ -135,7 +136,7 @@ class StepTracer:
         traced = [chrome_trace.cut(one, traced[0].clock, *window_ns) for one in traced]
         last = self._first + len(steps) - 1
         chrome_trace.write(self._file, traced, self._notes(last))
-        print(log.trace_line(self._first, last, str(self._file), is_early), flush=True)
+        logger.say(log.trace_line(self._first, last, str(self._file), is_early))
 
     def _notes(self, last: int) -> dict[str, Any]:
         return {

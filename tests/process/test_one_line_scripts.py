@@ -186,3 +186,19 @@ def test_the_log_has_the_platform_s_lines_in_their_order(tmp_path):
     assert found, log
     dump = (tmp_path / "advanced_parallelization_selected_config.dump").read_text()
     assert dump == f"{found[1]}\nplan : {found[2]}\n"
+
+
+@pytest.mark.parametrize(("level", "num_lines"), [("notice", 1), ("warning", 0)])
+def test_the_log_can_be_one_line_or_silent(tmp_path, level, num_lines):
+    with UserScript("-c", SHORT, cwd=tmp_path, MOREH_LOG_LEVEL=level, **TWO) as script:
+        out = script.succeed()
+    lines = [line for line in out.splitlines() if line.startswith("[info]")]
+    assert len(lines) == num_lines and all(line.startswith('[info] plan="') for line in lines)
+    assert script.err == "" and "equal True" in out
+
+
+def test_a_wrong_log_level_is_refused_at_the_line(tmp_path):
+    with UserScript("-c", SHORT, cwd=tmp_path, MOREH_LOG_LEVEL="loud", **TWO) as script:
+        assert script.wait() == 1
+    assert "OptionError: environment: MOREH_LOG_LEVEL='loud'" in script.err
+    assert "Allowed: debug, info, notice, warning, error" in script.err

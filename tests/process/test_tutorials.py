@@ -117,7 +117,7 @@ def test_bfloat16_parameters_and_exactly_one_run_of_wandb(files, tmp_path):
     flags = llm_flags(files, "--max-steps", "6", "--save-path", tmp_path, "--wandb")
     calls = tmp_path / "calls"
     one, two = [*flags, "--experiment-name", "one"], [*flags, "--experiment-name", "two"]
-    packages = {"PYTHONPATH": str(tmp_path / "packages"), "MOREH_NUM_DEVICES": "2"}
+    packages = {"PYTHONPATH": str(tmp_path / "packages"), "MOREH_NUM_DEVICES": "2", "HF_TOKEN": "hf_secret"}
     with (
         UserScript(LLM, *one, "--no-ap", cwd=tmp_path, **packages, CALLS=f"{calls}-one") as alone,
         UserScript(LLM, *two, cwd=tmp_path, **packages, CALLS=f"{calls}-two") as spread,
@@ -126,6 +126,7 @@ def test_bfloat16_parameters_and_exactly_one_run_of_wandb(files, tmp_path):
         spread.succeed()
     found, expected = (json.loads((tmp_path / name / "losses.json").read_text()) for name in ("two", "one"))
     assert "in bfloat16" in spread.err
+    assert "'MOREH_NUM_DEVICES': '2'" in spread.err and "hf_secret" not in spread.err + spread.out
     assert found == pytest.approx(expected, rel=0.02)
     assert expected[-1] < expected[0]
     lines = Path(f"{calls}-two").read_text().splitlines()

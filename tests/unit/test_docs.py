@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moreh_ap import option, settings
+from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.plan_checks import WORDS, spell
 
@@ -37,7 +38,7 @@ def test_every_argument_is_documented_with_its_default():
 
 def test_every_variable_is_documented_with_its_default():
     documented = {row[0]: row[1] for row in table("Environment")}
-    names = {value for name, value in vars(settings).items() if name.endswith("_VARIABLE")}
+    names = {value for name, value in vars(settings).items() if name.endswith("_VARIABLE")} | {logger.LEVEL_VARIABLE}
     assert set(documented) == names
     defaults = settings.resolve_options({})
     assert documented[settings.COMPILE_THREADS_VARIABLE] == str(defaults.max_parallel_compile_threads)

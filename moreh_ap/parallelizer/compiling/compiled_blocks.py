@@ -35,6 +35,7 @@ from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import _get_current_function_mode_stack
 
+from moreh_ap.local import logger
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.compiling import compilers, graph_rules
 from moreh_ap.parallelizer.compiling.chosen_blocks import unwrapped
@@ -233,7 +234,7 @@ class _Said:
 
     def say(self, name: str, reason: str) -> None:
         """Logs why blocks of a class run uncompiled."""
-        line = f"[info] compile: {name} runs uncompiled: {reason}"
+        line = f"compile: {name} runs uncompiled: {reason}"
         if line not in self._lines:
             self._lines.add(line)
-            print(line, flush=True)
+            logger.say(line)

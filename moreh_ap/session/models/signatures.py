@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from moreh_ap import log
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations.transformers_worker import contains_cache
+from moreh_ap.local import logger
 from moreh_ap.protocol.batch import BatchRows
 from moreh_ap.protocol.hook_records import Report
 from moreh_ap.protocol.memory_format import Order, empty_in_order
@@ -230,7 +230,7 @@ class Signatures:
         """Records the structure of the calls with `key`; logs once why a training batch is not split."""
         if grad and structure.note and structure.note not in self._notes:
             self._notes.add(structure.note)
-            print(log.info(structure.note), flush=True)
+            logger.say(structure.note)
         if not self._attributes.issuperset(structure.attributes):
             self._forget_structures()  # calls that left the attribute as None have to be looked at again
             self._attributes.update(structure.attributes)

@@ -35,6 +35,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moreh_ap import log
+from moreh_ap.local import logger
 from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.session.planning.model_profiling import identity_of
@@ -203,7 +204,7 @@ class StepTrial:
         here_s = statistics.median(between[_SKIPPED - 1 :])
         times = StepTimes(self._models, here_s, self._on_workers_s, self._num_workers)
         ended, self.ended = self.ended, None
-        print(times.line(), flush=True)
+        logger.say(times.line())
         self._keep(times)
         ended(times)
 

@@ -28,6 +28,7 @@ from moreh_ap import log
 from moreh_ap.device.host_tensors import hold, let_go, may_be_held
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here, InFile, Later
+from moreh_ap.local import logger
 from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.session.own_process.faster_place import FasterPlace, StepTimes, StepTrial
 from moreh_ap.session.planning.model_profiling import positions_of
@@ -92,7 +93,7 @@ class SmallModels:
         line = small_line if times is None else times.line()
         if line not in self._announced:
             self._announced.add(line)
-            print(line, flush=True)
+            logger.say(line)
         return True
 
     def try_here(self, roots: Sequence[nn.Module], trial: StepTrial) -> None:

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap import log
 from moreh_ap.errors import PlanError
+from moreh_ap.local import logger
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.protocol.messages.devices import ReportSteps, StepReport
 from moreh_ap.session.calls.extended_call import call_remotely
@@ -39,7 +40,7 @@ from moreh_ap.session.models.remote_optimizer import step_remotely
 from moreh_ap.session.outbox import Restart
 from moreh_ap.session.planning import first_call, oom_records
 from moreh_ap.session.planning.compiled_runs import Measured
-from moreh_ap.session.planning.plan_selection import Planned, may_compile, say, write_selected
+from moreh_ap.session.planning.plan_selection import Planned, may_compile, write_selected
 from moreh_ap.session.planning.step_watch import remember_run
 from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.session import Session
@@ -83,14 +84,14 @@ def tune(session: Session, root: nn.Module, call: reduced_model.Call, planned: P
             first_call.require_verification(session, root, call, trial)
             times = _try(session, root, call, trial)
         except PlanError as error:
-            say([log.info(f'plan="{candidate.plan}" is not tried: {error.fact}')])
+            logger.say(f'plan="{candidate.plan}" is not tried: {error.fact}')
         except (RuntimeError, MemoryError) as error:
             if not oom_records.is_out_of_memory(error):
                 raise
             _note_ran_out(session, trial, error)
         else:
             measured[str(candidate.plan)] = times, candidate
-            say([log.tried_line(candidate, times.seconds, times.peak_bytes)])
+            logger.say(log.tried_line(candidate, times.seconds, times.peak_bytes))
             remember_run(trial.expected, *times)
     if not measured:
         return planned
@@ -99,7 +100,7 @@ def tune(session: Session, root: nn.Module, call: reduced_model.Call, planned: P
     seconds = times.seconds
     if may_compile(root, best.plan, session.device_type):
         seconds, best = _compiled_if_faster(session, root, call, planned.instead(best), times)
-    say([log.plan_line(best.plan, f"the fastest of those tried: {seconds:.3g} s a step{others}")])
+    logger.say(log.plan_line(best.plan, f"the fastest of those tried: {seconds:.3g} s a step{others}"), logger.NOTICE)
     write_selected(best.plan, planned.task)
     return planned.instead(best)
 
@@ -126,7 +127,7 @@ def _compiled_if_faster(
         return times.seconds, written.chosen
     remember_run(compiled.expected, *found)
     measured = Measured(times.seconds, found.seconds, max(0.0, found.first_s - times.first_s))
-    say([log.compiled_line(measured.compiled_s, measured.written_s, measured.compiling_s, pays=measured.pays)])
+    logger.say(log.compiled_line(measured.compiled_s, measured.written_s, measured.compiling_s, pays=measured.pays))
     return (found.seconds, compiled.chosen) if measured.pays else (times.seconds, written.chosen)
 
 
@@ -192,5 +193,5 @@ def _untouched(session: Session, root: nn.Module) -> Iterator[None]:
 
 def _note_ran_out(session: Session, trial: Planned, error: BaseException) -> None:
     oom_records.remember(trial.expected, error)
-    say([log.info(f'plan="{trial.plan}" ran out of memory: {oom_records.first_line(error)}')])
+    logger.say(f'plan="{trial.plan}" ran out of memory: {oom_records.first_line(error)}')
     session.outbox.restart(Restart(session.restart_workers(), lambda command: command))

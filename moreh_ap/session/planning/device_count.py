@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from moreh_ap import log
+from moreh_ap.local import logger
 from moreh_ap.planner.search.device_counts import FEWER_MARGIN, faster_on_fewer
 from moreh_ap.planner.search.planning_task import Task
 from moreh_ap.planner.search.ranking import Ranking
@@ -59,9 +60,9 @@ def settle_start(session: Session, identity: str) -> None:
         return
     record = _record(session.options, session.device_type, session.max_devices)
     if record is not None and record.model == identity:
-        _say(log.remembered_devices_line(record.devices, session.max_devices, record.all_s))
+        logger.say(log.remembered_devices_line(record.devices, session.max_devices, record.all_s))
         return
-    _say(log.other_model_line(session.num_devices, session.max_devices))
+    logger.say(log.other_model_line(session.num_devices, session.max_devices))
     _restart(session, session.max_devices)
 
 
@@ -90,7 +91,7 @@ def use_fewer(
     if ranking is None:
         return False
     count, fewer_s = ranking.task.cluster.num_devices, ranking.best.seconds
-    _say(log.fewer_devices_line(count, everything, fewer_s, all_s))
+    logger.say(log.fewer_devices_line(count, everything, fewer_s, all_s))
     key = device_count_records.script_key(session.device_type, everything)
     device_count_records.keep(key, DeviceRecord(identity, count, everything, fewer_s, all_s))
     _restart(session, count)
@@ -130,7 +131,3 @@ def _restart(session: Session, num_devices: int) -> None:
     """Replaces workers that have nothing of the script yet: the journal is empty."""
     session.outbox.flush()
     session.outbox.restart(Restart(session.restart_workers(num_devices), lambda command: command))
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moreh_ap import log
 from moreh_ap.errors import PlanError, WorkerLostError
+from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search import verified_kinds
 from moreh_ap.protocol.pytree import flatten
@@ -99,14 +99,16 @@ def _verify_once(session: Session, root: nn.Module, call: reduced_model.Call, pl
     key = verified_models.key_of(root, path, _describe(call), trial)
     found = verified_models.look_up(key)
     if found is None:
-        _say(f'plan="{trial}" is not verified for {name} yet: training a small copy under it and in one process...')
+        logger.say(
+            f'plan="{trial}" is not verified for {name} yet: training a small copy under it and in one process...'
+        )
         started_s = time.monotonic()
         found = _verify(session, root, call, trial)
-        _say(f"{found} ({time.monotonic() - started_s:.0f} s)")
+        logger.say(f"{found} ({time.monotonic() - started_s:.0f} s)")
         try:
             verified_models.keep(key, name, found)
         except OSError as error:
-            _say(f"the result cannot be saved: {error}")
+            logger.say(f"the result cannot be saved: {error}")
     if not found.is_verified:
         raise _verification_failed(name, plan, found.reason)
 
@@ -158,7 +160,3 @@ def _describe(call: reduced_model.Call) -> str:
         f"{leaf.dim()} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves
     ]
     return f"{treespec} {kinds}"
-
-
-def _say(text: str) -> None:
-    print(log.info(text), flush=True)

@@ -23,6 +23,7 @@ import torch
 from moreh_ap import log
 from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.hosts.host_list import public_name
+from moreh_ap.local import logger
 from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
 from moreh_ap.planner.cost.hardware import Cluster, Device, Link, find_device, find_link
@@ -76,7 +77,7 @@ def machine_of(session: Session) -> Machine:
             _say_of_hosts(list(map(public_name, hosts)), session.devices(), answers)
     machine = _described(info, native, num_devices, rates, key, session.options)
     if is_new and machine.cluster.num_nodes > 1:
-        print(log.measured_links_line(machine.cluster), flush=True)
+        logger.say(log.measured_links_line(machine.cluster))
     return machine
 
 
@@ -85,11 +86,11 @@ def _say_of_hosts(hosts: Sequence[str], infos: Sequence[DeviceInfo], answers: Se
     per_host = len(infos) // len(hosts)
     names = [infos[index * per_host].name for index in range(len(hosts))]
     if len(set(names)) > 1:
-        print(log.other_devices_line(dict(zip(hosts, names))), flush=True)
+        logger.say(log.other_devices_line(dict(zip(hosts, names))))
     rates = [slowest(answers[index * per_host :][:per_host]).products[0][3] for index in range(len(hosts))]
     slow = {host: rate / max(rates) for host, rate in zip(hosts, rates) if rate < _SLOW * max(rates)}
     if slow and len({one.machine for one in infos}) > 1:
-        print(log.slow_hosts_line(slow), flush=True)
+        logger.say(log.slow_hosts_line(slow))
 
 
 _SLOW = 0.8

@@ -26,6 +26,7 @@ from moreh_ap import log
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Value
 from moreh_ap.errors import PlanError
+from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search import verified_kinds
 from moreh_ap.planner.search.candidate import Candidate
@@ -37,7 +38,7 @@ from moreh_ap.session.journal import Journal
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.outbox import Restart
 from moreh_ap.session.planning import device_count, oom_records
-from moreh_ap.session.planning.plan_selection import Planned, say, write_selected
+from moreh_ap.session.planning.plan_selection import Planned, write_selected
 from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
 from moreh_ap.states import SessionState
@@ -105,11 +106,11 @@ class Recovery:
             self._give_up()
             # The type of the original error, so that a script that tries smaller batches catches it.
             raise type(error)(f"{oom_records.first_line(error)}\n{nothing}") from error
-        say([log.info(f"{ran_out}: {oom_records.first_line(error)}")])
+        logger.say(f"{ran_out}: {oom_records.first_line(error)}")
         if is_on_all:
             self._move_all_models(ran_out)
         model.planned = planned
-        say([log.plan_line(planned.plan, f"the next that fits: {log.prediction(planned.chosen)}")])
+        logger.say(log.plan_line(planned.plan, f"the next that fits: {log.prediction(planned.chosen)}"), logger.NOTICE)
         return self._restart(self._session.restart_workers(planned.plan.num_devices), planned)
 
     def _next_plan(self, planned: Planned) -> tuple[Planned, bool]:
@@ -149,7 +150,7 @@ class Recovery:
         self._move_all_models(why)
         planned = [remote.first_layout.planned for remote in self._models]
         for one in planned:
-            say([log.plan_line(one.plan, log.prediction(one.chosen))])
+            logger.say(log.plan_line(one.plan, log.prediction(one.chosen)), logger.NOTICE)
         workers = self._session.restart_workers(self._session.max_devices)
         self._session.outbox.restart(self._restart(workers, max(planned, key=_needed_bytes)))
         return True
@@ -168,7 +169,7 @@ class Recovery:
         """Gives every model its plan on all devices; the caller restarts the workers."""
         for remote in self._models:
             remote.first_layout.planned = remote.first_layout.planned.on_all
-        say([log.all_devices_line(self._session.max_devices, why)])
+        logger.say(log.all_devices_line(self._session.max_devices, why))
         device_count.use_all_next_time(self._session)
 
     def lay_out_again(self, remote: RemoteModel, plan: Plan, reason: str) -> bool:
@@ -189,7 +190,8 @@ class Recovery:
         if not candidate.fits:
             return False
         model.planned = planned = model.planned.instead(candidate)
-        say([log.info(reason), log.plan_line(plan, log.prediction(candidate))])
+        logger.say(reason)
+        logger.say(log.plan_line(plan, log.prediction(candidate)), logger.NOTICE)
         self._session.outbox.flush()
         self._session.outbox.restart(self._restart(self._session.workers, planned))
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 from moreh_ap import log
 from moreh_ap.device.patches.compiling import compiled_in, declined_in
 from moreh_ap.errors import PlanError
-from moreh_ap.local import cpp_compiler
+from moreh_ap.local import cpp_compiler, logger
 from moreh_ap.plan import Plan
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape
@@ -95,14 +94,18 @@ def choose_plan_for(
     is_first = session.outbox.state.current is SessionState.EMPTY
     machine, choice = _choice_on_its_devices(session, question, identity_of(root, call[1:]), is_first=is_first)
     choice, compiled_before = question.compiled_if_it_paid(session, machine, choice)
-    lines = [*log.choice_lines(choice), *compiled_before]
+    for line in log.search_lines(choice):
+        logger.say(line)
+    logger.say(log.plan_line(choice.plan, log.reason(choice)), logger.NOTICE)
+    lines = list(compiled_before)
     if question.is_compiled and choice.plan.compile == "none":
         lines.append(log.uncompiled_line(choice.plan.why_uncompiled if question.has_blocks else ""))
     if options.detailed_log == 1:
         lines += log.candidate_lines(choice)
     elif options.detailed_log == 2:
         log.write_autoconfig_log(choice)
-    say(lines)
+    for line in lines:
+        logger.say(line)
     write_selected(choice.plan, choice.ranking.task)
     planned = question.planned(machine, choice)
     if session.uses_fewer_devices and options.plan is None:
@@ -263,7 +266,7 @@ def _moves_to_all(session: Session, question: Question, machine: Machine) -> boo
     if session.use_all_devices(f"{name} is predicted to {there}, and {all_s:.3g} s a step on {everything}"):
         return True
     if here.num_fitting:
-        say([log.kept_devices_line(name, count, everything, here_s, all_s)])
+        logger.say(log.kept_devices_line(name, count, everything, here_s, all_s))
     return False
 
 
@@ -277,18 +280,12 @@ def _on_all(session: Session, question: Question) -> Planned | None:
     return question.planned(machine, Choice(ranking, is_forced=False))
 
 
-def say(lines: Iterable[str]) -> None:
-    """Prints lines of the log."""
-    for line in lines:
-        print(line, flush=True)
-
-
 def write_selected(plan: Plan, task: Task) -> None:
     """Writes the selected plan to its `.dump` file."""
     try:
         log.write_selected_config(plan, task.global_batch)
     except OSError as error:  # the plan is in the log too
-        say([log.info(f"the selected plan cannot be written to a file: {error}")])
+        logger.say(f"the selected plan cannot be written to a file: {error}")
 
 
 def _choose(task: Task, limit_bytes: float, given: Plan | None) -> Choice:
@@ -297,7 +294,7 @@ def _choose(task: Task, limit_bytes: float, given: Plan | None) -> Choice:
         try:
             return choose_plan(task.with_usable(limit_bytes))
         except PlanError:
-            say([log.info("plans of this model ran out of memory before, and none needs less: tried again")])
+            logger.say("plans of this model ran out of memory before, and none needs less: tried again")
     return choose_plan(task, given)
 
 

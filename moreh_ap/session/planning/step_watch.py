@@ -18,6 +18,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from moreh_ap import log
+from moreh_ap.local import logger
 from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.planning_task import UNCORRECTED, Corrections
@@ -108,12 +109,12 @@ class Watch:
         peak_bytes = max(one.peak_bytes for one in reports)
         chosen = self._expected.chosen
         assert chosen.step is not None  # a chosen plan has been timed
-        print(log.measured_line(chosen, seconds, peak_bytes), flush=True)
+        logger.say(log.measured_line(chosen, seconds, peak_bytes))
         remember_run(self._expected, max(one.seconds[0] for one in reports), seconds, peak_bytes)
         fewer = device_count_records.look_up(self._expected.script)
         if fewer is not None and fewer.is_worse_than_all(seconds):
             device_count_records.forget(self._expected.script)
-            print(log.slower_than_all_line(fewer.devices, fewer.all_devices, seconds, fewer.all_s), flush=True)
+            logger.say(log.slower_than_all_line(fewer.devices, fewer.all_devices, seconds, fewer.all_s))
         return max(seconds, between_s)
 
 

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from moreh_ap import log
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import ExactnessError, UnsupportedError
+from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.messages.calls import DefineSignature, Forward, ForwardReply, ReadOutputs, ReleaseCalls
 from moreh_ap.protocol.messages.models import BuildModel, ReadModuleSums, RecordModules
@@ -101,7 +102,7 @@ class FirstStepsCheck:
         for hook in self._hooks:
             hook.remove()
         self._reference.close()
-        print(log.first_steps_line(self._num_done, self._num_steps, self._worst), flush=True)
+        logger.say(log.first_steps_line(self._num_done, self._num_steps, self._worst))
 
     def _around(self, optimizer: Optimizer, check: Callable[[list[Tensor]], None]) -> None:
         if not isinstance(optimizer, tuple(elementwise_optimizers())):
