@@ -20,6 +20,7 @@ from moreh_ap.plan_checks import (
     PipelineFields,
     check_compile,
     check_layers,
+    check_offload,
     check_pipeline,
     check_recompute,
     check_sequence_parallel,
@@ -101,6 +102,7 @@ class Plan:
         check_recompute(self.recompute)
         check_sequence_parallel(self.sequence_parallel, self.tensor)
         check_layers(self.layers)
+        check_offload(self.offload, self.tensor, self.pipeline)
         check_compile(self.compile, self.tensor, self.schedule)
         check_pipeline(
             PipelineFields(self.pipeline, self.schedule, self.stages_per_device, self.micro_batches, self.layers)
@@ -115,6 +117,11 @@ class Plan:
     def data_parallel(self) -> int:
         """Number of slices into which the global batch is cut."""
         return self.replicate * self.shard
+
+    @property
+    def gathers_in_turn(self) -> bool:
+        """Whether a device has a block's whole parameters only while it computes with them."""
+        return self.pipeline == 1 and (self.shard > 1 or self.offload == "all")
 
     @property
     def num_stages(self) -> int:
@@ -132,8 +139,8 @@ class Plan:
 
     def whole_model(self) -> Plan:
         """Returns the plan for the same devices under which each has the whole model, uncompiled, and a call runs at
-        once: what gradients of gradients need."""
-        return Plan(self.num_devices, offload=self.offload)
+        once: what gradients of gradients need. State that was in host memory stays there, parameters do not."""
+        return Plan(self.num_devices, offload="none" if self.offload == "none" else "optimizer")
 
     def __str__(self) -> str:
         shown = []

@@ -26,8 +26,9 @@ on every device. `zero_bubble`: the gradients of weights fill the waiting times 
 RECOMPUTE_KINDS = ("none", "selective", "full")
 """`selective` keeps matrix products and attention results, `full` keeps nothing but the input of each block."""
 
-OFFLOADS = ("none", "optimizer")
-"""`optimizer`: the state of the optimizer lies in host memory between steps."""
+OFFLOADS = ("none", "optimizer", "all")
+"""`optimizer`: the state of the optimizer lies in host memory between steps. `all`: parameters, gradients and state do,
+the optimizer steps there, and the parameters of a block come to the device for its computation."""
 
 COMPILES = ("none", "blocks")
 """`blocks`: the forward and backward of each repeated block are compiled by `torch.compile`."""
@@ -117,6 +118,22 @@ def why_uncompiled(tensor: int, schedule: str) -> str:
     if schedule == "zero_bubble":
         return "schedule=zero_bubble computes gradients of inputs and of weights apart, and compiled code together"
     return ""
+
+
+def check_offload(offload: str, tensor: int, pipeline: int) -> None:
+    """Raises PlanError if parameters are to be in host memory where each use would not find them on the device."""
+    if offload == "all" and tensor * pipeline > 1:
+        axis = f"tensor={tensor}" if tensor > 1 else f"pipeline={pipeline}"
+        reason = (
+            "a stage keeps its parameters gathered for all micro-batches"
+            if pipeline > 1
+            else "parameters that a tensor axis splits stay on their device"
+        )
+        raise PlanError(
+            f"plan: offload=all with {axis}: {reason}",
+            "offload=all with replicate, shard, micro-batches and recomputation; offload=optimizer with every axis",
+            f'plan="shard={tensor * pipeline},offload=all"',
+        )
 
 
 def check_layers(layers: object) -> None:

@@ -9,8 +9,8 @@ share the batch and divided by nothing. FSDP2 averages by default; both its fact
 (`data/fsdp.py`), because only the plain SUM exists on every back end.
 
 [Note: which machinery]
-shard > 1 or bf16: FSDP2 (it keeps float32 shards and computes on bf16 copies, also with a shard axis of one). fp32
-replication: the parameters stay ordinary tensors and `GradientSync` sums their gradients. Measured beside
+shard > 1, bf16 or offload=all: FSDP2 (it keeps float32 shards and computes on bf16 copies, also with a shard axis of
+one). fp32 replication: the parameters stay ordinary tensors and `GradientSync` sums their gradients. Measured beside
 DistributedDataParallel on two CPU workers (Llama, 6 layers, hidden 512): GradientSync took 1.01 times its CPU time a
 step, FSDP2 with a shard axis of one and `replicate` on FSDP2's machinery 1.16 and 1.17 times its wall time, because
 they copy every parameter. One device in fp32: nothing at all.

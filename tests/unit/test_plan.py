@@ -28,6 +28,7 @@ from moreh_ap.plan import Plan
         ),
         (Plan(pipeline=2, layers=(3, 5)), "pipeline=2,micro_batches=2,layers=3+5"),
         (Plan(recompute="full", offload="optimizer"), "recompute=full,offload=optimizer"),
+        (Plan(shard=2, offload="all"), "shard=2,offload=all"),
         (Plan(recompute=2), "recompute=2"),
         (Plan(shard=2, compile="blocks"), "shard=2,compile=blocks"),
     ],
@@ -163,7 +164,10 @@ def test_axes_of_later_versions_are_named(axis):
         ("recompute=banana", "recompute='banana' is unknown"),
         ("recompute=0", "recompute=0 is unknown"),
         ("recompute=-1", "recompute=-1 is unknown"),
-        ("offload=all", "offload='all' is unknown"),
+        ("offload=most", "offload='most' is unknown"),
+        ("tensor=2,offload=all", "offload=all with tensor=2"),
+        ("pipeline=2,offload=all", "offload=all with pipeline=2"),
+        ("shard=2,tensor=2,pipeline=2,offload=all", "offload=all with tensor=2"),
     ],
 )
 def test_text_that_is_no_plan(text, message):
@@ -171,6 +175,16 @@ def test_text_that_is_no_plan(text, message):
         Plan.parse(text)
     assert message in caught.value.fact
     assert Plan.parse(caught.value.fix.removeprefix("plan=").strip('"'))
+
+
+def test_blocks_are_gathered_in_turn_where_shards_or_host_memory_have_them():
+    texts = ("replicate=2", "shard=2", "offload=all", "replicate=2,offload=optimizer", "shard=2,pipeline=2")
+    assert [Plan.parse(text).gathers_in_turn for text in texts] == [False, True, True, False, False]
+
+
+def test_the_whole_model_is_on_the_device_where_only_state_is_in_host_memory():
+    for offload, left in (("none", "none"), ("optimizer", "optimizer"), ("all", "optimizer")):
+        assert Plan(shard=2, offload=offload).whole_model() == Plan(2, offload=left)
 
 
 def test_parse_wants_text():

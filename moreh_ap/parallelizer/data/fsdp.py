@@ -10,6 +10,12 @@ replicas of a shard waits for the last micro-batch, since what waits is a shard.
 wait for the last micro-batch, since a sum is as large as what it is made of. So they do in a pipeline: its stages keep
 their parameters gathered for all micro-batches, these are many, and under the zero-bubble schedule the gradients of a
 block's weights come later than those of its inputs, at which FSDP2 reduces.
+
+[Note: parameters in host memory]
+With `offload=all` the shards of parameters and gradients are in host memory, by FSDP2's own policy, and pinned where
+the device is a GPU: a unit's shard is copied to the device before it is gathered, also where it is the whole unit, and
+its reduced gradient is copied back. Nothing may stay on the device for longer than a unit is used, so gradients are
+summed over replicas, too, after every micro-batch. Other parameters (`unshardable`) and buffers are on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -37,8 +43,8 @@ _WAITING = "_moreh_fsdp_what_waits"
 
 
 def uses_fsdp(plan: Plan) -> bool:
-    """Says whether a plan is carried out by FSDP2: it shards, and it casts parameters."""
-    return plan.shard > 1 or plan.precision != "fp32"
+    """Says whether a plan is carried out by FSDP2: it shards, casts parameters, and brings them from host memory."""
+    return plan.shard > 1 or plan.precision != "fp32" or plan.offload == "all"
 
 
 def unshardable(module: nn.Module) -> set[nn.Parameter]:
@@ -80,12 +86,14 @@ def shard(
     inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
     fsdp_mesh = mesh["replicate", "shard"] if plan.replicate > 1 or plan.shard == 1 else mesh["shard"]
     # A copy on every device frees no memory worth a second cast; a pipeline would gather again for each micro-batch.
-    free_after_forward = plan.shard > 1 and plan.pipeline == 1
+    free_after_forward = plan.gathers_in_turn
     options: dict[str, Any] = {
         "mesh": fsdp_mesh,
         "reshard_after_forward": free_after_forward,
         "ignored_params": set(ignored),
     }
+    if plan.offload == "all":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     if compute is not None:
         whole_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
         for norm in [submodule for root in roots for submodule in root.modules() if isinstance(submodule, _BatchNorm)]:
@@ -107,6 +115,8 @@ def shard(
     if compute is not None:
         object.__setattr__(module, PROMISES, True)
     waiting = "everything" if plan.shard == 1 else "replicas" if plan.replicate > 1 else "nothing"
+    if plan.offload == "all":
+        waiting = "nothing"  # see [Note: parameters in host memory]
     object.__setattr__(module, _WAITING, waiting)
     for submodule in fsdp_modules(module):
         submodule.set_gradient_divide_factor(1.0)
@@ -199,6 +209,12 @@ def record_block_order(module: nn.Module) -> Iterator[BlockTrace]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def keeps_parameters_on_host(module: nn.Module) -> bool:
+    """Says whether what FSDP2 manages of the module is in host memory. See [Note: parameters in host memory]."""
+    groups = (group for submodule in fsdp_modules(module) for group in param_groups(submodule))
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
 
 
 def compute_dtype(module: nn.Module) -> torch.dtype | None:

@@ -30,14 +30,14 @@ def total_norm(shards: Sequence[Tensor], order: float, device: torch.device, num
     if not order > 0:
         raise UnsupportedError(f"a norm of order {order} over all devices", "orders above 0, or inf", "norm_type=2.0")
     dtype = torch.promote_types(shards[0].dtype.to_real(), torch.float32) if shards else torch.float32
-    norms = torch.stack(
-        [
-            torch.linalg.vector_norm(one.detach().abs() if one.is_complex() else one.detach(), order, dtype=dtype)
-            for one in shards
-            if one.numel()
-        ]
-        or [torch.zeros((), dtype=dtype, device=device)]
-    )
+    found = [
+        torch.linalg.vector_norm(one.detach().abs() if one.is_complex() else one.detach(), order, dtype=dtype)
+        for one in shards
+        if one.numel()
+    ]
+    if device.type != "cpu" and any(one.is_cpu for one in found):  # gradients may be in host memory, and some elsewhere
+        found = [one.to(device) for one in found]
+    norms = torch.stack(found or [torch.zeros((), dtype=dtype, device=device)])
     norm = torch.linalg.vector_norm(norms, order).to(device)
     if num_workers == 1:
         return norm

@@ -119,7 +119,7 @@ class UnevenGradients:
         yield
         if self._some_wait:
             self._finish_sums()
-        used = torch.ones(len(self._params), dtype=torch.int32, device=self._params[0].sharded_param.device)
+        used = torch.ones(len(self._params), dtype=torch.int32, device=self._params[0].device)
         missing = self._missing() if self._filled else []
         if missing:
             used[[self._number[param] for param in missing]] = 0

@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moreh_ap.errors import LoadError
 from moreh_ap.hosts.host_files import path_here
-from moreh_ap.parallelizer.data.fsdp import fsdp_modules
+from moreh_ap.parallelizer.data.fsdp import fsdp_modules, keeps_parameters_on_host
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
 from moreh_ap.protocol.blocks import modules_aside
@@ -61,7 +61,9 @@ def fill(
     layouts: Mapping[str, TensorLayout] | None = None,
     absent: Collection[str] = (),
 ) -> None:
-    """Gives every parameter and buffer of `module` memory on `device` and this worker's shard of its value.
+    """Gives every parameter and buffer of `module` memory and this worker's shard of its value.
+
+    Shards of parameters that a plan keeps in host memory get memory there, everything else on `device`.
 
     Tensors are read one by one, each worker only its own rows of them, and cast to the dtype the module has. What
     shares one tensor (tied weights) is read once and still shares it afterwards.
@@ -109,7 +111,7 @@ def read(wanted: Iterable[Wanted]) -> None:
     for file, group in groupby(needed, key=lambda item: item.source.file):
         try:
             opened = safe_open(path_here(file), framework="pt")
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, SafetensorError) as error:
             raise LoadError(
                 f"{file} cannot be read: {error}",
                 "files that stay as they are until their values have been read",
@@ -136,13 +138,18 @@ def _names_by_tensor(module: nn.Module) -> list[list[str]]:
 
 
 def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -> None:
-    """Gives the tensors of `names` memory on `device`, without values, and ties again what that took apart."""
+    """Gives the tensors of `names` memory without values, and ties again what that took apart."""
     tensors = _tensors_by_name(module)
+    device_of_shards = torch.device("cpu") if keeps_parameters_on_host(module) else device
     to_fill = {id(tensors[same[0]]): tensors[same[0]] for same in names}
     aside, is_sharded = modules_aside(module), bool(fsdp_modules(module))
     held = set(to_fill) if is_sharded else _allocate_in_place(to_fill.values(), device)
     with torch.no_grad():
-        module._apply(lambda t: torch.empty_like(t, device=device) if id(t) in held else t)
+        module._apply(
+            lambda t: torch.empty_like(t, device=device_of_shards if isinstance(t, DTensor) else device)
+            if id(t) in held
+            else t
+        )
     if aside:
         now = _tensors_by_name(module)
         allocated = {id(tensor): now[name] for name, tensor in tensors.items()}
@@ -246,7 +253,24 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
     A collective for the former.
     """
+    if isinstance(tensor, DTensor):
+        tensor = moved_shard(tensor, tensor.device_mesh.device_type)  # shards in host memory meet on their devices
     return tensor.full_tensor().detach() if isinstance(tensor, (DTensor, SplitTensor)) else tensor.detach()
+
+
+def moved_shard(tensor: DTensor, device: torch.device | str) -> DTensor:
+    """Returns the tensor with this worker's shard on another device, itself if it is there."""
+    local = tensor.to_local()
+    if local.device.type == torch.device(device).type:
+        return tensor
+    return DTensor.from_local(
+        local.detach().to(device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def full_tensor(

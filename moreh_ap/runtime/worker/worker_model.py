@@ -226,6 +226,8 @@ class WorkerModel:
     def settle(self) -> None:
         """Have the parts of parameters in place before they are read or written outside a call."""
         settle(self.module)
+        if self.plan.offload == "all":
+            self.device.synchronize()  # copies to the device may still read the parts in host memory
 
     def placements(self) -> dict[str, str]:
         """For each parameter that is split or not everywhere, what tells where its parts are."""

@@ -100,7 +100,12 @@ class OptimizerCommands:
         found = self._number(command.found).clone()
         if gradients:
             inverse_scale = self._number(command.inverse_scale)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
+            for device in {gradient.device for gradient in gradients}:
+                here = found.to(device)
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    [gradient for gradient in gradients if gradient.device == device], here, inverse_scale.to(device)
+                )
+                found = torch.maximum(found, here.to(found.device))
         if tables.world_size > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         tables.temporaries[command.output] = StateShard(found, self._position(command.gradients))
@@ -117,8 +122,11 @@ class OptimizerCommands:
         norm = self._tables.temporaries.get(command.total_norm) or self._tables.state(command.total_norm)
         assert norm is not None
         scale = (command.max_norm / (norm.tensor + 1e-6)).clamp(max=1.0)
+        scales = {scale.device: scale}  # gradients may be in host memory
         for shard, _ in self._shards(command.tensors):
-            shard.mul_(scale)
+            if shard.device not in scales:
+                scales[shard.device] = scale.to(shard.device)
+            shard.mul_(scales[shard.device])
 
     def _shards(self, tensors: int) -> list[tuple[Tensor, bool]]:
         """Returns this worker's shards of the tensors in a list, and of each whether its elements count here.
@@ -167,6 +175,7 @@ class WorkerOptimizer:
         self._optimizer = cls([{"params": group} for group in here], **self._possible(command.defaults))
         self._parameters = [held for group in groups for held in group]
         self._device = device
+        self._is_on_host = device.is_cuda and any(local_shard(one).is_cpu for group in here for one in group)
         self._offloaded = OffloadedState(self._optimizer) if offload else None
 
     def step(self, changes: dict[int, dict[str, Any]], scaling: Mapping[str, Tensor]) -> None:
@@ -177,6 +186,8 @@ class WorkerOptimizer:
             if self._unscale(scaling):
                 return
             scaling = {}
+        if self._is_on_host:
+            scaling = {name: value.cpu() for name, value in scaling.items()}
         vars(self._optimizer).update(scaling)
         (self._offloaded or self._optimizer).step()
         for name in scaling:
@@ -234,7 +245,7 @@ class WorkerOptimizer:
             return value
         tensor = value.tensor()
         if tuple(tensor.shape) != held.shape:
-            return tensor.to(self._device.torch_device) if value.on_device else tensor
+            return tensor.to(held.local.device) if value.on_device else tensor
         laid_out = torch.zeros_like(held.tensor, dtype=tensor.dtype, requires_grad=False)
         held.like(laid_out).write(tensor)
         return laid_out
@@ -244,7 +255,7 @@ class WorkerOptimizer:
             shard = torch.zeros_like(held.tensor, dtype=saved.dtype, requires_grad=False)
             layout = held.layout
         else:
-            shard = torch.zeros(saved.shape, dtype=saved.dtype, device=self._device.torch_device)
+            shard = torch.zeros(saved.shape, dtype=saved.dtype, device=held.local.device)
             layout = None
         read(Wanted("optimizer state", shard, source, layout) for source in saved.sources)
         return shard

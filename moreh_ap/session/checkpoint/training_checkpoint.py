@@ -24,23 +24,15 @@ from torch.optim import Optimizer
 from moreh_ap import device
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import View
-from moreh_ap.errors import LoadError, OptionError
+from moreh_ap.errors import LoadError
 from moreh_ap.parallelizer.state.checkpoint_shards import Box, WrittenFile, check_dtype, write_file
 from moreh_ap.parallelizer.state.loading import Wanted, read
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef
 from moreh_ap.runtime.worker_group import WorkerGroup
-from moreh_ap.session.checkpoint.checkpoint_folder import (
-    Checkpoint,
-    FilesToCheck,
-    open_last_whole,
-    problems_of,
-    some,
-    unknown,
-)
+from moreh_ap.session.checkpoint.checkpoint_folder import Checkpoint, NewCheckpoint, problems_of, some, unknown
 from moreh_ap.session.checkpoint.checkpoint_optimizer import check_groups, describe_optimizer, load_optimizer
 from moreh_ap.session.checkpoint.checkpoint_values import Encoder, decode
-from moreh_ap.session.checkpoint.new_checkpoint import NewCheckpoint, seen
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import OnWorkers
 
@@ -51,27 +43,21 @@ def save(
     model: nn.Module | Mapping[str, nn.Module],
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     extra: Mapping[str, Any] | None = None,
-    keep: int = 2,
 ) -> None:
     """Saves models, optimizers and other state of a training run into `folder`.
 
     If the save is interrupted, the folder keeps its earlier content.
 
     Args:
-        folder: Created if it does not exist.
+        folder: Created if it does not exist; a checkpoint in it is replaced.
         model: The model, or models by names of your choice.
         optimizer: The optimizer, or optimizers by names. Their parameters must be the models'.
         extra: Numbers, strings, tensors, and lists, tuples and dicts of them, such as ``scheduler.state_dict()``.
-        keep: How many checkpoints stay in the folder, this one counted: if it is damaged later, the one before it is
-            loaded.
 
     Raises:
-        OptionError: `keep` is less than 1.
         UnsupportedError: `extra` or an optimizer holds a value of a type that a checkpoint cannot hold.
         OSError: A file could not be written.
     """
-    if keep < 1:
-        raise OptionError(f"keep={keep}", "1 or more checkpoints", "moreh_ap.save(folder, model=model, keep=2)")
     models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
     encoder = Encoder()
     names = _parameter_names(models)
@@ -87,7 +73,7 @@ def save(
     accelerator = device.current()
     if accelerator is not None:
         content["generator"] = accelerator.session.generator.state().hex()
-    new = NewCheckpoint(folder, keep)
+    new = NewCheckpoint(folder)
     new.write(lambda: _write_files(new, encoder.tensors), encoder.tensors, content)
 
 
@@ -100,8 +86,7 @@ def load(
 ) -> dict[str, Any]:
     """Loads models and optimizers from a checkpoint, under any plan, or without a plan.
 
-    Nothing is changed unless the checkpoint has everything that is requested. If files of the last checkpoint are
-    damaged, a warning names them, and the one before it is loaded.
+    Nothing is changed unless the checkpoint has everything that is requested.
 
     Args:
         folder: The folder that `save` wrote. It must exist until the first call of a model that was never called.
@@ -113,9 +98,10 @@ def load(
         The `extra` that was saved, with tensors on the CPU.
 
     Raises:
-        LoadError: There is no checkpoint that is not damaged, or a tensor is missing or has another shape.
+        LoadError: There is no checkpoint, a file is damaged, or a tensor is missing or has another shape.
     """
-    checkpoint = open_last_whole(folder, verify=verify, find_problems=lambda files: _problems(files, verify))
+    checkpoint = Checkpoint.open(folder, verify=verify)
+    checkpoint.check(_problems(checkpoint, verify))
     models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
     names = _parameter_names(models)
     values: dict[str, Tensor] = {}
@@ -129,7 +115,6 @@ def load(
     for name, each_optimizer in optimizers.items():
         load_optimizer(checkpoint, each_optimizer, name, names)
     accelerator = device.current()
-    seen(checkpoint.folder)
     if accelerator is not None:
         if optimizers and checkpoint.content["generator"]:
             accelerator.session.generator.set_state(bytes.fromhex(checkpoint.content["generator"]))
@@ -222,8 +207,9 @@ def _reader(tensor: Tensor) -> Callable[[], Tensor]:
 # -- loading: the checkpoint is complete ---------------------------------------------------------------------------
 
 
-def _problems(files: FilesToCheck, verify: bool) -> dict[str, str]:
+def _problems(checkpoint: Checkpoint, verify: bool) -> dict[str, str]:
     """Returns the problems of a checkpoint's files; workers share the reading if an accelerator runs."""
+    files = checkpoint.files(verify=verify)
     accelerator = device.current()
     if accelerator is not None:
         accelerator.session.workers.provide([path for path, _, _ in files])

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moreh_ap.parallelizer.call.own_collectives import seeing_group
 from moreh_ap.protocol.messages.state import KeepState, ReadState, RunOperation, WriteState
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
+from moreh_ap.runtime.worker.commands.operand_devices import on_one_device
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 
 
@@ -66,6 +67,8 @@ class StateCommands:
         )
         if func._schema.is_mutable and not any(isinstance(leaf, DTensor) for leaf in tree_leaves(arguments[0][:1])):
             arguments = tree_map_only(DTensor, DTensor.full_tensor, arguments)  # what is written is whole
+        if self._is_on_host():
+            arguments = on_one_device(func, *arguments)
         # A tensor that is not sharded is the same on every worker. DTensor's convolution asks for its rank by the
         # public name, which answers for models.
         with torch.no_grad(), implicit_replication(), seeing_group():
@@ -74,6 +77,10 @@ class StateCommands:
         source = next((held for held in operands if held is not None), None)
         assert source is not None
         temporaries.update((ref, source.like(tensor)) for ref, tensor in zip(command.outputs, outputs))
+
+    def _is_on_host(self) -> bool:
+        """Whether states may be in host memory that operations find beside tensors on the device."""
+        return self._tables.device.is_cuda and any(one.plan.offload == "all" for one in self._tables.models.values())
 
     def _operand(self, data: StateRef | TensorData) -> Tensor:
         if isinstance(data, TensorData):
