@@ -21,6 +21,7 @@ from moreh_ap.local.jobs import Job
 from moreh_ap.runtime import gpu_checks
 from moreh_ap.runtime.worker_environment import device_ids, workers_per_gpu
 from moreh_ap.runtime.worker_group import MakeLauncher, WorkerGroup
+from moreh_ap.session import run_report
 from moreh_ap.session.model_registry import ModelRegistry
 from moreh_ap.session.planning import device_count
 from moreh_ap.session.rng_streams import GpuGenerator, ProcessGenerator
@@ -60,6 +61,10 @@ class Accelerator:
     def __init__(self, options: Options) -> None:
         self.options = options
         is_traced = bool(options.trace_file) and is_traced_here()
+        is_reported = bool(options.report_folder) and is_traced_here()
+        if is_reported:
+            report_folder = Path(options.report_folder).absolute()
+            run_report.claim(report_folder)
         if is_traced:
             trace_file = Path(options.trace_file).absolute()  # scripts may go to another folder
             chrome_trace.claim(trace_file)
@@ -131,7 +136,14 @@ class Accelerator:
         accelerate.install(self._patches)
         quantized_weights.install(self._patches)
         keras.install(self._patches)
-        self._tracer = StepTracer(self.session, trace_file, *options.trace_steps) if is_traced else None
+        self._report = run_report.RunReport(self.session, report_folder, is_traced=is_traced) if is_reported else None
+        self._tracer: StepTracer | None = None
+        if is_traced:
+
+            def say_where(first: int, last: int, is_early: bool) -> None:
+                logger.say(log.trace_line(first, last, str(trace_file), is_early))
+
+            self._tracer = StepTracer(self.session, trace_file, *options.trace_steps, done=say_where)
 
     def in_use(self) -> bool:
         """True once a model has moved to the workers."""
@@ -141,6 +153,8 @@ class Accelerator:
         """Undo the redirections and end the workers."""
         if self._tracer is not None:
             self._tracer.close()
+        if self._report is not None:
+            self._report.close()
         self.state.enter(AcceleratorState.CLOSED)
         self._patches.undo()
         self.session.close()

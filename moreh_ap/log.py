@@ -321,6 +321,11 @@ def trace_line(first: int, last: int, file: str, is_early: bool) -> str:
     return f"MOREH_TRACE: {steps} in {file}, to be opened at https://ui.perfetto.dev{early}"
 
 
+def report_line(file: str) -> str:
+    """Returns the line that says where the report of the run is."""
+    return f"the report of this run: {file}"
+
+
 def candidate_lines(choice: Choice) -> Iterable[str]:
     """Yields a line with the predictions for each candidate, for detailed logs."""
     for candidate in choice.candidates:

@@ -20,6 +20,7 @@ from moreh_ap.settings import (
     check_bool_or_auto,
     check_count,
     check_count_or_auto,
+    check_report,
     resolve_options,
 )
 
@@ -38,6 +39,7 @@ def enable_advanced_parallelization(
     plan: str | Plan | None = None,
     autotune: bool = False,
     hosts: str | Sequence[str] | None = None,
+    report: bool | str | os.PathLike[str] = False,
 ) -> None:
     """Makes "cuda" mean all devices of this machine, used as one accelerator, for the rest of the process.
 
@@ -65,6 +67,8 @@ def enable_advanced_parallelization(
         hosts: Machines whose devices are used together: names that ssh knows, or lines that ``moreh-ap host`` printed,
             as a list, with commas, or as the path of a file of lines; "slurm": those of the Slurm job in which the
             script runs. Default: `MOREH_HOSTS`, else this machine. The call waits until they have joined.
+        report: Whether a report of the run is written when it ends: a page, and the JSON that it is made from. True
+            writes it into the folder ``moreh_report``; a path is another folder. Default: `MOREH_REPORT`, else none.
 
     Raises:
         MeshStartError: A host cannot join.
@@ -87,6 +91,7 @@ def enable_advanced_parallelization(
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.parse(plan),
         autotune=check_bool("autotune", autotune),
         hosts=() if hosts is None else parse_hosts(hosts),
+        report_folder=check_report(report),
     )
     checked_versions.warn_if_unchecked(stacklevel=3)
     from moreh_ap import accelerator

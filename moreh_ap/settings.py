@@ -5,6 +5,7 @@ Decides how arguments and environment variables become one frozen `Options`. Mus
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,6 +27,10 @@ STRICT_VARIABLE = "MOREH_STRICT"
 CHECK_VARIABLE = "MOREH_CHECK"
 TRACE_VARIABLE = "MOREH_TRACE"
 TRACE_STEPS_VARIABLE = "MOREH_TRACE_STEPS"
+REPORT_VARIABLE = "MOREH_REPORT"
+
+REPORT_FOLDER = "moreh_report"
+"""Of ``report=True``."""
 
 TRACED_STEPS = (13, 15)
 """Usual ones: earlier steps are compared with their prediction, or tried in another place."""
@@ -49,6 +54,7 @@ class Options:
         asks_for_devices: Whether the script itself gives their number, and not a variable.
         trace_file: Where a trace of steps is written; empty: nowhere.
         trace_steps: The first and the last step in it, counted from 1.
+        report_folder: Where a report of the run is written; empty: nowhere.
         plan: The plan to use; None leaves it to the planner.
         autotune: Whether the planner's best plans are tried before one is kept.
         hosts: The hosts whose devices are used, as they were given; empty: this machine.
@@ -75,6 +81,7 @@ class Options:
     check_steps: int = 0
     trace_file: str = ""
     trace_steps: tuple[int, int] = TRACED_STEPS
+    report_folder: str = ""
     hosts: tuple[str, ...] = field(default=(), repr=False)  # may have secrets
     asks_for_devices: bool = field(default=False, compare=False)
 
@@ -106,6 +113,7 @@ def resolve_options(
     plan: Plan | None = None,
     autotune: bool = False,
     hosts: tuple[str, ...] = (),
+    report_folder: str = "",
 ) -> Options:
     """Returns the options that checked arguments and the environment make together; an argument outranks a variable.
 
@@ -137,6 +145,7 @@ def resolve_options(
         check_steps=_read_variable(environment, CHECK_VARIABLE, 0, least=0),
         trace_file=environment.get(TRACE_VARIABLE, "").strip(),
         trace_steps=_read_steps(environment),
+        report_folder=report_folder or environment.get(REPORT_VARIABLE, "").strip(),
         asks_for_devices=asks_for_devices,
     )
     if plan is not None:
@@ -214,6 +223,15 @@ def check_bool_or_auto(name: str, value: object) -> bool | Literal["auto"]:
     if isinstance(value, str) and value == "auto":
         return "auto"
     raise _wrong_value(name, value, "True, False or 'auto'", "'auto'")
+
+
+def check_report(value: object) -> str:
+    """Returns the folder of the report that `report=` asks for; empty: none is asked for."""
+    if isinstance(value, bool):
+        return REPORT_FOLDER if value else ""
+    if isinstance(value, (str, os.PathLike)) and os.fspath(value):
+        return str(os.fspath(value))
+    raise _wrong_value("report", value, "True, False or the path of a folder", "True")
 
 
 def check_count(name: str, value: object) -> int:

@@ -23,6 +23,10 @@ COMMANDS = {
     "predict": ("moreh_ap.cli.predict_command", "predict memory and speed of the plans in a table of runs"),
     "evaluate": ("moreh_ap.cli.evaluate_command", "compare predictions with measured runs"),
     "trace": ("moreh_ap.cli.trace_command", "run a script and write a trace of some of its training steps"),
+    "report": (
+        "moreh_ap.cli.report_command",
+        "run a script and write a report of the run, as one page",
+    ),
     "launch": ("moreh_ap.cli.launch_command", "start a script on several hosts, by Slurm or Kubernetes"),
     "host": ("moreh_ap.toolkit.host_command", "let scripts on other machines use this one where ssh does not"),
     "doctor": (
@@ -32,7 +36,7 @@ COMMANDS = {
 }
 """The module of each command, which has `add_arguments` and `run`, and its line in the program's help."""
 
-RUN_A_SCRIPT = ("verify", "trace", "launch")
+RUN_A_SCRIPT = ("verify", "trace", "report", "launch")
 """Commands that take what follows `--`."""
 
 USAGE_STATUS = 2

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
+from moreh_ap.cli.child_script import status_of, written_ns
 from moreh_ap.errors import OptionError
 from moreh_ap.settings import TRACE_STEPS_VARIABLE, TRACE_VARIABLE, TRACED_STEPS
 
@@ -48,12 +47,12 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     script, file = arguments.script, arguments.output
     if not script.is_file():
         raise OptionError(f"there is no file {script}", "a script with the one line", "moreh-ap trace train.py", _LINK)
-    before = _written_ns(file)
+    before = written_ns(file)
     steps = f"{arguments.first}-{arguments.first + arguments.steps - 1}"
     environment = {**os.environ, TRACE_VARIABLE: str(file), TRACE_STEPS_VARIABLE: steps}
     command = [sys.executable, str(script), *arguments.arguments, *script_arguments]
-    status = _status_of(command, environment)
-    if status == 0 and _written_ns(file) == before:
+    status = status_of(command, environment)
+    if status == 0 and written_ns(file) == before:
         raise OptionError(
             f"{script} has ended without the one line, so there is no trace",
             "a script that calls the line, or MOREH_ENABLE_ADVANCED_PARALLELIZATION=1 in the environment",
@@ -61,23 +60,3 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
             _LINK,
         )
     return status
-
-
-def _status_of(command: list[str], environment: dict[str, str]) -> int:
-    """Runs a command and returns its exit status as a shell says it. Ctrl-C is the command's own."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        # A child keeps signals that are ignored, so that it gets its handler back.
-        child = subprocess.Popen(command, env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, before))
-        status = child.wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return status if status >= 0 else 128 - status
-
-
-def _written_ns(file: Path) -> int | None:
-    """Returns when a file was last written; None if there is none."""
-    try:
-        return file.stat().st_mtime_ns
-    except FileNotFoundError:
-        return None

@@ -26,6 +26,9 @@ LEVELS = {
 }
 logging.addLevelName(NOTICE, "NOTICE")
 
+SLOW_AT = "slow_at"
+"""The attribute of a record that has the script's line of `say`."""
+
 _logger = logging.getLogger("moreh_ap")
 
 
@@ -58,15 +61,37 @@ def check_level(environment: Mapping[str, str]) -> int:
     return LEVELS[asked]
 
 
-def say(text: str, level: int = logging.INFO) -> None:
+def say(text: str, level: int = logging.INFO, slow_at: str = "") -> None:
     """Logs a line.
+
+    Args:
+        text: The line.
+        level: Its level.
+        slow_at: Where it says why something is slower than it could be: the script's line at which that is.
 
     The first line gives the logger a handler that prints, unless the script has given it one of its own. The logger
     then does not hand lines on to the root logger, which would print them again.
     """
+    _set_up()
+    _logger.log(level, "%s", text, stacklevel=2, extra={SLOW_AT: slow_at})
+
+
+def listen(handler: logging.Handler) -> None:
+    """Has a handler get every line from INFO on, whatever the screen shows."""
+    _set_up()
+    _logger.addHandler(handler)
+
+
+def forget(handler: logging.Handler) -> None:
+    """Ends what `listen` began."""
+    _logger.removeHandler(handler)
+
+
+def _set_up() -> None:
     if not _logger.handlers:
-        _logger.addHandler(Screen())
+        screen = Screen()
+        screen.setLevel(check_level(os.environ))
+        _logger.addHandler(screen)
         _logger.propagate = False
     if _logger.level == logging.NOTSET:
-        _logger.setLevel(check_level(os.environ))
-    _logger.log(level, "%s", text, stacklevel=2)
+        _logger.setLevel(min(logging.INFO, check_level(os.environ)))

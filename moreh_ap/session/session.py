@@ -35,6 +35,12 @@ class StepObserver(Protocol):
     def stepped_here(self, optimizer: Optimizer) -> None: ...
 
 
+class PlanObserver(Protocol):
+    """Called with the plan of each model, as `plan_selection.Planned`, and why the model has it."""
+
+    def planned(self, root: Any, planned: Any, reason: str) -> None: ...
+
+
 class StepCheck(Protocol):
     """Called with the parameters before and after every optimizer step that is sent, and before they are clipped."""
 
@@ -79,6 +85,7 @@ class Session:
         self.traffic = Traffic()
         self.watch: StepObserver | None = None
         self.check: StepCheck | None = None
+        self.report: PlanObserver | None = None
         self.trial_plan: Plan | None = None  # see `trying`
         self._devices: list[DeviceInfo] | None = None
         self.extensions: CallExtensions  # set by `session_backend`

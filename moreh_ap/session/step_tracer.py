@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from moreh_ap import log
 from moreh_ap.errors import OptionError
-from moreh_ap.local import logger
 from moreh_ap.protocol.messages.traces import BeginTrace, EndTrace, WorkerTrace
 from moreh_ap.session.controller_spans import ControllerSpans
 from moreh_ap.session.session import Session
@@ -55,10 +54,14 @@ class StepTracer:
         session: The session whose workers are traced.
         file: Where the trace is written.
         first, last: The steps, counted from 1.
+        done: Called when the file is written, with the first and the last step in it, and whether the script ended in
+            the last one.
     """
 
-    def __init__(self, session: Session, file: Path, first: int, last: int) -> None:
-        self._session, self._file, self._first, self._last = session, file, first, last
+    def __init__(
+        self, session: Session, file: Path, first: int, last: int, done: Callable[[int, int, bool], object]
+    ) -> None:
+        self._session, self._file, self._first, self._last, self._done = session, file, first, last, done
         self._pid = os.getpid()
         self._num_steps = 0
         self._optimizer: weakref.ref[Optimizer] | None = None
@@ -136,7 +139,7 @@ class StepTracer:
         traced = [chrome_trace.cut(one, traced[0].clock, *window_ns) for one in traced]
         last = self._first + len(steps) - 1
         chrome_trace.write(self._file, traced, self._notes(last))
-        logger.say(log.trace_line(self._first, last, str(self._file), is_early))
+        self._done(self._first, last, is_early)
 
     def _notes(self, last: int) -> dict[str, Any]:
         return {

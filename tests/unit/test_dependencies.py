@@ -18,7 +18,6 @@ OPTIONAL = {"deepspeed", "matplotlib", "pynvml", "wandb"}
 """Imported where they are asked for; without them the package does without, and tutorials say how to install them."""
 
 DISTRIBUTIONS = {
-    "jinja2": "nbconvert",
     "monarch": "torchmonarch",
     "tokenizers": "transformers",
     "kubernetes_validate": "kubernetes-validate",

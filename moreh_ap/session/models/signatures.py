@@ -30,6 +30,7 @@ from moreh_ap.protocol.messages.tensors import LeafReply, TensorSlot
 from moreh_ap.protocol.objects.returned_arguments import Place
 from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
 from moreh_ap.session.outbox import Outbox
+from moreh_ap.session.script_line import place
 
 _MAX_STRUCTURES = 4096
 
@@ -230,7 +231,7 @@ class Signatures:
         """Records the structure of the calls with `key`; logs once why a training batch is not split."""
         if grad and structure.note and structure.note not in self._notes:
             self._notes.add(structure.note)
-            logger.say(structure.note)
+            logger.say(structure.note, slow_at=place())
         if not self._attributes.issuperset(structure.attributes):
             self._forget_structures()  # calls that left the attribute as None have to be looked at again
             self._attributes.update(structure.attributes)

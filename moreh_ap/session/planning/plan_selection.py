@@ -111,6 +111,8 @@ def choose_plan_for(
     if session.uses_fewer_devices and options.plan is None:
         key = script_key(session.device_type, session.max_devices) if is_first else ""
         planned = replace(planned, expected=replace(planned.expected, script=key), on_all=_on_all(session, question))
+    if session.report is not None:
+        session.report.planned(root, planned, log.reason(choice))
     return planned
 
 

@@ -77,3 +77,20 @@ def test_another_level_is_refused(monkeypatch):
     with pytest.raises(OptionError, match="MOREH_LOG_LEVEL='loud'"):
         logger.check_level({logger.LEVEL_VARIABLE: "loud"})
     assert logger.check_level({logger.LEVEL_VARIABLE: " "}) == logging.INFO
+
+
+def test_a_listener_gets_lines_that_are_not_shown_and_what_is_slow_where(capsys, monkeypatch):
+    monkeypatch.setenv(logger.LEVEL_VARIABLE, "warning")
+    records = []
+    listener = logging.Handler()
+    listener.emit = records.append
+    logger.listen(listener)
+    logger.say("every device computes the whole batch", slow_at="train.py:3")
+    logger.say("a line")
+    logger.forget(listener)
+    logger.say("after it")
+    assert [(one.getMessage(), one.slow_at) for one in records] == [
+        ("every device computes the whole batch", "train.py:3"),
+        ("a line", ""),
+    ]
+    assert capsys.readouterr().out == ""
