@@ -2,21 +2,25 @@
 """Step time on two hosts with one worker each: the one line against `torchrun --nnodes 2`, in pairs.
 
     make bench FIGURES=hosts                 # on an idle machine
-    python scripts/bench_two_hosts.py --pairs 3
+    python scripts/bench_two_hosts.py        # the same, alone: at most 5 minutes
 
 The hosts are network namespaces of this machine with a real sshd (`tests/process/hosts_lab.py`; root, iproute2 and
 sshd). Both scripts train the same model on the same namespaces, one directly after the other, in turns one first and
 the other: `tutorials/manual/train_ddp.py`, started by torchrun on each host, and `tutorials/manual/train_one_line.py`,
-started on the first host with both as its hosts. Each worker has one thread.
+started on the first host with both as its hosts. Each worker has one thread. No pair begins that would end after the
+given minutes, by the time that the longest has taken; the last line says how many there were, and how busy the machine
+was with other work before.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +78,7 @@ def main() -> int:
     """Runs the command line; returns 0 if the median ratio is accepted, 2 where there can be no namespaces."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=5.0, help="of all pairs; one is always measured")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--batch-size", type=int, default=16)
@@ -89,10 +94,14 @@ def main() -> int:
     table = Table(title="two hosts with one worker each: median step")
     for column in ("pair", *(f"{name} [s]" for name in ways), "ratio", "losses differ by"):
         table.add_column(column, justify="right")
-    ratios = []
+    ratios, longest_s, load = [], 0.0, os.getloadavg()[0]
+    began_s = time.monotonic()
     lab = Lab()
     try:
         for number in range(args.pairs):
+            pair_began_s = time.monotonic()
+            if ratios and pair_began_s - began_s + longest_s > 60 * args.minutes:
+                break
             order = list(ways) if number % 2 == 0 else list(reversed(ways))
             reports = {name: ways[name](lab, flags, lab.shared / "report.json") for name in order}
             ours_s, theirs_s = (statistics.median(reports[name]["step_s"][WARM_UP_STEPS:]) for name in ways)
@@ -100,11 +109,13 @@ def main() -> int:
             ratios.append(ours_s / theirs_s)
             values = (f"{ours_s:.3f}", f"{theirs_s:.3f}", f"x{ratios[-1]:.3f}", f"{max(apart):.0e}")
             table.add_row(str(number + 1), *values)
+            longest_s = max(longest_s, time.monotonic() - pair_began_s)
     finally:
         lab.close()
     Console(width=110).print(table)
     median = statistics.median(ratios)
-    print(f"median ratio x{median:.3f} (accepted: x{ACCEPTED})")
+    pairs = f"{len(ratios)} pairs in {(time.monotonic() - began_s) / 60:.1f} minutes, load average before {load:.1f}"
+    print(f"median ratio x{median:.3f} (accepted: x{ACCEPTED}; {pairs})")
     return 0 if median <= ACCEPTED else 1
 
 

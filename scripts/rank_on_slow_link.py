@@ -7,7 +7,8 @@
 The hosts are network namespaces with a real sshd and two CPU workers each (`tests/process/hosts_lab.py`). What they
 send is slowed down by `tc`: by netem, which adds 1 ms as well, where the kernel has it, else by a token bucket (tbf).
 The first line says which. Links are measured by the workers, as in any run. Each plan divides the devices in another
-way, and trains a model of its own in one process; rounds go through the plans in turn, forwards and backwards. Exits
+way, and trains a model of its own in one process; rounds go through the plans in turn, forwards and backwards, and none
+begins that would end after the given minutes, by the time that the first has taken. Exits
 with 1 if the planner's first choice takes more than 1.05 of the fastest plan.
 """
 
@@ -18,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,7 +89,12 @@ def rank(arguments: argparse.Namespace) -> int:
     shown = list(axes.values())[:NUM_PLANS]
     predicted = {one.plan: one.step for one in shown if one.step is not None}
     measured = {plan: Measured(float("inf"), float("inf")) for plan in predicted}
+    began_s, num_rounds = time.monotonic(), 0
     for number in range(arguments.rounds):
+        spent_s = time.monotonic() - began_s
+        if number and spent_s / number + spent_s > 60 * arguments.minutes:
+            break
+        num_rounds += 1
         for plan in list(measured) if number % 2 == 0 else list(reversed(measured)):
             measured[plan] = measured[plan].least(step_of(plan, replace(options), work))
     best_s, first = min(one.seconds for one in measured.values()), next(iter(predicted))
@@ -101,7 +108,8 @@ def rank(arguments: argparse.Namespace) -> int:
                       f"x{taken_s / best_s:.2f}")  # fmt: skip
     Console(width=118).print(table)
     ratio = measured[first].seconds / best_s
-    print(f"{first}: x{ratio:.3f} of the fastest measured plan (accepted: x{LIMIT})", flush=True)
+    rounds = f"{num_rounds} rounds in {(time.monotonic() - began_s) / 60:.1f} minutes"
+    print(f"{first}: x{ratio:.3f} of the fastest measured plan (accepted: x{LIMIT}; {rounds})", flush=True)
     if arguments.json is not None:
         rows = [{"plan": str(plan), "predicted_s": step.total_s, "measured_s": measured[plan].seconds}
                 for plan, step in predicted.items()]  # fmt: skip
@@ -115,6 +123,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=int, default=200, help="Mbit/s that each host may send")
     parser.add_argument("--rounds", type=int, default=2, help="each is the median of five steps")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of all rounds; one is always measured")
     parser.add_argument("--hidden", type=int, default=256, help="a multiple of 8")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch", type=int, default=8, help="rows of a step")

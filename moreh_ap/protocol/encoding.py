@@ -29,8 +29,9 @@ _NUM_DONE = "_moreh_num_done"
 class _Pickler(pickle.Pickler):
     """Pickles by reference, leaves large buffers out, and names classes of the user's script without finding them."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, aside_from_bytes: int) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._keep_inside)
+        self._aside_from_bytes = aside_from_bytes
         self.buffers: list[bytes] = []
         self.aside: list[bytes] = []
 
@@ -44,7 +45,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: object) -> int | None:
         """Called for each object: a number sends it beside the pickle, as it is; None leaves it inside."""
-        if type(obj) is not bytes or len(obj) < OUT_OF_BAND_MIN_BYTES:
+        if type(obj) is not bytes or len(obj) < self._aside_from_bytes:
             return None
         self.aside.append(obj)
         return len(self.aside) - 1
@@ -97,14 +98,18 @@ class Packed(NamedTuple):
     aside: tuple[bytes, ...] = ()
 
 
-def pack(obj: object) -> Packed:
+def pack(obj: object, aside_from_bytes: int = OUT_OF_BAND_MIN_BYTES) -> Packed:
     """Returns `obj` as bytes that can be sent.
+
+    Args:
+        obj: The object.
+        aside_from_bytes: From which length on `bytes` objects are left outside the pickle.
 
     Raises:
         Exception: whatever pickling the object raises (`pickle.PicklingError`, `TypeError`, ...).
     """
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _Pickler(file, aside_from_bytes)
     pickler.dump(obj)
     return Packed(file.getvalue(), tuple(pickler.buffers), tuple(pickler.aside))
 

@@ -28,7 +28,8 @@ from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.host import private_sockets
-from moreh_ap.runtime.worker.actor import Answer, Trouble, Wire, WorkerSide, WorkerSpec, from_wire, to_wire
+from moreh_ap.runtime.relay.worker_answer import Answer, Wire, from_wire, to_wire
+from moreh_ap.runtime.worker.actor import Trouble, WorkerSide, WorkerSpec
 
 _BANNER = "Monarch internal logs"
 

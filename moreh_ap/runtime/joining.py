@@ -5,7 +5,7 @@ Decides what the start of a worker group waits for, and how its failure reads. M
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.protocol.encoding import restore_failure
@@ -13,7 +13,7 @@ from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.launcher import Launcher, Progress, start_error
 from moreh_ap.runtime.outcome_resolver import PeersHang, failure_of
 from moreh_ap.runtime.receiver import Receiver
-from moreh_ap.runtime.worker.actor import FAILED, Answer
+from moreh_ap.runtime.relay.worker_answer import FAILED, Answer
 
 
 def launch(
@@ -37,7 +37,7 @@ def launch(
     engine, joining = launcher.start(on_progress, engine_made)
     receiver = Receiver(launcher, engine, is_stopping)
     try:
-        answers: list[Answer] = receiver.receive(0, 0, joining)
+        answers: Sequence[Answer] = receiver.receive(0, 0, joining)
     except PeersHang as hang:
         answers = [hang.answer]
     except WorkerLostError as lost:

@@ -24,8 +24,9 @@ from moreh_ap.runtime.child_process import Child, RemoteChild
 from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.host import warm_client
 from moreh_ap.runtime.host.agent_process import AgentProcess, is_needed
+from moreh_ap.runtime.relay.worker_answer import Answer
 from moreh_ap.runtime.shared_memory import SharedMemory
-from moreh_ap.runtime.worker.actor import Answer, WorkerSpec
+from moreh_ap.runtime.worker.actor import WorkerSpec
 from moreh_ap.runtime.worker_output import WorkerOutput
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Carrier(Protocol):
 class Awaited(Protocol):
     """Answers that are on their way."""
 
-    def wait(self, timeout_s: float) -> list[Answer]:
+    def wait(self, timeout_s: float) -> Sequence[Answer]:
         """Returns the answers in rank order. May be called again after a time-out.
 
         Raises:

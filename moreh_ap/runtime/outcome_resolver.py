@@ -6,11 +6,13 @@ caller has to be told of it, and whether the workers can go on together. Must no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.protocol.encoding import Failure, pack, restore_failure, unpack
-from moreh_ap.runtime.worker.actor import DONE, FAILED, SKIPPED, Answer
+from moreh_ap.runtime.relay.worker_answer import DONE, FAILED, SKIPPED, Answer
+from moreh_ap.runtime.relay.worker_values import WorkerAnswers, WorkerValues
 
 _NOTHING = pack(None)
 
@@ -25,7 +27,7 @@ class Outcome(NamedTuple):
         must_stop: the workers cannot go on together.
     """
 
-    values: list[object]
+    values: Sequence[object]
     error: BaseException | None = None
     is_new: bool = False
     must_stop: bool = False
@@ -37,8 +39,10 @@ class OutcomeResolver:
     def __init__(self) -> None:
         self._cause: tuple[int, BaseException] | None = None  # an epoch, and the error because of which it is skipped
 
-    def resolve(self, epoch: int, recoverable: bool, answers: list[Answer]) -> Outcome:
+    def resolve(self, epoch: int, recoverable: bool, answers: Sequence[Answer]) -> Outcome:
         """Returns how a command ended, given what all workers answered."""
+        if isinstance(answers, WorkerAnswers) and (values := answers.values()) is not None:
+            return _read_once(values)
         statuses = {answer.status for answer in answers}
         if statuses != {DONE}:
             error, is_new = self._error(epoch, answers)
@@ -56,12 +60,21 @@ class OutcomeResolver:
         error, is_new = self._error(epoch, [failed])
         return Outcome([], error, is_new, must_stop=True)
 
-    def _error(self, epoch: int, answers: list[Answer]) -> tuple[BaseException, bool]:
+    def _error(self, epoch: int, answers: Sequence[Answer]) -> tuple[BaseException, bool]:
         if self._cause is not None and self._cause[0] == epoch:
             return self._cause[1], False
         error = restore_failure(failure_of(next(answer for answer in answers if answer.status == FAILED)))
         self._cause = epoch, error
         return error, True
+
+
+def _read_once(values: WorkerValues) -> Outcome:
+    """Returns the outcome of a command that all workers of several hosts have done: others are read on demand."""
+    try:
+        values[0]
+    except Exception as error:  # as above
+        return Outcome([], error, is_new=True)
+    return Outcome(values)
 
 
 def failure_of(answer: Answer) -> Failure:

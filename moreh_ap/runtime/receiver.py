@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from moreh_ap.errors import WorkerLostError
@@ -16,7 +16,8 @@ from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.launcher import POLL_S, Awaited, Carrier, Launcher, Stopping
 from moreh_ap.runtime.outcome_resolver import PeersHang
 from moreh_ap.runtime.relay.command_links import CommandLinks
-from moreh_ap.runtime.worker.actor import Answer, Trouble
+from moreh_ap.runtime.relay.worker_answer import Answer
+from moreh_ap.runtime.worker.actor import Trouble
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.engine import Engine, Pending
@@ -37,7 +38,7 @@ class Receiver:
         self.carrier: Carrier | None = None
         self._looks: dict[int, Pending[Trouble | None]] = {}
 
-    def receive(self, number: int, epoch: int, pending: Awaited) -> list[Answer]:
+    def receive(self, number: int, epoch: int, pending: Awaited) -> Sequence[Answer]:
         """Waits for the answers of all workers to command `number` of `epoch`, in rank order.
 
         Raises:

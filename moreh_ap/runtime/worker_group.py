@@ -361,7 +361,7 @@ class WorkerGroup:
                 self._errors.append((command.number, outcome.error))
         self._complete(command, outcome.values, outcome.error)
 
-    def _complete(self, command: _Command, values: list[object], error: BaseException | None) -> None:
+    def _complete(self, command: _Command, values: Sequence[object], error: BaseException | None) -> None:
         self._slots.release()
         for packed in [command.payload] if isinstance(command.payload, Packed) else command.payload:
             if packed.buffers:

@@ -30,6 +30,7 @@ from moreh_ap.protocol.messages.state import ClearGradients
 from moreh_ap.protocol.messages.stream import Again, Batch, DefineList
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.runtime.future import told_again
+from moreh_ap.runtime.relay.worker_values import WorkerValues
 from moreh_ap.runtime.worker_group import Reply, WorkerGroup
 from moreh_ap.session.journal import Journal
 from moreh_ap.states import SessionState, StateMachine
@@ -80,7 +81,7 @@ class Posted:
         if self.failed():
             self.result()
 
-    def result(self) -> list[Any]:
+    def result(self) -> Sequence[Any]:
         """Returns the command's results, one for each worker in rank order; waits for them.
 
         Raises:
@@ -96,7 +97,10 @@ class Posted:
             assert self._reply is not None
             times_restarted = self._outbox.times_restarted
             try:
-                return [answers[self._index] for answers in self._reply.group.answers(self._reply)]
+                found = self._reply.group.answers(self._reply)
+                if isinstance(found, WorkerValues):
+                    return found.item(self._index)
+                return [answers[self._index] for answers in found]
             except Exception as error:  # of any class: workers raise the errors of the model's code
                 if not self._outbox.recovered(error, times_restarted):
                     raise

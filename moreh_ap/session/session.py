@@ -157,7 +157,7 @@ class Session:
     def devices(self) -> list[DeviceInfo]:
         """Returns the devices of the accelerator, in rank order. Waits for the workers the first time."""
         if self._devices is None:
-            self._devices = self.outbox.submit(DescribeDevice()).result()
+            self._devices = list(self.outbox.submit(DescribeDevice()).result())
         return self._devices
 
     def memory(self, *, reset_peak: bool = False, empty_cache: bool = False) -> dict[str, int]:

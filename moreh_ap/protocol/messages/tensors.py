@@ -231,8 +231,15 @@ class LeafReply:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)
 
+    def joined_with(self, block: bytes, count: int) -> Tensor:
+        """What `join` returns, of workers that all answered this but for the bytes, which lie one behind the other."""
+        assert self.dtype is not None
+        shards = torch.frombuffer(bytearray(block), dtype=self.dtype).reshape(count, *self.shape)
+        full = shards.flatten(0, 1) if self.kind == "rows" else shards.sum(0)
+        return in_order(full, self.order) if self.order else full
+
     @staticmethod
-    def join(replies: list[LeafReply]) -> Tensor:
+    def join(replies: Sequence[LeafReply]) -> Tensor:
         """The tensor of which workers answered their shards, in rank order, laid out in memory as theirs."""
         first, *_ = replies
         if first.kind == "same":  # the first alone sends it

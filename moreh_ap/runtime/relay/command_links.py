@@ -19,7 +19,8 @@ from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.relay import fan_out
 from moreh_ap.runtime.relay.answers import JoinedAnswers
 from moreh_ap.runtime.relay.frames import ALL_HOSTS, BRANCH, COMMAND, ENDED, FAILURE, VALUE, Frame, Sender, read
-from moreh_ap.runtime.worker.actor import Answer, Trouble, from_bytes
+from moreh_ap.runtime.relay.worker_values import WorkerAnswers, first_answer
+from moreh_ap.runtime.worker.actor import Trouble
 
 _MOST_TROUBLES = 1 << 12
 
@@ -29,10 +30,9 @@ class HostAnswers(JoinedAnswers):
 
     def __init__(self, counts: Sequence[int]) -> None:
         super().__init__(counts)
-        self._num_workers = sum(counts)
         self._arrived = threading.Lock()
         self._arrived.acquire()
-        self._answers: list[Answer] | None = None
+        self._answers: WorkerAnswers | None = None
 
     def take(self, source: int, parts: list[bytes]) -> bool:
         """Takes the answer of a source; returns whether all are in. One thread at a time calls it."""
@@ -41,7 +41,7 @@ class HostAnswers(JoinedAnswers):
             self._arrived.release()
         return is_last
 
-    def wait(self, timeout_s: float) -> list[Answer]:
+    def wait(self, timeout_s: float) -> WorkerAnswers:
         """Returns the answers in rank order. May be called again after a time-out.
 
         Raises:
@@ -50,8 +50,7 @@ class HostAnswers(JoinedAnswers):
         if self._answers is None:
             if not self._arrived.acquire(timeout=timeout_s):
                 raise TimeoutError
-            found = [from_bytes(part) for part in self.parts()]
-            self._answers = found * self._num_workers if len(found) == 1 else found
+            self._answers = WorkerAnswers(self)
         return self._answers
 
 
@@ -150,7 +149,7 @@ class CommandLinks:
         with self._lock:
             self.num_received += 1
             if frame.kind == FAILURE:
-                answer = from_bytes(frame.parts[0])
+                answer = first_answer(frame.parts)
                 self._troubles = [*self._troubles[-_MOST_TROUBLES:], Trouble(frame.number, frame.epoch, answer)]
             elif self._waiting[frame.number].take(index, frame.parts):
                 del self._waiting[frame.number]

@@ -6,6 +6,7 @@ Decides how a worker connects. Must not know commands, nor how they are executed
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 from moreh_ap.runtime.relay.frames import ANSWER, FAILURE, HELLO, Frame, read, written
 
@@ -31,11 +32,16 @@ class CommandSocket:
         """Waits for the next frame; None where the agent has ended."""
         return read(self._reader)
 
-    def answer(self, command: Frame, content: bytes, *, has_failed: bool) -> None:
+    def answer(self, command: Frame, parts: Sequence[bytes], *, has_failed: bool) -> None:
         """Answers a command.
+
+        Args:
+            command: The command.
+            parts: As `written_answers.py` writes them.
+            has_failed: Whether it raised.
 
         Raises:
             OSError: The agent has ended.
         """
         kind = FAILURE if has_failed else ANSWER
-        self._plain.sendall(written(kind, command.number, command.epoch, [content]))
+        self._plain.sendall(written(kind, command.number, command.epoch, parts))

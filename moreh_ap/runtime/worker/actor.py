@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import datetime
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moreh_ap.protocol.encoding import Packed, capture_failure, import_by_name, pack, unpack
 from moreh_ap.runtime.relay.command_socket import CommandSocket
 from moreh_ap.runtime.relay.frames import MISSING
+from moreh_ap.runtime.relay.worker_answer import DONE, FAILED, SKIPPED, Answer
+from moreh_ap.runtime.relay.written_answers import written_other, written_result
 from moreh_ap.runtime.shared_memory import SharedMemoryReader
 from moreh_ap.runtime.worker_environment import workers_per_gpu
-
-DONE, FAILED, SKIPPED = "done", "failed", "skipped"
-_PLAIN, _WIRE = b"p", b"w"  # how an answer is written
 
 
 class Trouble(NamedTuple):
@@ -33,49 +33,6 @@ class Trouble(NamedTuple):
     number: int
     epoch: int
     answer: Answer
-
-
-class Answer(NamedTuple):
-    """What a worker answers to one command.
-
-    Attributes:
-        status: DONE, FAILED or SKIPPED.
-        content: the result, or the `Failure`; None when skipped.
-    """
-
-    status: str
-    content: Packed | None
-
-
-# Plain tuples on the way: the engine's pickler takes 7-14 us longer over each object of a class of ours.
-Wire = tuple[str, "tuple[Any, ...] | None"]
-
-
-def to_wire(answer: Answer) -> Wire:
-    """Returns an answer as it travels."""
-    return answer.status, None if answer.content is None else tuple(answer.content)
-
-
-def from_wire(wire: Wire) -> Answer:
-    """Returns the answer that `to_wire` was given."""
-    status, content = wire
-    return Answer(status, None if content is None else Packed(*content))
-
-
-def to_bytes(answer: Answer) -> bytes:
-    """Returns an answer as it travels through agents: the result alone where there is nothing else, since the
-    controller reads one of each worker."""
-    content = answer.content
-    if answer.status == DONE and content is not None and not content.buffers and not content.aside:
-        return _PLAIN + content.pickle
-    return _WIRE + pickle.dumps(to_wire(answer), protocol=5)
-
-
-def from_bytes(data: bytes) -> Answer:
-    """Returns the answer that `to_bytes` was given."""
-    if data[:1] == _PLAIN:
-        return Answer(DONE, Packed(data[1:]))
-    return from_wire(pickle.loads(data[1:]))
 
 
 @dataclass(frozen=True)
@@ -116,6 +73,7 @@ class WorkerSide:
         self._store: object = None  # kept alive: PyTorch uses it as long as there are groups
         self._trouble: Trouble | None = None
         self._commands: CommandSocket | None = None
+        self._pack: Callable[[object], Any] = pack  # what becomes of a result
 
     def join(self, spec: WorkerSpec) -> Answer:
         """Joins the process group of all workers, waiting for them. Counts as command 0, in epoch 0."""
@@ -145,11 +103,10 @@ class WorkerSide:
                 factory: Any = import_by_name(self._spec.executor)
                 self._executor = factory(self._spec.rank, self._spec.world_size, self._spec.device_type)
             if not command.buffers:
-                return Answer(DONE, pack(self._executor.execute(unpack(command))))
+                return Answer(DONE, self._pack(self._executor.execute(unpack(command))))
             with self._shared_memory.values(command.buffers) as buffers:
-                return Answer(
-                    DONE, pack(self._executor.execute(unpack(Packed(command.pickle, buffers, command.aside))))
-                )
+                result = self._executor.execute(unpack(Packed(command.pickle, buffers, command.aside)))
+                return Answer(DONE, self._pack(result))
         except BaseException as error:  # any error of the user's code; SystemExit would end the worker unheard
             return self._fail(number, epoch, error)
 
@@ -161,12 +118,14 @@ class WorkerSide:
     def serve(self) -> None:
         """Executes what the agent of this host hands on, until that ends."""
         assert self._commands is not None and self._shared_memory is not None, "the engine delivers join first"
+        self._pack = written_result
         while (frame := self._commands.receive()) is not None:
             if frame.kind == MISSING:
                 self._shared_memory.missing.add(frame.number)
                 continue
             answer = self.execute(frame.number, frame.epoch, Packed(*pickle.loads(frame.parts[0])))
-            self._commands.answer(frame, to_bytes(answer), has_failed=answer.status == FAILED)
+            parts: Any = answer.content if answer.status == DONE else written_other(answer)
+            self._commands.answer(frame, parts, has_failed=answer.status == FAILED)
 
     def _fail(self, number: int, epoch: int, error: BaseException) -> Answer:
         assert self._spec is not None, "set before anything can fail"

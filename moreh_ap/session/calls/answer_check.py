@@ -6,6 +6,7 @@ key. Runs in the thread that receives replies, so it never waits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from moreh_ap.errors import ExactnessError, TrialError, TrialWarning, UnsplitError
@@ -43,7 +44,7 @@ class MakesMembers(HasToBeRepeated):
         self.names = names
 
 
-def answered(replies: list[Any]) -> list[Any]:
+def answered(replies: Sequence[Any]) -> list[Any]:
     """Returns the replies of the workers that have a result, in rank order."""
     return [reply for reply in replies if reply is not None]
 
@@ -52,7 +53,11 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
     """Checks the reply to a call whose structure was predicted: the shapes may depend on values after all."""
     if reply.failed():
         return
-    reads = next((answer for answer in reply.result() if isinstance(answer, ReadsAttributes)), None)
+    replies = reply.result()
+    form = form_of(replies)
+    if form is not None and model.signatures.forms.get(key) == form:
+        return
+    reads = next((answer for answer in replies if isinstance(answer, ReadsAttributes)), None)
     if reads is not None:
         model.session.workers.fail(
             ExactnessError(
@@ -62,11 +67,8 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
             )
         )
         return
-    form = form_of(reply.result())
-    if form is not None and model.signatures.forms.get(key) == form:
-        return
-    found = Structure.of(reply.result())
-    fault = _note_faults(model, reply.result())
+    found = Structure.of(replies)
+    fault = _note_faults(model, replies)
     if fault is not None:
         model.session.workers.fail(fault)
     if found.mode != expected.mode:  # the rows now take different branches: the next call waits, and the log says so
@@ -75,7 +77,7 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
             model.session.workers.fail(_unsplit(found))
     if found.attributes:  # set in some calls only: this call did not wait for it, later calls will
         model.signatures.never_predict(key)
-    answer = answered(reply.result())[0]
+    answer = answered(replies)[0]
     model.note_left_out((*found.attributes, *answer.left_out), answer.warnings)
     if found.draws and not expected.draws:
         model.signatures.never_predict(key)
@@ -101,7 +103,7 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
         model.signatures.forms[key] = form
 
 
-def learn_structure(model: RemoteModel, key: Any, replies: list[Any], *, grad: bool) -> Structure:
+def learn_structure(model: RemoteModel, key: Any, replies: Sequence[Any], *, grad: bool) -> Structure:
     """Waits for the reply to a call without a predicted structure; records the structure and returns it.
 
     Raises:
@@ -128,7 +130,7 @@ def learn_structure(model: RemoteModel, key: Any, replies: list[Any], *, grad: b
     return structure
 
 
-def _note_faults(model: RemoteModel, replies: list[Any]) -> TrialError | None:
+def _note_faults(model: RemoteModel, replies: Sequence[Any]) -> TrialError | None:
     """Has the script warned of a trial that failed by our fault; returns an error instead if options ask for one."""
     found = next((fault for answer in answered(replies) for fault in answer.faults), None)
     if found is None:

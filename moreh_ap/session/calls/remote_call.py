@@ -25,8 +25,10 @@ from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import Backward, Forward, ReadOutputs, ReleaseCalls
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, OutputRef, RowShardRef, StateRef, TensorData
 from moreh_ap.protocol.process_flags import GETTERS, process_flags
+from moreh_ap.runtime.relay.worker_values import ItemValues
 from moreh_ap.session.calls.answer_check import HasToBeRepeated, answered, check_structure, learn_structure
 from moreh_ap.session.calls.input_gradients import InputGradient
+from moreh_ap.session.calls.joined_leaves import joined_leaf
 from moreh_ap.session.calls.output_watchers import OutputWatchers, RemovableWatcher, Watcher, read_gradients
 from moreh_ap.session.calls.row_shard_values import Located, RowShardedValue, RowShardedView, row_shard_ref_of
 from moreh_ap.session.models.parameter_gradients import separate_gradients
@@ -137,7 +139,10 @@ class Call:
         outbox, read, found = self.session.outbox, ReadOutputs(self.id, (index,)), None
         if self._is_computed_later and not self.reply.done():
             found = outbox.submit(read).result()  # one wait for both answers
-        replies = [reply.leaves[index] for reply in self.reply.result() if reply is not None]
+        answers = self.reply.result()
+        if (full := joined_leaf(answers, index) if isinstance(answers, ItemValues) else None) is not None:
+            return full
+        replies = [reply.leaves[index] for reply in answers if reply is not None]
         if replies[0].data is None:
             found = found or outbox.submit(read).result()
             replies = answered([reply[0] for reply in found])
@@ -150,7 +155,7 @@ class Call:
         Returns:
             The promise of the reply, see `messages.Backward`.
         """
-        for before in self.input_gradients:  # the workers keep the input gradients of the last backward only
+        for before in self.input_gradients:  # workers keep those of the last backward only
             before.read()
         self.input_gradients.clear()
         if self.reply is not None:
@@ -163,7 +168,8 @@ class Call:
             Backward(self.id, encoded, retain, training, separate=apart is not None, watched=watched)
         )
         if apart is None:
-            self.model.gradients.after_backward((*self.backward_kind, _which(gradients)), reply)
+            which = tuple([one is not None for one in gradients])
+            self.model.gradients.after_backward((*self.backward_kind, which), reply)
         else:
             apart.after_backward(self.model, reply)
         if watched:
@@ -287,10 +293,9 @@ class OutputValue(Value):
         self.call, self.index = call, index
 
     def ready(self) -> bool:
-        reply = self.call.reply
-        if reply is None or not reply.done():
+        if (reply := self.call.reply) is None or not reply.done():
             return False
-        return reply.failed() or answered(reply.result())[0].leaves[self.index].data is not None
+        return reply.failed() or next(filter(None, reply.result())).leaves[self.index].data is not None
 
     def is_order_known(self) -> bool:
         return not self.call.model.runs_after_answer  # else it was promised by a run on meta, which knows no formats
@@ -349,7 +354,7 @@ class _RemoteCall(torch.autograd.Function):
         num_inputs = sum(requires_grad for *_, requires_grad in ctx.inputs)
         # An expected gradient that is missing is zeros, but an unexpected one would be lost: unless a backward of this
         # kind has reached all inputs before, wait for the reply.
-        kind = (ctx.call.kind, _which(gradients))
+        kind = (ctx.call.kind, tuple([one is not None for one in gradients]))
         reached = iter(ctx.call.model.gradients.inputs_reached(kind, reply, num_inputs) if num_inputs else ())
         input_gradients: list[Tensor | None] = []
         for index, (shape, dtype, requires_grad) in enumerate(ctx.inputs):
@@ -393,8 +398,3 @@ def _form_of(tensor: Tensor) -> Hashable:
             _FORMS.clear()
         _FORMS[form] = (tuple(tensor.shape), tensor.dtype, memory_order(tensor))
     return _FORMS[form]
-
-
-def _which(gradients: Sequence[Tensor | None]) -> tuple[bool, ...]:
-    """Returns which outputs have a gradient."""
-    return tuple([gradient is not None for gradient in gradients])

@@ -22,6 +22,8 @@ from moreh_ap.device.values import Cell, Value, View
 from moreh_ap.protocol.batch import BatchRows
 from moreh_ap.protocol.messages.row_shards import ReadRowShard, ReleaseRowShards, WriteRowShard
 from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, RowShardRef, TensorData
+from moreh_ap.runtime.relay.worker_values import ItemValues
+from moreh_ap.session.calls.joined_leaves import joined_leaf
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
 
@@ -95,8 +97,10 @@ class RowShardedValue(Value):
 
     def read(self) -> Tensor:
         if self._reply is not None:
-            answers = [answer[self._index] for answer in self._reply.result() if answer is not None]
-            return LeafReply.join(answers)
+            answers = self._reply.result()
+            if (full := joined_leaf(answers, self._index) if isinstance(answers, ItemValues) else None) is not None:
+                return full
+            return LeafReply.join([answer[self._index] for answer in answers if answer is not None])
         if self._seen is None:
             replies = self.session.outbox.submit(ReadRowShard(self._number)).result()
             self._seen = LeafReply.join([reply for reply in replies if reply is not None])

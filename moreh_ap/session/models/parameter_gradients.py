@@ -35,6 +35,7 @@ from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.protocol.messages.models import DescribeGradients
 from moreh_ap.protocol.messages.state import KeepState, WriteState
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
+from moreh_ap.runtime.relay.worker_values import ItemValues
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.state_tensors import ModelState, OnWorkers
 
@@ -199,6 +200,8 @@ class Gradients:
     def decode(self, reply: Any) -> frozenset[str]:
         """Returns the parameters that have a gradient, from the reply to a backward; waits."""
         flags = reply.result()  # one item for each worker: only some workers hold the parameter
+        if isinstance(flags, ItemValues):
+            flags = flags.distinct()
         return frozenset(compress(self._parameters, flags[0] if len(flags) == 1 else map(max, *flags)))
 
 

@@ -193,7 +193,7 @@ class RemoteModel:
         if self.plan.tensor == self.plan.pipeline == 1:
             return None
         if self._placements is None:
-            answers: list[dict[str, str]] = self._built.result()
+            answers = self._built.result()
             self._placements = {name: place for answer in reversed(answers) for name, place in answer.items()}
         return self._placements.get(name)
 
@@ -324,7 +324,7 @@ class RemoteModel:
         self.warnings.clear()
         if not news or self.script_hooks.is_silent:
             return
-        copied = self._objects.put(self.session.outbox.submit(ReadObjects(self.owner, tuple(news))).result())
+        copied = self._objects.put(list(self.session.outbox.submit(ReadObjects(self.owner, tuple(news))).result()))
         news = [name for name in news if name not in copied]
         if news:
             script_line.warn(

@@ -11,6 +11,7 @@ import functools
 import math
 import operator
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from moreh_ap.protocol.messages.calls import DefineSignature, ForwardReply
 from moreh_ap.protocol.messages.tensors import LeafReply, TensorSlot
 from moreh_ap.protocol.objects.returned_arguments import Place
 from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
+from moreh_ap.runtime.relay.worker_values import ItemValues
 from moreh_ap.session.outbox import Outbox
 from moreh_ap.session.script_line import place
 
@@ -87,7 +89,7 @@ class Structure:
     returned: Place | None = None
 
     @staticmethod
-    def of(replies: list[ForwardReply | None]) -> Structure:
+    def of(replies: Sequence[ForwardReply | None]) -> Structure:
         """Joins the replies of all workers that have a result, in rank order."""
         answered = [reply for reply in replies if reply is not None]
         leaves = []
@@ -150,16 +152,20 @@ class Structure:
         return not self.attributes and all(constant is None for constant in constants)
 
 
-def form_of(replies: list[ForwardReply | None]) -> list[Any] | None:
+def form_of(replies: Sequence[Any]) -> list[Any] | None:
     """Returns all of the replies but the numbers in them, to be compared: calls of one form have one structure.
 
-    Unlike `Structure.of` it looks at each leaf without a Python call. None if the script has to be told of something.
+    Unlike `Structure.of` it looks at each leaf without a Python call, and of workers of several hosts once at what many
+    say. None if the script has to be told of something.
     """
     forms: list[Any] = []
+    if isinstance(replies, ItemValues):
+        forms.append(replies.numbers())
+        replies = replies.templates()
     for reply in replies:
         if reply is None:
             forms.append(None)
-        elif reply.left_out or reply.warnings or reply.faults:
+        elif type(reply) is not ForwardReply or reply.left_out or reply.warnings or reply.faults:
             return None
         else:
             constants = [leaf.data for leaf in reply.leaves if leaf.kind == "const"]

@@ -155,7 +155,7 @@ def _try(session: Session, root: nn.Module, call: reduced_model.Call, trial: Pla
                     _backward(call_remotely(remote, remote.path_of(module), args, kwargs))
                 step_remotely(session, optimizer)
                 optimizer.zero_grad()
-            reports: list[StepReport] = session.outbox.submit(ReportSteps()).result()
+            reports: Sequence[StepReport] = session.outbox.submit(ReportSteps()).result()
         finally:
             remote.release()
     return StepTimes(

@@ -69,7 +69,7 @@ def machine_of(session: Session) -> Machine:
     rates, is_new = rates_of(FILE.look_up(key)), False
     if rates is None:
         per_host = num_devices // len(hosts) if len(hosts) > 1 else 0
-        answers: list[DeviceRates] = session.outbox.submit(ProbeDevice(native, per_host)).result()
+        answers: Sequence[DeviceRates] = session.outbox.submit(ProbeDevice(native, per_host)).result()
         rates, is_new = slowest(answers), True
         with contextlib.suppress(OSError):  # the folder cannot be written: the machine is measured again next time
             FILE.keep(key, as_entry(rates))

@@ -93,7 +93,7 @@ class Watch:
         elif self._asked.failed():
             self._on_done(optimizer, None)  # the script gets the error when it reads a result
         elif self._asked.done():
-            self._on_done(optimizer, self._compare(self._asked.result()))
+            self._on_done(optimizer, self._compare(list(self._asked.result())))
 
     def stepped_here(self, optimizer: Optimizer) -> None:
         """Does not count a step of another model, in the script's own process."""

@@ -13,7 +13,8 @@ from typing import Any
 from moreh_ap.patching import Patches
 from moreh_ap.protocol.messages.stream import Batch
 from moreh_ap.protocol.messages.traces import BeginTrace, EndTrace, WorkerTrace, words
-from moreh_ap.runtime.worker.actor import Answer, WorkerSide
+from moreh_ap.runtime.relay.worker_answer import Answer
+from moreh_ap.runtime.worker.actor import WorkerSide
 from moreh_ap.runtime.worker.commands.tables import Handlers
 from moreh_ap.tracing.device_events import DeviceEvents
 from moreh_ap.tracing.spans import Recorder, now_ns, this_clock

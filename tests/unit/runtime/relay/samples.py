@@ -9,12 +9,13 @@ from contextlib import contextmanager
 
 from moreh_ap.hosts.certificates import make_credentials
 from moreh_ap.hosts.credentials import context_of
-from moreh_ap.protocol.encoding import Packed
+from moreh_ap.protocol.encoding import pack
 from moreh_ap.runtime.relay.command_links import CommandLinks
 from moreh_ap.runtime.relay.command_relay import CommandRelay
 from moreh_ap.runtime.relay.command_socket import CommandSocket
+from moreh_ap.runtime.relay.worker_answer import Answer
+from moreh_ap.runtime.relay.written_answers import written_other, written_result
 from moreh_ap.runtime.shared_memory import make_host_memory
-from moreh_ap.runtime.worker.actor import Answer, to_bytes
 
 HERE = "127.0.0.1"
 
@@ -54,13 +55,14 @@ class Run:
         return CommandLinks(places, self.per_host, context, lambda *host: self.ended.append(host), self.most)
 
     def serve(self, answer) -> None:
-        """Has every worker answer commands with `answer(rank, number, command)`: a status, and a content or None."""
+        """Has every worker answer commands with `answer(rank, number, command)`: a status and a result."""
 
         def run(rank, connection):
             while (frame := connection.receive()) is not None:
-                status, content = answer(rank, frame.number, pickle.loads(frame.parts[0]))
-                made = Answer(status, None if content is None else Packed(*content))
-                connection.answer(frame, to_bytes(made), has_failed=status == "failed")
+                status, result = answer(rank, frame.number, pickle.loads(frame.parts[0]))
+                is_done = status == "done"
+                parts = written_result(result) if is_done else written_other(Answer(status, pack(result)))
+                connection.answer(frame, parts, has_failed=status == "failed")
 
         for rank, connection in enumerate(self.sockets):
             threading.Thread(target=run, args=(rank, connection), daemon=True).start()

@@ -20,8 +20,8 @@ def test_a_worker_introduces_itself_and_answers(tmp_path):
             agent.sendall(written(COMMAND, 9, 2, [b"command"]))
             command = worker.receive()
             assert command.parts == [b"command"]
-            worker.answer(command, b"content", has_failed=has_failed)
-            assert read(stream) == Frame(kind, 9, 2, [b"content"])
+            worker.answer(command, [b"layout", b"content"], has_failed=has_failed)
+            assert read(stream) == Frame(kind, 9, 2, [b"layout", b"content"])
         agent.shutdown(socket.SHUT_RDWR)
         assert worker.receive() is None
     worker._plain.close()
