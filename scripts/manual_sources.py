@@ -23,11 +23,12 @@ class UnknownName(LookupError):
 
 
 def body_of(source: str) -> list[str]:
-    """Returns the lines of a script after the text that opens it."""
+    """Returns the lines of a script after the text that opens it, without the marks of what pages show of it."""
     first = ast.parse(source).body[0]
     is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     lines = source.splitlines()
-    return lines[first.end_lineno :] if is_text and first.end_lineno else lines
+    lines = lines[first.end_lineno :] if is_text and first.end_lineno else lines
+    return [line for line in lines if "--8<--" not in line]
 
 
 def code_of(source: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""Writes docs/reference/parameter-guide.md and parameter-guide.ko.md: plan, memory and predicted time of models.
+"""Writes docs/reference/parameter-guide.md and its .ko.md: plan, memory and predicted time of models.
 
-    python scripts/parameter_guide.py            # writes the page in each language
+    python scripts/parameter_guide.py            # writes the page in each language, and the tables of tutorials
     python scripts/parameter_guide.py --check    # writes nothing; exits with 1 if a page is not what the planner says
 
 Decides which cells the page has and what stands beside them; `parameter_guide_words.py` has its words. Must not know
@@ -32,8 +32,13 @@ from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import Task
 from moreh_ap.planner.search.search_space import tensor_degrees_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "parameter-guide.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "reference" / "parameter-guide.md"
 RATIO = 80
+
+
+TUTORIALS = ("Cerebras-GPT-13B", "Mistral-7B", "Llama2-13B", "Llama3-70B")
+"""Models of tutorials, which have a table each: `docs/shared/flavours`."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,9 @@ SPEEDS = [
 ]
 """Model, devices, rows of 1,024 tokens, the selected plan in our words where it was published, tokens/s. Source: the
 platform's tutorials. `gpipe` stands for 1F1B where there are fewer micro-batches than stages: the order is the same."""
+
+FLAVOURS_OF_70B = [("2xLarge.1024GB", 256, 1024), ("4xLarge.2048GB", 256, 1024), ("8xLarge.4096GB", 512, 1024)]
+"""For Llama3-70B the platform has published the last of these alone."""
 
 MODELS = ("SmolLM2-1.7B", "Mistral-7B", "Llama3-8B", "Llama2-13B", "Qwen2.5-32B", "Llama3-70B")
 ACCELERATORS = ("16xMI250", "32xMI250", "64xMI250", "8xA100", "8xH100", "64xH100")
@@ -141,6 +149,22 @@ def _beside(words: Words) -> Iterator[str]:
         )
 
 
+def flavours_of(model: str, words: Words) -> str:
+    """Returns the table that a tutorial shows of its model: accelerators, batches and tokens a second."""
+    rows = [(row.flavour, row.batch, row.length) for row in PUBLISHED if row.model == model] or FLAVOURS_OF_70B
+    lines = [words["flavours_columns"], "|---" * (words["flavours_columns"].count("|") - 1) + "|"]
+    for flavour, batch, length in rows:
+        devices = FLAVOURS[flavour]
+        _, best = answer_for(model, f"{devices}xMI250", batch, length)
+        start = f"| {flavour} ({devices}) | {batch} x {length:,} "
+        if best is None or best.step is None:
+            lines.append(start + f"| {words['nothing_fits']} | |")
+            continue
+        reserved = f"{best.memory.reserved_bytes / 2**30:.1f} GiB"
+        lines.append(start + f"| {reserved} | {best.step.tokens_per_s:,.0f} |")
+    return "\n".join((*lines, ""))
+
+
 def _speeds(words: Words) -> Iterator[str]:
     for model, devices, batch, plan, published in SPEEDS:
         task, ours = answer_for(model, f"{devices}xMI250", batch, 1024)
@@ -172,13 +196,19 @@ def _own(words: Words) -> Iterator[str]:
                 )
 
 
+def _files() -> Iterator[tuple[Path, str]]:
+    for name, words in LANGUAGES.items():
+        yield PAGE.with_suffix(f"{name}.md"), page_of(words)
+        for model in TUTORIALS:
+            yield DOCS / "shared" / "flavours" / f"{model.lower()}{name}.md", flavours_of(model, words)
+
+
 def main() -> int:
     """Writes or checks the pages and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is another")
     options, num_others = parser.parse_args(), 0
-    for name, words in LANGUAGES.items():
-        file, page = PAGE.with_suffix(f"{name}.md"), page_of(words)
+    for file, page in _files():
         if not options.check:
             file.write_text(page, encoding="utf-8")
             print(file)

@@ -56,6 +56,7 @@ Batches of 256 rows of 1,024 tokens and of 64 rows of 4,096.
 """,
     "own_columns": "| model | devices | batch x length | plan | GiB | s / step | tokens/s | MFU |",
     "nothing_fits": "nothing fits",
+    "flavours_columns": "| flavour (devices) | batch | a device holds | tokens/s |",
     "not_published": "not published",
     "does_not_fit": ", does not fit",
 }
@@ -108,6 +109,7 @@ moreh-ap plan Llama3-8B --devices 16xMI250 --global-batch 128 --seq-len 1024 --e
 """,
     "own_columns": "| 모델 | 장치 | 배치 x 길이 | 플랜 | GiB | 초 / 스텝 | 토큰/초 | MFU |",
     "nothing_fits": "들어가는 플랜 없음",
+    "flavours_columns": "| 가속기 모델(장치 수) | 배치 | 장치당 메모리 | 초당 토큰 수 |",
     "not_published": "공개되지 않음",
     "does_not_fit": ", 들어가지 않음",
 }

@@ -7,17 +7,24 @@
 import argparse
 import sys
 
+# --8<-- [start:imports]
 import torch
 import tutorial_helpers as helpers
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+# --8<-- [end:imports]
+
 SAMPLE = "Write a Python function `count_vowels(text)` to return the number of vowels of it."
 
 
+# --8<-- [start:masks]
 # Pads are no part of the loss
 def mask_pads(input_ids, attention_mask, ignore_index=-100):
     return input_ids.masked_fill(attention_mask == 0, ignore_index)
+
+
+# --8<-- [end:masks]
 
 
 def main():
@@ -55,9 +62,11 @@ def main():
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     # --8<-- [end:load]
 
+    # --8<-- [start:data]
     rows = helpers.load_rows(args.dataset, ("instruction", "output"), args.eval_rows)
     dataset = helpers.tokenize(rows, helpers.instruction_tokens, tokenizer, args.block_size)
     train_dataloader = DataLoader(dataset["train"], batch_size=args.batch_size, shuffle=True, drop_last=True)
+    # --8<-- [end:data]
     progress = helpers.Progress(len(train_dataloader), args)
     prompt = helpers.PROMPT.format(instruction=SAMPLE)
     sample_before = helpers.answer(model, tokenizer, prompt, args.sample_tokens)

@@ -7,10 +7,13 @@
 import argparse
 import sys
 
+# --8<-- [start:imports]
 import torch
 import tutorial_helpers as helpers
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# --8<-- [end:imports]
 
 
 # --8<-- [start:masks]
@@ -63,9 +66,11 @@ def main():
     helpers.set_pad_token(tokenizer)
     # --8<-- [end:load]
 
+    # --8<-- [start:data]
     rows = helpers.load_rows(args.dataset, ("article", "highlights"), args.eval_rows)
     dataset = helpers.tokenize(rows, helpers.summary_tokens, tokenizer, args.block_size)
     train_dataloader = DataLoader(dataset["train"], batch_size=args.batch_size, shuffle=True, drop_last=True)
+    # --8<-- [end:data]
     progress = helpers.Progress(len(train_dataloader), args)
     prompt = helpers.SUMMARY_PROMPT.format(article=helpers.SAMPLE_ARTICLE)
     sample_before = helpers.answer(model, tokenizer, prompt, args.sample_tokens)

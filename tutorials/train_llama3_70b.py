@@ -8,11 +8,13 @@
 import argparse
 import sys
 
+# --8<-- [start:imports]
 import torch
 import tutorial_helpers as helpers
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+# --8<-- [end:imports]
 from moreh_ap.cli.main import main as moreh_ap
 
 # 32 MI250 of 2 devices each, for which this plan and about 4,062 tokens/s were published
@@ -61,9 +63,11 @@ def main():
     helpers.set_pad_token(tokenizer)
     # --8<-- [end:load]
 
+    # --8<-- [start:data]
     rows = helpers.load_rows(args.dataset, ("article", "highlights"), args.eval_rows)
     dataset = helpers.tokenize(rows, helpers.summary_tokens, tokenizer, args.block_size)
     train_dataloader = DataLoader(dataset["train"], batch_size=args.batch_size, shuffle=True, drop_last=True)
+    # --8<-- [end:data]
     progress = helpers.Progress(len(train_dataloader), args)
     model.to(device)
     loss_before = helpers.held_out_loss(model, dataset["test"], args.batch_size, device)

@@ -10,17 +10,24 @@ import argparse
 import sys
 from pathlib import Path
 
+# --8<-- [start:imports]
 import torch
 import tutorial_helpers as helpers
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+# --8<-- [end:imports]
+
 SAMPLE = "Write a Python function `is_even(number)` that tells whether a number is even."
 
 
+# --8<-- [start:masks]
 # Pads are no part of the loss
 def mask_pads(input_ids, attention_mask, ignore_index=-100):
     return input_ids.masked_fill(attention_mask == 0, ignore_index)
+
+
+# --8<-- [end:masks]
 
 
 def main():
@@ -61,7 +68,9 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # --8<-- [end:load]
 
+    # --8<-- [start:data]
     train_dataloader = DataLoader(dataset, batch_size=args.batch_size, shuffle=True, drop_last=True)
+    # --8<-- [end:data]
     test_rows = torch.load(Path(args.dataset).with_suffix(".test.pt"))[: args.eval_rows]
     progress = helpers.Progress(len(train_dataloader), args)
     prompt = helpers.PROMPT.format(instruction=SAMPLE)

@@ -19,7 +19,7 @@ WRITTEN_BY_THE_BUILD = {"reference/api.md", "reference/api.ko.md"}
 def source_pages() -> dict[str, set[str]]:
     """Returns the pages of every language, each under the name of the English one, without those the build writes."""
     names = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - WRITTEN_BY_THE_BUILD
-    names = {name for name in names if not name.startswith(("theme/", "notebooks/"))}
+    names = {name for name in names if not name.startswith(("theme/", "notebooks/", "shared/"))}
     korean = {name for name in names if name.endswith(".ko.md")}
     return {"en": names - korean, "ko": {name.replace(".ko.md", ".md") for name in korean}}
 

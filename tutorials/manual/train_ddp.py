@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
+    # --8<-- [start:setup]
     # torchrun starts this script once for each device and tells every copy, in the environment, which one it is.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parser = argument_parser(__doc__)
@@ -46,21 +47,26 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    # --8<-- [end:setup]
 
     # Every process draws the same weights from the same seed. DDP sends those of rank 0 to all, to be sure.
     model = build_model(args).to(device)
     report = Report(count_parameters(model))
+    # --8<-- [start:wrap]
     model = DistributedDataParallel(
         model,
         device_ids=[device.index] if on_gpu else None,
         gradient_as_bucket_view=True,  # no copy of the gradients beside the buckets they are summed in
         static_graph=args.model == LLAMA and args.micro_batches == 1,  # the same parameters take part in every step
     )
+    # --8<-- [end:wrap]
     optim = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=args.epsilon, fused=True)
 
     clock = Clock(report, prints=rank == 0)
     for batch in make_batches(args):
+        # --8<-- [start:rows]
         own_rows = batch.chunk(world_size)[rank].to(device, non_blocking=True)
+        # --8<-- [end:rows]
         losses = []
         for number, input_ids in enumerate(own_rows.chunk(args.micro_batches), start=1):
             # Gradients of micro-batches add up here; only the last one's backward talks to the other processes.

@@ -78,3 +78,23 @@ def test_a_published_plan_is_weighed_as_it_is_written(guide):
     assert "recomputation : 2, distribute_param : true" in said
     fullest_mib = candidate.memory.reserved_bytes / 2**20
     assert 0.5 * devices * fullest_mib < guide.sum_mib(task, candidate.plan) <= devices * fullest_mib
+
+
+@pytest.mark.parametrize("model", ["Cerebras-GPT-13B", "Mistral-7B", "Llama2-13B", "Llama3-70B"])
+def test_tutorials_show_figures_of_the_guide(guide, model):
+    """Batch and tokens a second of each accelerator are those of a row of the guide, in every language."""
+    assert model in guide.TUTORIALS
+    for language in LANGUAGES:
+        beside, speeds, own = tables(guide, language)
+        known = {(cells[2], cells[8]) for cells in beside if cells[0] == model}
+        known |= {(cells[2], cells[9]) for cells in speeds if cells[0] == model}
+        known |= {(cells[2], cells[6]) for cells in own if cells[0] == model}
+        file = guide.DOCS / "shared" / "flavours" / f"{model.lower()}{language}.md"
+        rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in file.read_text("utf-8").splitlines()[2:]]
+        assert len(rows) == 3
+        for accelerator, batch, _, speed in rows:
+            flavour, devices = accelerator.rstrip(")").split(" (")
+            assert int(devices) == FLAVOURS[flavour]
+            assert (batch, speed) in known
+        pages = (guide.DOCS / "tutorials").glob(f"*{language}.md")
+        assert any(f"docs/shared/flavours/{file.name}" in page.read_text("utf-8") for page in pages)

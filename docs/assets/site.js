@@ -1,0 +1,17 @@
+// Where a table does not fit, its rows become cards: each cell below the heading of its column. Without scripts it is moved sideways.
+const MOST_COLUMNS = 14; // a matrix stays one
+
+function layOutTables() {
+  for (const table of document.querySelectorAll(".md-typeset table:not(.highlighttable)")) {
+    const heads = [...table.querySelectorAll("thead th")].map(head => head.textContent);
+    table.classList.remove("cards");
+    const room = table.closest(".md-typeset__scrollwrap")?.clientWidth;
+    if (!room || heads.length > MOST_COLUMNS || table.scrollWidth <= room) continue;
+    for (const row of table.querySelectorAll("tbody tr"))
+      [...row.cells].forEach((cell, index) => { cell.dataset.head = heads[index]; });
+    table.classList.add("cards");
+  }
+}
+
+addEventListener("load", layOutTables);
+addEventListener("resize", layOutTables);
