@@ -1,4 +1,4 @@
-"""The pages of the tutorials: their six parts, code that comes from the scripts, and messages that the scripts have."""
+"""The pages of the tutorials: their parts, code that comes from the scripts, and messages that the scripts have."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ PARTS = [
     "Change the number of devices",
     "Conclusion",
 ]
+FINE_TUNING = {
+    "gpt": "cerebras-gpt-13b",
+    "mistral": "mistral-7b",
+    "llama2": "llama2-13b",
+    "llama3-70b": "llama3-70b",
+}
+"""Pages of the fine-tuning tutorials, and the table of their model. They have one part more."""
 
 
 def page(name: str) -> str:
@@ -24,9 +31,10 @@ def page(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_has_six_parts_and_its_code_from_the_script(name: str) -> None:
+def test_a_page_has_its_parts_and_its_code_from_the_script(name: str) -> None:
     text = page(name)
-    assert re.findall(r"^## \d\. ([\w -]+?)(?: \{.*)?$", text, re.MULTILINE) == PARTS
+    parts = [*PARTS[:-1], "Parameters to try", PARTS[-1]] if name in FINE_TUNING else PARTS
+    assert re.findall(r"^## \d\. ([\w -]+?)(?: \{.*)?$", text, re.MULTILINE) == parts
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     sections = [re.fullmatch(r'--8<-- "([\w/.]+):(\w+)"\n', block) for block in blocks]
     assert len(sections) >= 2 and all(sections), "code that no test runs"
@@ -34,6 +42,21 @@ def test_a_page_has_six_parts_and_its_code_from_the_script(name: str) -> None:
         script, label = section.groups()
         source = (ROOT / script).read_text()
         assert source.count(f"# --8<-- [start:{label}]\n") == source.count(f"# --8<-- [end:{label}]\n") == 1
+
+
+@pytest.mark.parametrize("suffix", ["", ".ko"])
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_a_fine_tuning_page_shows_every_part_of_its_script_and_what_all_share(name: str, suffix: str) -> None:
+    text = page(f"{name}{suffix}")
+    code = re.findall(rf'"tutorials/train_{name.replace("-", "_")}.py:(\w+)"', text)
+    masks = [] if name == "llama3-70b" else ["masks"]  # in its loop
+    assert sorted(code) == sorted(["imports", "load", "data", *masks, "loop"])
+    parts = ["check-accelerator", "by-hand", "switch-model", f"flavours/{FINE_TUNING[name]}", "after-flavours"]
+    shared = re.findall(r'^--8<-- "docs/shared/([\w/.-]+?)\.md"$', text, re.MULTILINE)
+    assert shared == [f"{part}{suffix}" for part in (*parts, "parameters")]
+    assert f'{{ #about-advanced-parallelism }}\n\n--8<-- "docs/shared/by-hand{suffix}.md"' in text
+    by_hand = (ROOT / "docs" / "shared" / f"by-hand{suffix}.md").read_text()
+    assert "--standalone --nnodes=1" in by_hand and "--nnodes=2" in by_hand and "$MASTER_ADDR" in by_hand
 
 
 def test_a_training_script_is_short_and_all_of_them_share_one_module() -> None:
