@@ -30,6 +30,7 @@ from moreh_ap.parallelizer.data.lent_rows import LentRows
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
 from moreh_ap.parallelizer.loss.loss_precision import Float32Losses
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.rng.routed_rows import WorkerCounts
 from moreh_ap.parallelizer.rng.turns import WorkerTurns
 from moreh_ap.protocol.objects.returned_arguments import place_of
 from moreh_ap.protocol.pytree import flatten
@@ -72,11 +73,9 @@ class EagerForward(Execution):
             forward = extended(call.extensions, self, call.module, forward)
         random = call.random if call.items is None else replace(call.random, worker=call.axis.rank)
         self.drawing = random.begin(call.device, chunk)
-        is_shared = call.random.draws.host and call.mode == "split" and call.axis.size > 1
+        is_shared = call.mode == "split" and call.axis.size > 1
         if is_shared and isinstance(means, GlobalReduction):
-            turns = partial(WorkerTurns, call.axis, means.is_common, call.device)
-            gathering = FSDPModule if fsdp_roots(call.module) else None
-            means.before_meeting = self.drawing.take_turns(turns, gathering)
+            self._draw_together(means)
         try:
             with torch.set_grad_enabled(call.grad), means, autocasting(call), self.drawing.forward():
                 result = forward(args, kwargs)
@@ -92,6 +91,18 @@ class EagerForward(Execution):
         self._keep(result)
         if isinstance(means, GlobalReduction) and means.kinds is not None:
             self.kinds = means.kinds
+
+    def _draw_together(self, means: GlobalReduction) -> None:
+        """Has the workers tell each other, where they have to, what they draw for their rows."""
+        call, draws = self.call, self.call.random.draws
+        if not draws.host and not draws.are_for_routed:
+            return
+        gathering = FSDPModule if fsdp_roots(call.module) else None
+        if draws.are_for_routed:
+            self.drawing.count_together(WorkerCounts(call.axis, means.is_common, call.device, gathering))
+        if draws.host:
+            turns = partial(WorkerTurns, call.axis, means.is_common, call.device)
+            means.before_meeting = self.drawing.take_turns(turns, gathering)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         result = _run(self.call, args, kwargs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moreh_ap.parallelizer.data.item_reduction import OWN, ItemSites, Place
-from moreh_ap.parallelizer.rng.shared_draws import Drawn, Recording
+from moreh_ap.parallelizer.rng.draw_recording import Drawn, Recording
 
 
 @dataclass(frozen=True)

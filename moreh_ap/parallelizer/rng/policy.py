@@ -34,13 +34,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moreh_ap.parallelizer.rng.draw_recording import Coins, Drawn, DrawRecorder, draws_of
 from moreh_ap.parallelizer.rng.host_draws import (
     HostDrawRecorder,
     RowDraws,
     SharedHostDraws,
     row_draws_of,
 )
-from moreh_ap.parallelizer.rng.shared_draws import Coins, Draw, Drawn, DrawRecorder, Share, SharedDraws, draws_of
+from moreh_ap.parallelizer.rng.routed_rows import WorkerCounts
+from moreh_ap.parallelizer.rng.shared_draws import Draw, Share, SharedDraws
 from moreh_ap.parallelizer.rng.turns import KnownTurns, Turns
 from moreh_ap.protocol.rng_state import (
     Streams,
@@ -66,6 +68,11 @@ class Draws:
 
     stream: tuple[Draw, ...] = ()
     host: tuple[RowDraws, ...] = ()
+
+    @property
+    def are_for_routed(self) -> bool:
+        """Whether some are drawn for rows of which only those know how many there are that route them."""
+        return any(draw.site for draw in self.stream)
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,8 @@ class RandomPolicy:
             torch.default_generator.set_state(self.stream)
         if self.share is None:
             return Drawing()
-        shared = None if self.stream is None else SharedDraws(self.draws.stream, self.share)
+        counts = None if self.turns is None else self.turns.counts
+        shared = None if self.stream is None else SharedDraws(self.draws.stream, self.share, counts)
         if self.turns is not None:
             self.turns.restart()
         host = SharedHostDraws(self.draws.host, self.share, self.turns) if self.draws.host else None
@@ -173,7 +181,7 @@ class RandomPolicy:
             device: This worker's device.
             forward: Runs so many rows of the batch with such a policy, and leaves nothing behind.
             fewest: How many rows it can do with; it is run with twice as many too.
-            in_turn: Whether workers may take turns in drawing from the host's streams.
+            in_turn: Whether workers may take turns in drawing from the host's streams, and count rows that are routed.
 
         Raises:
             UnsharedDraw: It cannot be told which numbers of PyTorch's stream belong to which row.
@@ -207,7 +215,8 @@ class RandomPolicy:
             if not drawn[0] and not of_host[0]:
                 return Draws()
             coins.again()
-        return Draws(draws_of(drawn[0], drawn[1]), row_draws_of(of_host[0], of_host[1], fewest, in_turn=in_turn))
+        of_stream = draws_of(drawn[0], drawn[1], may_route=in_turn)
+        return Draws(of_stream, row_draws_of(of_host[0], of_host[1], fewest, in_turn=in_turn))
 
 
 class Drawing:
@@ -220,6 +229,7 @@ class Drawing:
 
     def __init__(self, shared: SharedDraws | None = None, host: SharedHostDraws | None = None) -> None:
         self._shared, self._shared_host = shared, host
+        self._counts: WorkerCounts | None = None
         self._stream, self._host = _stream_position(), _host_position()
 
     def take_turns(self, turns: Callable[[], Turns], gathering: type[Any] | None) -> Callable[[], None] | None:
@@ -237,15 +247,23 @@ class Drawing:
         self._shared_host.turns, self._shared_host.gathering = turns(), gathering
         return self._shared_host.end_early
 
+    def count_together(self, counts: WorkerCounts) -> None:
+        """Has workers tell each other for how many routed rows they draw."""
+        if self._shared is not None:
+            self._shared.counts = self._counts = counts
+
     def forward(self) -> AbstractContextManager[Any]:
         """Returns what has to be active during the forward."""
-        if self._shared_host is None:
+        if self._shared_host is None and self._counts is None:
             return self._shared or nullcontext()
-        both = ExitStack()
-        both.enter_context(self._shared_host)
+        all_of_them = ExitStack()
+        if self._shared_host is not None:
+            all_of_them.enter_context(self._shared_host)
+        if self._counts is not None:
+            all_of_them.enter_context(self._counts.active())
         if self._shared is not None:
-            both.enter_context(self._shared)
-        return both
+            all_of_them.enter_context(self._shared)
+        return all_of_them
 
     def end(self) -> None:
         """The forward is over on all workers.

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moreh_ap.parallelizer.mesh import Axis
-from moreh_ap.parallelizer.rng.shared_draws import Draw, Share, SharedDraws, Sharing, shape_drawn
+from moreh_ap.parallelizer.rng.drawing_operations import shape_drawn
+from moreh_ap.parallelizer.rng.shared_draws import Draw, Share, SharedDraws, Sharing
 
 
 @dataclass(frozen=True)

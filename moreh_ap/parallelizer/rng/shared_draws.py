@@ -20,18 +20,27 @@ where follows the order of dims in memory, which is that of the two rows: one ro
 A checkpointed block draws once more in backward, from the state that it drew from in forward. That state is by what a
 draw is recognised.
 
-[Note: coins]
-Numbers that all rows share may decide what else is drawn: one number whether a layer is left out, or one number a layer
-at once. Two rows draw more than one does on the way to them, and would get others. So they are given the numbers that
-the one row got, wherever both draw equally few (`Coins`), and the comparison is repeated with others.
+[Note: routed rows]
+A mixture of experts calls an expert with the rows that are routed to it (``x[mask]``): no dim follows the rows of the
+batch, and how many a worker has, only its own router knows. Such a draw is known by the place in the code where it
+happens. There every worker says how many it draws, draws as many as all together, and keeps its own: those of earlier
+workers come before. That is right where the routed rows are in the order of the batch; the trial compares.
+
+[Note: routed rows]
+A mixture of experts calls an expert with the rows that are routed to it (``x[mask]``): no dim follows the rows of the
+batch, and how many a worker has, only its own router knows. Such a draw is known by the place in the code where it
+happens. There every worker says how many it draws for, draws for all of them together, and keeps its own: those of
+earlier workers come before. Where the routed rows were found in a mask with another dim before that of the rows
+(``torch.where(mask_KN)``, the k-th choice of each token), they follow each other within every entry of that dim. Both
+are right if the routed rows are in the order of the batch; the trial compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,7 +49,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.protocol.memory_format import memory_order
+from moreh_ap.parallelizer.data.call_sites import site_of_call
+from moreh_ap.parallelizer.rng.drawing_operations import draws_numbers, place_of_size, shape_drawn
+from moreh_ap.parallelizer.rng.found_rows import FINDS_ROWS, FoundRows
 from moreh_ap.protocol.rng_state import state_of_stream
 
 MAY_DRAW = frozenset(
@@ -57,14 +68,6 @@ MAY_DRAW = frozenset(
     }
 )
 """Names of torch functions inside which operations draw; what draws anywhere else is not shared."""
-
-_VALUES_DECIDE = frozenset(
-    {"poisson", "binomial", "_sample_dirichlet", "_standard_gamma", "rrelu_with_noise", "randperm"}
-)
-"""Operations of which the values of a row decide how much is drawn for the next."""
-
-_MOST_COINS = 1024
-"""How many numbers a draw has at most that may decide about layers. Dropout, which decides nothing, draws more."""
 
 
 class UnsharedDraw(Exception):
@@ -84,142 +87,51 @@ class Share:
         return Share(self.start + start, self.start + stop, self.total)
 
 
+class Here(NamedTuple):
+    """Which entries along a dim of all that is drawn are drawn for rows that are here: `own` of `whole`."""
+
+    where: slice | Tensor
+    own: int
+    whole: int
+
+
+class Counts(Protocol):
+    """Tells how many routed rows there are elsewhere."""
+
+    def add_up(self, state: int, own: Sequence[int], share: Share) -> tuple[Sequence[int], Sequence[int]]:
+        """Returns how many there are before those that are here, and how many there are, as many numbers as in `own`.
+
+        Args:
+            state: Tells where the stream is.
+            own: How many are here, in each group of rows that follow each other.
+            share: The rows of the batch that are here.
+        """
+
+
 @dataclass(frozen=True)
 class Rows:
-    """How the rows lie in what is drawn for a batch: the dim that has them, and all dims as they are in memory."""
+    """How the rows lie in what is drawn for a batch: the dim that has them, and all dims as they are in memory.
+
+    `groups`: where rows of the batch have different numbers of entries along it, in how many groups those follow each
+    other; 0 where each row has as many. See [Note: routed rows].
+    """
 
     dim: int
     order: tuple[int, ...]
+    groups: int = 0
 
 
 @dataclass(frozen=True)
 class Draw:
     """An operation of a forward that draws: its name, how many dims it draws, and how the rows lie in them.
 
-    `rows` is None where every row sees the same numbers.
+    `rows` is None where every row sees the same numbers. `site` is where in the code it is drawn, if for routed rows.
     """
 
     name: str
     num_dims: int
     rows: Rows | None
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """One operation that drew: its name, the shape of what it drew, and the order of the dims in memory."""
-
-    name: str
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-
-
-class Coins:
-    """The few numbers that a forward draws for all rows, which a second forward gets again. See [Note: coins].
-
-    Attributes:
-        found: Whether the second forward drew any that the rows leave alone.
-    """
-
-    def __init__(self) -> None:
-        self.found = False
-        self._first: list[Tensor | None] = []
-        self._second: Iterator[Tensor | None] | None = None
-
-    def again(self) -> None:
-        """From now on the second forward draws."""
-        self._second = iter(self._first)
-
-    def pass_on(self, result: Tensor) -> None:
-        """Keeps what the first forward draws, and gives it to the second."""
-        if self._second is None:
-            self._first.append(result.detach().clone() if result.numel() <= _MOST_COINS else None)
-            return
-        known = next(self._second, None)
-        if known is not None and known.shape == result.shape:
-            self.found = True
-            result.copy_(known)
-
-
-class DrawRecorder(TorchFunctionMode):
-    """While active, notes everything that is drawn, in order.
-
-    Args:
-        coins: Gets, or gives, the few numbers that all rows share.
-    """
-
-    def __init__(self, coins: Coins | None = None) -> None:
-        super().__init__()
-        self.drawn: list[Drawn] = []
-        self._coins = coins
-        self._all = Recording()
-
-    def __enter__(self) -> DrawRecorder:
-        super().__enter__()
-        self._all.__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._all.__exit__(*raised)
-        super().__exit__(*raised)
-        if raised[0] is None and len(self._all.drawn) != len(self.drawn):
-            names = sorted({draw.name for draw in self._all.drawn})
-            raise UnsharedDraw(
-                f"random numbers are drawn inside an operation that nobody looks into ({', '.join(names)})"
-            )
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in MAY_DRAW:
-            return func(*args, **(kwargs or {}))
-        with Recording(self._coins) as recording:
-            result = func(*args, **(kwargs or {}))
-        self.drawn += recording.drawn
-        return result
-
-
-class Recording(TorchDispatchMode):
-    """While active, notes what operations draw, in order; `coins` as in `DrawRecorder`."""
-
-    def __init__(self, coins: Coins | None = None) -> None:
-        super().__init__()
-        self.drawn: list[Drawn] = []
-        self._coins = coins
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if _draws(func, args, kwargs or {}):
-            if not isinstance(result, Tensor):  # fused attention with dropout
-                raise UnsharedDraw(f"{func._opname} draws random numbers that nobody sees")
-            order = memory_order(result) or tuple(range(result.ndim))
-            self.drawn.append(Drawn(func._opname, tuple(result.shape), order))
-            if self._coins is not None:
-                self._coins.pass_on(result)
-        return result
-
-
-def draws_of(one_row: Sequence[Drawn], two_rows: Sequence[Drawn]) -> tuple[Draw, ...]:
-    """Returns the draws of a forward, in order.
-
-    Args:
-        one_row: What a forward of one row drew.
-        two_rows: What the same forward of two rows drew.
-
-    Raises:
-        UnsharedDraw: No such dim can be told. See [Note: which dim has the rows].
-    """
-    if [draw.name for draw in one_row] != [draw.name for draw in two_rows]:
-        raise UnsharedDraw("how often random numbers are drawn depends on the rows")
-    return tuple(Draw(two.name, len(two.shape), _rows_in(one, two)) for one, two in zip(one_row, two_rows))
-
-
-def _rows_in(one: Drawn, two: Drawn) -> Rows | None:
-    if one.shape == two.shape:
-        return None
-    dims = [dim for dim, sizes in enumerate(zip(one.shape, two.shape)) if sizes[0] != sizes[1]]
-    if len(one.shape) != len(two.shape) or len(dims) != 1 or two.shape[dims[0]] != 2 * one.shape[dims[0]]:
-        raise UnsharedDraw(f"one row draws {one.shape} random numbers, two rows {two.shape}")
-    if one.name.rstrip("_") in _VALUES_DECIDE:
-        raise UnsharedDraw(f"what {one.name} draws for a row depends on the rows before it")
-    return Rows(dims[0], two.order)
+    site: int = 0
 
 
 class SharedDraws(TorchFunctionMode):
@@ -231,11 +143,16 @@ class SharedDraws(TorchFunctionMode):
     Args:
         draws: The draws of such a forward, as `draws_of` tells them.
         share: The rows that are computed here.
+        counts: Say how many routed rows there are elsewhere; None where all rows are here.
     """
 
-    def __init__(self, draws: Sequence[Draw], share: Share) -> None:
+    def __init__(self, draws: Sequence[Draw], share: Share, counts: Counts | None = None) -> None:
         super().__init__()
         self._draws, self._share = draws, share
+        self.counts = counts
+        self._routed = {draw.site: draw.rows for draw in draws if draw.site and draw.rows is not None}
+        self._found = FoundRows() if any(rows.groups > 1 for rows in self._routed.values()) else None
+        self._known: dict[int, tuple[Rows, Here]] = {}  # of routed rows, by the number of the draw
         self._next = 0
         self._by_order = False
         self._number_of: dict[int, int] = {}  # by the state of the stream before the draw
@@ -246,7 +163,10 @@ class SharedDraws(TorchFunctionMode):
         return Sharing(self)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in MAY_DRAW:
+        name = getattr(func, "__name__", "")
+        if self._found is not None and name in FINDS_ROWS:
+            return self._found.kept(args, kwargs or {}, func(*args, **(kwargs or {})))
+        if name not in MAY_DRAW:
             return func(*args, **(kwargs or {}))
         with Sharing(self):
             return func(*args, **(kwargs or {}))
@@ -254,25 +174,17 @@ class SharedDraws(TorchFunctionMode):
     def draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of an operation that draws, for the rows that are computed here."""
         drawn = shape_drawn(func, args, kwargs)
-        rows = None if self._is_drawing else self._rows_of(func._opname, len(drawn), kwargs.get("generator"))
-        if rows is None:
+        found = None if self._is_drawing else self._rows_of(func._opname, drawn, kwargs)
+        if found is None:
             return func(*args, **kwargs)
-        dim = rows.dim
-        share = self._share
-        entries, rest = divmod(drawn[dim], share.stop - share.start)
-        if rest:
-            raise ExactnessError(
-                f"a forward of {share.stop - share.start} rows draws {tuple(drawn)} random numbers: not as many a row",
-                "draws of which one dim follows the rows of the batch",
-                'plan="tensor=2"',
-            )
-        whole_args, whole_kwargs = _enlarged(func, args, kwargs, rows, entries, share)
+        rows, here = found
+        whole_args, whole_kwargs = _enlarged(func, args, kwargs, rows, here)
         self._is_drawing = True  # `again` may be active around a mode that a block put back
         try:
             whole = func(*whole_args, **whole_kwargs)
         finally:
             self._is_drawing = False
-        own = whole.narrow(dim, share.start * entries, (share.stop - share.start) * entries)
+        own = whole[_along(rows.dim, here.where)]
         return args[0].copy_(own) if func._schema.is_mutable else own.clone()
 
     def has_drawn(self) -> bool:
@@ -290,20 +202,60 @@ class SharedDraws(TorchFunctionMode):
                 f"a forward draws random numbers {self._next} times, and {len(self._draws)} times before"
             )
 
-    def _rows_of(self, name: str, num_dims: int, generator: torch.Generator | None) -> Rows | None:
-        """How the rows lie in what is drawn next. See [Note: which dim has the rows]."""
+    def _rows_of(self, name: str, drawn: Sequence[int], kwargs: dict[str, Any]) -> tuple[Rows, Here] | None:
+        """How the rows lie in what is drawn next, and which are here. See [Note: which dim has the rows]."""
+        generator, num_dims = kwargs.get("generator"), len(drawn)
         own = b"" if generator is None else generator.get_state().numpy().tobytes()
-        number = self._number_of.setdefault(hash((state_of_stream(), own)), self._next)
+        state = hash((state_of_stream(), own))
+        number = self._number_of.setdefault(state, self._next)
         if number == self._next:
             self._next += 1
-        found = {draw.rows for draw in self._draws if (draw.name, draw.num_dims) == (name, num_dims)}
+        elif number in self._known:
+            return self._known[number]
+        routed = self._routed.get(site_of_call()) if self._routed else None
+        if routed is not None:
+            here = self._routed_here(state, routed, drawn[routed.dim])
+            if here.whole:
+                self._known[number] = routed, here
+            else:  # which leaves the stream where it is
+                del self._number_of[state]
+            return routed, here
+        found = {draw.rows for draw in self._draws if not draw.site and (draw.name, draw.num_dims) == (name, num_dims)}
         if len(found) == 1:
-            return found.pop()
+            return self._each_row(found.pop(), drawn)
         in_order = self._draws[number] if number < len(self._draws) else None
         if in_order is None or (in_order.name, in_order.num_dims) != (name, num_dims):
             raise _other_draws(f"a forward draws {num_dims}-dimensional random numbers with {name}, and did not before")
         self._by_order = True
-        return in_order.rows
+        return self._each_row(in_order.rows, drawn)
+
+    def _each_row(self, rows: Rows | None, drawn: Sequence[int]) -> tuple[Rows, Here] | None:
+        """Where each row has as many entries, returns which are here."""
+        if rows is None:
+            return None
+        share = self._share
+        entries, rest = divmod(drawn[rows.dim], share.stop - share.start)
+        if rest:
+            raise ExactnessError(
+                f"a forward of {share.stop - share.start} rows draws {tuple(drawn)} random numbers: not as many a row",
+                "draws of which one dim follows the rows of the batch",
+                'plan="tensor=2"',
+            )
+        where = slice(share.start * entries, share.stop * entries)
+        return rows, Here(where, drawn[rows.dim], share.total * entries)
+
+    def _routed_here(self, state: int, rows: Rows, own: int) -> Here:
+        groups = None if self._found is None or rows.groups == 1 else self._found.groups_of(own)
+        if rows.groups > 1 and (groups is None or len(groups) != rows.groups):
+            raise _other_draws("the rows that a forward draws random numbers for were not found in a mask as before")
+        here: Sequence[int] = [own] if groups is None else groups
+        before: Sequence[int] = [0] * len(here)
+        totals = here
+        if self.counts is not None:
+            before, totals = self.counts.add_up(state, here, self._share)
+        firsts = [sum(totals[:group]) + before[group] for group in range(len(here))]
+        places = [torch.arange(first, first + count) for first, count in zip(firsts, here, strict=True)]
+        return Here(torch.cat(places), own, sum(totals))
 
 
 def _other_draws(fact: str) -> ExactnessError:
@@ -323,70 +275,36 @@ class Sharing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return self._shared.draw(func, args, kwargs) if _draws(func, args, kwargs) else func(*args, **kwargs)
+        return self._shared.draw(func, args, kwargs) if draws_numbers(func, args, kwargs) else func(*args, **kwargs)
 
 
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Says whether an operation draws on the CPU: from the common stream, or from a generator of the model, of which
-    all workers have a copy in the same state.
-
-    Fused attention is marked as one that draws, and does only with a probability above zero.
-    """
-    if torch.Tag.nondeterministic_seeded not in func.tags or not _is_on_cpu(args, kwargs):
-        return False
-    names = [argument.name for argument in func._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    place = names.index("dropout_p")
-    return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0)
-
-
-def _is_on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
-    named = kwargs.get("device")
-    places = [torch.device(named)] if named is not None else [arg.device for arg in args if isinstance(arg, Tensor)]
-    return not places or places[0].type == "cpu"
-
-
-def shape_drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the shape of what an operation draws."""
-    place = _place_of_size(func)
-    if place is not None:
-        return tuple(args[place]) if place < len(args) else tuple(kwargs["size"])
-    if func._opname == "randperm":
-        return (args[0],)
-    if func._opname == "multinomial":
-        return (*args[0].shape[:-1], args[1])
-    return torch.broadcast_shapes(*(arg.shape for arg in args if isinstance(arg, Tensor)))
-
-
-def _place_of_size(func: Any) -> int | None:
-    names = [argument.name for argument in func._schema.arguments]
-    return names.index("size") if "size" in names else None
+def _along(dim: int, where: slice | Tensor) -> tuple[slice | Tensor, ...]:
+    """Returns the index of some entries along a dim."""
+    return *[slice(None)] * dim, where
 
 
 def _enlarged(
-    func: Any, args: Any, kwargs: dict[str, Any], rows: Rows, entries: int, share: Share
-) -> tuple[Any, dict[str, Any]]:
+    func: Any, args: Any, kwargs: dict[str, Any], rows: Rows, here: Here
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments as the whole batch has them; of other rows, whose values are not here, ones."""
-    own, whole = (share.stop - share.start) * entries, share.total * entries
     dim, rank = rows.dim, len(rows.order)
 
     def enlarge(tensor: Tensor) -> Tensor:
         at = dim - (rank - tensor.ndim)  # aligned as in broadcasting
-        if at < 0 or tensor.shape[at] != own:
+        if at < 0 or tensor.shape[at] != here.own:
             return tensor
         order = rows.order if tensor.ndim == rank else range(tensor.ndim)
-        sizes = [whole if d == at else tensor.shape[d] for d in order]
+        sizes = [here.whole if d == at else tensor.shape[d] for d in order]
         large = tensor.new_ones(sizes).permute([order.index(d) for d in range(tensor.ndim)])
-        large.narrow(at, share.start * entries, own).copy_(tensor)
+        large[_along(at, here.where)] = tensor
         return large
 
     args, kwargs = tree_map_only(Tensor, enlarge, (args, kwargs))
-    place = _place_of_size(func)
+    place = place_of_size(func)
     if place is None:
         return args, kwargs
     given = args[place] if place < len(args) else kwargs["size"]
-    size = [whole if d == dim else length for d, length in enumerate(given)]
+    size = [here.whole if d == dim else length for d, length in enumerate(given)]
     if place < len(args):
         return (*args[:place], size, *args[place + 1 :]), kwargs
     return args, {**kwargs, "size": size}

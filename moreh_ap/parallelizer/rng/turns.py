@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.rng.routed_rows import KnownCounts
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.protocol.rng_state import set_state_of_host, state_of_host
 
@@ -32,9 +33,14 @@ class Turns(Protocol):
 
 
 class KnownTurns:
-    """Turns whose states are known from an earlier forward of all rows in this process; the first one is that."""
+    """Turns whose states are known from an earlier forward of all rows in this process; the first one is that.
+
+    Attributes:
+        counts: How many of those rows were routed to the same place.
+    """
 
     def __init__(self) -> None:
+        self.counts = KnownCounts()
         self._states: dict[tuple[int, int], bytes] = {}
         self._place = 0
 

@@ -99,6 +99,7 @@ class SplitVerdict:
 def may_lack_rows(verdict: SplitVerdict) -> bool:
     """Returns whether what workers do who compute rows of others can be told from what their own would give."""
     is_plain = verdict.split and not verdict.attributes and not verdict.written and verdict.group == 1
+    is_plain = is_plain and not verdict.draws.are_for_routed
     return is_plain and NOTHING_OF.issuperset(verdict.kinds)
 
 

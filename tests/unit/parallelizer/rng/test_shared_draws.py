@@ -9,7 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.rng.shared_draws import DrawRecorder, Share, SharedDraws, UnsharedDraw, draws_of
+from moreh_ap.parallelizer.rng.draw_recording import Drawn, DrawRecorder, draws_of
+from moreh_ap.parallelizer.rng.routed_rows import KnownCounts
+from moreh_ap.parallelizer.rng.shared_draws import Draw, Rows, Share, SharedDraws, UnsharedDraw
 
 BATCH = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8)
 
@@ -143,8 +145,68 @@ def test_draws_that_cannot_be_shared_are_refused(forward, reason):
         recorded(forward)
 
 
+def masked(x):
+    """Drops some of the positive numbers of each row: other rows have more of them."""
+    result = torch.zeros_like(x)
+    result[x > 0.1] = F.dropout(x[x > 0.1], 0.5)
+    return result
+
+
+def chosen(x):
+    """The same, of what was found first in one dim of a row and then in the others."""
+    choice, row = torch.where(x.permute(1, 0, 2).flatten(1) > 0.1)
+    result = torch.zeros_like(x.transpose(0, 1)).flatten(1)
+    result[choice, row] = F.dropout(torch.ones(len(row)), 0.5)
+    return result.view(6, -1, 8).transpose(0, 1)
+
+
+@pytest.mark.parametrize("forward", [masked, chosen])
+@pytest.mark.parametrize("parts", [(2, 2), (1, 3), (1, 1, 1, 1)])
+def test_rows_of_which_only_their_own_worker_knows_how_many_there_are(forward, parts, monkeypatch):
+    monkeypatch.setattr("moreh_ap.parallelizer.data.call_sites.FORWARD", __name__)  # what leads there is left out
+    torch.manual_seed(1)
+    batch = torch.randn(4, 6, 8)
+    drawn = []
+    for rows in (1, 2):
+        with DrawRecorder() as recorder:
+            forward(batch[:rows])
+        drawn.append(recorder.drawn)
+    with pytest.raises(UnsharedDraw, match="two rows"):
+        draws_of(*drawn)
+    draws, counts, state = draws_of(*drawn, may_route=True), KnownCounts(), torch.get_rng_state()
+    assert [draw.rows.groups for draw in draws] == [1 if forward is masked else 6]
+    results, start = [], 0
+    for rows in (4, *parts):
+        torch.set_rng_state(state)
+        first = 0 if rows == 4 else start
+        with SharedDraws(draws, Share(first, first + rows, 4), counts):
+            results.append(forward(batch[first : first + rows]))
+        start = first + rows if rows != 4 else 0
+    torch.set_rng_state(state)
+    wanted = forward(batch)
+    assert torch.equal(results[0], wanted) and torch.equal(torch.cat(results[1:]), wanted)
+
+
+def test_rows_that_are_routed_otherwise_than_with_all_others_are_refused():
+    draws = draws_of(*([Drawn("bernoulli_", (number, 2), (0, 1), 7, (0, 0))] for number in (2, 5)), may_route=True)
+    assert draws == (Draw("bernoulli_", 2, Rows(0, (0, 1), groups=1), 7),)
+    counts = KnownCounts()
+    assert counts.add_up(9, [5], Share(0, 4, 4)) == ([0], [5])
+    assert counts.add_up(9, [3], Share(0, 2, 4)) == ([0], [5])
+    with pytest.raises(UnsharedDraw, match="depends on other rows"):
+        counts.add_up(9, [3], Share(2, 4, 4))
+
+
+def test_whether_each_row_draws_its_own_numbers_may_not_be_clear():
+    """As many for one row as for two, beside draws for routed rows of as many dims at another place."""
+    one = [Drawn("bernoulli_", (2, 8), (0, 1), 7, (0, 0)), Drawn("bernoulli_", (0, 8), (0, 1), 8, (0, 0))]
+    two = [Drawn("bernoulli_", (5, 8), (0, 1), 7, (0, 0)), Drawn("bernoulli_", (0, 8), (0, 1), 8, (0, 0))]
+    with pytest.raises(UnsharedDraw, match="is not clear"):
+        draws_of(one, two, may_route=True)
+
+
 def test_draws_inside_a_function_that_nobody_knows_are_refused(monkeypatch):
-    monkeypatch.setattr("moreh_ap.parallelizer.rng.shared_draws.MAY_DRAW", frozenset())
+    monkeypatch.setattr("moreh_ap.parallelizer.rng.draw_recording.MAY_DRAW", frozenset())
     with pytest.raises(UnsharedDraw, match="nobody looks"):
         recorded(lambda x: F.dropout(x, 0.5))
 

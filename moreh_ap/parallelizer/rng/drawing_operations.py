@@ -1,0 +1,49 @@
+"""What operations draw random numbers on the CPU, and of which shape.
+
+Decides that from an operation and its arguments. Must not know rows, workers or streams.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def draws_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Says whether an operation draws on the CPU: from the common stream, or from a generator of the model, of which
+    all workers have a copy in the same state.
+
+    Fused attention is marked as one that draws, and does only with a probability above zero.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags or not _is_on_cpu(args, kwargs):
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0)
+
+
+def _is_on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
+    named = kwargs.get("device")
+    places = [torch.device(named)] if named is not None else [arg.device for arg in args if isinstance(arg, Tensor)]
+    return not places or places[0].type == "cpu"
+
+
+def shape_drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the shape of what an operation draws."""
+    place = place_of_size(func)
+    if place is not None:
+        return tuple(args[place]) if place < len(args) else tuple(kwargs["size"])
+    if func._opname == "randperm":
+        return (args[0],)
+    if func._opname == "multinomial":
+        return (*args[0].shape[:-1], args[1])
+    return torch.broadcast_shapes(*(arg.shape for arg in args if isinstance(arg, Tensor)))
+
+
+def place_of_size(func: Any) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("size") if "size" in names else None

@@ -1,0 +1,98 @@
+"""How many rows are routed to the same place in the code: on other workers, or in other runs of one process.
+
+Decides which of all of them are here. Must not know what is drawn for them. See [Note: routed rows] in
+`shared_draws.py`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from moreh_ap.parallelizer.data.call_sites import site_of_call
+from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.rng.shared_draws import Share, UnsharedDraw
+
+_AT_MODULE = zlib.crc32(b"a module in which workers wait for each other")
+
+
+class KnownCounts:
+    """Counts that are known from a run of all rows in this process; later ones have some of the rows each, in order."""
+
+    def __init__(self) -> None:
+        self._totals: dict[int, Sequence[int]] = {}
+        self._taken: dict[int, Sequence[int]] = {}
+
+    def add_up(self, state: int, own: Sequence[int], share: Share) -> tuple[Sequence[int], Sequence[int]]:
+        """See `Counts`.
+
+        Raises:
+            UnsharedDraw: All rows together were routed otherwise.
+        """
+        nothing = [0] * len(own)
+        if (share.start, share.stop) == (0, share.total):
+            self._totals[state] = own
+            return nothing, own
+        before = self._taken.get(state, nothing) if share.start else nothing
+        totals = self._totals.get(state, nothing)
+        self._taken[state] = [first + count for first, count in zip(before, own, strict=True)]
+        if any(taken > total for taken, total in zip(self._taken[state], totals, strict=True)):
+            raise UnsharedDraw("how many rows are routed to where random numbers are drawn depends on other rows")
+        return before, totals
+
+
+class WorkerCounts:
+    """Counts that workers tell each other. Its method is a collective.
+
+    Args:
+        axis: The workers.
+        is_common: Says whether all workers are at a place; where they are not, the forward goes on to where they learn
+            that its numbers are of no use.
+        device: Over which counts travel.
+        gathering: The class of modules in which workers wait for each other; None if the model has none.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        is_common: Callable[[int], bool],
+        device: torch.device,
+        gathering: type[Any] | None = None,
+    ) -> None:
+        self._axis, self._is_common, self._device, self._gathering = axis, is_common, device, gathering
+
+    def add_up(self, state: int, own: Sequence[int], share: Share) -> tuple[Sequence[int], Sequence[int]]:
+        """See `Counts`."""
+        nothing = [0] * len(own)
+        if not self._is_common(site_of_call()):
+            return nothing, own
+        counts = torch.zeros(self._axis.size, len(own), dtype=torch.int64, device=self._device)
+        counts[self._axis.rank] = torch.tensor(own)
+        dist.all_reduce(counts, group=self._axis.group)
+        before: list[int] = counts[: self._axis.rank].sum(0).tolist()
+        totals: list[int] = counts.sum(0).tolist()
+        return before, totals
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, workers come to such modules together, also one that draws for routed rows more often."""
+        if self._gathering is None:
+            yield
+            return
+        hook = register_module_forward_pre_hook(self._before_module)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _before_module(self, module: nn.Module, args: Any) -> None:
+        if self._gathering is not None and isinstance(module, self._gathering):
+            while not self._is_common(_AT_MODULE):
+                continue

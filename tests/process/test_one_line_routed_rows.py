@@ -1,0 +1,150 @@
+"""Mixtures of experts with dropout: workers draw for the rows that all of them route to an expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_one_line_training import assert_same, on_both
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.rotating  # one more model or plan each
+
+
+@pytest.fixture(params=["replicate=2", "shard=2", "replicate=3"], autouse=True)
+def session(request, accelerator):
+    return accelerator(request.param, strict=True)  # a call that every device computes whole is an error
+
+
+class Expert(nn.Module):
+    """Two linear layers, with dropout behind each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 16), nn.Dropout(0.3))
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        return self.layers(x_ND)
+
+
+class Layer(nn.Module):
+    """Three experts that each compute some of the rows; which ones is for the subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(16), nn.Linear(16, 3)
+        self.experts = nn.ModuleList(Expert() for _ in range(3))
+
+    def mixed(self, x_BTD: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.mixed(self.norm(x_BTD))
+
+
+class Masked(Layer):
+    """The rows of an expert are those of a mask, in the order of the batch."""
+
+    def mixed(self, x_BTD: Tensor) -> Tensor:
+        scores_BTE = self.router(x_BTD)
+        best_BTK, chosen_BTK = scores_BTE.topk(2, dim=-1)
+        gates_BTE = torch.full_like(scores_BTE, -torch.inf).scatter(-1, chosen_BTK, best_BTK).softmax(-1)
+        flat_ND, gates_NE, result_ND = x_BTD.flatten(0, 1), gates_BTE.flatten(0, 1), torch.zeros_like(x_BTD)
+        for number, expert in enumerate(self.experts):
+            mask_BT = (chosen_BTK == number).any(-1)
+            if mask_BT.any():
+                given_MD = expert(flat_ND[mask_BT.flatten()])
+                result_ND[mask_BT] += given_MD * gates_NE[mask_BT.flatten(), number].unsqueeze(1)
+        return result_ND
+
+
+class ByChoice(Layer):
+    """The rows of an expert are those that chose it first, and then those that chose it second, as in Mixtral."""
+
+    def mixed(self, x_BTD: Tensor) -> Tensor:
+        flat_ND = x_BTD.flatten(0, 1)
+        weights_NK, chosen_NK = self.router(flat_ND).softmax(-1).topk(2, dim=-1)
+        mask_EKN, result_ND = F.one_hot(chosen_NK, 3).permute(2, 1, 0), torch.zeros_like(flat_ND)
+        for number, expert in enumerate(self.experts):
+            choice_M, row_M = torch.where(mask_EKN[number])
+            result_ND.index_add_(0, row_M, expert(flat_ND[row_M]) * weights_NK[row_M, choice_M, None])
+        return result_ND.view_as(x_BTD)
+
+
+class Recomputed(ByChoice):
+    """The experts compute again in the backward, and draw what they drew."""
+
+    def mixed(self, x_BTD: Tensor) -> Tensor:
+        return checkpoint(super().mixed, x_BTD, use_reentrant=False)
+
+
+class Repeated(Layer):
+    """Each row is repeated for each of its choices, as in DeepSeek."""
+
+    def mixed(self, x_BTD: Tensor) -> Tensor:
+        flat_ND = x_BTD.flatten(0, 1)
+        weights_NK, chosen_NK = self.router(flat_ND).softmax(-1).topk(2, dim=-1)
+        copies_MD, chosen_M = flat_ND.repeat_interleave(2, dim=0), chosen_NK.flatten()
+        result_MD = torch.empty_like(copies_MD)
+        for number, expert in enumerate(self.experts):
+            result_MD[chosen_M == number] = expert(copies_MD[chosen_M == number])
+        return (result_MD.view(-1, 2, 16) * weights_NK.unsqueeze(-1)).sum(1).view_as(x_BTD)
+
+
+class LanguageModel(nn.Module):
+    """Two layers of experts, and dropout in front of them."""
+
+    def __init__(self, layer_class: type[Layer]) -> None:
+        super().__init__()
+        self.embed, self.dropout, self.head = nn.Embedding(40, 16), nn.Dropout(0.1), nn.Linear(16, 40)
+        self.layers = nn.ModuleList(layer_class() for _ in range(2))
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        x_BTD = self.dropout(self.embed(tokens_BT))
+        for layer in self.layers:
+            x_BTD = layer(x_BTD)
+        return F.cross_entropy(self.head(x_BTD).flatten(0, 1), targets_BT.flatten())
+
+
+@pytest.mark.parametrize("layer_class", [Masked, ByChoice, Recomputed, Repeated])
+def test_experts_drop_what_they_drop_on_one_device(layer_class):
+    def script(device):
+        torch.manual_seed(0)
+        model = LanguageModel(layer_class).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        trace = []
+        for rows in (6, 6, 7, 9):
+            tokens = torch.randint(0, 40, (rows, 12)).to(device)
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            if not trace:
+                trace += [parameter.grad.clone() for parameter in model.parameters()]
+            optimizer.step()
+            trace.append(loss.detach())
+        return [*trace, *model.state_dict().values(), torch.rand(2)]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
+
+
+def test_an_expert_that_only_some_workers_call_is_computed_as_one_device_does(request, accelerator, capsys):
+    """Workers that skip it exchange no numbers of rows: the call runs whole."""
+    accelerator(request.node.callspec.params["session"], strict=False)
+
+    def script(device):
+        torch.manual_seed(0)
+        model = LanguageModel(Masked).to(device)
+        tokens = torch.randint(0, 20, (6, 12))
+        losses = []
+        for alike in (False, True, False):
+            batch = tokens.clone()
+            if alike:  # the first rows choose two experts, and others choose others
+                batch[:3] = 7
+            loss = model(batch[:, :-1].to(device), batch[:, 1:].to(device))
+            loss.backward()
+            losses.append(loss.detach())
+        return losses, [parameter.grad for parameter in model.parameters()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
+    assert "Every device computes the whole batch" in capsys.readouterr().out
