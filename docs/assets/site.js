@@ -5,8 +5,8 @@ function layOutTables() {
   for (const table of document.querySelectorAll(".md-typeset table:not(.highlighttable)")) {
     const heads = [...table.querySelectorAll("thead th")].map(head => head.textContent);
     table.classList.remove("cards");
-    const room = table.closest(".md-typeset__scrollwrap")?.clientWidth;
-    if (!room || heads.length > MOST_COLUMNS || table.scrollWidth <= room) continue;
+    const room = table.closest(".md-typeset__scrollwrap");
+    if (!room || heads.length > MOST_COLUMNS || room.scrollWidth <= room.clientWidth) continue;
     for (const row of table.querySelectorAll("tbody tr"))
       [...row.cells].forEach((cell, index) => { cell.dataset.head = heads[index]; });
     table.classList.add("cards");

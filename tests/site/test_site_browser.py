@@ -10,9 +10,9 @@ from site_pages import DOCS, LANGUAGES, nav_pages, place
 
 pytestmark = pytest.mark.browser
 
-SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+SIZES = {"desktop": (1280, 900), "tablet": (768, 1024), "phone": (390, 844)}
 SCREENSHOTS = os.environ.get("MOREH_AP_SCREENSHOTS")
-"""A folder for pictures of every page in both sizes; without it there are none."""
+"""A folder for pictures of every page in all sizes; without it there are none."""
 
 SETTLED = """() => document.fonts.ready.then(() => !document.querySelector("pre.mermaid")
     && [...document.images].every(image => image.complete))"""
@@ -22,6 +22,13 @@ READY = """() => /start searching|입력하세요/.test(document.querySelector("
 WIDER = """() => [...document.querySelectorAll("article *")]
     .filter(one => one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(".md-typeset__scrollwrap, pre"))
     .map(one => one.tagName + ": " + one.textContent.slice(0, 60)).slice(0, 3)"""
+DRAWN = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
+CLIPPED = """() => [...document.querySelectorAll("article .md-typeset__scrollwrap")]
+    .filter(one => one.scrollWidth > one.clientWidth + 1 && one.querySelectorAll("thead th").length <= 14)
+    .map(one => one.textContent.trim().slice(0, 60))"""
+"""Tables of which a part is out of sight; a matrix, which has more columns, is moved sideways."""
+LONG_LINES = """() => [...document.querySelectorAll("article pre > code")]
+    .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent.trim().slice(0, 60))"""
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +67,13 @@ def test_page_fits_the_screen_and_reports_nothing(window, site, address, name, l
     page.wait_for_function(SETTLED, timeout=20_000)
     for size, (width, height) in SIZES.items():
         page.set_viewport_size({"width": width, "height": height})
+        page.evaluate(DRAWN)
         if SCREENSHOTS:
             picture = f"{place(name, language).strip('/').replace('/', '-') or 'index'}.{size}.png"
             page.screenshot(path=Path(SCREENSHOTS) / picture, full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, page.evaluate(WIDER)
+        assert page.evaluate(CLIPPED) == [], size
+        assert size != "desktop" or page.evaluate(LONG_LINES) == []
     assert page.evaluate("[...document.images].filter(one => !one.naturalWidth).map(one => one.src)") == []
     heights = page.evaluate("[...document.querySelectorAll('article div.mermaid')].map(one => one.offsetHeight)")
     assert bool(heights) == drawings
