@@ -4,12 +4,12 @@ const MOST_COLUMNS = 14; // a matrix stays one
 function layOutTables() {
   for (const table of document.querySelectorAll(".md-typeset table:not(.highlighttable)")) {
     const heads = [...table.querySelectorAll("thead th")].map(head => head.textContent);
-    table.classList.remove("cards");
+    table.removeAttribute("data-cards"); // no class: the theme draws tables that have none
     const room = table.closest(".md-typeset__scrollwrap");
     if (!room || heads.length > MOST_COLUMNS || room.scrollWidth <= room.clientWidth) continue;
     for (const row of table.querySelectorAll("tbody tr"))
       [...row.cells].forEach((cell, index) => { cell.dataset.head = heads[index]; });
-    table.classList.add("cards");
+    table.setAttribute("data-cards", "");
   }
 }
 
