@@ -88,9 +88,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "Under a transform of `torch.func`, or in forward mode, a model is computed in the controller.",
         ("torch._C._functorch.get_unwrapped", "device"),
         ("torch._C._functorch.is_functorch_wrapped_tensor", "device"),
-        ("torch._C._functorch.peek_interpreter_stack", "device device/patches"),
+        ("torch._C._functorch.peek_interpreter_stack", "device device/patches parallelizer/loss"),
         ("torch._functorch.apis.vmap_impl", "device/patches"),
-        ("torch.autograd.forward_ad._current_level", "device/patches"),
+        ("torch.autograd.forward_ad._current_level", "device/patches parallelizer/loss"),
     ),
     *_names(
         "Refuses `torch.jit.trace` of a model that is on the workers.",
@@ -308,7 +308,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "The stack of function modes of a thread.",
-        ("torch.overrides._get_current_function_mode_stack", "parallelizer/compiling parallelizer/data"),
+        (
+            "torch.overrides._get_current_function_mode_stack",
+            "parallelizer/compiling parallelizer/data parallelizer/loss",
+        ),
         ("torch.overrides._len_torch_function_stack", "device"),
         ("torch.overrides._pop_mode", "device parallelizer/data"),
         ("torch.overrides._push_mode", "device parallelizer/data"),

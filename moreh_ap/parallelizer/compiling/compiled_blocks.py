@@ -156,6 +156,8 @@ class _CompiledFunction:
         graphs = self._whole
         for mode in modes:
             kind = type(mode)
+            if isinstance(mode, GlobalReduction):
+                mode.settle()
             if kind is GlobalReduction:
                 graphs = self._of_rows
             elif kind not in _LOOKED_FOR_IN_GRAPHS:

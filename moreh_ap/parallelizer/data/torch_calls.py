@@ -25,6 +25,7 @@ _QUESTIONS |= {
     "_set_grad_enabled",
     "_record_function_enter_new",
     "_record_function_exit",
+    "_record_function_exit._RecordFunction",
 }
 
 

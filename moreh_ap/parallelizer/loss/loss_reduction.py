@@ -27,6 +27,8 @@ worker's forward is through, it goes on answering "through" until all are, and w
 stands, if workers draw from a common one. Afterwards every worker knows whether all came to the same places and draws,
 and if not, no result is used. What is compared is computed on the device; only the last answer is read. A forward that
 raises on one worker alone is through too, with a mark of its own, unless workers talk to each other elsewhere in it.
+Where the last mean of a forward is used by nothing else in it, its denominator travels with the first "through"; see
+`postponed_mean.py`.
 """
 
 from __future__ import annotations
@@ -46,6 +48,9 @@ from torch import Tensor
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.placement import CUDA_DEVICES, OwnDevice
+from moreh_ap.parallelizer.data.torch_calls import is_question
+from moreh_ap.parallelizer.loss.loss_targets import count_targets, is_count
+from moreh_ap.parallelizer.loss.postponed_mean import PostponedMean, can_wait
 from moreh_ap.parallelizer.mesh import Axis, world_axis
 
 CLASS_LOSSES = {F.cross_entropy, F.nll_loss}
@@ -153,6 +158,8 @@ class GlobalReduction(OwnDevice):
         self.mean_places: dict[int, int] = {}
         self._meets, self._mark, self._meets_failed = meets, mark, meets_failed
         self._apart: list[Tensor] = []
+        self._postpones = type(self) is GlobalReduction and meets and denominators is None and not record
+        self._postponed: PostponedMean | None = None
 
     kinds: Sequence[str] | None = None
     before_meeting: Callable[[], None] | None = None  # ends what other workers wait for elsewhere
@@ -182,6 +189,8 @@ class GlobalReduction(OwnDevice):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._postponed is not None and not is_question(func):
+            self.settle()
         if func in CLASS_LOSSES or func in ELEMENT_LOSSES:
             return self._loss(func, args, kwargs)
         if func in MEANS:
@@ -190,7 +199,7 @@ class GlobalReduction(OwnDevice):
             return func(*args[:-1], self._longest(args[-1]))
         if func in (F.batch_norm, F.instance_norm):
             self.saw_statistics = self.saw_statistics or takes_statistics(func, args, kwargs)
-        if func in COUNTS and _is_count(args, kwargs):
+        if func in COUNTS and is_count(args, kwargs):
             self.saw_counts = True
             if self.rules.counts:
                 local = func(*args, **kwargs)
@@ -226,7 +235,7 @@ class GlobalReduction(OwnDevice):
         if legacy or reduction not in ("mean", "batchmean"):
             return func(*args, **kwargs)
         if func in CLASS_LOSSES:
-            count = _count_targets(given["input"], given["target"], given["weight"], given["ignore_index"])
+            count = count_targets(given["input"], given["target"], given["weight"], given["ignore_index"])
             given["reduction"] = "sum"
             return self._share(self._evaluate(func, call), count)
         given["reduction"] = "none"
@@ -238,7 +247,8 @@ class GlobalReduction(OwnDevice):
             count = weight.detach().sum()
         else:
             count = values.shape[0] if reduction == "batchmean" else values.numel()
-        return self._share(values.sum(dtype=_summed_in(values)), count).to(values.dtype)
+        share = self._share(values.sum(dtype=_summed_in(values)), count)
+        return share if share.dtype is values.dtype else self._rounded(share, values.dtype)
 
     def _evaluate(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Tensor:
         return func(*call.args, **call.kwargs)
@@ -261,11 +271,27 @@ class GlobalReduction(OwnDevice):
         count = math.prod(value.shape[d] for d in dims)
         dtype = kwargs.get("dtype")
         total = value.sum(dims, keepdim=keepdim, dtype=dtype or _summed_in(value))
-        return self._share(total, count).to(dtype or value.dtype)
+        share = self._share(total, count)
+        return share if share.dtype is (dtype or value.dtype) else self._rounded(share, dtype or value.dtype)
 
     def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
         """Returns total / global count; `count` is what this worker adds to it."""
-        return (total / self._add_up(count).to(total.device)).to(total.dtype)
+        if not (self._postpones and self.before_meeting is None and can_wait(total)):
+            return (total / self._add_up(count).to(total.device)).to(total.dtype)
+        self._postponed = PostponedMean(total, count, call_site())
+        self.local_denominators.append(self._postponed.count)
+        self.global_denominators.append(self._postponed.denominator)
+        return self._postponed.share
+
+    def _rounded(self, share: Tensor, dtype: torch.dtype) -> Tensor:
+        self.settle()
+        return share.to(dtype)
+
+    def settle(self) -> None:
+        """Asks the workers for the denominator of a mean that waits for it; see `postponed_mean.py`."""
+        if self._postponed is not None:
+            mean, self._postponed = self._postponed, None
+            mean.settle(self._exchange(mean.count, mean.place, 0)[0])
 
     def _add_up(self, count: Tensor | int) -> Tensor:
         """Returns the global count at a new site; `count` is what this worker adds to it."""
@@ -311,17 +337,19 @@ class GlobalReduction(OwnDevice):
         self.global_denominators.append(longest)
         return int(longest)
 
-    def _exchange(self, local: Tensor, place: int, mark: int) -> tuple[Tensor, Tensor]:
-        """Returns the sums of a denominator and of the places for which workers gave it: numbers, 0 at the end."""
+    def _exchange(self, local: Tensor, place: int, mark: int, *, is_through: bool = False) -> tuple[Tensor, Tensor]:
+        """Returns the sum of a denominator over the workers, and how many of them are not through with the forward."""
+        if self._postponed is not None:
+            self.settle()
         if self.before_meeting is not None:
             self.before_meeting()
         place = place and (place % _PLACES or 1)
-        known = torch.tensor([place, mark, place * place, mark * mark], dtype=torch.float64)
+        known = torch.tensor([not is_through, place, mark, place * place, mark * mark], dtype=torch.float64)
         numbers = torch.cat([local.reshape(1).to(self.device), known.to(self.device)])
         dist.all_reduce(numbers, group=self.axis.group)
-        sums, squares = numbers[1:3], numbers[3:]
+        sums, squares = numbers[2:4], numbers[4:]
         self._apart.append(squares * self.axis.size - sums.square())  # zeros if all gave the same
-        return numbers[0], sums[0]
+        return numbers[0], numbers[1]
 
     def is_common(self, place: int) -> bool:
         """Says whether all workers are at a place; reading that makes the device wait."""
@@ -330,11 +358,17 @@ class GlobalReduction(OwnDevice):
 
     def _meet(self, mark: int) -> None:
         """Waits until the forwards of all workers are through. See [Note: workers meet]."""
+        mean, self._postponed = self._postponed, None
         through = torch.zeros((), dtype=torch.float64, device=self.device)
+        count, place = (through, 0) if mean is None else (mean.count, mean.place)
         are_others_inside = True
         while are_others_inside:
-            _, places = self._exchange(through, 0, mark)
-            answers = torch.cat([places.reshape(1), torch.stack(self._apart).any(0)])
+            everywhere, inside = self._exchange(count, place, mark, is_through=True)
+            if mean is not None:
+                mean.settle(everywhere)
+            mean, count, place = None, through, 0
+            apart = torch.stack(self._apart)
+            answers = torch.stack([inside, apart[:, 0].any(), apart[-1, 1]])  # marks count when all are through
             are_others_inside, other_places, other_marks = map(bool, answers.tolist())  # the one read
         if other_places:
             raise Diverged("rows decide over which losses the forward takes a mean")
@@ -356,31 +390,9 @@ def _summed_in(values: Tensor) -> torch.dtype | None:
     return torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else None
 
 
-def _is_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Says whether a sum is the number of true elements of a whole mask."""
-    value = args[0] if args else kwargs.get("input")
-    if not isinstance(value, Tensor) or value.dtype is not torch.bool or value.ndim == 0:
-        return False
-    return len(args) == 1 and not {"dim", "axis", "keepdim", "out"} & kwargs.keys()
-
-
 def takes_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Says whether a normalisation takes statistics of its input into its result or into running ones."""
     if func is F.batch_norm:
         return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
     running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
     return running is not None and bool(kwargs.get("use_input_stats", args[5] if len(args) > 5 else True))
-
-
-def _count_targets(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | int:
-    """Returns by what the mean of a class loss is divided.
-
-    Source: PyTorch documentation of CrossEntropyLoss and NLLLoss, parameter `reduction`.
-    """
-    if target.is_floating_point():  # class probabilities: one row each, weights and ignore_index do not count
-        class_dim = 1 if scores.ndim > 1 else 0
-        return scores.numel() // scores.shape[class_dim]
-    valid = target != ignore_index
-    if weight is None:
-        return valid.sum()
-    return torch.where(valid, weight.detach()[target.where(valid, 0)], 0).sum()

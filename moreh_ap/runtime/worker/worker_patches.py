@@ -5,7 +5,7 @@ from __future__ import annotations
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.call import own_collectives
 from moreh_ap.parallelizer.data import unused_parameters
-from moreh_ap.parallelizer.loss import chunked_cross_entropy
+from moreh_ap.parallelizer.loss import chunked_cross_entropy, postponed_mean
 from moreh_ap.patching import Patches
 from moreh_ap.protocol import process_flags, pytree
 from moreh_ap.protocol.script_code import written_files
@@ -23,6 +23,7 @@ def install() -> Patches:
     own_collectives.install(patches)
     unused_parameters.install(patches)
     chunked_cross_entropy.install(patches)
+    postponed_mean.install(patches)
     written_files.install(patches)
     if workers_per_gpu() > 1:
         shared_gpu.install(patches)
