@@ -73,7 +73,8 @@ class EagerForward(Execution):
             forward = extended(call.extensions, self, call.module, forward)
         random = call.random if call.items is None else replace(call.random, worker=call.axis.rank)
         self.drawing = random.begin(call.device, chunk)
-        is_shared = call.mode == "split" and call.axis.size > 1
+        draws = call.random.draws
+        is_shared = (draws.host or draws.stream) and call.mode == "split" and call.axis.size > 1
         if is_shared and isinstance(means, GlobalReduction):
             self._draw_together(means)
         try:
