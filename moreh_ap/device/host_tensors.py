@@ -211,7 +211,7 @@ def hold(tensor: VirtualTensor) -> None:
     if type(tensor) is HostTensor:
         return
     HOST.begin()
-    with torch._C.DisableTorchFunction():
+    with torch.inference_mode(False), torch._C.DisableTorchFunction():  # what trains later would not be able to
         gradient = tensor.grad
         _become(tensor, HostTensor, tensor._cell.read_here().tensor.detach())
         tensor.grad = gradient
@@ -221,7 +221,7 @@ def let_go(tensor: Tensor) -> None:
     """Makes a virtual tensor of a host tensor without a graph, in place, so that its value can be elsewhere."""
     if type(tensor) is not HostTensor:
         return
-    with torch._C.DisableTorchFunction():
+    with torch.inference_mode(False), torch._C.DisableTorchFunction():
         gradient = tensor.grad
         _become(tensor, VirtualTensor, place(as_ordinary(tensor)))
         tensor.grad = None if gradient is None else place(as_ordinary(gradient))

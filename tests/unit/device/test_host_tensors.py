@@ -396,6 +396,19 @@ def test_a_tensor_changes_its_class_in_place():
     assert weight.grad.tolist() == [2, 2]
 
 
+def test_a_parameter_that_changes_its_class_in_inference_mode_can_be_trained_afterwards():
+    HOST.holds_all = False
+    weight = nn.Parameter(torch.ones(2).cuda())
+    (weight * 3).sum().backward()
+    for change, kind in ((hold, HostTensor), (let_go, VirtualTensor)):
+        with torch.inference_mode():
+            change(weight)
+        assert type(weight) is kind and weight.grad.tolist() == [3, 3]
+        assert not weight.is_inference() and not weight.grad.is_inference()
+        weight.grad = None
+        (weight * 3).sum().backward()
+
+
 def test_a_change_after_a_forward_is_noticed_although_the_class_has_changed_since():
     HOST.holds_all = False
     weight = nn.Parameter(torch.ones(2).cuda())
