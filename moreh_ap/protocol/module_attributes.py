@@ -104,6 +104,14 @@ def is_same_container(value: Any, mark: Any) -> bool:
     return isinstance(value, (list, dict, set)) and mark is not None and mark[0] is value
 
 
+def is_overwritten(value: Any, mark: Any) -> bool:
+    """Returns whether each entry of a dict that had the same keys when it was marked was set anew since."""
+    inside = mark[1] if isinstance(value, dict) and mark is not None else None
+    if not isinstance(inside, dict) or inside.keys() != value.keys():
+        return False
+    return not any(_is_marked(value[key], inside[key]) for key in inside)
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Returns whether the tensor can be read: FSDP2 frees the memory of whole parameters after a forward."""
     return tensor.numel() == 0 or tensor.untyped_storage().size() > 0

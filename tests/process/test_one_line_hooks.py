@@ -44,6 +44,45 @@ def gradients(model):
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
 
 
+class Distilled(Net):
+    """Keeps what its layers return, as scripts for distillation do; `grows` keeps that of every forward."""
+
+    def __init__(self, grows: bool = False) -> None:
+        super().__init__()
+        self.features: dict[object, Tensor] = {}
+        for name, part in list(self.named_children()):
+            part.register_forward_hook(self.keep(name, grows))
+
+    def keep(self, name: str, grows: bool):
+        def hook(module, args, output):
+            self.features[len(self.features) if grows else name] = output
+
+        return hook
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_hook_keeps_outputs_in_a_dict_of_the_model(session, grows, capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model, x, y = Distilled(grows).to(device), *net_and_batch(device)[1:]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        trace = []
+        for _ in range(3):
+            model.features.clear()
+            loss = F.cross_entropy(model(x), y)
+            first, second, _ = model.features.values()
+            loss = loss + first.pow(2).mean() + (second.mean((2, 3)).std(0) - 1).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss.detach())
+        return [*trace, *model.features.values(), *gradients(model)]
+
+    expected, got = on_both(script)
+    assert_same(expected, got)
+    assert ("Every device computes the whole batch" in capsys.readouterr().out) == grows
+
+
 def test_a_hook_collects_activations_of_the_whole_batch(capsys):
     def script(device):
         model, x, y = net_and_batch(device)

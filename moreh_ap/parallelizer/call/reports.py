@@ -16,7 +16,13 @@ from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forwar
 from moreh_ap.parallelizer.data.fsdp import recover
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.protocol.hook_records import RECORDER, HookEnded, Report, ReportedHook
-from moreh_ap.protocol.module_attributes import Attributes, has_memory, is_same_container, num_leaves
+from moreh_ap.protocol.module_attributes import (
+    Attributes,
+    has_memory,
+    is_overwritten,
+    is_same_container,
+    num_leaves,
+)
 from moreh_ap.protocol.pytree import flatten
 
 
@@ -65,7 +71,8 @@ class Reports(CallExtension):
             changed = {} if attributes is None else attributes.changed(before)
             found = {name: value for name, value in changed.items() if self._is_answered(name, value)}
             findings.left_out = [name for name in changed if name not in found]
-            findings.gathered = [name for name, value in changed.items() if is_same_container(value, before.get(name))]
+            kept = [name for name, value in changed.items() if is_same_container(value, before.get(name))]
+            findings.gathered = [name for name in kept if not is_overwritten(changed[name], before[name])]
             if ended_by is not None:
                 recover(module)
             if not found and not self.has_hooks:

@@ -37,6 +37,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     kind_of,
     means_beside_rows,
     random_weight,
+    repeats,
     some_parameters,
     tolerance_of,
 )
@@ -204,7 +205,7 @@ class Probe:
         self._check_ways()
         self._check_denominators(recorder.local_denominators, counted)
         self.attributes = common.attributes
-        if common.gathered:
+        if common.gathered and not self._repeats(common):
             raise Refused(f"attribute {common.gathered[0]} gathers what it sees of the rows")
         self.has_unknown = common.runs_in_stages and any(map(is_unknown, common.outputs))
         if not all(nest_alike(treespec, common.treespec) for treespec, _ in singles):
@@ -216,6 +217,11 @@ class Probe:
         numbers = [leaf for leaf in common.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if numbers and all(leaf.ndim == 0 and not local_shard(leaf) for leaf in numbers):
             raise Refused("the loss of a few rows is zero, which shows nothing about more of them")
+
+    def _repeats(self, common: Execution) -> bool:
+        call = replace(self.call, grad=False, random=self._policy(self._chosen))
+        with self._from_the_same_state(), self._surroundings():
+            return repeats(lambda: EagerForward(call, *self._arguments(self._chosen)), common, self._tolerance)
 
     def _kind(self, index: int, name: str, leaf: Any, singles: Sequence[Any]) -> str:
         """Returns the kind of a leaf of the result, given the same leaf of the single runs."""

@@ -5,7 +5,8 @@ Decides the kind of a leaf, and when two tensors are equal but for rounding. Mus
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.backends import cuda, cudnn
 
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.data.fsdp import compute_dtype
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
@@ -49,6 +51,23 @@ def rounds_to_tf32(module: nn.Module) -> bool:
     convolves = any(parameter.ndim > 2 for parameter in module.parameters())
     recurs = any(isinstance(one, nn.RNNBase) for one in module.modules())
     return bool(cudnn.allow_tf32) and (convolves or recurs)
+
+
+def repeats(forward: Callable[[], Execution], common: Execution, tolerance: float) -> bool:
+    """Says whether a second forward gives what the first one gave, and only puts others in place of what that kept.
+
+    So do hooks that keep what layers return in a dict (``self.features[name] = output``). A dict that grows with every
+    forward, sums in it, and results for which an earlier forward counts are no reason to split.
+    """
+    forward()
+    again = forward()
+    return not again.gathered and all(map(functools.partial(_alike, tolerance), again.outputs, common.outputs))
+
+
+def _alike(tolerance: float, got: Any, want: Any) -> bool:
+    if isinstance(got, Tensor) and isinstance(want, Tensor):
+        return close(got, want, tolerance)
+    return type(got) is type(want) and bool(got == want)
 
 
 def check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> None:
