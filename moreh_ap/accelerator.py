@@ -19,11 +19,13 @@ from moreh_ap.integrations import accelerate, keras, transformers
 from moreh_ap.local import logger
 from moreh_ap.local.jobs import Job
 from moreh_ap.runtime import gpu_checks
+from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
 from moreh_ap.runtime.worker_environment import device_ids, workers_per_gpu
 from moreh_ap.runtime.worker_group import MakeLauncher, WorkerGroup
 from moreh_ap.session import run_report
 from moreh_ap.session.model_registry import ModelRegistry
 from moreh_ap.session.planning import device_count
+from moreh_ap.session.replay_rules import SessionReplayRules
 from moreh_ap.session.rng_streams import GpuGenerator, ProcessGenerator
 from moreh_ap.session.session import Session
 from moreh_ap.session.session_backend import SessionBackend
@@ -99,6 +101,9 @@ class Accelerator:
             state.enter(AcceleratorState.STARTING)
             job.has_devices(count, *shares(count))
             made = threading.Event()
+            recovers = options.recovery != "off" and pool is None
+            rules = SessionReplayRules(lambda: job.has_workers(workers.pids))
+            make = functools.partial(RecoveringWorkerGroup, rules=rules) if recovers else WorkerGroup
 
             def on_progress(stage: str, done: int, total: int) -> None:
                 place = pool.place_of(max(0, done - 1), total) if pool is not None else f"localhost:{done - 1}"
@@ -108,7 +113,7 @@ class Accelerator:
                 if state.enter(AcceleratorState.READY, only_from=AcceleratorState.STARTING) and pool is None:
                     job.has_workers(workers.pids)
 
-            workers = WorkerGroup(
+            workers = make(
                 count,
                 device_type=device_type,
                 threads_per_worker=shares(count)[0],

@@ -20,6 +20,7 @@ from moreh_ap.settings import (
     check_bool_or_auto,
     check_count,
     check_count_or_auto,
+    check_recovery,
     check_report,
     resolve_options,
 )
@@ -40,6 +41,7 @@ def enable_advanced_parallelization(
     autotune: bool = False,
     hosts: str | Sequence[str] | None = None,
     report: bool | str | os.PathLike[str] = False,
+    recovery: Literal["off", "memory", "auto"] | None = None,
 ) -> None:
     """Makes "cuda" mean all devices of this machine, used as one accelerator, for the rest of the process.
 
@@ -69,6 +71,9 @@ def enable_advanced_parallelization(
             script runs. Default: `MOREH_HOSTS`, else this machine. The call waits until they have joined.
         report: Whether a report of the run is written when it ends: a page, and the JSON that it is made from. True
             writes it into the folder ``moreh_report``; a path is another folder. Default: `MOREH_REPORT`, else none.
+        recovery: "memory" keeps what workers were told, so that others take over where one is lost, and the training
+            goes on with the same numbers; "auto" does so where that is possible, "off" never. Default:
+            `MOREH_RECOVERY`, else "off".
 
     Raises:
         MeshStartError: A host cannot join.
@@ -92,6 +97,7 @@ def enable_advanced_parallelization(
         autotune=check_bool("autotune", autotune),
         hosts=() if hosts is None else parse_hosts(hosts),
         report_folder=check_report(report),
+        recovery=None if recovery is None else check_recovery("recovery", recovery),
     )
     checked_versions.warn_if_unchecked(stacklevel=3)
     from moreh_ap import accelerator

@@ -25,6 +25,7 @@ HOSTS_VARIABLE = "MOREH_HOSTS"
 
 STRICT_VARIABLE = "MOREH_STRICT"
 CHECK_VARIABLE = "MOREH_CHECK"
+RECOVERY_VARIABLE = "MOREH_RECOVERY"
 TRACE_VARIABLE = "MOREH_TRACE"
 TRACE_STEPS_VARIABLE = "MOREH_TRACE_STEPS"
 REPORT_VARIABLE = "MOREH_REPORT"
@@ -34,6 +35,8 @@ REPORT_FOLDER = "moreh_report"
 
 TRACED_STEPS = (13, 15)
 """Usual ones: earlier steps are compared with their prediction, or tried in another place."""
+
+RECOVERY = ("off", "memory", "auto")
 
 _CALL = "torch.moreh.option.enable_advanced_parallelization"
 _LINK = "docs/ap/advanced-settings.md"
@@ -63,6 +66,7 @@ class Options:
         memory_usage_correction_ratio: Per cent of a device's memory that a chosen plan may reserve.
         strict: Whether a training call that every device computes whole is an error.
         check_steps: Number of first steps that one more worker computes alone, to be compared.
+        recovery: Whether other workers take over where one is lost: "off", "memory" or, where possible, "auto".
     """
 
     pipeline_parallel: bool = True
@@ -79,6 +83,7 @@ class Options:
     memory_usage_correction_ratio: int = 80
     strict: bool = False
     check_steps: int = 0
+    recovery: str = "off"
     trace_file: str = ""
     trace_steps: tuple[int, int] = TRACED_STEPS
     report_folder: str = ""
@@ -114,6 +119,7 @@ def resolve_options(
     autotune: bool = False,
     hosts: tuple[str, ...] = (),
     report_folder: str = "",
+    recovery: str | None = None,
 ) -> Options:
     """Returns the options that checked arguments and the environment make together; an argument outranks a variable.
 
@@ -143,6 +149,7 @@ def resolve_options(
         memory_usage_correction_ratio=_read_variable(environment, MEMORY_RATIO_VARIABLE, 80, least=1, most=100),
         strict=bool(_read_variable(environment, STRICT_VARIABLE, 0, least=0, most=1)),
         check_steps=_read_variable(environment, CHECK_VARIABLE, 0, least=0),
+        recovery=_read_recovery(environment) if recovery is None else recovery,
         trace_file=environment.get(TRACE_VARIABLE, "").strip(),
         trace_steps=_read_steps(environment),
         report_folder=report_folder or environment.get(REPORT_VARIABLE, "").strip(),
@@ -167,6 +174,13 @@ def enabled_by_environment(environment: Mapping[str, str]) -> bool:
 def _check_hosts(options: Options) -> None:
     """Raises OptionError where another option does not go with the hosts."""
     num_hosts = len(options.hosts)
+    if options.recovery == "memory":
+        raise OptionError(
+            f"recovery='memory' on {num_hosts} hosts: workers that are lost are replaced on the script's machine only",
+            "recovery='auto', which leaves it off here, or 'off'",
+            f"{_CALL}(hosts=..., recovery='auto')",
+            "docs/recovery.md#not-covered",
+        )
     if options.devices is not None and options.devices % num_hosts:
         each = max(1, options.devices // num_hosts)
         raise OptionError(
@@ -264,6 +278,25 @@ def _read_variable(
         allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
         raise OptionError(f"environment: {name}={text!r}", allowed, f"export {name}={max(default, 1)}", _LINK)
     return number
+
+
+def check_recovery(name: str, value: object) -> str:
+    if not isinstance(value, str) or value not in RECOVERY:
+        raise _wrong_value(name, value, "'off', 'memory' or 'auto'", "'auto'")
+    return value
+
+
+def _read_recovery(environment: Mapping[str, str]) -> str:
+    """Returns what the variable says of recovery.
+
+    Raises:
+        OptionError: It says something else.
+    """
+    text = environment.get(RECOVERY_VARIABLE, "").strip() or "off"
+    if text not in RECOVERY:
+        fact, allowed = f"environment: {RECOVERY_VARIABLE}={text!r}", "off, memory or auto"
+        raise OptionError(fact, allowed, f"export {RECOVERY_VARIABLE}=auto", "docs/recovery.md")
+    return text
 
 
 def _read_steps(environment: Mapping[str, str]) -> tuple[int, int]:

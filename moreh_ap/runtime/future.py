@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from moreh_ap.errors import MeshStartError, NotComputedError, WorkerLostError
+from moreh_ap.protocol.encoding import Packed
 
 
 def told_again(cause: BaseException) -> BaseException:
@@ -45,3 +46,23 @@ class Reply(concurrent.futures.Future):  # type: ignore[type-arg]
     def result(self, timeout: float | None = None) -> list[Any]:
         """Returns the results, see `WorkerGroup.answers`; waits for them where it must, `timeout` seconds at most."""
         return self.group.answers(self, timeout)
+
+
+class SentCommand(NamedTuple):
+    """A command and where its result goes.
+
+    Attributes:
+        reply: The promise of its result.
+        number: Its place in the stream of commands.
+        epoch: How many errors had been raised when it was submitted.
+        recoverable: See `WorkerGroup.submit`.
+        payload: One for all workers, or a list with one a worker.
+        origin: The command as it was submitted, if the worker group keeps commands, else None.
+    """
+
+    reply: Reply
+    number: int
+    epoch: int
+    recoverable: bool
+    payload: Packed | list[Packed]
+    origin: Any = None

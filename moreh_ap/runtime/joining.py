@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.protocol.encoding import restore_failure
-from moreh_ap.runtime.engine_error import EngineError
-from moreh_ap.runtime.launcher import Launcher, Progress, start_error
+from moreh_ap.runtime.engine_error import EngineError, start_error
+from moreh_ap.runtime.launcher import Launcher, Progress
 from moreh_ap.runtime.outcome_resolver import PeersHang, failure_of
 from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.relay.worker_answer import FAILED, Answer

@@ -21,7 +21,7 @@ from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime import engine_variables, worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import Child, RemoteChild
-from moreh_ap.runtime.engine_error import EngineError
+from moreh_ap.runtime.engine_error import EngineError, start_error
 from moreh_ap.runtime.host import warm_client
 from moreh_ap.runtime.host.agent_process import AgentProcess, is_needed
 from moreh_ap.runtime.relay.worker_answer import Answer
@@ -39,29 +39,6 @@ _STOP_TIMEOUT_S = 15.0
 _EXIT_S = 5.0  # how long the end of a script waits for the engine to be there
 
 Progress = Callable[[str, int, int], object]
-
-
-def start_error(error: EngineError) -> MeshStartError:
-    """Makes the error for worker processes that the engine could not start."""
-    if error.is_time_out:
-        return MeshStartError(
-            "The worker processes were not ready in the 30 s that the engine gives them: this machine is busy, or "
-            "reads PyTorch from a slow disk for the first time.",
-            fix="run the script again",
-        )
-    return MeshStartError(
-        f"A worker process ended while it was starting: {error}",
-        fix="python -c 'import torch, monarch.actor'  # does the installation work?",
-    )
-
-
-def was_too_slow(error: BaseException | None) -> bool:
-    """Returns whether processes could not be started because the engine did not wait for them any longer."""
-    while error is not None:
-        if isinstance(error, EngineError) and error.is_time_out:
-            return True
-        error = error.__cause__
-    return False
 
 
 class Carrier(Protocol):
@@ -119,6 +96,8 @@ class Launcher:
         os.set_blocking(self._pid_reader, False)
         engine_variables.add(self._variables())  # in this thread, not in the one that imports the engine
         self._agent: AgentProcess | None = None
+        self._launches: list[Launch] = []
+        self._num_starts = 1
 
     @property
     def pids(self) -> list[int]:
@@ -141,7 +120,8 @@ class Launcher:
         """
         num_workers = self._request.num_workers
         on_progress("spawn", 0, num_workers)
-        self._start_agents()
+        if self._agent is None:
+            self._start_agents()
         with _exit_waits():
             try:
                 if self._is_stopping():
@@ -153,8 +133,9 @@ class Launcher:
                 if self._is_stopping():
                     raise Stopping
                 ranks = range(num_workers)
-                launches = [self._launch(rank) for rank in ranks]
-                engine.start(command, launches, [self._environment(rank) for rank in ranks])
+                # Numbers of descriptors, which the agent keeps open after this process has given them back.
+                self._launches = self._launches or [self._launch(rank) for rank in ranks]
+                engine.start(command, self._launches, [self._environment(rank) for rank in ranks])
                 self.engine = engine
             except EngineError as error:
                 raise MeshStartError(
@@ -178,6 +159,27 @@ class Launcher:
             if not child.is_alive():
                 return self._lost(rank)
         return None
+
+    def prepare_again(self) -> bool:
+        """Ends the workers so that `start` may be called once more, with workers of the agent that runs.
+
+        The engine's own end of the old ones is not waited for: it takes seconds where one was killed.
+
+        Returns:
+            False if that agent has ended, too; this launcher is of no use then.
+        """
+        if self._agent is None or self._agent.exit_code() is not None or self.engine is None:
+            return False
+        self.kill()
+        while any(child.is_alive() for child in self._children.values()):
+            if self._is_stopping() or self._agent.exit_code() is not None:
+                return False
+            time.sleep(START_POLL_S)
+        for child in self._children.values():
+            child.close()
+        self._children, self.engine = {}, None
+        self._num_starts += 1
+        return True
 
     def kill(self) -> None:
         """Ends all processes that are known so far, with their children, at once. Any thread may call this."""
@@ -311,7 +313,7 @@ class Launcher:
             device_type=request.device_type,
             executor=request.executor,
             shared_memory_fd=request.shared_memory_fd,
-            store_path="" if self._agent is None else str(self._agent.folder / "store"),
+            store_path="" if self._agent is None else str(self._agent.folder / f"store{self._num_starts}"),
             collective_timeout_s=request.collective_timeout_s,
         )
 

@@ -1,7 +1,15 @@
 """From the workers' answers to one outcome of a command.
 
-Decides rules 1 and 3 of [Note: errors] in `worker_group.py`: which error a command ends in, whether a
-caller has to be told of it, and whether the workers can go on together. Must not know processes, threads or replies.
+Decides rules 1 and 3 below: which error a command ends in, whether a caller has to be told of it, and whether the
+workers can go on together. Must not know processes, threads or replies.
+
+[Note: errors]
+Commands are sent ahead of their answers, so an error becomes known after later commands have left. Three rules make the
+stream behave like one device all the same. (1) A worker that failed skips every command that was sent before the
+controller raised the error; they share its epoch number. (2) The error is raised once: at the next call that sends a
+command or reads a value; who reads a value that was skipped later gets a `NotComputedError`. (3) If only some workers
+failed, their states may differ from then on, and a peer may wait for them in a collective for ever: unless the command
+was declared recoverable, all workers are stopped.
 """
 
 from __future__ import annotations
@@ -59,6 +67,10 @@ class OutcomeResolver:
         """Returns how a command ended of which one worker is known to have failed and others do not answer."""
         error, is_new = self._error(epoch, [failed])
         return Outcome([], error, is_new, must_stop=True)
+
+    def remember(self, epoch: int, error: BaseException) -> None:
+        """Has what is skipped in `epoch` end in `error`, in which the command behind that ended before a replay."""
+        self._cause = epoch, error
 
     def _error(self, epoch: int, answers: Sequence[Answer]) -> tuple[BaseException, bool]:
         if self._cause is not None and self._cause[0] == epoch:

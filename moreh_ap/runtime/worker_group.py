@@ -3,14 +3,6 @@
 Decides when a command is sent, in which order replies are completed, who is told of an error and when the workers have
 to go. Must not know what a command does, nor torch, nor the engine. One background thread starts the workers and then
 receives all answers; the script's own threads only send, and wait on ordinary locks.
-
-[Note: errors]
-Commands are sent ahead of their answers, so an error becomes known after later commands have left. Three rules make the
-stream behave like one device all the same. (1) A worker that failed skips every command that was sent before the
-controller raised the error; they share its epoch number. (2) The error is raised once: at the next call that sends a
-command or reads a value; who reads a value that was skipped later gets a `NotComputedError`. (3) If only some workers
-failed, their states may differ from then on, and a peer may wait for them in a collective for ever: unless the command
-was declared recoverable, all workers are stopped.
 """
 
 from __future__ import annotations
@@ -22,14 +14,15 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from moreh_ap.errors import MeshStartError, WorkerLostError
+from moreh_ap.errors import ExactnessError, MeshStartError, WorkerLostError
 from moreh_ap.local.interrupts import TURN_S, wait_in_turns
 from moreh_ap.protocol.encoding import Packed
-from moreh_ap.runtime.future import Reply, told_again
+from moreh_ap.runtime.engine_error import was_too_slow
+from moreh_ap.runtime.future import Reply, SentCommand, told_again
 from moreh_ap.runtime.joining import launch
-from moreh_ap.runtime.launcher import Awaited, Carrier, Launcher, LaunchRequest, Progress, Stopping, was_too_slow
+from moreh_ap.runtime.launcher import Awaited, Carrier, Launcher, LaunchRequest, Progress, Stopping
 from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang, stopped_error, unexpected_error
 from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.shared_memory import SharedMemory
@@ -45,20 +38,8 @@ MakeLauncher = Callable[[LaunchRequest, Callable[[], bool]], Launcher]
 """Returns the launcher of a request; the second argument says whether the worker group is being closed."""
 
 
-class _Command(NamedTuple):
-    """A command and where its result goes. `payload` is one for all workers or a list with one a worker."""
-
-    reply: Reply
-    number: int
-    epoch: int
-    recoverable: bool
-    payload: Packed | list[Packed]
-
-
 class WorkerGroup:
-    """Worker processes that execute the same commands in the same order.
-
-    The constructor returns at once; commands may be submitted before the workers are there.
+    """Worker processes that execute the same commands in the same order. Commands may be submitted before they run.
 
     Args:
         num_workers: how many processes, one a device.
@@ -78,6 +59,7 @@ class WorkerGroup:
     Attributes:
         num_workers: how many.
         num_waits: how often a caller had to wait for a reply that was not there.
+        keeps_commands: whether commands are kept after they were sent.
     """
 
     def __init__(
@@ -98,21 +80,19 @@ class WorkerGroup:
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; it must be at least 1")
         self.num_workers, self.device_type, self.shares_memory = num_workers, device_type, shares_memory
-        self.num_waits = 0
+        self.num_waits, self.keeps_commands = 0, False
         self._on_progress: Progress = on_progress or (lambda stage, done, total: None)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._slots = threading.BoundedSemaphore(MAX_OUTSTANDING)
         self._carrier: Carrier | None = None
-        self._unsent: deque[_Command] = deque()
-        self._sent: deque[tuple[_Command, Awaited]] = deque()
-        self._last_number = 0  # 0 is the workers' joining; commands count from 1
-        self._epoch = 0
+        self._unsent: deque[SentCommand] = deque()
+        self._sent: deque[tuple[SentCommand, Awaited]] = deque()
+        self._last_number = self._epoch = 0  # command 0 is the workers' joining; those of the script count from 1
         self._errors: deque[tuple[int, BaseException]] = deque()  # not raised yet, each with its command's number
         self._resolver = OutcomeResolver()
         self._stopped: BaseException | None = None  # why no further command is accepted
-        self._ready = threading.Event()
-        self._owner_pid = os.getpid()
+        self._ready, self._owner_pid = threading.Event(), os.getpid()
         self._shared_memory = SharedMemory(shares_memory)
         self._request = request = LaunchRequest(
             num_workers,
@@ -166,13 +146,14 @@ class WorkerGroup:
             Exception: an error of an earlier command, in its own type.
             WorkerLostError: the workers have been stopped.
         """
-        return self._submit(lambda: self._packed(command), recoverable)
+        return self._submit(lambda: self._packed(command), recoverable, command)
 
     def submit_each(self, commands: Sequence[object], *, recoverable: bool = False) -> Reply:
         """Like `submit`, with one command a worker, in rank order."""
         if len(commands) != self.num_workers:
             raise ValueError(f"{len(commands)} commands for {self.num_workers} workers")
-        return self._submit(lambda: [self._packed(command, rank) for rank, command in enumerate(commands)], recoverable)
+        each = enumerate(commands)
+        return self._submit(lambda: [self._packed(one, rank) for rank, one in each], recoverable, commands)
 
     def drain(self) -> None:
         """Waits until every command submitted so far is done.
@@ -205,15 +186,13 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Ends all workers at once; what they have not finished is lost. Harmless when repeated."""
-        if os.getpid() != self._owner_pid:
-            return  # a forked child must leave its parent's workers alone
+        if os.getpid() != self._owner_pid:  # a forked child must leave its parent's workers alone
+            return
         atexit.unregister(self.close)
         self._stop(WorkerLostError("The workers have been closed."), tell=False)
         if threading.current_thread() is not self._thread:
             # With a limit: an interrupted import may have left its lock with this thread, and the other waits for it.
             self._thread.join(_JOIN_S)
-
-    # -- for replies -----------------------------------------------------------------------------------------------
 
     def answers(self, reply: Reply, timeout_s: float | None = None) -> list[Any]:
         """Returns the results of a command, one a worker, in rank order; waits for them where it must.
@@ -259,7 +238,7 @@ class WorkerGroup:
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
-    def _submit(self, pack: Callable[[], Packed | list[Packed]], recoverable: bool) -> Reply:
+    def _submit(self, pack: Callable[[], Packed | list[Packed]], recoverable: bool, command: object) -> Reply:
         if os.getpid() != self._owner_pid:
             allowed = "CPU tensors in the workers of a DataLoader or of datasets.map"
             raise WorkerLostError("A forked child process cannot use the accelerator of its parent.", allowed)
@@ -272,7 +251,8 @@ class WorkerGroup:
                 self._last_number += 1
                 reply = Reply()
                 reply.group, reply.number = self, self._last_number
-                self._send(_Command(reply, self._last_number, self._epoch, recoverable, payload))
+                origin = command if self.keeps_commands else None
+                self._send(SentCommand(reply, self._last_number, self._epoch, recoverable, payload, origin))
                 return reply
         self._slots.release()
         self.check()
@@ -284,7 +264,7 @@ class WorkerGroup:
         content = pickle.dumps(command, protocol=5, buffer_callback=buffers.append)
         return Packed(content, self._shared_memory.store(buffers, rank) if buffers else ())
 
-    def _send(self, command: _Command) -> None:
+    def _send(self, command: SentCommand) -> None:
         """Sends a command, or keeps it until there are workers. The caller holds the lock: order is what it is for."""
         if self._carrier is None:
             self._unsent.append(command)
@@ -300,10 +280,13 @@ class WorkerGroup:
         try:
             receiver = self._start()
             while not self._is_stopped():
-                self._receive_next(receiver)
+                try:
+                    self._receive_next(receiver)
+                except WorkerLostError as lost:
+                    receiver = self._replace(lost)
         except Stopping:
             return
-        except (MeshStartError, WorkerLostError) as error:
+        except (MeshStartError, WorkerLostError, ExactnessError) as error:
             self._stop(error)
         except Exception as error:
             self._stop(unexpected_error(error, self.num_workers, was_ready=self._ready.is_set()))
@@ -351,6 +334,7 @@ class WorkerGroup:
         except PeersHang as hang:
             outcome = self._resolver.resolve_hang(command.epoch, hang.answer)
         if outcome.must_stop and outcome.error is not None:
+            self._look_for_lost()
             self._stop(outcome.error, tell=outcome.is_new)
             return
         with self._lock:
@@ -361,7 +345,7 @@ class WorkerGroup:
                 self._errors.append((command.number, outcome.error))
         self._complete(command, outcome.values, outcome.error)
 
-    def _complete(self, command: _Command, values: Sequence[object], error: BaseException | None) -> None:
+    def _complete(self, command: SentCommand, values: Sequence[object], error: BaseException | None) -> None:
         self._slots.release()
         for packed in [command.payload] if isinstance(command.payload, Packed) else command.payload:
             if packed.buffers:
@@ -370,6 +354,22 @@ class WorkerGroup:
             command.reply.set_result(values)
         else:
             command.reply.set_exception(error)
+
+    # -- losses, see `RecoveringWorkerGroup` -----------------------------------------------------------------------
+
+    def keep_commands(self) -> None:
+        """Keeps the commands from now on, so that other workers can be told them again. This class does not."""
+
+    def when_forgotten(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` once no command of before can be sent again: here at once."""
+        callback()
+
+    def _replace(self, lost: WorkerLostError) -> Receiver:
+        """Returns what receives from other workers, which know what those before them knew; or raises `lost`."""
+        raise lost
+
+    def _look_for_lost(self) -> None:
+        """Raises the error for a worker that is gone, if that explains why the others cannot go on together."""
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

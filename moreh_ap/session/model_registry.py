@@ -31,6 +31,7 @@ from moreh_ap.session.planning.oom_recovery import Recovery
 from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import ModelState, OnWorkers, bring_here
+from moreh_ap.states import SessionState
 
 Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Calls a module with positional and keyword arguments; NotImplemented if it has changed."""
@@ -200,6 +201,8 @@ class ModelRegistry:
         values = [(tensor, tensor._cell.value) for tensor in _state_tensors(root)]
         if session.options.autotune and not planned.is_given:
             planned = tune(session, root, call, planned)
+        if session.outbox.state.current is SessionState.EMPTY:
+            session.keep_commands()
         if not self._models:
             session.outbox.journal.open()
         model = RemoteModel(session, root, call, planned.plan)

@@ -25,6 +25,7 @@ from moreh_ap.session.outbox import Outbox
 from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.traffic import Traffic
 from moreh_ap.settings import Options
+from moreh_ap.states import SessionState
 
 
 class StepObserver(Protocol):
@@ -88,6 +89,7 @@ class Session:
         self.report: PlanObserver | None = None
         self.trial_plan: Plan | None = None  # see `trying`
         self._devices: list[DeviceInfo] | None = None
+        self._keeps_commands = False
         self.extensions: CallExtensions  # set by `session_backend`
         self.lay_out_again: Callable[[Any, Plan, str], bool] | None = None  # see `recovery`
         self.use_all_devices: Callable[[str], bool] | None = None  # see `recovery`
@@ -122,6 +124,17 @@ class Session:
         self.outbox.submit(Synchronize()).result()
         self.workers.drain()
 
+    def keep_commands(self) -> None:
+        """Has commands kept from now on, if others are to take over from lost workers; these have nothing as yet."""
+        self._keeps_commands = True
+        self.workers.keep_commands()
+        if self.workers.keeps_commands:
+            self.outbox.has_stale_definitions = True  # those of before are not among them
+
+    def when_not_sent_again(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` once nothing that was sent until now can be sent again, for whatever reason."""
+        self.outbox.state.when_left(SessionState.REPLAYABLE, lambda: self.workers.when_forgotten(callback))
+
     def restart_workers(self, num_devices: int | None = None) -> WorkerGroup:
         """Ends the workers and starts others without any state; the caller passes them to the outbox.
 
@@ -131,6 +144,8 @@ class Session:
         self.workers.close()
         self.num_devices, self._devices = num_devices or self.num_devices, None
         self.workers = self._start_workers(self.num_devices)
+        if self._keeps_commands:
+            self.workers.keep_commands()
         return self.workers
 
     def close(self) -> None:

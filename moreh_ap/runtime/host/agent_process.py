@@ -50,6 +50,7 @@ class AgentProcess:
     def __init__(self, inherited: Sequence[int], imports: Sequence[str], environment: Mapping[str, str]) -> None:
         folder, name = run_folder(), uuid.uuid4().hex[:8]
         self.folder = folder / name
+        self._address = ""
         self._errors = open(folder / f"{name}.log", "w+")  # noqa: SIM115, closed with the agent
         self._warm_parent, theirs = socket.socketpair()
         self._process = subprocess.Popen(
@@ -81,9 +82,12 @@ class AgentProcess:
             MeshStartError: The agent has ended, or is not ready in time.
         """
         assert self._process.stdout is not None, "asked for"
+        if self._address:
+            return self._address
         ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         line = self._process.stdout.readline().decode().strip() if ready else ""
         if line:
+            self._address = line
             return line
         self._errors.seek(0)
         last = "\n".join(self._errors.read().splitlines()[-5:])

@@ -173,7 +173,7 @@ class RemoteModel:
                     tensor._cell.value = value
             else:
                 before.clear()
-            outbox.state.when_left(SessionState.REPLAYABLE, files.remove)
+            self.session.when_not_sent_again(files.remove)
 
         compiled = compiled_in(self.root) if self.plan.compile != "none" else ()
         self._built = outbox.post(BuildModel(self.owner, skeleton, str(self.plan), sources, self.example(), compiled))

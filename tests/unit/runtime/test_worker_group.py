@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moreh_ap.errors import MeshStartError
-from moreh_ap.runtime.engine_error import EngineError
-from moreh_ap.runtime.launcher import start_error
+from moreh_ap.runtime.engine_error import EngineError, start_error
 from moreh_ap.runtime.worker_environment import worker_environment
 from moreh_ap.runtime.worker_group import WorkerGroup
 

@@ -1,0 +1,180 @@
+"""A worker group that outlives its workers.
+
+Decides how others take over when one is lost. Must not know what a command means, nor torch, nor the engine.
+
+[Note: replay]
+A command is frozen and names everything by explicit numbers, and random states travel with it. So what workers hold is
+what they were told: others that are told the same, in the same order, hold the same. When a worker is lost, all are
+ended, since its peers may wait for it in a collective for ever; as many others start, join each other, and are told
+again every command that had been answered. Their answers are compared with those of before, which stand. Then the
+commands that nobody had answered are sent as they were: who waits for one of them waits longer and notices nothing
+else. A command that ended in an error ends in it again, and is skipped by the same commands behind it (see
+[Note: errors] in `outcome_resolver.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moreh_ap.errors import ExactnessError, MeshStartError, WorkerLostError
+from moreh_ap.protocol.encoding import Packed
+from moreh_ap.runtime.future import SentCommand
+from moreh_ap.runtime.joining import launch
+from moreh_ap.runtime.launcher import POLL_S, Awaited, Carrier
+from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang
+from moreh_ap.runtime.receiver import Receiver
+from moreh_ap.runtime.recovery.command_log import CommandLog, Logged, ReplayRules
+from moreh_ap.runtime.worker_group import WorkerGroup
+
+_AHEAD = 16  # commands that are told again before the answer to the first of them is waited for
+_DEAD_WITHIN_S = 1.0  # a connection to a process breaks a moment before the process is seen to be gone
+
+
+class RecoveringWorkerGroup(WorkerGroup):
+    """Worker processes in whose place others take over. See [Note: replay].
+
+    Args:
+        num_workers: How many processes, one a device.
+        rules: What the session knows of commands.
+        others: As for `WorkerGroup`.
+    """
+
+    def __init__(self, num_workers: int, *, rules: ReplayRules, **others: Any) -> None:
+        self._log = CommandLog(rules)  # first: a thread starts in the other constructor
+        super().__init__(num_workers, **others)
+
+    def keep_commands(self) -> None:
+        """Keeps the commands from now on: the workers have nothing yet that is not in them."""
+        with self._lock:
+            self._log.open()
+            self.keeps_commands = self._log.is_open
+
+    def when_forgotten(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` once no command of before can be sent again."""
+        self._log.when_forgotten(callback)
+
+    def close(self) -> None:
+        """Ends all workers at once, and forgets their commands."""
+        super().close()
+        self._log.close("the workers have been closed")
+
+    def _send(self, command: SentCommand) -> None:
+        if self._log.is_open and command.origin is not None:
+            self._log.add(command)
+            self.keeps_commands = self._log.is_open
+        self._send_now(command)
+
+    def _send_now(self, command: SentCommand) -> None:
+        super()._send(command._replace(origin=None))
+
+    def _complete(self, command: SentCommand, values: Sequence[object], error: BaseException | None) -> None:
+        self._log.answered(command, values, error)
+        super()._complete(command, values, error)
+
+    # -- after a loss ----------------------------------------------------------------------------------------------
+
+    def _look_for_lost(self) -> None:
+        deadline_s = time.monotonic() + (_DEAD_WITHIN_S if self._log.is_open else 0.0)
+        while True:
+            lost = self._launcher.find_dead()
+            if lost is not None:
+                raise lost
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(POLL_S)
+
+    def _replace(self, lost: WorkerLostError) -> Receiver:
+        started_s, first = time.monotonic(), lost
+        with self._lock:
+            self._carrier = None  # from here on commands wait, until the others know what was answered
+            self._unsent.extendleft(command for command, _ in reversed(self._sent))
+            self._sent.clear()
+            number = self._unsent[0].number if self._unsent else self._last_number + 1
+        if not self._log.is_open and not self._log.why_closed:
+            raise lost
+        while True:
+            reason = self._log.why_not(number)
+            if reason:
+                fact = f"{first.fact} The run cannot go on: {reason}."
+                raise WorkerLostError(fact, first.allowed, first.fix) from first.__cause__
+            try:
+                receiver, num_steps = self._start_others()
+                break
+            except (WorkerLostError, MeshStartError) as another:
+                lost = WorkerLostError(another.fact, another.allowed, another.fix)
+        took_s = time.monotonic() - started_s
+        steps = f"{num_steps} steps were" if num_steps != 1 else "1 step was"
+        self._log.rules.say(
+            f"{first.fact.partition(chr(10))[0]} Others took over: {steps} computed again, {took_s:.1f} s"
+        )
+        return receiver
+
+    def _start_others(self) -> tuple[Receiver, int]:
+        """Starts other workers and tells them all; returns what receives their answers, and the steps in that."""
+        if not self._launcher.prepare_again():
+            before, self._launcher = self._launcher, self._make_launcher(self._request, self._is_stopped)
+            before.end()
+        receiver = launch(self._launcher, lambda stage, done, total: None, self._come_first_at_exit, self._is_stopped)
+        carrier = receiver.carrier = self._launcher.carrier(self._shared_memory)
+        self._resolver = OutcomeResolver()
+        answered = self._log.answered_commands()
+        on_the_way: deque[tuple[Logged, list[Packed], Awaited]] = deque()
+        for logged in answered:
+            on_the_way.append((logged, *self._tell_again(logged, carrier)))
+            if len(on_the_way) > _AHEAD:
+                self._compare(*on_the_way.popleft(), receiver)
+        while on_the_way:
+            self._compare(*on_the_way.popleft(), receiver)
+        with self._lock:
+            self._carrier = carrier
+            for command in self._unsent:
+                self._send_now(command)
+            self._unsent.clear()
+        return receiver, sum(logged.num_steps for logged in answered)
+
+    def _tell_again(self, logged: Logged, carrier: Carrier) -> tuple[list[Packed], Awaited]:
+        again = self._log.rules.again
+        if logged.is_each:
+            each = [self._packed(again(one), rank) for rank, one in enumerate(logged.origin)]
+            return each, carrier.execute(logged.number, logged.epoch, each)
+        packed = self._packed(again(logged.origin))
+        return [packed], carrier.execute(logged.number, logged.epoch, packed)
+
+    def _compare(self, logged: Logged, payload: list[Packed], pending: Awaited, receiver: Receiver) -> None:
+        """Waits for the answers to a command that was told again, and compares them with those of before.
+
+        Raises:
+            ExactnessError: They differ by more than rounding.
+            WorkerLostError: One of the other workers was lost, too.
+        """
+        try:
+            answers = receiver.receive(logged.number, logged.epoch, pending)
+            outcome = self._resolver.resolve(logged.epoch, logged.recoverable, answers)
+        except PeersHang as hang:
+            outcome = self._resolver.resolve_hang(logged.epoch, hang.answer)
+        if outcome.must_stop:
+            self._look_for_lost()
+        for packed in payload:
+            if packed.buffers:
+                self._shared_memory.release(packed.buffers)
+        if logged.error is None and outcome.error is None:
+            found = self._log.rules.difference(logged.figures, self._log.rules.figures(logged.origin, outcome.values))
+        elif logged.error is not None and outcome.error is not None:
+            self._resolver.remember(logged.epoch, logged.error)
+            found = ""
+        else:
+            found = f"{_words(logged.error)} before, {_words(outcome.error)} now"
+        if found:
+            raise ExactnessError(
+                f"The workers that took over after a loss do not compute what those before them did: {found}",
+                "models whose numbers depend on what the script gives them alone",
+                "export MOREH_RECOVERY=off",
+                "docs/recovery.md#differences",
+            ) from outcome.error
+
+
+def _words(error: BaseException | None) -> str:
+    return "no error" if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,0 +1,178 @@
+"""Trains the same model twice, undisturbed and with workers that are killed, and prints the losses of both.
+
+    survive_losses.py PLAN FAULT...     # FAULT: where a worker is killed, see `main`
+
+A layer of the model kills the worker that it runs in, where a file says so.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from moreh_ap import device
+
+STEPS, AT = 6, 3
+FOLDER = Path(os.environ["FATAL_FOLDER"])
+
+
+def die(folder, place):
+    """Kills this process if a file says that this worker dies here; of several such files it takes one."""
+    name = Path("/proc/self/comm").read_text().strip()
+    for file in sorted(Path(folder).glob(f"{place}-{name.removeprefix('moreh-worker-')}-*")):
+        file.unlink()
+        time.sleep(0.2)  # the others go on to where they wait for this one
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Fatal(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, folder):
+        context.folder = folder
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        die(context.folder, "backward")
+        return gradient, None
+
+
+class Passing(nn.Module):
+    """Changes nothing. A worker that is to die dies in its forward, in its backward, or at the optimizer's step."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def forward(self, x):
+        die(self.folder, "forward")
+        if any(Path(self.folder).glob("optimizer-*")):
+            register_optimizer_step_pre_hook(lambda *of_step: die(self.folder, "optimizer"))
+        return Fatal.apply(x, self.folder)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(32, 128), nn.Linear(128, 32), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.down(self.dropout(torch.relu(self.up(x))))
+
+
+def build(plan):
+    torch.manual_seed(0)
+    if "tensor" in plan or "pipeline" in plan:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                             num_attention_heads=2, num_key_value_heads=2, use_cache=False)  # fmt: skip
+        return LlamaForCausalLM(config)
+    return nn.Sequential(nn.Linear(16, 32), Passing(str(FOLDER)), Block(), Block(), nn.Linear(32, 4))
+
+
+def loss_of(model, generator):
+    if isinstance(model, nn.Sequential):
+        return model(torch.randn(8, 16, generator=generator).cuda()).square().mean()
+    ids = torch.randint(0, 64, (8, 12), generator=generator).cuda()
+    return model(input_ids=ids, labels=ids).loss
+
+
+def kill(rank):
+    os.kill(device.current().session.workers.pids[rank], signal.SIGKILL)
+
+
+def kill_soon():
+    """Kills a worker at a random moment from now, unless none is there then, since others are about to take over."""
+
+    def now():
+        with contextlib.suppress(IndexError, ProcessLookupError):
+            kill(random.randrange(2))
+
+    timer = threading.Timer(random.uniform(0.0, 0.1), now)
+    timer.start()
+    return timer
+
+
+def train(plan, fault, losses):
+    """Trains with accumulation, clipping, a schedule and an evaluation, and has a worker die in step `AT`."""
+    model, generator = build(plan).cuda(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    timers = []
+    for step in range(STEPS):
+        if fault == "random" and step in (1, AT, 4):
+            timers.append(kill_soon())
+        now = fault if step == AT else ""
+        if now in ("forward", "backward", "optimizer"):
+            (FOLDER / f"{now}-1-0").touch()
+        elif now == "two":
+            (FOLDER / "backward-0-0").touch()
+            (FOLDER / "backward-1-0").touch()
+        elif now == "again":  # once more while the others are told what was answered, then in both
+            (FOLDER / "forward-1-0").touch()
+            (FOLDER / "forward-1-1").touch()
+            (FOLDER / "forward-0-2").touch()
+        elif now == "for ever":
+            for number in range(4):
+                (FOLDER / f"forward-1-{number}").touch()
+        for _ in range(2):
+            loss = loss_of(model, generator) / 2
+            losses.append(loss)
+            if now == "sent forward":
+                kill(1)
+            loss.backward()
+            if now == "sent backward":
+                kill(0)
+            now = "" if now.startswith("sent") and now != "sent step" else now
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if now == "sent step":
+            kill(1)
+        if step % 2:
+            losses += [norm, loss]
+            print("step", step, loss.item(), flush=True)
+        optimizer.zero_grad()
+        schedule.step()
+    if fault == "evaluation":
+        (FOLDER / "forward-1-0").touch()
+    for timer in timers:
+        timer.join()
+    model.eval()
+    with torch.no_grad():
+        losses.append(loss_of(model, generator))
+    losses += [parameter.detach() for parameter in model.parameters()]
+    values = [one.cpu() for one in losses]
+    if fault == "idle":
+        kill(0)
+        time.sleep(1.0)
+        weights = [parameter.detach().cpu() for parameter in model.parameters()]
+        assert all(map(torch.equal, weights, values[-len(weights) :]))
+    return values
+
+
+def main():
+    """FAULT: a place in a step, "two" workers, "again" during recovery, "random", "evaluation", "idle", "for ever"."""
+    plan, *faults = sys.argv[1:]
+    random.seed(plan)
+    torch.moreh.option.enable_advanced_parallelization(plan=plan)
+    expected = train(plan, "", [])
+    assert expected[0] != expected[-1].sum()
+    for fault in faults:
+        started_s = time.monotonic()
+        found = train(plan, fault, [])
+        same = [torch.equal(one, other) for one, other in zip(expected, found, strict=True)]
+        print(f"{fault}: {sum(same)} of {len(same)} equal, {time.monotonic() - started_s:.1f} s", flush=True)
+        print(f"left over: {[file.name for file in FOLDER.iterdir()]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Workers that are killed while a script trains: others take over, and every number is that of an undisturbed run.
+
+`scripts/survive_losses.py` trains the same model undisturbed and then once for each fault, in one process; what a fault
+is, it says. Losses, norms and weights are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from user_script import UserScript
+
+SCRIPT = "survive_losses.py"
+TOOK_OVER = re.compile(
+    r"\[info\] Worker \d of 2 \(process \d+\) died: killed by signal 9, Killed\. "
+    r"Others took over: \d+ steps? (?:was|were) computed again, \d+\.\d s"
+)
+WITHIN_S = 60.0  # on a machine that does other things, too
+
+
+@pytest.fixture
+def folders() -> Iterator[dict[str, str]]:
+    """Folders of a script, for its faults and for temporary files: short, since sockets are in the latter."""
+    with tempfile.TemporaryDirectory(prefix="fatal-") as fatal, tempfile.TemporaryDirectory(prefix="t-") as temporary:
+        yield {"FATAL_FOLDER": fatal, "TMPDIR": temporary, "MOREH_RECOVERY": "memory"}
+
+
+def survive(folders: dict[str, str], tmp_path: Path, plan: str, *faults: str) -> None:
+    """Runs the script and compares."""
+    with UserScript(SCRIPT, plan, *faults, cwd=tmp_path, **folders) as script:
+        out = script.succeed(timeout_s=280)
+    for fault in faults:
+        found = re.search(rf"^{fault}: (\d+) of (\d+) equal, ([\d.]+) s\nleft over: \[\]$", out, re.MULTILINE)
+        assert found, f"{fault}\n{out}"
+        same, all_of, seconds = found.groups()
+        assert int(same) == int(all_of) > 20, f"{fault}: {found[0]}"
+        assert float(seconds) < WITHIN_S
+    taken_over = [line for line in out.splitlines() if "died" in line]
+    assert len(taken_over) >= len(faults), out
+    assert all(map(TOOK_OVER.fullmatch, taken_over)), taken_over
+    assert out.count("MoAI Accelerator is ready") == 1, "one line is all that the script sees of a loss"
+    leaves_no_files(folders)
+
+
+def leaves_no_files(folders: dict[str, str]) -> None:
+    """Fails if a file is left in the folder for temporary files; PyTorch makes a folder there that is to stay."""
+    left = [path.name for path in Path(folders["TMPDIR"]).iterdir() if not path.name.startswith("torchinductor_")]
+    assert not left, f"{left} are left in the folder for temporary files"
+
+
+def test_a_worker_that_dies_anywhere_in_a_step_of_sharded_training(folders, tmp_path):
+    survive(folders, tmp_path, "shard=2", "forward", "backward", "optimizer")
+
+
+def test_a_worker_that_dies_between_steps_and_both_at_once(folders, tmp_path):
+    survive(folders, tmp_path, "shard=2", "evaluation", "two", "idle")
+
+
+def test_a_worker_that_dies_in_replicated_training_and_again_while_others_take_over(folders, tmp_path):
+    survive(folders, tmp_path, "replicate=2", "again", "backward", "random")
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2,micro_batches=2"])
+def test_a_worker_that_dies_under_plans_that_split_the_model(folders, tmp_path, plan):
+    survive(folders, tmp_path, plan, "sent forward", "sent backward", "random")
+
+
+def test_a_command_that_kills_workers_every_time_ends_the_run(folders, tmp_path):
+    with UserScript(SCRIPT, "shard=2", "for ever", cwd=tmp_path, **folders) as script:
+        assert script.wait(timeout_s=200) == 1
+        assert "died: killed by signal 9" in script.err
+        assert "The run cannot go on: workers were lost 4 times at the same command." in script.err
+        assert script.err.count("WorkerLostError: Worker 1 of 2") == 1
+        script.leaves_nothing()
+
+
+def test_without_recovery_a_lost_worker_ends_the_run_as_before(folders, tmp_path):
+    with UserScript(SCRIPT, "shard=2", "forward", cwd=tmp_path, **{**folders, "MOREH_RECOVERY": "off"}) as script:
+        assert script.wait() == 1
+        assert "WorkerLostError: Worker 1 of 2" in script.err and "cannot go on" not in script.err
+        assert "took over" not in script.out
+        script.leaves_nothing()
+
+
+TRAINED_FOR_LONG = """
+import os, signal, torch
+from torch import nn
+from moreh_ap import device
+from moreh_ap.runtime.recovery import command_log
+
+command_log.MOST_STEPS = 3
+torch.moreh.option.enable_advanced_parallelization(plan="shard=2", recovery="memory")
+model = nn.Linear(4, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    model(torch.ones(4, 4).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(model.weight.cpu().sum().item())
+os.kill(device.current().session.workers.pids[0], signal.SIGKILL)
+print(model.weight.cpu())
+"""
+
+
+def test_a_run_that_cannot_be_replayed_any_more_says_why(folders, tmp_path):
+    with UserScript("-c", TRAINED_FOR_LONG, cwd=tmp_path, **folders) as script:
+        assert script.wait() == 1
+        why = "more than 3 steps would have to be computed again"
+        assert script.out.count(f"[info] a worker that is lost from now on ends the run: {why}\n") == 1
+        assert re.search(rf"died: killed by signal 9, Killed\.[^\n]* The run cannot go on: {why}\.", script.err)
+        script.leaves_nothing()
+    leaves_no_files(folders)

@@ -1,0 +1,77 @@
+"""Which commands are told again, and which differences of answers are rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moreh_ap.protocol.messages.calls import ForwardReply
+from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
+from moreh_ap.protocol.messages.devices import ReportSteps
+from moreh_ap.protocol.messages.models import BuildModel
+from moreh_ap.protocol.messages.optimizers import LoadOptimizer, StepOptimizer
+from moreh_ap.protocol.messages.state import ReadState
+from moreh_ap.protocol.messages.stream import Again, Batch, Synchronize
+from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, SavedTensor, StateRef, TensorData, bytes_of
+from moreh_ap.protocol.messages.traces import EndTrace
+from moreh_ap.protocol.tensor_source import TensorSource
+from moreh_ap.session.replay_rules import SessionReplayRules
+
+RULES = SessionReplayRules(lambda: None)
+STATE = StateRef("model0", "param", "weight")
+
+
+def leaf(values: torch.Tensor | None) -> LeafReply:
+    if values is None:
+        return LeafReply("rows", (2,), torch.float32, True, None)
+    return LeafReply("share", tuple(values.shape), values.dtype, True, bytes_of(values))
+
+
+def test_files_are_not_written_again_and_measurements_not_repeated():
+    step = StepOptimizer("optimizer0", {})
+    batch = Batch((step, WriteCheckpoint("folder/", {}), CheckFiles(()), ReportSteps()))
+    assert RULES.again(batch) == Batch((step, Synchronize(), Synchronize(), Synchronize()))
+    assert RULES.again(step) is step and RULES.again(EndTrace()) == Synchronize()
+
+
+def test_steps_and_the_files_that_commands_name_are_found():
+    saved = SavedTensor(torch.float32, (2,), (TensorSource("saved", "weight"),))
+    build = BuildModel("model0", b"", "shard=2", {"weight": (TensorSource("a", "weight"), TensorSource("b", "weight"))})
+    load = LoadOptimizer("optimizer0", {0: {"exp_avg": saved, "step": 3.0}})
+    assert RULES.note(Batch((build, Again(StepOptimizer("optimizer0", {})), load))) == (1, ["a", "b", "saved"])
+    assert RULES.note(Batch((ReadCheckpoint({STATE: saved}), StepOptimizer("optimizer0", {})))) == (1, ["saved"])
+    assert RULES.note(EndTrace()) == (0, [])
+
+
+def test_small_tensors_of_all_workers_are_kept_of_an_answer():
+    loss, large = torch.tensor(0.5), torch.zeros(MAX_INLINE_BYTES)
+    forward = ForwardReply(b"", (leaf(loss), leaf(None), LeafReply("const", (), None, False, b"pickled")), "split", "")
+    read = [TensorData.of(torch.ones(2)), None, TensorData.of(large)]
+    command = Batch((Synchronize(), ReadState(())))
+    figures = RULES.figures(command, [[forward, read], [forward, None]])
+    ones = (torch.float32, bytes_of(torch.ones(2)))
+    assert figures == ((torch.float32, bytes_of(loss)), ones, (torch.float32, bytes_of(loss)))
+
+
+@pytest.mark.parametrize(
+    "before, after, found",
+    [
+        (torch.tensor([1.0, -2.0]), torch.tensor([1.0, -2.0]), ""),
+        (torch.tensor([1.0, -2.0]), torch.tensor([1.00001, -2.0]), ""),
+        (torch.tensor([1.0, -2.0]), torch.tensor([1.001, -2.0]), "they differ by 0.001"),
+        (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.0078], dtype=torch.bfloat16), ""),
+        (torch.tensor([1.0]), torch.tensor([float("nan")]), "1 finite numbers before, 0 now"),
+        (torch.tensor([3]), torch.tensor([4]), "[3] before, [4] now"),
+        (torch.tensor([1.0]), torch.tensor([1.0, 2.0]), "4 bytes before, 8 now"),
+        (torch.tensor([1.0]), torch.tensor([1]), "1 values before, 1 now, or of other types"),
+    ],
+)
+def test_only_rounding_is_no_difference(before, after, found):
+    figures = [RULES.figures(ReadState(()), [(TensorData.of(values),)]) for values in (before, after)]
+    assert RULES.difference(*figures).startswith(found) and bool(found) == bool(RULES.difference(*figures))
+
+
+def test_a_line_of_the_log_is_printed_and_the_new_processes_are_told_of(capsys):
+    told: list[bool] = []
+    SessionReplayRules(lambda: told.append(True)).say("others took over")
+    assert capsys.readouterr().out.count("others took over\n") == 1 and told == [True]
