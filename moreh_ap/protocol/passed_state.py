@@ -5,9 +5,47 @@ In a split call each worker sets an attribute to its rows, or to its share of a 
 That does no harm while no forward reads it (weights of attention, a loss). A forward that reads it gets it as one more
 argument: it is sliced as arguments are, is part of the split check, and gradients flow back through it to the call that
 set it.
+
+[Note: rows in an attribute]
+A script may set such a value itself, before each call: ``model.hidden = (torch.zeros(1, rows, 12), ...)``. Where a call
+cannot be split otherwise, attributes that have as many entries as the batch has rows are passed in the same way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from moreh_ap.protocol.module_attributes import own_attributes
+
 PASSED_STATE = "attributes that earlier forwards have set"
 """The keyword under which they are passed, ``{path and name: value}``; no forward has an argument of that name."""
+
+
+def names_with_rows(root: nn.Module, rows: int, first: Any) -> set[str]:
+    """Returns the paths and names of attributes with tensors of two or more dims, of which one may count the rows.
+
+    Args:
+        root: The model.
+        rows: Rows of the batch, as its first dim counts them.
+        first: The first leaf of the arguments, whose second dim may count them instead.
+    """
+    sizes = {rows, *(first.shape[1:2] if isinstance(first, Tensor) else ())}
+    tensors = [(name, tensor) for name, tensor in _tensors(root.named_modules()) if tensor.ndim > 1]
+    return {name for name, tensor in tensors if not sizes.isdisjoint(tensor.shape)}
+
+
+def keeps_tensors(root: nn.Module) -> bool:
+    """Returns whether a part of a model has tensors in attributes that are neither parameters nor buffers."""
+    return any(True for _ in _tensors(root.named_modules()))
+
+
+def _tensors(submodules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
+    for path, submodule in submodules:
+        for name, value in own_attributes(submodule).items():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    yield f"{path}.{name}" if path else name, leaf

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, SumOverWorkers, all_gather
-from moreh_ap.parallelizer.data.call_sites import is_called_by, site_of_call
+from moreh_ap.parallelizer.data.call_sites import GATHERING, is_called_by, site_of_call
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of, map_leaves
 from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, Diverged, call_site
@@ -262,6 +262,9 @@ class GatheringReduction(JoinedReduction):
             return self._run(self._inside, func, args, kwargs)
         if is_question(func):
             return func(*args, **kwargs)
+        given = [self._placements.get(leaf) for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(given) and is_called_by(GATHERING):
+            return OwnDevice.__torch_function__(self, func, types, args, kwargs)
         step = self._next(function_name(func), args, kwargs)
         args, kwargs, placements = self._prepare(step, args, kwargs)
         return self._placed(step, self._run(has_first_rows(placements), func, args, kwargs))
@@ -292,9 +295,7 @@ class GatheringReduction(JoinedReduction):
         if self._by_place:
             leaves = leaves_of((args, kwargs))
             given = tuple(self._placements.get(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-            # FSDP2 gathers parameters in one way in its first forward and in others later.
-            is_ours = not any(given) and is_called_by("torch.distributed")
-            found = Step(name) if is_ours else self._by_place.get(Step(name, site=site_of_call(), given=given).place)
+            found = self._by_place.get(Step(name, site=site_of_call(), given=given).place)
         elif self._position < len(steps) and steps[self._position].name == name:
             found = steps[self._position]
             self._position += 1

@@ -146,9 +146,11 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
     held = set(to_fill) if is_sharded else _allocate_in_place(to_fill.values(), device)
     with torch.no_grad():
         module._apply(
-            lambda t: torch.empty_like(t, device=device_of_shards if isinstance(t, DTensor) else device)
-            if id(t) in held
-            else t
+            lambda t: (
+                torch.empty_like(t, device=device_of_shards if isinstance(t, DTensor) else device)
+                if id(t) in held
+                else t
+            )
         )
     if aside:
         now = _tensors_by_name(module)

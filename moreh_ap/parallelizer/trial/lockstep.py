@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.call_sites import site_of_call
+from moreh_ap.parallelizer.data.call_sites import GATHERING, is_called_by, site_of_call
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.data.row_gathering import (
     Placement,
@@ -116,9 +116,13 @@ class Lockstep(GlobalReduction):
         if name in _REFUSED:
             raise Refused(f"the forward calls {name}, and rows depend on each other")
         leaves = leaves_of((args, kwargs))
-        follows = self._following(name, leaves)
-        self._position += 1
         doubles = self._doubles_of(leaves)
+        follows: tuple[RowCount, ...] = ()
+        if not is_called_by(GATHERING):
+            follows = self._following(name, leaves)
+            self._position += 1
+        elif not any(doubles):
+            return OwnDevice.__torch_function__(self, func, types, args, kwargs)
         if not any(doubles) or name.startswith("new_"):
             result = OwnDevice.__torch_function__(self, func, types, args, kwargs)
             step = self._of_one_device(func, args, kwargs, follows, result) if follows else Step(name)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from moreh_ap.parallelizer.call.placement import OwnDevice
+from moreh_ap.parallelizer.data.call_sites import GATHERING, is_called_by
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of
 
@@ -57,7 +58,7 @@ class NumberRecorder(OwnDevice):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not is_question(func):
+        if not is_question(func) and not is_called_by(GATHERING):
             self._record(function_name(func), args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 

@@ -39,7 +39,7 @@ from moreh_ap.protocol.messages.calls import (
     ReadsAttributes,
 )
 from moreh_ap.protocol.objects.batch_items import find_items
-from moreh_ap.protocol.passed_state import PASSED_STATE
+from moreh_ap.protocol.passed_state import PASSED_STATE, names_with_rows
 from moreh_ap.protocol.pytree import Nesting
 from moreh_ap.runtime.worker.cache_arguments import cache_tensors, without_cache
 from moreh_ap.runtime.worker.worker_model import WorkerModel
@@ -173,7 +173,7 @@ class CallPreparation:
             meets_failed=axis.size == model.device.world_size and not fsdp_roots(model.module),
         )
         kind = self._kind(signature, command, tensors, carried)
-        reads = self._reads((kind, frozenset(self.kept)), call, args, kwargs, rows)
+        reads = self._reads((kind, frozenset(self.kept)), self.kept, call, args, kwargs, rows)
         if reads:
             return ReadsAttributes(reads)
         leaves = tree_leaves((tuple(args), dict(kwargs)))
@@ -185,6 +185,10 @@ class CallPreparation:
         item_kind: Hashable = None
         if not verdict.split and axis.size > 1 and not any(local) and not any(command.wants_grad):
             item_kind, verdict = self._verdict_on_items(kind, call, args, kwargs, verdict)
+        if not verdict.split and rows is not None and axis.size > 1:
+            names = names_with_rows(model.module, rows, leaves[0])
+            if reads := self._reads((kind, "rows"), names, call, args, kwargs, rows):
+                return ReadsAttributes(reads)
         if verdict.items is None:  # else there are no rows, and what a trial of them raised says nothing
             self.model.faults += self._faults
         self._faults = ()
@@ -294,14 +298,14 @@ class CallPreparation:
         return rows > 1 and is_plain and plan.tensor == plan.pipeline == plan.micro_batches == 1
 
     def _reads(
-        self, key: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None
+        self, key: Hashable, kept: set[str], call: Call, args: Sequence[Any], kwargs: dict[str, Any], rows: int | None
     ) -> tuple[str, ...]:
-        """Which attributes a call reads that earlier ones have set, of those that it is not given."""
-        if not self.kept:
+        """Which attributes of some a call reads before it sets them, of those that it is not given."""
+        names = kept.difference(split_passed_state(kwargs)[1])
+        if not names:
             return ()
         if key not in self._reads_of:
-            names = self.kept.difference(split_passed_state(kwargs)[1])
-            self._reads_of[key] = tuple(sorted(find_passed_state(call, args, kwargs, rows, names)))
+            self._reads_of[key] = tuple(sorted(find_passed_state(call, tuple(args), kwargs, rows, names)))
         return self._reads_of[key]
 
     def _kind_of_verdict(self, kind: Hashable, leaves: Sequence[Any]) -> Hashable:

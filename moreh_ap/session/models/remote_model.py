@@ -34,7 +34,7 @@ from moreh_ap.protocol.messages.models import (
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.model_settings import Settings
 from moreh_ap.protocol.module_attributes import full_name
-from moreh_ap.protocol.passed_state import PASSED_STATE
+from moreh_ap.protocol.passed_state import PASSED_STATE, keeps_tensors
 from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
 from moreh_ap.session import script_line
 from moreh_ap.session.models.container_attributes import Containers
@@ -104,7 +104,7 @@ class RemoteModel:
         self._warned_of: set[str] = set()
         self.left_out: dict[str, None] = {}  # attributes that forwards set on the workers only, in their order
         self.warnings: dict[str, type[Warning]] = {}  # of what else workers do that the script does not see, in order
-        self.passes_state = False
+        self.passes_state, self._keeps_tensors = False, keeps_tensors(root)
         self._passed_on: dict[str, set[str]] = {}
         self._path_of = {id(module): path for path, module in root.named_modules()}
         self._objects = ObjectAttributes(root, self._path_of)
@@ -217,6 +217,7 @@ class RemoteModel:
         """Records that a plain attribute of a submodule was set; the workers get it before the next call."""
         path = self._path_of[id(module)]
         self._containers.note(path, module, name, value)
+        self._keeps_tensors |= any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         if not self._is_passed_on(full_name(path, name), value):
             self._changes.append((path, name, value))
 
@@ -284,7 +285,7 @@ class RemoteModel:
 
     def may_be_called_again(self) -> bool:
         """Returns whether a call may have to be repeated: with a hook run in the controller, or with passed state."""
-        return self.script_hooks.any or self.signatures.sets_attributes
+        return self.script_hooks.any or self.signatures.sets_attributes or self._keeps_tensors
 
     def pass_on(self, path: str, names: tuple[str, ...]) -> None:
         """Records attributes that forwards of the submodule at `path` read; every call passes them from now on."""
