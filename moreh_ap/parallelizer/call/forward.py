@@ -74,7 +74,7 @@ class EagerForward(Execution):
         random = call.random if call.items is None else replace(call.random, worker=call.axis.rank)
         self.drawing = random.begin(call.device, chunk)
         draws = call.random.draws
-        is_shared = (draws.host or draws.stream) and call.mode == "split" and call.axis.size > 1
+        is_shared = (draws.host or draws.are_for_routed) and call.mode == "split" and call.axis.size > 1
         if is_shared and isinstance(means, GlobalReduction):
             self._draw_together(means)
         try:
@@ -96,8 +96,6 @@ class EagerForward(Execution):
     def _draw_together(self, means: GlobalReduction) -> None:
         """Has the workers tell each other, where they have to, what they draw for their rows."""
         call, draws = self.call, self.call.random.draws
-        if not draws.host and not draws.are_for_routed:
-            return
         gathering = FSDPModule if fsdp_roots(call.module) else None
         if draws.are_for_routed:
             self.drawing.count_together(WorkerCounts(call.axis, means.is_common, call.device, gathering))

@@ -64,15 +64,12 @@ class Draws:
     Attributes:
         stream: From the common CPU stream of PyTorch.
         host: From Python's and NumPy's streams, for each row in turn.
+        are_for_routed: Whether some are drawn for routed rows, as a `Draw` with a site is.
     """
 
     stream: tuple[Draw, ...] = ()
     host: tuple[RowDraws, ...] = ()
-
-    @property
-    def are_for_routed(self) -> bool:
-        """Whether some are drawn for rows of which only those know how many there are that route them."""
-        return any(draw.site for draw in self.stream)
+    are_for_routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,7 +196,8 @@ class RandomPolicy:
         in_order = found[0].stream
         others = dict.fromkeys(itertools.chain(*(draws.stream for draws in found[1:])))
         of_host = {block.place: block for block in itertools.chain(*(draws.host for draws in found))}
-        return Draws((*in_order, *(draw for draw in others if draw not in in_order)), tuple(of_host.values()))
+        of_stream = (*in_order, *(draw for draw in others if draw not in in_order))
+        return Draws(of_stream, tuple(of_host.values()), any(draw.site for draw in of_stream))
 
     def _compare_draws(
         self, forward: Callable[[RandomPolicy, int], object], fewest: int, coins: Coins, in_turn: bool

@@ -150,8 +150,12 @@ class SharedDraws(TorchFunctionMode):
         super().__init__()
         self._draws, self._share = draws, share
         self.counts = counts
-        self._routed = {draw.site: draw.rows for draw in draws if draw.site and draw.rows is not None}
-        self._found = FoundRows() if any(rows.groups > 1 for rows in self._routed.values()) else None
+        self._routed: dict[int, Rows] = {}
+        self._found: FoundRows | None = None
+        for draw in draws:
+            if draw.site and draw.rows is not None:
+                self._routed[draw.site] = draw.rows
+                self._found = self._found or (FoundRows() if draw.rows.groups > 1 else None)
         self._known: dict[int, tuple[Rows, Here]] = {}  # of routed rows, by the number of the draw
         self._next = 0
         self._by_order = False
