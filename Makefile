@@ -19,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: rank-hosts help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-hosts tutorial-llm test test-unit test-gpu test-frameworks notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
+.PHONY: rank-hosts help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-hosts tutorial-llm test test-unit test-gpu test-frameworks test-saves notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
 
 help:  ## show this text
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 26
@@ -90,6 +90,9 @@ test-frameworks: $(INSTALLED)  ## quick starts of other frameworks, FRAMEWORKS="
 		scripts/framework_environment.sh $(VENV) $$group && \
 		.venv-frameworks/$$group/bin/python -m pytest -q --timeout 600 tests/frameworks || failed="$$failed $$group"; done; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+test-saves: $(INSTALLED)  ## kill a hundred runs while they save, and load what they leave (half an hour); KILLS=20 for fewer
+	@MOREH_KILLS=$(or $(KILLS),100) OMP_NUM_THREADS=1 $(PY) -m pytest -q -rf tests/process/test_killed_saves.py
 
 # CPU workers everywhere. tqdm warns of a package for progress bars, which no notebook shows.
 notebooks: $(INSTALLED)  ## run every notebook and compare what it prints with what is in it

@@ -376,5 +376,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("multiprocessing.reduction.ForkingPickler._extra_reducers", "device/patches"),
         ("multiprocessing.util._exit_function", "runtime"),
     ),
+    *_names(
+        "The other exit handlers run before a failed save makes the exit status of a script 1.",
+        ("atexit._run_exitfuncs", "session/checkpoint"),
+    ),
     *_names("A forked process knows whether it could use a device.", ("torch.cuda._is_in_bad_fork", "runtime/host")),
 )

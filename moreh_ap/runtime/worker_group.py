@@ -106,7 +106,7 @@ class WorkerGroup:
             os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible_devices is None else visible_devices,
         )
         self._make_launcher = make_launcher or Launcher
-        self._launcher = self._make_launcher(request, self._is_stopped)
+        self._launcher = self._make_launcher(request, self.is_stopped)
         self._thread = threading.Thread(target=self._run, name="moreh-workers", daemon=True)
         atexit.register(self.close)
         self._thread.start()
@@ -279,7 +279,7 @@ class WorkerGroup:
         """Starts the workers, receives until they are stopped, and always ends them."""
         try:
             receiver = self._start()
-            while not self._is_stopped():
+            while not self.is_stopped():
                 try:
                     self._receive_next(receiver)
                 except WorkerLostError as lost:
@@ -297,13 +297,13 @@ class WorkerGroup:
     def _start(self) -> Receiver:
         """Starts the workers; once more if that took too long: what a slow disk gave is in memory then."""
         try:
-            receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self._is_stopped)
+            receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self.is_stopped)
         except MeshStartError as error:
-            if not was_too_slow(error) or self._is_stopped():
+            if not was_too_slow(error) or self.is_stopped():
                 raise
             self._launcher.end()
-            self._launcher = self._make_launcher(self._request, self._is_stopped)
-            receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self._is_stopped)
+            self._launcher = self._make_launcher(self._request, self.is_stopped)
+            receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self.is_stopped)
         carrier = receiver.carrier = self._launcher.carrier(self._shared_memory)
         with self._lock:
             self._carrier = carrier
@@ -373,7 +373,8 @@ class WorkerGroup:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def _is_stopped(self) -> bool:
+    def is_stopped(self) -> bool:
+        """Returns whether no further command is accepted: the workers were closed, or one was lost."""
         return self._stopped is not None
 
     def _stop(self, error: BaseException, *, tell: bool = True) -> None:

@@ -9,6 +9,7 @@ import math
 import random
 import re
 import signal
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from torch import nn
 from user_script import UserScript
 
 import moreh_ap
-from moreh_ap.errors import LoadError, UnsupportedError
+from moreh_ap.errors import LoadError, OptionError, UnsupportedError
+from moreh_ap.session.checkpoint.folder_lock import FolderLock
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
@@ -160,6 +162,107 @@ def test_damage_is_found(tmp_path, damage, verify):
         moreh_ap.load(tmp_path, model=model, optimizer=optimizer, verify=verify)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [damage_flip, damage_cut, damage_remove, damage_number, damage_json, damage_pieces],
+    ids=lambda d: d.__name__,
+)
+def test_the_checkpoint_before_a_damaged_one_is_loaded(tmp_path, damage):
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    moreh_ap.save(tmp_path, model=model, optimizer=optimizer, extra={"step": 1}, keep=1)
+    earlier = {file: file.read_bytes() for file in files(tmp_path)}
+    expected = weights(model)
+    with torch.no_grad():
+        model.weight.add_(1)
+    moreh_ap.save(tmp_path, model=model, optimizer=optimizer, extra={"step": 2})
+    for file in earlier:
+        file.rename(tmp_path / "aside")
+    name, problem = damage(tmp_path)
+    for file in earlier:
+        (tmp_path / "aside").rename(file)
+    with pytest.warns(UserWarning, match=rf"{name} is damaged: .*({problem}).*checkpoint before it is loaded, saved 2"):
+        assert moreh_ap.load(tmp_path, model=model, optimizer=optimizer) == {"step": 1}
+    torch.testing.assert_close(weights(model), expected, rtol=0, atol=0)
+    moreh_ap.save(tmp_path, model=model, optimizer=optimizer, extra={"step": 3})
+    moreh_ap.save(tmp_path, model=model, optimizer=optimizer, extra={"step": 4})
+    assert moreh_ap.load(tmp_path) == {"step": 4}
+    assert len(files(tmp_path)) == len(list(tmp_path.glob("checkpoint*.json"))) == 2, "the damaged one is gone"
+
+
+def test_as_many_checkpoints_stay_as_are_asked_for(tmp_path):
+    model = nn.Linear(3, 4)
+    for step in range(5):
+        moreh_ap.save(tmp_path, model=model, extra={"step": step}, keep=3)
+    assert len(files(tmp_path)) == 3
+    for newest in (4, 3, 2):
+        assert moreh_ap.load(tmp_path) == {"step": newest}
+        max(tmp_path.glob("checkpoint*.json"), key=lambda path: path.name.replace(".json", "~")).unlink()
+    with pytest.raises(LoadError, match="holds no checkpoint"):
+        moreh_ap.load(tmp_path)
+    with pytest.raises(OptionError, match="keep=0"):
+        moreh_ap.save(tmp_path, model=model, keep=0)
+
+
+TWO_RUNS = """
+import os, random, sys, time, torch, moreh_ap
+print("ready", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.01)
+folder, number = sys.argv[1], int(sys.argv[2])
+model = torch.nn.Linear(64, 64)
+for step in range(50):
+    torch.nn.init.constant_(model.weight, number)
+    moreh_ap.save(folder, model=model, extra={"run": number})
+    time.sleep(random.uniform(0, 0.1))
+"""
+
+
+def test_two_runs_in_one_folder_are_told_and_damage_nothing(tmp_path):
+    with (
+        UserScript("-c", TWO_RUNS, tmp_path / "saved", 1, cwd=tmp_path) as first,
+        UserScript("-c", TWO_RUNS, tmp_path / "saved", 2, cwd=tmp_path) as second,
+    ):
+        loaded = 0
+        first.wait_for_output("ready")
+        second.wait_for_output("ready")
+        (tmp_path / "go").touch()
+        while first.process.poll() is None or second.process.poll() is None:
+            if (tmp_path / "saved" / "checkpoint.json").exists():
+                loaded += _load_one_of_two(tmp_path / "saved")
+        first.succeed()
+        second.succeed()
+    assert loaded
+    assert _load_one_of_two(tmp_path / "saved")
+    assert all("Another run saves into" in script.err for script in (first, second)), first.err + second.err
+
+
+def _load_one_of_two(folder):
+    """Loads what is there now: a save may replace it while it is read, but never mixes two."""
+    model = nn.Linear(64, 64)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run = moreh_ap.load(folder, model=model)["run"]
+    except (LoadError, FileNotFoundError):
+        return 0  # removed meanwhile
+    assert torch.equal(model.weight, torch.full((64, 64), float(run)))
+    return 1
+
+
+def test_a_save_waits_for_that_of_another_process(tmp_path):
+    moreh_ap.save(tmp_path, model=nn.Linear(1, 1))
+    hold = "import sys, time; from moreh_ap.session.checkpoint.folder_lock import FolderLock as L\n"
+    hold += "held = L(sys.argv[1]); print('held', flush=True); time.sleep(600)"
+    with UserScript("-c", hold, tmp_path, cwd=tmp_path) as script:
+        script.wait_for_output("held")
+        with pytest.raises(TimeoutError, match=rf"process {script.process.pid} on \S+ has been saving .* for 0 s"):
+            FolderLock(str(tmp_path), waits_s=0.1)
+        script.process.kill()
+        script.wait()
+        moreh_ap.save(tmp_path, model=nn.Linear(1, 1))
+
+
 def test_a_later_format_is_refused(tmp_path):
     moreh_ap.save(tmp_path, model=nn.Linear(1, 1))
     file = tmp_path / "checkpoint.json"
@@ -195,7 +298,9 @@ def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path, point):
     assert moreh_ap.load(tmp_path / "saved", model=fresh) == {"step": 7}
     assert torch.equal(fresh.weight, model.weight)
     moreh_ap.save(tmp_path / "saved", model=model, extra={"step": 8})
-    assert len(list((tmp_path / "saved").iterdir())) == 2, "what the killed save left is gone"
+    names = {path.name for path in (tmp_path / "saved").iterdir()} - {path.name for path in files(tmp_path / "saved")}
+    assert names == {"checkpoint.json", "checkpoint-000001.json", "checkpoint.lock"}
+    assert len(files(tmp_path / "saved")) == 2, "what the killed save left is gone"
     assert moreh_ap.load(tmp_path / "saved") == {"step": 8}
 
 

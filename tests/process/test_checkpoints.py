@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import uuid
 from pathlib import Path
 
@@ -231,6 +232,28 @@ def test_a_failed_save_leaves_the_earlier_checkpoint_and_the_run(accelerator, tm
     assert run.load(tmp_path).train(1) == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_the_run(accelerator, tmp_path):
+    """A limit on the size of files stands for a full disk: the system refuses to go on in the middle of a file."""
+    session = accelerator("shard=2")
+    run = Run("cuda", seed=0)
+    run.train(2)
+    run.save(tmp_path)
+    expected = run.train(2)
+    run.load(tmp_path)
+    run.train(1)
+    before = sorted(os.listdir(tmp_path))
+    (pid, *_) = session.workers.pids
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    with pytest.raises(OSError, match=r"-worker0\.safetensors: OSError: .*File too large"):
+        run.save(tmp_path)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert run.train(1) == pytest.approx(expected[1:], rel=1e-6)
+    assert run.load(tmp_path).train(2) == pytest.approx(expected, rel=1e-6)
+    run.save(tmp_path)
+    assert run.load(tmp_path).step == 4
+
+
 def test_workers_find_damage(accelerator, tmp_path):
     accelerator("shard=2")
     run = Run("cuda", seed=0)
@@ -358,3 +381,47 @@ def test_the_model_does_not_pass_through_the_controller(accelerator, tmp_path):
     with grows_by_less_than(24e6):  # the workers read the files at the first call and the first step
         moreh_ap.load(tmp_path, model=fresh, optimizer=fresh_optimizer)
         assert step(fresh, fresh_optimizer) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2"])
+def test_a_save_in_the_background_has_the_state_at_its_call(accelerator, tmp_path, plan):
+    accelerator(plan)
+    run = Run("cuda", seed=0)
+    run.train(2)
+    passing = torch.ones(3)
+    saving = moreh_ap.save(
+        tmp_path / "background",
+        model=run.model,
+        optimizer=run.optimizer,
+        extra={"step": run.step, "schedule": run.schedule.state_dict(), "passing": passing},
+        background=True,
+    )
+    passing.zero_()
+    expected = run.train(3)  # without waiting
+    saving.result()
+    assert saving.done()
+    fresh = Run("cuda", seed=1).load(tmp_path / "background")
+    assert torch.equal(moreh_ap.load(tmp_path / "background")["passing"], torch.ones(3))
+    assert fresh.train(3) == expected, "the same bits"
+    names = {path.name for path in (tmp_path / "background").iterdir()}
+    assert not [name for name in names if "written" in name]
+
+
+def test_a_save_in_the_background_that_fails_is_told_at_the_next(accelerator, tmp_path):
+    session = accelerator("shard=2")
+    run = Run("cuda", seed=0)
+    run.train(1)
+    run.save(tmp_path)
+    (pid, *_) = session.workers.pids
+    for tell in ("result", "save", "load"):
+        limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        saving = moreh_ap.save(tmp_path, model=run.model, optimizer=run.optimizer, background=True)
+        assert isinstance(saving.exception(60), OSError)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+        run.train(1)
+        with pytest.raises(OSError, match=r"-worker0\.safetensors: OSError: .*File too large"):
+            {"result": saving.result, "save": lambda: run.save(tmp_path), "load": lambda: run.load(tmp_path)}[tell]()
+        if tell == "result":
+            run.save(tmp_path)  # it was told
+    assert run.load(tmp_path).step == 2
+    assert not list(tmp_path.glob("*written*"))

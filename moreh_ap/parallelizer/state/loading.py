@@ -111,7 +111,7 @@ def read(wanted: Iterable[Wanted]) -> None:
     for file, group in groupby(needed, key=lambda item: item.source.file):
         try:
             opened = safe_open(path_here(file), framework="pt")
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise LoadError(
                 f"{file} cannot be read: {error}",
                 "files that stay as they are until their values have been read",

@@ -20,11 +20,15 @@ class WriteCheckpoint:
 
     Its path is ``{path}{rank}.safetensors``; where a worker does not see the file `witness`, one of that name in a
     folder of its host. Answers a `WrittenFile`, None if nothing of them counts on this worker.
+
+    `in_background`: the answer, None, comes once the worker has copied its elements; `background_writing` says what it
+    has written.
     """
 
     path: str
     tensors: dict[str, StateRef]
     witness: str = ""
+    in_background: bool = False
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,9 @@ class RecoveringWorkerGroup(WorkerGroup):
     def _start_others(self) -> tuple[Receiver, int]:
         """Starts other workers and tells them all; returns what receives their answers, and the steps in that."""
         if not self._launcher.prepare_again():
-            before, self._launcher = self._launcher, self._make_launcher(self._request, self._is_stopped)
+            before, self._launcher = self._launcher, self._make_launcher(self._request, self.is_stopped)
             before.end()
-        receiver = launch(self._launcher, lambda stage, done, total: None, self._come_first_at_exit, self._is_stopped)
+        receiver = launch(self._launcher, lambda stage, done, total: None, self._come_first_at_exit, self.is_stopped)
         carrier = receiver.carrier = self._launcher.carrier(self._shared_memory)
         self._resolver = OutcomeResolver()
         answered = self._log.answered_commands()

@@ -12,6 +12,7 @@ workers read them at the first call. The controller writes the tensors that it h
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,17 +25,32 @@ from torch.optim import Optimizer
 from moreh_ap import device
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import View
-from moreh_ap.errors import LoadError
+from moreh_ap.errors import LoadError, OptionError
+from moreh_ap.parallelizer.state.background_writing import what_was_written
 from moreh_ap.parallelizer.state.checkpoint_shards import Box, WrittenFile, check_dtype, write_file
 from moreh_ap.parallelizer.state.loading import Wanted, read
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef
 from moreh_ap.runtime.worker_group import WorkerGroup
-from moreh_ap.session.checkpoint.checkpoint_folder import Checkpoint, NewCheckpoint, problems_of, some, unknown
+from moreh_ap.session.checkpoint import background_save
+from moreh_ap.session.checkpoint.background_save import SaveInProgress
+from moreh_ap.session.checkpoint.checkpoint_folder import (
+    Checkpoint,
+    FilesToCheck,
+    open_last_whole,
+    problems_of,
+    some,
+    unknown,
+)
 from moreh_ap.session.checkpoint.checkpoint_optimizer import check_groups, describe_optimizer, load_optimizer
 from moreh_ap.session.checkpoint.checkpoint_values import Encoder, decode
+from moreh_ap.session.checkpoint.new_checkpoint import NewCheckpoint, seen
+from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import OnWorkers
+
+_POLL_S = 0.02
+"""How often a save in the background looks for what workers have written: two hundred looks cost a millisecond."""
 
 
 def save(
@@ -43,22 +59,47 @@ def save(
     model: nn.Module | Mapping[str, nn.Module],
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> None:
+    keep: int = 2,
+    background: bool = False,
+) -> SaveInProgress:
     """Saves models, optimizers and other state of a training run into `folder`.
 
     If the save is interrupted, the folder keeps its earlier content.
 
     Args:
-        folder: Created if it does not exist; a checkpoint in it is replaced.
+        folder: Created if it does not exist.
         model: The model, or models by names of your choice.
         optimizer: The optimizer, or optimizers by names. Their parameters must be the models'.
         extra: Numbers, strings, tensors, and lists, tuples and dicts of them, such as ``scheduler.state_dict()``.
+        keep: How many checkpoints stay in the folder, this one counted: if it is damaged later, the one before it is
+            loaded.
+        background: Whether to return once the state is copied, and to write it while the script goes on. The next save
+            or load waits for that, and so does the end of the script. Workers on several hosts write before.
+
+    Returns:
+        The save; its `result()` waits until the checkpoint is complete.
 
     Raises:
+        OptionError: `keep` is less than 1.
         UnsupportedError: `extra` or an optimizer holds a value of a type that a checkpoint cannot hold.
-        OSError: A file could not be written.
+        OSError: A file could not be written, or could not at the last save in the background.
     """
-    models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
+    if keep < 1:
+        raise OptionError(f"keep={keep}", "1 or more checkpoints", "moreh_ap.save(folder, model=model, keep=2)")
+    with background_save.one_at_a_time():
+        return _begin_save(
+            folder, _by_name(model, "model"), _by_name(optimizer, "optimizer"), extra or {}, keep, background
+        )
+
+
+def _begin_save(
+    folder: str | os.PathLike[str],
+    models: dict[str, nn.Module],
+    optimizers: dict[str, Optimizer],
+    extra: Mapping[str, Any],
+    keep: int,
+    background: bool,
+) -> SaveInProgress:
     encoder = Encoder()
     names = _parameter_names(models)
     content: dict[str, Any] = {
@@ -67,14 +108,19 @@ def save(
             name: describe_optimizer(each_optimizer, name, names, encoder)
             for name, each_optimizer in optimizers.items()
         },
-        "extra": encoder.encode(dict(extra or {}), "extra"),
+        "extra": encoder.encode(dict(extra), "extra"),
         "generator": None,
     }
     accelerator = device.current()
     if accelerator is not None:
         content["generator"] = accelerator.session.generator.state().hex()
-    new = NewCheckpoint(folder)
-    new.write(lambda: _write_files(new, encoder.tensors), encoder.tensors, content)
+    new = NewCheckpoint(folder, keep)
+    try:
+        write_files = _begin_files(new, encoder.tensors, background)
+    except BaseException:
+        new.give_up()
+        raise
+    return background_save.run(lambda: new.write(write_files, encoder.tensors, content), in_background=background)
 
 
 def load(
@@ -86,7 +132,8 @@ def load(
 ) -> dict[str, Any]:
     """Loads models and optimizers from a checkpoint, under any plan, or without a plan.
 
-    Nothing is changed unless the checkpoint has everything that is requested.
+    Nothing is changed unless the checkpoint has everything that is requested. If files of the last checkpoint are
+    damaged, a warning names them, and the one before it is loaded.
 
     Args:
         folder: The folder that `save` wrote. It must exist until the first call of a model that was never called.
@@ -98,10 +145,10 @@ def load(
         The `extra` that was saved, with tensors on the CPU.
 
     Raises:
-        LoadError: There is no checkpoint, a file is damaged, or a tensor is missing or has another shape.
+        LoadError: There is no checkpoint that is not damaged, or a tensor is missing or has another shape.
     """
-    checkpoint = Checkpoint.open(folder, verify=verify)
-    checkpoint.check(_problems(checkpoint, verify))
+    background_save.wait()
+    checkpoint = open_last_whole(folder, verify=verify, find_problems=lambda files: _problems(files, verify))
     models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
     names = _parameter_names(models)
     values: dict[str, Tensor] = {}
@@ -115,6 +162,7 @@ def load(
     for name, each_optimizer in optimizers.items():
         load_optimizer(checkpoint, each_optimizer, name, names)
     accelerator = device.current()
+    seen(checkpoint.folder)
     if accelerator is not None:
         if optimizers and checkpoint.content["generator"]:
             accelerator.session.generator.set_state(bytes.fromhex(checkpoint.content["generator"]))
@@ -158,7 +206,8 @@ def _tensor_names(model: nn.Module, name: str, encoder: Encoder) -> list[str]:
     return list(state)
 
 
-def _write_files(new: NewCheckpoint, tensors: dict[str, Tensor]) -> list[WrittenFile]:
+def _begin_files(new: NewCheckpoint, tensors: dict[str, Tensor], background: bool) -> Callable[[], list[WrittenFile]]:
+    """Has the workers write, or copy and write, what they hold; returns what writes the rest and collects all files."""
     on_workers: dict[Session, dict[str, StateRef]] = defaultdict(dict)
     boxes = []
     for name, tensor in tensors.items():
@@ -167,16 +216,53 @@ def _write_files(new: NewCheckpoint, tensors: dict[str, Tensor]) -> list[Written
         if isinstance(value, OnWorkers):
             on_workers[value.owner.session][name] = value.ref
         else:
-            boxes.append(Box.of(name, tensor, _reader(tensor)))
-    witness = "" if all(session.workers.shares_memory for session in on_workers) else new.make_witness()
+            boxes.append(Box.of(name, tensor, _copy_of(tensor) if background else _reader(tensor)))
+    shares_folder = all(session.workers.shares_memory for session in on_workers)
+    witness = "" if shares_folder else new.make_witness()
     path = new.path("worker")
+    in_background = background and shares_folder
     writing = {
-        session: session.outbox.submit(WriteCheckpoint(path, refs, witness)) for session, refs in on_workers.items()
+        session: session.outbox.submit(WriteCheckpoint(path, refs, witness, in_background))
+        for session, refs in on_workers.items()
     }
-    files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
-    for session, posted in writing.items():
-        files += _taken(session.workers, posted.result(), path)
-    return [file for file in files if file is not None]
+    groups = {session: session.workers for session in writing}
+
+    def write_files() -> list[WrittenFile]:
+        files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
+        for session, posted in writing.items():
+            if in_background:
+                files += _written_by(groups[session], posted, path)
+            else:
+                files += _taken(groups[session], posted.result(), path)
+        return [file for file in files if file is not None]
+
+    if not background or in_background:
+        return write_files
+    files = write_files()
+    return lambda: files
+
+
+def _written_by(workers: WorkerGroup, posted: Posted, path: str) -> list[WrittenFile | None]:
+    """Waits, in a thread that is not the script's, for what workers write in the background."""
+    waiting = set(range(workers.num_workers))
+    files: list[WrittenFile | None] = []
+    while waiting:
+        has_ended = posted.failed() or workers.is_stopped()
+        for rank in sorted(waiting):
+            is_through, file = what_was_written(f"{path}{rank}.safetensors")
+            if is_through:
+                files.append(file)
+                waiting.remove(rank)
+        if waiting and has_ended:
+            raise OSError(f"{path}{min(waiting)}.safetensors: the workers ended, or failed, before they had written it")
+        if waiting:
+            time.sleep(_POLL_S)
+    return files
+
+
+def _copy_of(tensor: Tensor) -> Callable[[], Tensor]:
+    copy = tensor.host_value().detach().clone() if isinstance(tensor, VirtualTensor) else tensor.detach().clone()
+    return lambda: copy
 
 
 def _taken(workers: WorkerGroup, files: Sequence[WrittenFile | None], path: str) -> list[WrittenFile | None]:
@@ -207,9 +293,8 @@ def _reader(tensor: Tensor) -> Callable[[], Tensor]:
 # -- loading: the checkpoint is complete ---------------------------------------------------------------------------
 
 
-def _problems(checkpoint: Checkpoint, verify: bool) -> dict[str, str]:
+def _problems(files: FilesToCheck, verify: bool) -> dict[str, str]:
     """Returns the problems of a checkpoint's files; workers share the reading if an accelerator runs."""
-    files = checkpoint.files(verify=verify)
     accelerator = device.current()
     if accelerator is not None:
         accelerator.session.workers.provide([path for path, _, _ in files])

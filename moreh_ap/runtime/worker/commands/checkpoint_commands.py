@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moreh_ap.hosts.host_files import path_to_write
+from moreh_ap.parallelizer.state.background_writing import write_in_background
 from moreh_ap.parallelizer.state.checkpoint_shards import WrittenFile, boxes_of, problem_with, write_file
 from moreh_ap.parallelizer.state.loading import Wanted, read
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
@@ -31,6 +32,9 @@ class CheckpointCommands:
         self._tables.device.synchronize()  # copies to host memory may be on their way
         boxes = boxes_of({name: self._tables.state(ref, fetch=False) for name, ref in command.tensors.items()})
         path = f"{command.path}{self._tables.rank}.safetensors"
+        if command.in_background:
+            write_in_background(path, boxes)
+            return None
         return write_file(path_to_write(path, command.witness) if command.witness else path, boxes)
 
     def _check(self, command: CheckFiles) -> dict[str, str]:

@@ -1,0 +1,78 @@
+"""A worker's share of a checkpoint, written while training goes on: copied first, then written by a thread.
+
+Decides where the copy lies and how the file says that it is complete. Must not know what the tensors are, or who waits.
+
+[Note: what stops training]
+The copy alone: one pass over the elements that this worker writes, into memory that the system has to hand out first.
+Huge pages make that part small (a fault for 2 MiB instead of 4 KiB). The thread then uses a core that a step may want.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from moreh_ap.parallelizer.state.checkpoint_shards import Box, WrittenFile, write_file
+
+_ALIGNMENT = 64
+_SUFFIX = ".written"
+
+
+def write_in_background(path: str, boxes: Sequence[Box]) -> None:
+    """Copies boxes into host memory and returns; a thread writes them into a file, as `write_file` does.
+
+    Where there is no memory for the copy, the file is written before this returns.
+
+    Args:
+        path: The file. What was written is found by `what_was_written` once it is complete.
+        boxes: What to write.
+    """
+    try:
+        copies = _copied(boxes)
+    except (MemoryError, OSError):
+        _write(path, boxes)
+        return
+    threading.Thread(target=_write, args=(path, copies), name="moreh-checkpoint").start()
+
+
+def what_was_written(path: str) -> tuple[bool, WrittenFile | None]:
+    """Returns whether a worker is through with the file at `path`, and what it has written, if there was anything."""
+    note = path + _SUFFIX
+    try:
+        with open(note, "rb") as file:
+            written = pickle.load(file)
+    except FileNotFoundError:
+        return False, None
+    os.remove(note)
+    return True, written
+
+
+def _write(path: str, boxes: Sequence[Box]) -> None:
+    written = write_file(path, boxes)
+    note = path + _SUFFIX
+    with open(note + "~", "wb") as file:
+        pickle.dump(written, file)
+    os.replace(note + "~", note)
+
+
+def _copied(boxes: Sequence[Box]) -> list[Box]:
+    """Returns the same boxes with their elements of now, in one piece of host memory."""
+    starts, end = [], 0
+    for box in boxes:
+        starts.append(end)
+        end += -(-box.num_bytes // _ALIGNMENT) * _ALIGNMENT
+    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    copies = []
+    for box, start in zip(boxes, starts, strict=True):
+        copy = buffer[start : start + box.num_bytes].view(box.dtype).view(box.size)
+        copy.copy_(box.value().detach())
+        copies.append(Box(box.name, box.start, box.size, box.dtype, lambda copy=copy: copy))  # type: ignore[misc]
+    return copies

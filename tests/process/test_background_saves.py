@@ -1,0 +1,31 @@
+"""Scripts that end while a save goes on in the background: it is completed, or its error is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from user_script import UserScript
+
+import moreh_ap
+
+
+@pytest.mark.parametrize("plan", ["", "shard=2"])
+def test_the_end_of_a_script_waits_for_its_save(tmp_path, plan):
+    with UserScript("saves_at_its_end.py", tmp_path / "saved", plan, "", cwd=tmp_path) as script:
+        assert script.succeed().endswith("the end\n")
+    model = torch.nn.Linear(1024, 1024)
+    weight = moreh_ap.load(tmp_path / "saved", model=model)["weight"]
+    assert model.weight.sum().item() == pytest.approx(weight, rel=1e-4)
+    assert len(list((tmp_path / "saved").glob("checkpoint*.json"))) == 2
+
+
+@pytest.mark.parametrize("plan", ["", "shard=2"])
+def test_a_script_whose_last_save_fails_says_so(tmp_path, plan):
+    with UserScript("saves_at_its_end.py", tmp_path / "saved", plan, "full", cwd=tmp_path) as script:
+        assert script.wait() == 1, script.err
+        script.leaves_nothing()
+    assert script.out.endswith("the end\n")
+    assert "The last moreh_ap.save(..., background=True) of this script failed:" in script.err
+    assert "safetensors: OSError: " in script.err and "File too large" in script.err
+    weight = moreh_ap.load(tmp_path / "saved")["weight"]
+    assert abs(weight) < 1e5, "the earlier one"
