@@ -1,7 +1,7 @@
 """Counts Python calls of the package's functions, in any thread that has the counter as its profile function.
 
 Decides which calls count. Must not know what runs meanwhile. Which functions a thread calls while it looks for an
-answer that is not there depends on when the answer arrives: what `LOOKING` and `TURNS` name is left out.
+answer that is not there depends on when the answer arrives: what `LOOKING`, `TURNS` and `LONG_WAITS` name is left out.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ TURNS = {
     ("moreh_ap.runtime.worker_group", "WorkerGroup._is_stopped"),
 }
 """How often it goes round; what these call for an answer that has arrived counts."""
+
+LONG_WAITS = {
+    ("moreh_ap.local.interrupts", "wait_in_turns"),
+    ("moreh_ap.local.interrupts", "_between_turns"),
+    ("moreh_ap.runtime.worker_group", "WorkerGroup._wait.<locals>.<lambda>"),
+}
+"""How often a wait goes on that is not over in its first turn, in any thread."""
 
 
 class CallCounter:
@@ -72,6 +79,8 @@ def _function_of(frame: FrameType) -> Function:
 
 
 def _depends_on_time(frame: FrameType, function: Function) -> bool:
+    if function in LONG_WAITS:
+        return True
     if threading.current_thread() is threading.main_thread():
         return False
     if function in TURNS:
