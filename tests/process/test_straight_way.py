@@ -20,6 +20,7 @@ from moreh_ap.session.session import Session
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 WARM_UP_STEPS = 12  # the first ones build the optimizer's state, and the sixth is compared with its prediction
 MAX_FILES, MAX_CHANGES = 14, 150
+MAX_FILES_OF_WORKER = 17  # 14 until a mean took one collective less, and hosts joined answers
 
 
 def listed(heading: str) -> list[str]:
@@ -94,4 +95,4 @@ def test_a_worker(step_and_session: tuple[Callable[[], float], Session]) -> None
         files = file.read_text().split("\n")
         file.unlink()
         assert files == listed("In a worker"), set(files) ^ set(listed("In a worker"))
-        assert len(files) <= MAX_FILES
+        assert len(files) <= MAX_FILES_OF_WORKER

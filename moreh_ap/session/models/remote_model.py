@@ -165,7 +165,7 @@ class RemoteModel:
         self.session.workers.provide(sorted({source.file for boxes in sources.values() for source in boxes}))
         before = [(tensor, tensor._cell.value) for tensor in (*self.parameters.values(), *self.buffers.values())]
         self._attach()
-        outbox = self.session.outbox
+        session, outbox = self.session, self.session.outbox
 
         def built(reply: Posted) -> None:
             if reply.failed():  # nothing is lost: the controller still has the values, and the next call tries again
@@ -173,7 +173,7 @@ class RemoteModel:
                     tensor._cell.value = value
             else:
                 before.clear()
-            self.session.when_not_sent_again(files.remove)
+            session.when_not_sent_again(files.remove)  # not `self.session`: the promise must not keep the model
 
         compiled = compiled_in(self.root) if self.plan.compile != "none" else ()
         self._built = outbox.post(BuildModel(self.owner, skeleton, str(self.plan), sources, self.example(), compiled))
