@@ -26,7 +26,7 @@ LOOKING = {
 TURNS = {
     ("moreh_ap.runtime.engine", "Pending.wait"),
     ("moreh_ap.runtime.worker_group", "WorkerGroup._receive_next"),
-    ("moreh_ap.runtime.worker_group", "WorkerGroup._is_stopped"),
+    ("moreh_ap.runtime.worker_group", "WorkerGroup.is_stopped"),
 }
 """How often it goes round; what these call for an answer that has arrived counts."""
 
