@@ -13,7 +13,7 @@ cannot be split otherwise, attributes that have as many entries as the batch has
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,18 +34,20 @@ def names_with_rows(root: nn.Module, rows: int, first: Any) -> set[str]:
         first: The first leaf of the arguments, whose second dim may count them instead.
     """
     sizes = {rows, *(first.shape[1:2] if isinstance(first, Tensor) else ())}
-    tensors = [(name, tensor) for name, tensor in _tensors(root.named_modules()) if tensor.ndim > 1]
-    return {name for name, tensor in tensors if not sizes.isdisjoint(tensor.shape)}
+    state = [(name, tensor) for name, tensors in _state(root) for tensor in tensors if tensor.ndim > 1]
+    return {name for name, tensor in state if not sizes.isdisjoint(tensor.shape)}
 
 
 def keeps_tensors(root: nn.Module) -> bool:
     """Returns whether a part of a model has tensors in attributes that are neither parameters nor buffers."""
-    return any(True for _ in _tensors(root.named_modules()))
+    return any(True for _ in _state(root))
 
 
-def _tensors(submodules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
-    for path, submodule in submodules:
+def _state(root: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yields attributes with tensors. One that has the model's own in a container, as TensorDict does, is no state."""
+    own = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    for path, submodule in root.named_modules():
         for name, value in own_attributes(submodule).items():
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, Tensor):
-                    yield f"{path}.{name}" if path else name, leaf
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            if tensors and not any(isinstance(one, nn.Parameter) or id(one) in own for one in tensors):
+                yield f"{path}.{name}" if path else name, tensors

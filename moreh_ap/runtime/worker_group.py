@@ -152,8 +152,11 @@ class WorkerGroup:
         """Like `submit`, with one command a worker, in rank order."""
         if len(commands) != self.num_workers:
             raise ValueError(f"{len(commands)} commands for {self.num_workers} workers")
-        each = enumerate(commands)
-        return self._submit(lambda: [self._packed(one, rank) for rank, one in each], recoverable, commands)
+
+        def pack() -> list[Packed]:
+            return [self._packed(command, rank) for rank, command in enumerate(commands)]
+
+        return self._submit(pack, recoverable, commands)
 
     def drain(self) -> None:
         """Waits until every command submitted so far is done.

@@ -88,9 +88,12 @@ class SessionReplayRules:
                     return found
         return ""
 
+    def others_took_over(self) -> None:
+        """Tells the session that other workers have been told everything."""
+        self._on_others()
+
     def say(self, line: str) -> None:
         """Prints a line of the log."""
-        self._on_others()
         logger.say(line, logger.NOTICE)
 
 

@@ -132,7 +132,7 @@ class Session:
             self.outbox.has_stale_definitions = True  # those of before are not among them
 
     def when_not_sent_again(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` once nothing that was sent until now can be sent again, for whatever reason."""
+        """Calls `callback` once nothing that was sent until now can be sent again, to these workers or to others."""
         self.outbox.state.when_left(SessionState.REPLAYABLE, lambda: self.workers.when_forgotten(callback))
 
     def restart_workers(self, num_devices: int | None = None) -> WorkerGroup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_one_line_training import assert_same, on_both
+from test_one_line_training import assert_same, on_both, train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -117,12 +117,7 @@ def test_experts_drop_what_they_drop_on_one_device(layer_class):
         for rows in (6, 6, 7, 9):
             tokens = torch.randint(0, 40, (rows, 12)).to(device)
             loss = model(tokens[:, :-1], tokens[:, 1:])
-            optimizer.zero_grad()
-            loss.backward()
-            if not trace:
-                trace += [parameter.grad.clone() for parameter in model.parameters()]
-            optimizer.step()
-            trace.append(loss.detach())
+            train_step(trace, model, optimizer, loss)
         return [*trace, *model.state_dict().values(), torch.rand(2)]
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_one_line_training import assert_same, on_both
+from test_one_line_training import assert_same, on_both, train_step
 from torch import nn
 
 pytestmark = pytest.mark.rotating  # one more model or plan each
@@ -48,12 +48,7 @@ def test_a_state_that_the_script_sets_before_each_call_is_cut_as_its_inputs_are(
             model.state = state
             loss = F.cross_entropy(model(words.to(device)).flatten(0, 1), tags.to(device).flatten())
             state = tuple(part.detach() for part in model.last)
-            optimizer.zero_grad()
-            loss.backward()
-            if not trace:
-                trace += [parameter.grad.clone() for parameter in model.parameters()]
-            optimizer.step()
-            trace.append(loss.detach())
+            train_step(trace, model, optimizer, loss)
         return [*trace, *model.state_dict().values(), torch.rand(2)]
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-6)

@@ -54,6 +54,16 @@ def assert_same(expected, got, rtol=1e-5, atol=1e-6):
     torch.testing.assert_close(numbers(got), numbers(expected), rtol=rtol, atol=atol)
 
 
+def train_step(trace, model, optimizer, loss):
+    """Trains a step and adds its loss to `trace`, before the first one also all gradients."""
+    optimizer.zero_grad()
+    loss.backward()
+    if not trace:
+        trace += [parameter.grad.clone() for parameter in model.parameters()]
+    optimizer.step()
+    trace.append(loss.detach())
+
+
 def batches(device, count=4, rows=5):
     return [(b["input_ids"].to(device), b["labels"].to(device)) for b in ragged_batches(count, rows)]
 

@@ -104,7 +104,7 @@ class DrawRecorder(TorchFunctionMode):
         if raised[0] is None and len(self._all.drawn) != len(self.drawn):
             names = sorted({draw.name for draw in self._all.drawn})
             raise UnsharedDraw(
-                f"random numbers are drawn inside an operation that nobody looks into ({', '.join(names)})"
+                f"random numbers are drawn inside an operation that cannot be looked into ({', '.join(names)})"
             )
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,7 +134,7 @@ class Recording(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if draws_numbers(func, args, kwargs or {}):
             if not isinstance(result, Tensor):  # fused attention with dropout
-                raise UnsharedDraw(f"{func._opname} draws random numbers that nobody sees")
+                raise UnsharedDraw(f"{func._opname} draws random numbers that it does not return")
             order = memory_order(result) or tuple(range(result.ndim))
             groups = tuple(len(self._found.groups_of(size) or ()) for size in result.shape)
             self.drawn.append(Drawn(func._opname, tuple(result.shape), order, site_of_call(), groups))

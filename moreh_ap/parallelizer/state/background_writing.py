@@ -9,6 +9,7 @@ Huge pages make that part small (a fault for 2 MiB instead of 4 KiB). The thread
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
@@ -53,7 +54,14 @@ def what_was_written(path: str) -> tuple[bool, WrittenFile | None]:
 
 
 def _write(path: str, boxes: Sequence[Box]) -> None:
-    written = write_file(path, boxes)
+    """Writes the file, and beside it what was written or why not: a save waits for that note."""
+    try:
+        written = write_file(path, boxes)
+    except Exception as error:  # of any class: it is raised by the save
+        written = WrittenFile(path, 0, "", (), f"{type(error).__name__}: {error}")
+    if written is not None and written.failure:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)  # on a full disk the note needs the room
     note = path + _SUFFIX
     with open(note + "~", "wb") as file:
         pickle.dump(written, file)
@@ -74,5 +82,5 @@ def _copied(boxes: Sequence[Box]) -> list[Box]:
     for box, start in zip(boxes, starts, strict=True):
         copy = buffer[start : start + box.num_bytes].view(box.dtype).view(box.size)
         copy.copy_(box.value().detach())
-        copies.append(Box(box.name, box.start, box.size, box.dtype, lambda copy=copy: copy))  # type: ignore[misc]
+        copies.append(Box(box.name, box.start, box.size, box.dtype, copy.detach))
     return copies

@@ -40,6 +40,9 @@ class ReplayRules(Protocol):
     def difference(self, before: Any, after: Any) -> str:
         """Returns how figures of a replay differ from those of before; empty if only rounding explains it, or not."""
 
+    def others_took_over(self) -> None:
+        """Is called when other workers have been told everything."""
+
     def say(self, line: str) -> None:
         """Prints a line of the log."""
 

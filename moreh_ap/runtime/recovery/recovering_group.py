@@ -7,9 +7,9 @@ A command is frozen and names everything by explicit numbers, and random states 
 what they were told: others that are told the same, in the same order, hold the same. When a worker is lost, all are
 ended, since its peers may wait for it in a collective for ever; as many others start, join each other, and are told
 again every command that had been answered. Their answers are compared with those of before, which stand. Then the
-commands that nobody had answered are sent as they were: who waits for one of them waits longer and notices nothing
-else. A command that ended in an error ends in it again, and is skipped by the same commands behind it (see
-[Note: errors] in `outcome_resolver.py`).
+commands without an answer are sent as they were: whoever waits for one of them waits longer and notices nothing else.
+A command that ended in an error ends in it again, and is skipped by the same commands behind it (see [Note: errors] in
+`outcome_resolver.py`).
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class RecoveringWorkerGroup(WorkerGroup):
                 break
             except (WorkerLostError, MeshStartError) as another:
                 lost = WorkerLostError(another.fact, another.allowed, another.fix)
+        self._log.rules.others_took_over()
         took_s = time.monotonic() - started_s
         steps = f"{num_steps} steps were" if num_steps != 1 else "1 step was"
         self._log.rules.say(

@@ -4,10 +4,10 @@ Decides when all have answered, and that what several say travels once. Must not
 
 [Note: columns]
 An answer consists of items, one for each command of the message, and an item of parts: what is pickled, and beside it
-the bytes of tensors. Hosts join answers part by part: a column has one part of all workers. What all of them say stands
-in it once, what some say once with a number for each worker, and what each says differently one behind the other. So
-the controller takes a column as a whole, and takes a worker's part out only where somebody reads it. An answer with
-fewer parts than others has empty ones, which nobody reads.
+the bytes of tensors. Hosts join answers part by part: a column has one part of all workers. A part that all of them
+say is written once, one that some say once with a number for each worker, and parts that all differ one behind the
+other. So the controller takes a column as a whole, and takes a worker's part out only when that worker's answer is
+read. An answer with fewer parts than others gets empty ones, which are never read.
 """
 
 from __future__ import annotations

@@ -1,20 +1,41 @@
 """What all workers answered to a command, of which each value is read when it is asked for.
 
-Decides when an answer is unpickled: what many workers say once for all of them, what each says differently where
-somebody reads it. Must not know what the answers mean, nor how they travelled.
+Decides when an answer is unpickled: what many workers say once for all of them, what each says differently when a
+caller asks for that worker. Must not know what the answers mean, nor how they travelled.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from moreh_ap.protocol.encoding import pack
 from moreh_ap.runtime.relay.answers import Column, JoinedAnswers
 from moreh_ap.runtime.relay.worker_answer import DONE, Answer, from_wire
 from moreh_ap.runtime.relay.written_answers import LIST, OTHER
+
+
+Each = TypeVar("Each")
+
+
+class _InRankOrder(Sequence[Each]):
+    """One value a worker, made when it is asked for."""
+
+    @overload
+    def __getitem__(self, index: int) -> Each: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Each]: ...
+    def __getitem__(self, index: int | slice) -> Each | list[Each]:
+        if isinstance(index, slice):
+            return [self._of(rank) for rank in range(*index.indices(len(self)))]
+        return self._of(range(len(self))[index])
+
+    @abstractmethod
+    def _of(self, rank: int) -> Each:
+        """Returns the value of a worker."""
 
 
 class Beside:
@@ -24,7 +45,7 @@ class Beside:
         self.column = column
 
 
-class ItemValues(Sequence[Any]):
+class ItemValues(_InRankOrder[Any]):
     """What all workers answered to one command of a message, in rank order.
 
     Args:
@@ -40,14 +61,7 @@ class ItemValues(Sequence[Any]):
     def __len__(self) -> int:
         return self._columns[0].count
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[rank] for rank in range(*index.indices(len(self)))]
-        rank = range(len(self))[index]
+    def _of(self, rank: int) -> Any:
         key = tuple([column.which(rank) for column in self._varying])
         if key not in self._read:
             beside = [column.part(rank) for column in self._columns[1:]]
@@ -76,7 +90,7 @@ class ItemValues(Sequence[Any]):
         return b"" if numbers is None else numbers.tobytes()
 
 
-class WorkerValues(Sequence[Any]):
+class WorkerValues(_InRankOrder[Any]):
     """What all workers answered to a message, in rank order.
 
     Args:
@@ -90,14 +104,7 @@ class WorkerValues(Sequence[Any]):
     def __len__(self) -> int:
         return self._num_workers
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[rank] for rank in range(*index.indices(len(self)))]
-        rank = range(len(self))[index]
+    def _of(self, rank: int) -> Any:
         return [item[rank] for item in self._items] if self._is_list else self._items[0][rank]
 
     def item(self, index: int) -> ItemValues:
@@ -105,7 +112,7 @@ class WorkerValues(Sequence[Any]):
         return self._items[index]
 
 
-class WorkerAnswers(Sequence[Answer]):
+class WorkerAnswers(_InRankOrder[Answer]):
     """The answers of all workers to a message, in rank order.
 
     Args:
@@ -118,14 +125,7 @@ class WorkerAnswers(Sequence[Answer]):
     def __len__(self) -> int:
         return self._items[0][0].count
 
-    @overload
-    def __getitem__(self, index: int) -> Answer: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Answer]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[rank] for rank in range(*index.indices(len(self)))]
-        rank = range(len(self))[index]
+    def _of(self, rank: int) -> Answer:
         kind = self._items[0][0].part(rank)
         if kind[:1] == OTHER:
             return from_wire(pickle.loads(kind[1:]))

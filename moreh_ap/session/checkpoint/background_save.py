@@ -1,4 +1,4 @@
-"""Saves that go on while the script does: one at a time, and what went wrong with one is always told.
+"""Saves that are written while the script runs on: one at a time, and the error of one is always raised or printed.
 
 Decides when a save is waited for and where its error is raised: at the next save or load, by `SaveInProgress.result`,
 or at the end of the script. Must not know what is saved.
@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 
@@ -38,8 +38,12 @@ _last: SaveInProgress | None = None
 
 
 @contextlib.contextmanager
-def one_at_a_time():  # type: ignore[no-untyped-def]
-    """Waits for the last save of this process, and raises its error if nobody was told; inside, no other one begins."""
+def one_at_a_time() -> Iterator[None]:
+    """Waits for the last save of this process, and raises its error if it was not raised; inside, no other one begins.
+
+    Raises:
+        Exception: The error of the last save.
+    """
     with _lock:
         wait()
         yield
@@ -60,7 +64,7 @@ def wait() -> None:
         except Exception:
             if not was_told:
                 raise
-        except BaseException:  # Ctrl-C while waiting: it goes on
+        except BaseException:  # Ctrl-C while waiting: the save is not interrupted
             _last = last
             raise
 

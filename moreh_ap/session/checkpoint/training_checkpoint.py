@@ -246,8 +246,11 @@ def _written_by(workers: WorkerGroup, posted: Posted, path: str) -> list[Written
     """Waits, in a thread that is not the script's, for what workers write in the background."""
     waiting = set(range(workers.num_workers))
     files: list[WrittenFile | None] = []
+    processes: list[int] = []  # that have the command; others that take over from them are not told it again
     while waiting:
-        has_ended = posted.failed() or workers.is_stopped()
+        if posted.done() and not processes:
+            processes = workers.pids
+        has_ended = posted.failed() or workers.is_stopped() or (bool(processes) and workers.pids != processes)
         for rank in sorted(waiting):
             is_through, file = what_was_written(f"{path}{rank}.safetensors")
             if is_through:

@@ -256,7 +256,10 @@ def _link(rows: Sequence[tuple[str, int, int, float, float]], num_devices: int, 
         MeasuredCollective(kind, members, tuple(sorted(found))) for (kind, members), found in points.items()
     )
     members = min((found for kind, found in points if kind == "sum"), key=lambda found: abs(found - num_devices))
-    (small, small_s), *_, (large, large_s) = sorted(points["sum", members])
+    measured = sorted(points["sum", members])
+    (small, small_s), (large, large_s) = measured[0], measured[-1]
+    if len(measured) == 1:  # a machine so busy that a sum of few bytes took too long for others to be measured
+        small, small_s = 0.0, 0.0
     # for collectives that were not measured: a ring over all devices that sums as fast
     passed = 2 * (large - small) * (members - 1) / members
     return Link("measured", passed / max(large_s - small_s, 1e-9), small_s / 2, measured=exchanges)

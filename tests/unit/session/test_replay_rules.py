@@ -71,7 +71,10 @@ def test_only_rounding_is_no_difference(before, after, found):
     assert RULES.difference(*figures).startswith(found) and bool(found) == bool(RULES.difference(*figures))
 
 
-def test_a_line_of_the_log_is_printed_and_the_new_processes_are_told_of(capsys):
+def test_the_session_is_told_of_new_processes_and_not_by_a_line_of_the_log(capsys):
     told: list[bool] = []
-    SessionReplayRules(lambda: told.append(True)).say("others took over")
-    assert capsys.readouterr().out.count("others took over\n") == 1 and told == [True]
+    rules = SessionReplayRules(lambda: told.append(True))
+    rules.say("a worker that is lost from now on ends the run")
+    assert capsys.readouterr().out.count("ends the run\n") == 1 and told == []
+    rules.others_took_over()
+    assert told == [True]

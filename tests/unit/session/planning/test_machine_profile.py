@@ -16,7 +16,7 @@ from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
 from moreh_ap.session.planning import machine_profile as machines
 from moreh_ap.session.planning.device_rates import as_entry, rates_of
-from moreh_ap.session.planning.machine_profile import machine_from, machine_of, machine_on
+from moreh_ap.session.planning.machine_profile import _link, machine_from, machine_of, machine_on
 from moreh_ap.settings import Options
 from unit.session.planning.samples import GIB, rates
 
@@ -235,3 +235,10 @@ def test_another_number_of_devices_has_what_was_measured_of_it_or_the_present_ra
     assert machine_on(here, 2).cluster.device.fp32_flops == pytest.approx(two.cluster.device.fp32_flops / 7)
     fewer = SimpleNamespace(devices=lambda: [CPU] * 2, outbox=here.outbox, options=Options())
     assert machine_on(fewer, 4) == four == machine_on(here, 4), "known from when all had workers"
+
+
+def test_a_link_of_which_one_size_was_measured_has_the_rate_of_that():
+    """A machine can be so busy that a sum of a few bytes takes too long for larger ones to be tried."""
+    link = _link([("sum", 2, 1 << 20, 0.5, 0.01)], 2, is_cpu=False, sharing=1.0)
+    assert link.bytes_per_s == pytest.approx((1 << 20) / 0.5)
+    assert link.latency_s == 0.0

@@ -1,0 +1,43 @@
+"""Which attributes of a model a script may have set as the state of its rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from moreh_ap.protocol.passed_state import keeps_tensors, names_with_rows
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6, 6))
+
+
+@pytest.mark.parametrize(
+    ("state", "first", "found"),
+    [
+        ((torch.zeros(1, 6, 4), torch.zeros(1, 6, 4)), torch.zeros(6, 3), {"state"}),
+        ({"hidden": torch.zeros(6, 4)}, torch.zeros(6, 3), {"state"}),
+        (torch.zeros(1, 5, 4), torch.zeros(7, 5), {"state"}),  # time first: the second dim has the rows
+        (torch.zeros(1, 5, 4), torch.zeros(6, 3), set()),
+        (torch.zeros(6), torch.zeros(6, 3), set()),
+        (6, torch.zeros(6, 3), set()),
+    ],
+)
+def test_an_attribute_with_as_many_entries_as_the_batch_has_rows(state, first, found):
+    model = Recurrent()
+    model.state = state
+    assert names_with_rows(model, 6, first) == found
+    assert keeps_tensors(model) == (not isinstance(state, int))
+
+
+def test_the_model_s_own_tensors_in_a_container_are_no_state():
+    """TensorDict keeps parameters in an attribute beside: passed as inputs they would be trained no more."""
+    model = Recurrent()
+    model.by_name = {"weight": model.cell.weight, "mean": model.mean}
+    model.spare = [nn.Parameter(torch.zeros(6, 6))]
+    assert names_with_rows(model, 6, torch.zeros(6, 3)) == set()
+    assert not keeps_tensors(model)
