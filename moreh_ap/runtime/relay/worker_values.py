@@ -17,7 +17,6 @@ from moreh_ap.runtime.relay.answers import Column, JoinedAnswers
 from moreh_ap.runtime.relay.worker_answer import DONE, Answer, from_wire
 from moreh_ap.runtime.relay.written_answers import LIST, OTHER
 
-
 Each = TypeVar("Each")
 
 
