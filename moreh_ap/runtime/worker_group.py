@@ -33,7 +33,6 @@ MAX_OUTSTANDING = 256
 _JOIN_S = 5.0  # how long closing waits for the background thread; the workers are told to go before
 _IDLE_LOOK_S = 0.5  # how often the workers are looked after while there is nothing to receive
 
-
 MakeLauncher = Callable[[LaunchRequest, Callable[[], bool]], Launcher]
 """Returns the launcher of a request; the second argument says whether the worker group is being closed."""
 
@@ -152,11 +151,8 @@ class WorkerGroup:
         """Like `submit`, with one command a worker, in rank order."""
         if len(commands) != self.num_workers:
             raise ValueError(f"{len(commands)} commands for {self.num_workers} workers")
-
-        def pack() -> list[Packed]:
-            return [self._packed(command, rank) for rank, command in enumerate(commands)]
-
-        return self._submit(pack, recoverable, commands)
+        ranked = list(enumerate(commands))
+        return self._submit(lambda: [self._packed(command, rank) for rank, command in ranked], recoverable, commands)
 
     def drain(self) -> None:
         """Waits until every command submitted so far is done.

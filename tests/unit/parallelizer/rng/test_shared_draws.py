@@ -207,7 +207,7 @@ def test_whether_each_row_draws_its_own_numbers_may_not_be_clear():
 
 def test_draws_inside_a_function_that_nobody_knows_are_refused(monkeypatch):
     monkeypatch.setattr("moreh_ap.parallelizer.rng.draw_recording.MAY_DRAW", frozenset())
-    with pytest.raises(UnsharedDraw, match="nobody looks"):
+    with pytest.raises(UnsharedDraw, match="cannot be looked into"):
         recorded(lambda x: F.dropout(x, 0.5))
 
 
