@@ -88,14 +88,14 @@ class Position:
             with rows of its own.
         tensor: The workers that split every layer.
         pipeline: The workers that hold the other stages.
-        holds_first_replica: Whether the worker's parameters are those of the first replica.
+        replicas: The workers that hold the same shards of parameters as this one.
     """
 
     data: Axis
     rows: Axis
     tensor: Axis
     pipeline: Axis
-    holds_first_replica: bool
+    replicas: Axis
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Position:
@@ -112,7 +112,7 @@ class Position:
             rows=_flat(mesh, PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS),
             tensor=_axis(mesh[TENSOR_AXIS]),
             pipeline=_axis(mesh[PIPELINE_AXIS]),
-            holds_first_replica=mesh.get_local_rank(REPLICATE_AXIS) == 0,
+            replicas=_axis(mesh[REPLICATE_AXIS]),
         )
 
 

@@ -9,7 +9,7 @@ from user_script import UserScript
 import moreh_ap
 
 
-@pytest.mark.parametrize("plan", ["", "shard=2"])
+@pytest.mark.parametrize("plan", ["", "shard=2", "replicate=2", "replicate=2,shard=2"])
 def test_the_end_of_a_script_waits_for_its_save(tmp_path, plan):
     with UserScript("saves_at_its_end.py", tmp_path / "saved", plan, "", cwd=tmp_path) as script:
         assert script.succeed().endswith("the end\n")
@@ -17,6 +17,9 @@ def test_the_end_of_a_script_waits_for_its_save(tmp_path, plan):
     weight = moreh_ap.load(tmp_path / "saved", model=model)["weight"]
     assert model.weight.sum().item() == pytest.approx(weight, rel=1e-4)
     assert len(list((tmp_path / "saved").glob("checkpoint*.json"))) == 2
+    if plan:  # the workers have written equal parts, also of what all of them hold
+        sizes = [file.stat().st_size for file in (tmp_path / "saved").glob("*-worker*.safetensors")]
+        assert len(sizes) == (8 if "," in plan else 4) and max(sizes) < 1.1 * min(sizes)
 
 
 @pytest.mark.parametrize("plan", ["", "shard=2"])

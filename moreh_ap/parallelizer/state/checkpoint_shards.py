@@ -3,9 +3,9 @@
 Decides which elements this worker writes, and how a file is written and checked. Must not know what the tensors are,
 how files are described to a reader, or where they stand in a folder; reading is `loading`'s.
 
-A tensor is cut into boxes, one for every piece that a worker holds. Of copies that several workers hold one counts, so
-every element is written once. A file is written box by box: no worker holds more than a few megabytes beside what it
-has anyway.
+A tensor is cut into boxes, one for every piece that a worker holds. Every element is written once: workers that hold
+copies of a large piece divide its rows among them, so that each has a part of the work, and of a small one the first
+copy counts. A file is written box by box: no worker holds more than a few megabytes beside what it has anyway.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ from torch import Tensor
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.hosts.host_files import path_here
-from moreh_ap.parallelizer.state.loading import pieces
+from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.state.loading import Piece, pieces
 from moreh_ap.parallelizer.state.state_shard import StateShard
+from moreh_ap.parallelizer.state.tensor_layout import shard_range
 
 _CHUNK_BYTES = 16 * 1024 * 1024
+_DIVIDED_BYTES = 2**20
+"""From which size on workers with copies of a piece divide its rows: a box costs 100 bytes of a file's header."""
+
 # Source: https://github.com/huggingface/safetensors, "Format", dtype names.
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -116,16 +121,32 @@ def boxes_of(tensors: Mapping[str, StateShard | None]) -> list[Box]:
     """Returns the boxes that this worker writes of tensors by their names in the checkpoint."""
     boxes = []
     for name, held in tensors.items():
-        if held is None or not held.is_canonical:
+        if held is None or held.copies is None:
             continue
         local = held.local.detach()
-        for box, own in pieces(held.tensor, held.layout):
-            start, size = (
-                tuple(dim_slice.start for dim_slice in box),
-                tuple(dim_slice.stop - dim_slice.start for dim_slice in box),
-            )
-            boxes.append(Box(name, start, size, local.dtype, lambda local=local, own=own: local[own]))  # type: ignore[misc]
+        for piece in pieces(held.tensor, held.layout):
+            for box, own in _to_write(piece, local.element_size(), held.copies):
+                start, size = (
+                    tuple(dim_slice.start for dim_slice in box),
+                    tuple(dim_slice.stop - dim_slice.start for dim_slice in box),
+                )
+                boxes.append(Box(name, start, size, local.dtype, lambda local=local, own=own: local[own]))  # type: ignore[misc]
     return boxes
+
+
+def _to_write(piece: Piece, element_size: int, copies: Axis) -> list[Piece]:
+    """Returns which part of a piece this worker writes, if any, where other workers have copies of it."""
+    box, own = piece
+    if prod(s.stop - s.start for s in own) * element_size < _DIVIDED_BYTES:
+        return [piece] if copies.rank == 0 else []
+    first, last = shard_range(own[0].stop - own[0].start, copies.size, copies.rank)
+    if first == last:
+        return []
+
+    def part(slices: tuple[slice, ...]) -> tuple[slice, ...]:
+        return (slice(slices[0].start + first, slices[0].start + last), *slices[1:])
+
+    return [(part(box), part(own))]
 
 
 def write_file(path: str, boxes: Iterable[Box]) -> WrittenFile | None:

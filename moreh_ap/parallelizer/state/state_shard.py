@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moreh_ap.parallelizer.mesh import Position
+from moreh_ap.parallelizer.mesh import Axis, Position
 from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, local_shard, write_tensor
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 
@@ -42,12 +42,18 @@ class StateShard:
         return local_shard(self.tensor)
 
     @property
+    def copies(self) -> Axis | None:
+        """The workers with copies of the shard that may stand for it; None where the copies of others do."""
+        in_tensor = self.position.tensor.rank == 0 if self.layout is None else self.layout.writes
+        if not (self.is_first and in_tensor):
+            return None
+        return self.position.replicas if isinstance(self.tensor, DTensor) else self.position.data
+
+    @property
     def is_canonical(self) -> bool:
         """Whether the elements of the shard count here; copies of them may be on other workers."""
-        position = self.position
-        in_data = position.holds_first_replica if isinstance(self.tensor, DTensor) else position.data.rank == 0
-        in_tensor = position.tensor.rank == 0 if self.layout is None else self.layout.writes
-        return self.is_first and in_data and in_tensor
+        copies = self.copies
+        return copies is not None and copies.rank == 0
 
     @property
     def is_sender(self) -> bool:
