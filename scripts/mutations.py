@@ -103,7 +103,7 @@ MUTATIONS = [
     Mutation(
         "tensor_norm",
         "moreh_ap/parallelizer/state/state_shard.py",
-        "in_tensor = position.tensor.rank == 0 if self.layout is None else self.layout.writes",
+        "in_tensor = self.position.tensor.rank == 0 if self.layout is None else self.layout.writes",
         "in_tensor = True",
         "tensor-gpt2",
     ),
