@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 from manual_counterparts import COUNTERPARTS, ONE_LINE, ONE_LINE_COMMAND, SINGLE, SINGLE_COMMAND, Counterpart
@@ -38,36 +39,40 @@ def page_of(entries: dict[str, Entry], words: Words) -> str:
         entries: What was measured, by name of the counterpart.
         words: The language.
     """
+    counts = {counterpart: lines_of(counterpart) for counterpart in COUNTERPARTS}
     rows = (_row(counterpart, entries[counterpart.name], words) for counterpart in COUNTERPARTS)
+    added, removed = changed_lines(_text(SINGLE), _text(ONE_LINE))
+    num_concepts = len(concepts_of(ROOT / ONE_LINE))
+    one_line = f"| `{Path(ONE_LINE).name}` | **+{added} -{removed}** | {num_concepts} | | |"
     head = words.page["head"].format(
+        chart=words.page["chart"],
+        lines=added,
+        concepts=max(len(concepts_of(ROOT / counterpart.path)) for counterpart in COUNTERPARTS),
+        fewest=min(counts.values())[0],
+        most=max(counts.values())[0],
         single=SINGLE,
         single_name=Path(SINGLE).name,
-        rows="\n".join((_one_line_row(words), *rows)),
+        rows="\n".join((one_line, *rows)),
         how=_how(entries, words),
     )
     sections = (_section(counterpart, words) for counterpart in COUNTERPARTS)
     return "\n".join((head, _one_line_section(words), *sections))
 
 
-def _one_line_row(words: Words) -> str:
-    added, removed = changed_lines(_text(SINGLE), _text(ONE_LINE))
-    shared, any_plan = words.page["by_plan"], words.page["any_plan"]
-    num_concepts = len(concepts_of(ROOT / ONE_LINE))
-    return f"| `{Path(ONE_LINE).name}` | {shared} | **{added}** | {removed} | {num_concepts} | {any_plan} | | |"
-
-
 def _row(counterpart: Counterpart, entry: Entry, words: Words) -> str:
-    added, removed = changed_lines(_text(SINGLE), _text(counterpart.path))
-    added += num_borrowed(counterpart) + sum(len(_text(file).splitlines()) for file in counterpart.files)
+    added, removed = lines_of(counterpart)
     largest, (median, lowest, highest) = largest_difference(entry), ratios_of(entry)
     figures = {"median": median, "lowest": lowest, "highest": highest, "load": max(entry["load"])}
     speed = words.page["busy" if was_busy(entry) else "speed"].format(num_pairs=len(entry["pairs"]), **figures)
     link = f"[`{Path(counterpart.path).name}`](#by-hand-{counterpart.name})"
-    return (
-        f"| {link} | {words.scripts[counterpart.name].shared} | {added} | {removed} "
-        f"| {len(concepts_of(ROOT / counterpart.path))} | `{counterpart.plan}` | {largest:.0e} "
-        f"| {speed} |"
-    )
+    num_concepts = len(concepts_of(ROOT / counterpart.path))
+    return f"| {link} | +{added} -{removed} | {num_concepts} | {largest:.0e} | {speed} |"
+
+
+def lines_of(counterpart: Counterpart) -> tuple[int, int]:
+    """Returns the lines of code that a script by hand adds to the one for one device, and those that it removes."""
+    added, removed = changed_lines(_text(SINGLE), _text(counterpart.path))
+    return added + num_borrowed(counterpart) + sum(len(_text(file).splitlines()) for file in counterpart.files), removed
 
 
 def num_borrowed(counterpart: Counterpart) -> int:
@@ -100,13 +105,16 @@ def _section(counterpart: Counterpart, words: Words) -> str:
         block = _block("sh", "\n".join(dict.fromkeys(lines)))
         at_once = f"{page['places'].format(num_places=len(lines))}\n\n"
         starts.append(f"{at_once if len(lines) > 1 else ''}{block}")
-    parts = [f"## {about.title} {{ #by-hand-{counterpart.name} }}", *starts, about.note]
+    plan = page["plan"].format(shared=about.shared, plan=counterpart.plan)
+    parts = [f"## {about.title} {{ #by-hand-{counterpart.name} }}", plan, *starts, about.note]
     parts.append(f"{page['know']}\n\n{concepts}")
     parts.append(f"{page['wrong']}\n\n{wrong}")
     if num_lines := num_borrowed(counterpart):
         files = page["and"].join(f"`{file.name}`" for file in borrowed(ROOT / counterpart.path))
         parts.append(page["borrowed"].format(num_lines=num_lines, files=files))
-    parts.append(_block("diff", difference(_text(SINGLE), _text(counterpart.path))))
+    for title, path in ((page["by_hand"], counterpart.path), (page["with_line"], ONE_LINE)):
+        block = _block("diff", difference(_text(SINGLE), _text(path)))
+        parts.append(f'=== "{title}"\n\n{textwrap.indent(block, "    ")}')
     for file in counterpart.files:
         parts.append(f"{page['file'].format(name=Path(file).name)}\n\n{_block('json', _text(file))}")
     return "\n\n".join(part.strip() for part in parts if part) + "\n"

@@ -50,22 +50,27 @@ ENGLISH = Words(
 
 <!-- Written by scripts/compare_manual.py from tutorials/manual and reference/manual.json. Change those. -->
 
-One training, written for one device, with the one line, and by hand for each kind of parallelism: a small Llama, AdamW,
-accumulation, clipping by the norm of the full gradient, and one file of weights that loads on one device.
+![{chart}](assets/charts/compare.svg){{ .wide }}
+![{chart}](assets/charts/compare-narrow.svg){{ .narrow }}
 
-What a script needs is counted against `{single}`, which knows of one device. Lines are lines of code, without comments,
-docstrings and blank lines. Concepts are what its reader has to know: one or more for each name of PyTorch's distributed
-packages, or of DeepSpeed, that it uses.
+One training, three ways: for one device, with the one line, and by hand for each kind of parallelism. The one line \
+adds {lines} lines. A script by hand adds {fewest} to {most}, and up to {concepts} concepts of distributed training \
+that its reader has to know. All of them print the losses of one device.
 
-| script | devices share | lines added | removed | concepts | same plan for the one line | losses differ by \
-| step time, one line / by hand |
-|---|---|---|---|---|---|---|---|
+| script | lines | concepts | losses differ by | step time, one line / by hand |
+|---|---|---|---|---|
 {rows}
 
-*Losses differ by*: the largest relative difference of any step, of this script and of the one line under the same plan,
-from `{single_name}`. *Step time*: below 1 the one line is faster; the median over pairs of runs, then their range.
-Where other work kept the machine busy, a ratio says nothing and is left out; [Measured](benchmarks.md) has others.
+The training is a small Llama with AdamW, accumulation, clipping by the norm of the full gradient, and one file of \
+weights that loads on one device. Scripts are compared with `{single}`, which knows of one device.
 
+- *Lines*: lines of code added and removed, without comments, docstrings and blank lines.
+- *Concepts*: what a reader has to know, one or more for each name of PyTorch's distributed packages, or of DeepSpeed, \
+that a script uses.
+- *Losses differ by*: the largest relative difference of any step, of this script and of the one line under the same \
+plan, from `{single_name}`.
+- *Step time*: below 1 the one line is faster; the median over pairs of runs, then their range. Where other work kept \
+the machine busy, a ratio says nothing and is left out; [Measured](benchmarks.md) has others, of a wider model.
 
 {how}
 
@@ -80,8 +85,10 @@ The first is the script for one device, the second the same with the line. The f
 comparable with the scripts below; without it a plan is chosen. `mixed_precision` follows `--bf16`, so that \
 numbers are those of one device.
 """,
-        "by_plan": "what the plan says",
-        "any_plan": "any",
+        "chart": "Lines to add, concepts to know and step time of the one line and of six scripts by hand",
+        "plan": 'Devices share {shared}. For the one line the same is `plan="{plan}"`.',
+        "by_hand": "By hand",
+        "with_line": "With one line",
         "speed": "x{median:.2f} ({lowest:.2f} to {highest:.2f}; {num_pairs} pairs)",
         "busy": "not known: {num_pairs} pairs under a load of {load:.0f}",
         "machine": "{cores} cores ({processor}), {memory_gib} GiB, CPU workers",

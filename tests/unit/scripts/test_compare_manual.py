@@ -95,7 +95,7 @@ def test_languages_have_the_same_anchors_code_and_figures(tools, measured):
     anchors = ["by-hand-or-with-one-line", *re.findall(r"\{ #(\S+) \}", english)]
     assert re.findall(r"\{ #(\S+) \}", korean) == anchors
     assert len(anchors) == len(headings) == 2 + len(tools.table.COUNTERPARTS)
-    for pattern in (r"\]\((\S+)\)", r"^\|.*?\| (\**\d+\** \| \d+ \| \d+) \|", r"\| (\S+e-\d+) \|", r"^- "):
+    for pattern in (r"\]\((\S+)\)", r"^\|.*?\| (\**\+\d+ -\d+\** \| \d+) \|", r"\| (\S+e-\d+) \|", r"^- "):
         found = [re.findall(pattern, page, re.MULTILINE) for page in (english, korean)]
         assert found[0] and sorted(found[0]) == sorted(found[1]), pattern
     items = re.findall(r"^- .*$", korean, re.MULTILINE)
@@ -106,10 +106,10 @@ def test_a_line_more_in_a_script_is_a_line_more_on_the_page(tools, measured, mon
     read = tools.page._text
     monkeypatch.setattr(tools.page, "_text", lambda path: read(path) + "\nmain()\n" * path.endswith("train_ddp.py"))
     pages = tools.page.PAGE.read_text(), tools.page.page_of(measured, tools.words[""])
-    before, after = (re.findall(r"train_\w+\.py`\]\S* \| [^|]* \| (\d+)", page) for page in pages)
+    before, after = (re.findall(r"train_\w+\.py`\]\S* \| \+(\d+)", page) for page in pages)
     assert len(before) == len(tools.table.COUNTERPARTS)
     assert [int(count) for count in after] == [int(before[0]) + 1, *map(int, before[1:])]
-    assert pages[1].count("\n+main()\n") == 1
+    assert pages[1].count("\n    +main()\n") == 1
 
 
 def test_shown_commands_are_those_that_tests_run(tools, measured):

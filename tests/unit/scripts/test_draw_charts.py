@@ -1,0 +1,71 @@
+"""The charts of the site show the figures of now, in both languages, with text that is text and colours for the dark."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def charts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        import draw_charts
+
+        yield draw_charts
+
+
+def test_committed_charts_show_the_figures_of_now(charts, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["draw_charts.py", "--check"])
+    assert charts.main() == 0, capsys.readouterr().err
+
+
+def test_no_chart_is_left_over_and_every_one_is_on_a_page(charts):
+    wanted = {file for chart in charts.charts() for file in chart.files()}
+    assert set(charts.CHARTS.glob("*.svg")) == wanted
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    for file in wanted:
+        assert f"assets/charts/{file.name.replace('.ko.svg', '.svg')}" in pages, file.name
+
+
+def test_a_figure_that_changes_is_noticed(charts, tmp_path, monkeypatch, capsys):
+    content = json.loads(charts.MEASURED.read_text())
+    content["ddp"]["pairs"][0]["one_line_s"] *= 2
+    content["ddp"]["pairs"][1]["one_line_s"] *= 2
+    (tmp_path / "manual.json").write_text(json.dumps(content))
+    monkeypatch.setattr(charts, "MEASURED", tmp_path / "manual.json")
+    monkeypatch.setattr("sys.argv", ["draw_charts.py", "--check"])
+    assert charts.main() == 1
+    assert "docs/assets/charts/compare.svg is of other figures" in capsys.readouterr().err
+
+
+def test_rows_are_those_of_the_tables(charts):
+    page = charts.PLANNER_PAGE.read_text(encoding="utf-8")
+    number = int(re.search(r"^(\d+) cases: median error", page, re.MULTILINE)[1])
+    assert len(charts.tracked_memory()) == number
+    rows = charts.comparison()
+    assert [row["name"] for row in rows[:2]] == ["one line", "ddp"] and rows[0]["lines"] < rows[1]["lines"]
+
+
+def test_words_are_the_same_in_both_languages(charts):
+    words = json.loads(charts.WORDS.read_text(encoding="utf-8"))
+    assert list(words["en"]) == list(words["ko"])
+
+
+@pytest.mark.parametrize("language", ["en", "ko"])
+def test_a_chart_is_drawn_with_text_and_a_dark_side(charts, language):
+    chart = charts.Chart("loss-any", {"losses": [3.0, 2.0], "every": 5, "held_out": [2.5, 2.25]}, charts.draw_losses)
+    words = json.loads(charts.WORDS.read_text(encoding="utf-8"))[language]
+    text = charts.svg_of(chart, words, narrow=False)
+    ElementTree.fromstring(text)
+    assert words["held out"] in text and words["loss"] in text and "prefers-color-scheme: dark" in text
+    for colour in (charts.INK, charts.SOFT, charts.GRID, charts.PAGE):
+        assert f": {colour}" in text, "a rule of the style would find nothing"
+    drawn = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", text.split("</style>", 1)[1]))
+    assert drawn <= {*charts.COLOURS, "#ffffff"}, "a colour without one for the dark"
