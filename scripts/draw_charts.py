@@ -33,6 +33,7 @@ from manual_counterparts import COUNTERPARTS, ONE_LINE, SINGLE
 from manual_runs import ratios_of, was_busy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 CHARTS = ROOT / "docs" / "assets" / "charts"
@@ -54,6 +55,7 @@ COLOURS = {
 """Each colour of a chart, and the one in its place where the reader's system is dark."""
 
 _PIXELS_PER_INCH = 72  # an SVG of matplotlib counts points
+_MARGIN = 0.12  # in inches
 _ROW = re.compile(r"^\| (\S+) \| `([^`]+)` \| (\d+) \| ([\d.]+) \| ([\d.]+) \| [+-][\d.]+% \|$", re.MULTILINE)
 
 Words = dict[str, str]
@@ -219,7 +221,8 @@ def draw_losses(run: dict[str, Any], words: Words, narrow: bool) -> Figure:
 def _figure(width: int, height: int) -> Figure:
     """Returns an empty figure of so many pixels."""
     size = (width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH)
-    return Figure(figsize=size, dpi=_PIXELS_PER_INCH, layout="constrained", facecolor=PAGE)
+    layout = ConstrainedLayoutEngine(w_pad=_MARGIN, h_pad=_MARGIN)
+    return Figure(figsize=size, dpi=_PIXELS_PER_INCH, layout=layout, facecolor=PAGE)
 
 
 def _plain(axes: Axes, *, grid: bool = False) -> None:

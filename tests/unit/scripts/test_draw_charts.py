@@ -1,4 +1,4 @@
-"""The charts of the site show the figures of now, in both languages, with text that is text and colours for the dark."""
+"""Charts of the site show the figures of now, in both languages, as text, with colours for the dark."""
 
 from __future__ import annotations
 
