@@ -3,11 +3,11 @@
 Decides how such a change is noticed, undone, and kept in the parameter that workers know. Must not know why a forward
 runs, or what its rows are.
 
-[Note: whole]
-Where rows are shared, a worker would change its copy by what it sees of its rows (an embedding with `max_norm`, a
-codebook that follows averages). So a forward that changes a trainable parameter runs whole, and every copy is changed
-alike. One without a gradient that is changed in place is state of the model, as a buffer is (the moving averages of
-Keras' normalisation): whether workers change it alike is compared.
+[Note: state]
+A parameter that a forward changes is state of the model, as a buffer is: a codebook that follows averages, an encoder
+that follows another, the moving averages of Keras' normalisation. Where rows are shared, a worker could change its copy
+by what it sees of its rows. So what becomes of it is compared, as what becomes of buffers is, and a forward under which
+copies would differ runs whole.
 
 [Note: in another's place]
 After ``self.weight = nn.Parameter(value)`` one process has a parameter of which no optimizer knows. Workers keep theirs
@@ -41,7 +41,7 @@ class WrittenParameters(TorchDispatchMode):
 
     Attributes:
         names: The parameters that were written.
-        state: What became of those among them that have no gradient and were written in place.
+        state: What became of those among them of which this worker has all entries.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -63,13 +63,14 @@ class WrittenParameters(TorchDispatchMode):
         super().__exit__(*raised)
         for name, (parameter, before) in self._before.items():
             if parameter.data_ptr() != before.data_ptr():  # ``parameter.data = other``
-                self.names.append(name)
+                if name not in self._values:
+                    self.names.append(name)
+                self.state[name] = parameter.detach()
                 parameter.data = before
         for name, value in self._values.items():
             if name in self._before:  # what FSDP2 gathered for the forward is not kept
-                parameter, before = self._before[name]
-                if not parameter.requires_grad and self.names.count(name) == 1:
-                    self.state[name] = before.clone()
+                _, before = self._before[name]
+                self.state.setdefault(name, before.clone())
                 before.copy_(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -65,16 +65,15 @@ class StateBefore:
 
     Args:
         module: The model, as it is now.
-        frozen: Whether values of parameters without gradients are among it.
+        written: Parameters whose values are among it.
 
     Attributes:
         members: What its modules hold now.
     """
 
-    def __init__(self, module: nn.Module, *, frozen: bool = False) -> None:
+    def __init__(self, module: nn.Module, written: Sequence[Tensor] = ()) -> None:
         self.members = Members(module)
-        parameters = [parameter for parameter in module.parameters() if frozen and not parameter.requires_grad]
-        values = [(tensor, tensor.detach().clone()) for tensor in (*module.buffers(), *parameters)]
+        values = [(tensor, tensor.detach().clone()) for tensor in (*module.buffers(), *written)]
         self._held = [
             (submodule, dict(submodule._buffers), own_attributes(submodule)) for submodule in module.modules()
         ]

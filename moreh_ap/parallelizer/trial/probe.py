@@ -65,8 +65,9 @@ class Probe:
         saw_counts, saw_statistics: See `GlobalReduction`.
         beside_rows: Call sites whose means over dim 0 count as much in one row as in several.
         takes_means: Whether the forward takes means over the batch.
-        written: A parameter that the forward changes.
+        written: The parameters that the forward changes.
         added: What the forward adds to the model's modules.
+        may_write: Whether the forward may change parameters, since a step runs it once.
         may_take_turns: Whether workers may take turns in drawing for rows, since none is cut into micro-batches.
         steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
     """
@@ -102,10 +103,10 @@ class Probe:
         self._drew = RandomPolicy()
         self._chosen = self._choose_rows()
         self._tolerance = tolerance_of(call)
-        self.written = ""
+        self.written: tuple[str, ...] = ()
         self.added: tuple[str, ...] = ()
         self._writes_nothing = False
-        self.may_take_turns = True
+        self.may_take_turns = self.may_write = True
         self.beside_rows: frozenset[int] = frozenset()
         self._turns = KnownTurns()
         self._state: dict[str, Tensor] = {}
@@ -311,8 +312,7 @@ class Probe:
         """Puts buffers, attributes and parameters back after the block.
 
         Raises:
-            Refused: Trainable parameters were changed: workers would change them by what they see of the rows. Or
-                members were added, which would be others on each worker.
+            Refused: The forward changes a part of a parameter, or one in each micro-batch, or it adds members.
         """
         module = self.call.module
         writes = None if self._writes_nothing else WrittenParameters(module)
@@ -324,10 +324,10 @@ class Probe:
         self._writes_nothing = writes is None or not writes.names
         self._state = {} if writes is None else writes.state
         if writes is not None and writes.names:
-            self.written = writes.names[0]
-            trainable = next((name for name in writes.names if name not in writes.state), None)
-            if trainable is not None:
-                raise Refused(f"the forward changes parameter {trainable}")
+            self.written = tuple(dict.fromkeys([*self.written, *writes.names]))
+            divided = next((name for name in writes.names if name not in writes.state or not self.may_write), None)
+            if divided is not None:
+                raise Refused(f"the forward changes parameter {divided}")
 
     def _run(
         self,

@@ -63,7 +63,7 @@ class SplitVerdict:
         attributes: The kinds of the leaves of each attribute that the forward sets.
         reason: Why it cannot be split; empty where it can.
         draws: Of everything drawn from common streams, how the rows lie in it.
-        written: A parameter that the forward itself changes first; empty where it changes none.
+        written: The parameters that the forward itself changes.
         added: What it adds to the model's modules: layers, buffers, hooks.
         means: Whether it takes means over the batch.
         rules: Which of its numbers are means over the batch.
@@ -85,7 +85,7 @@ class SplitVerdict:
     joined: bool = False
     draws: Draws = field(default_factory=Draws)
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    written: str = ""
+    written: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     dims: tuple[int | None, ...] | None = None
@@ -161,12 +161,14 @@ class _Trials:
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
         self._call, self._args, self._kwargs, self._rows = call, args, kwargs, rows
+        self._may_write = True
         self.faults: list[str] = []
 
     def run(self, parts: int, *, may_join: bool, may_turn: bool) -> SplitVerdict:
         """Returns the verdict of the first way that is right, or of one that says why none is."""
         call, args, kwargs, rows = self._call, self._args, self._kwargs, self._rows
         sizes = _group_sizes(rows, parts)
+        self._may_write = may_join
         may_meet = may_join and 1 < call.axis.size <= rows and stages_of(call.module) is None
         for each in sizes:
             probe = Probe(call, args, kwargs, rows, each=each)
@@ -211,6 +213,7 @@ class _Trials:
 
     def _compare(self, probe: Probe) -> SplitVerdict:
         clear_gradients(self._call)
+        probe.may_write = self._may_write
         found = compare(probe)
         self.faults += found.faults
         kinds = [*found.kinds, *itertools.chain(*found.attributes.values())]
@@ -226,7 +229,7 @@ class _Trials:
         with filled(zeros):
             call = replace(probe.call, grad=False)
             other = type(probe)(call, self._args, self._kwargs, self._rows, each=probe.each)
-            other.may_take_turns = probe.may_take_turns
+            other.may_take_turns, other.may_write = probe.may_take_turns, probe.may_write
             again = compare(other)
         return found if again.split else replace(again, could_run=found.could_run)
 

@@ -118,7 +118,7 @@ class CallPreparation:
         self.kept: set[str] = set()
         """Attributes that forwards have set so far."""
         self.written: list[Tensor] = []
-        """Of the parameters that a forward changes, those that it changes first."""
+        """The parameters that forwards change."""
         self.run_once: set[Hashable] = set()
         """Kinds of calls that were run and added nothing to the model."""
         self._verdicts: dict[Hashable, SplitVerdict] = {}
@@ -342,8 +342,8 @@ class CallPreparation:
                 verdict = SplitVerdict(False, (), FEWER_ROWS)
             self._faults = verdict.faults
             if verdict.written:
-                self._require_full_parameters(verdict.written)
-                self.written = [self.model.module.get_parameter(verdict.written)]
+                self._require_full_parameters(verdict.written[0])
+                self.written = list({*self.written, *map(self.model.module.get_parameter, verdict.written)})
             if not verdict.split:
                 what = UNSPLIT if workers > 1 else _NOT_CUT
                 verdict = replace(verdict, reason=f"{what}: {verdict.reason}")

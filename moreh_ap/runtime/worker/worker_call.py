@@ -109,15 +109,16 @@ class CallCommands:
         prepared = known or preparation.prepare(key, signature, command, arrived.whole(), local, random)
         if not isinstance(prepared, PreparedCall):
             return prepared
-        may_be_undone = prepared.kind not in preparation.run_once or prepared.call.gathering is not None
-        before = StateBefore(model.module, frozen=bool(preparation.written)) if may_be_undone else None
-        versions = [tensor._version for tensor in (*model.module.buffers(), *preparation.written)]
+        gathers_or_writes = prepared.call.gathering is not None or bool(preparation.written)
+        may_be_undone = prepared.kind not in preparation.run_once or gathers_or_writes
+        before = StateBefore(model.module, preparation.written) if may_be_undone else None
+        versions = [tensor._version for tensor in model.module.buffers()]
         try:
             run = self._run(prepared, arrived, random)
         except Diverged as divergence:
             if before is not None:
                 before.put_back()
-            elif versions != [tensor._version for tensor in (*model.module.buffers(), *preparation.written)]:
+            elif versions != [tensor._version for tensor in model.module.buffers()]:
                 raise changes_buffers(divergence) from divergence
             preparation.compute_unsplit(prepared, divergence)
             prepared = preparation.prepare(key, signature, command, arrived.whole(), local, random)

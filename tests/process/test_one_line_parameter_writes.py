@@ -1,0 +1,155 @@
+"""Forwards that change parameters: each worker computes its rows where all workers change them alike."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_one_line_training import assert_same, on_both
+from torch import Tensor, nn
+
+WHOLE = "Every device computes the whole batch"
+
+
+class CodebookOfParameters(nn.Module):
+    """The averages and the codebook are parameters, and each forward puts others in their place."""
+
+    def __init__(self, width: int = 4, codes: int = 12, decay: float = 0.9) -> None:
+        super().__init__()
+        self.codes, self.decay = codes, decay
+        self.codebook = nn.Embedding(codes, width)
+        self.sums = nn.Parameter(torch.randn(codes, width))
+        self.register_buffer("counts", torch.zeros(codes))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = inputs.permute(0, 2, 3, 1).contiguous()
+        flat = inputs.view(-1, inputs.shape[-1])
+        weight = self.codebook.weight
+        distances = flat.square().sum(1, keepdim=True) + weight.square().sum(1) - 2 * flat @ weight.t()
+        chosen = distances.argmin(1).unsqueeze(1)
+        encodings = torch.zeros(chosen.shape[0], self.codes, device=inputs.device)
+        encodings.scatter_(1, chosen, 1)
+        quantized = torch.matmul(encodings, weight).view(inputs.shape)
+        if self.training:
+            self.follow(encodings, flat)
+        loss = F.mse_loss(quantized.detach(), inputs)
+        return loss, (inputs + (quantized - inputs).detach()).permute(0, 3, 1, 2)
+
+    def follow(self, encodings: Tensor, flat: Tensor) -> None:
+        self.counts = self.counts * self.decay + (1 - self.decay) * encodings.sum(0)
+        total = self.counts.sum()
+        self.counts = (self.counts + 1e-5) / (total + self.codes * 1e-5) * total
+        self.sums = nn.Parameter(self.sums * self.decay + (1 - self.decay) * encodings.t() @ flat)
+        self.codebook.weight = nn.Parameter(self.sums / self.counts.unsqueeze(1))
+
+
+class CodebookOfData(CodebookOfParameters):
+    """The same with `.data`, where the codebook's parameter is a trainable one."""
+
+    @torch.no_grad()
+    def follow(self, encodings: Tensor, flat: Tensor) -> None:
+        self.counts.mul_(self.decay).add_(encodings.sum(0), alpha=1 - self.decay)
+        self.sums.data = self.sums.data * self.decay + (1 - self.decay) * (encodings.t() @ flat)
+        self.codebook.weight.data.copy_(self.sums / (self.counts + 0.1).unsqueeze(1))
+
+
+class Autoencoder(nn.Module):
+    def __init__(self, codebook: nn.Module) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(1, 8, 4, 2, 1), nn.ReLU(), nn.Conv2d(8, 4, 3, 1, 1))
+        self.codebook = codebook
+        self.decoder = nn.Sequential(nn.ConvTranspose2d(4, 8, 4, 2, 1), nn.ReLU(), nn.Conv2d(8, 1, 3, 1, 1))
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        loss, quantized = self.codebook(self.encoder(x))
+        return 0.25 * loss + F.mse_loss(self.decoder(quantized), x)
+
+
+class Follower(nn.Module):
+    """As BYOL: an encoder whose parameters get new data in every forward follows another; the targets are centred."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 6))
+        self.target = copy.deepcopy(self.online)
+        self.predictor = nn.Linear(6, 6)
+        self.register_buffer("centre", torch.zeros(1, 6))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for online, target in zip(self.online.parameters(), self.target.parameters()):
+            target.data = target.data * 0.9 + online.data * 0.1
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.follow()
+        predicted = F.normalize(self.predictor(self.online(x)), dim=-1)
+        with torch.no_grad():
+            found = self.target(y)
+            self.centre = self.centre * 0.9 + found.mean(dim=0, keepdim=True) * 0.1
+        return (2 - 2 * (predicted * F.normalize(found - self.centre, dim=-1)).sum(-1)).mean()
+
+
+class Teacher(nn.Module):
+    """A mean teacher whose parameters look trainable: it follows sooner at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Flatten(), nn.Linear(64, 6))
+        self.teacher = copy.deepcopy(self.student)
+        self.steps = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.steps += 1
+        decay = min(1 - 1 / (self.steps + 1), 0.99)
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.student.parameters()):
+                own.data.mul_(decay).add_(other.data, alpha=1 - decay)
+            target = self.teacher(y).softmax(-1)
+        return F.kl_div(self.student(x).log_softmax(-1), target, reduction="batchmean")
+
+
+MODELS = {
+    "codebook of parameters": lambda: Autoencoder(CodebookOfParameters()),
+    "codebook of data": lambda: Autoencoder(CodebookOfData()),
+    "follower": Follower,
+    "teacher": Teacher,
+}
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", MODELS)
+def test_changed_parameters_are_those_of_one_device_and_each_worker_computes_its_rows(name, accelerator, capsys):
+    def script(device):
+        model = MODELS[name]().to(device)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        losses = []
+        for rows in (8, 8, 5, 8):
+            loss = model(torch.randn(rows, 1, 8, 8).to(device), torch.randn(rows, 1, 8, 8).to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, model.state_dict()
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
+def test_micro_batches_would_change_a_parameter_once_each(accelerator, capsys):
+    def script(device):
+        model, losses = Follower().to(device), []
+        optimizer = torch.optim.SGD([*model.online.parameters(), *model.predictor.parameters()], lr=0.05)
+        for _ in range(3):
+            loss = model(torch.randn(8, 1, 8, 8).to(device), torch.randn(8, 1, 8, 8).to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, model.state_dict()
+
+    accelerator("replicate=2,micro_batches=2")
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert "the forward changes parameter target" in capsys.readouterr().out
