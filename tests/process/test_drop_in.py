@@ -18,7 +18,7 @@ pytestmark = pytest.mark.rotating  # one more script each
     "script, losses",
     [
         ("drop_in_accelerate.py", 27),
-        ("drop_in_nanogpt.py", 14),
+        ("../../../tutorials/own_script.py", 14),
         ("drop_in_mnist.py", 9),
         ("drop_in_lstm.py", 11),
         ("drop_in_gan.py", 24),

@@ -1,11 +1,16 @@
 """A decoder in one file: trains with accumulated gradients, evaluates, saves, resumes in a new model, generates.
 
-With --ap it has the one line; prints losses, norms of gradients and generated tokens.
+    python tutorials/own_script.py                       # as it was written, for one GPU or for the CPU
+    python tutorials/own_script.py --ap                  # with the one line: the same losses
+    python tutorials/own_script.py --ap --width 512      # a model that is large enough for two CPU workers
+
+Stands for a script of yours: nothing of it was written for this package. Prints losses, norms of gradients and
+generated tokens. docs/ap/own-script.md goes through what the one line makes of each part.
 """
 
+import argparse
 import inspect
 import math
-import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
@@ -13,8 +18,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-if "--ap" in sys.argv:
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--ap", action="store_true", help="with the one line")
+parser.add_argument("--width", type=int, default=32, help="of the model")
+args = parser.parse_args()
+
+# --8<-- [start:line]
+if args.ap:
     torch.moreh.option.enable_advanced_parallelization(mixed_precision=False)
+# --8<-- [end:line]
 
 NUM_STEPS, NUM_WARMUP, NUM_ACCUMULATED, BATCH_SIZE = 12, 3, 2, 8
 LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e-2
@@ -133,6 +145,7 @@ class Decoder(nn.Module):
         return tokens_BT
 
 
+# --8<-- [start:batch]
 def draw_batch(name):
     """Returns excerpts of a text from random places, and the same excerpts one token later."""
     text, window = texts[name], Sizes.window
@@ -141,6 +154,7 @@ def draw_batch(name):
     if device_type == "cuda":
         return [half.pin_memory().to(device, non_blocking=True) for half in pair]
     return [half.to(device) for half in pair]
+# --8<-- [end:batch]
 
 
 @torch.no_grad()
@@ -168,6 +182,7 @@ def learning_rate(step):
     return LOWEST_RATE + (HIGHEST_RATE - LOWEST_RATE) * (math.cos(angle) + 1) / 2
 
 
+# --8<-- [start:train]
 def train(model, optimizer, steps):
     """Trains; each batch is drawn between the forward and the backward of the one before."""
     scaler = torch.amp.GradScaler(device_type, enabled=False)
@@ -187,6 +202,7 @@ def train(model, optimizer, steps):
         optimizer.zero_grad(set_to_none=True)
         scaler.update()
         print(f"step {step}: loss {share.item() * NUM_ACCUMULATED:.6f}\nnorm {norm:.6f}")
+# --8<-- [end:train]
 
 
 torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
@@ -196,9 +212,9 @@ device_type = device.partition(":")[0]
 on_gpu = device_type == "cuda"
 precision = torch.amp.autocast(device_type=device_type, enabled=False) if on_gpu else nullcontext()
 texts = {name: torch.randint(0, Sizes.num_tokens, (2000,)) for name in ("training", "held-out")}
-file = "decoder-ap.pt" if "--ap" in sys.argv else "decoder.pt"
+file = "decoder-ap.pt" if args.ap else "decoder.pt"
 
-model = Decoder(Sizes())
+model = Decoder(Sizes(width=args.width))
 model.to(device)
 print("weights", model.num_weights())
 optimizer = model.optimizer(device_type)
@@ -207,6 +223,7 @@ train(model, optimizer, range(half))
 means = evaluate(model)
 for name, mean in means.items():
     print(f"{name} loss {mean:.6f}")
+# --8<-- [start:save]
 state = {"sizes": asdict(model.sizes), "num_steps": half, "held-out": means["held-out"]}
 state |= {"weights": model.state_dict(), "moments": optimizer.state_dict()}
 torch.save(state, file)
@@ -218,6 +235,7 @@ model.to(device)
 optimizer = model.optimizer(device_type)
 optimizer.load_state_dict(state["moments"])
 train(model, optimizer, range(state["num_steps"], NUM_STEPS))
+# --8<-- [end:save]
 model.eval()
 prompt = torch.tensor([[5, 6, 7]], dtype=torch.long, device=device)
 print("generated", model.generate(prompt, 8, temperature=0.8, num_best=5)[0].tolist())
