@@ -275,7 +275,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names("Dropout of any dimensions.", ("torch.nn.modules.dropout._DropoutNd", "session/verification")),
     *_names(
         "Calls that PyTorch would run global hooks around stay in the controller.",
-        ("torch.nn.modules.module._has_any_global_hook", "session/calls"),
+        ("torch.nn.modules.module._has_any_global_hook", "session session/calls"),
     ),
     *_names(
         "Replaced: `DataParallel` finds no device to scatter to.",

@@ -68,6 +68,8 @@ def shard_rules(func: Any) -> ShardRules:
     if func is aten.view.dtype:  # it changes how many elements a dim has
         return _NONE
     found, is_pointwise = _TABLE.get(func.overloadpacket), torch.Tag.pointwise in func.tags
+    if torch.Tag.data_dependent_output in func.tags:  # torch.equal is tagged as pointwise, and gives one bool
+        return _NONE
     if found is not None and not (found is _BY_ROW and is_pointwise):  # torch.max of two tensors is pointwise
         return found
     if func._opname.startswith(_FOREACH):

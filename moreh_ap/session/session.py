@@ -95,6 +95,7 @@ class Session:
         self.use_all_devices: Callable[[str], bool] | None = None  # see `recovery`
         self.runs_after_answer = False  # whether a model's outputs are promised before they are computed
         self.script_only_hooks: set[int] = set()  # see `script_hooks.RunsInScriptOnly`
+        self.has_told_of_global_hooks = False
 
     @property
     def uses_fewer_devices(self) -> bool:

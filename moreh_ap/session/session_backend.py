@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
 
 from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.protocol.messages.devices import DeviceInfo
 from moreh_ap.protocol.messages.stream import Synchronize
+from moreh_ap.session import script_line
 from moreh_ap.session.calls import autograd_api, clipping
 from moreh_ap.session.calls.answer_check import MakesMembers
 from moreh_ap.session.calls.extended_call import ExtendedCalls, call_remotely
@@ -66,6 +69,9 @@ class SessionBackend:
         return self._registry.routes
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch_modules._has_any_global_hook():
+            self._warn_of_global_hooks(module)
+            return NotImplemented
         found, hooks_done = self._registry.find(module, args, kwargs), 0
         while found is not None:
             try:
@@ -75,6 +81,18 @@ class SessionBackend:
             except MakesMembers:
                 return self._registry.call_here(found[0], module, args, kwargs)
         return NotImplemented
+
+    def _warn_of_global_hooks(self, module: nn.Module) -> None:
+        """Says that a training call is computed here: a hook on all modules is given what each module computes."""
+        parameter = next(iter(module.parameters()), None)
+        is_here = parameter is not None and parameter.is_cuda and torch.is_grad_enabled()
+        if is_here and not self._session.has_told_of_global_hooks:
+            self._session.has_told_of_global_hooks = True
+            script_line.warn(
+                f"{type(module).__name__} is computed in the script's own process, operation by operation, as long as "
+                "there is a hook on all modules (register_module_forward_hook, FlopCounterMode). Hooks on the modules "
+                "of a model leave it on the workers. See: docs/limits.md#models"
+            )
 
     def note_moved(self, root: nn.Module) -> None:
         self._registry.note_moved(root)

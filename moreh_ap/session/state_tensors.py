@@ -110,6 +110,8 @@ class StateHolder:
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an ATen operation on the workers; NotImplemented if it has no rule for that."""
+        if func is torch.ops.aten.equal.default and args[0].size() != args[1].size():
+            return False  # libraries look for a parameter among others in this way
         rule = shard_rules(func).state
         if rule is None or torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.inplace_view in func.tags:
             return NotImplemented

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from one_line_models import tiny_llama
 from test_one_line_training import assert_same, batches, on_both, once
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from moreh_ap.errors import UnsupportedError
 
@@ -293,13 +294,62 @@ def test_what_would_be_lost_is_refused():
         model(x)
     legacy.remove()
     model.first._is_full_backward_hook = None
-    everywhere = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    assert model(x).shape == (5, 5)
+
+
+def test_hooks_on_all_modules_and_counts_of_operations():
+    """`FlopCounterMode`, which summaries of models use, puts hooks on all modules while it counts."""
+
+    def script(device):
+        model, x, y = net_and_batch(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        sums, losses = [], []
+        with FlopCounterMode(display=False) as of_forward, torch.no_grad():
+            model(x)
+
+        def step():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+
+        step()
+        with FlopCounterMode(display=False) as of_step:
+            step()
+        hook = nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: sums.append(output.detach().sum())
+        )
+        step()
+        hook.remove()
+        step()
+        counted = torch.tensor([of_forward.get_total_flops(), of_step.get_total_flops()])
+        return counted, *losses, *sums, *gradients(model)
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("error:.*operation by operation")
+def test_a_training_call_with_a_hook_on_all_modules_says_that_it_leaves_the_workers(session):
+    session.has_told_of_global_hooks = False
+    model, x, _ = net_and_batch("cuda")
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
     try:
-        with pytest.raises(UnsupportedError, match="all modules"):
+        with torch.no_grad():
+            model(x)
+        with pytest.raises(UserWarning, match="Net is computed in the script's own process"):
             model(x)
     finally:
-        everywhere.remove()
-    assert model(x).shape == (5, 5)
+        hook.remove()
+
+
+def test_parameters_are_found_among_others():
+    """Lightning's `BaseFinetuning` asks `torch.equal` which parameters an optimizer has."""
+    model, x, y = net_and_batch("cuda")
+    F.cross_entropy(model(x), y).backward()
+    first, *others = model.parameters()
+    assert torch.equal(first, first.detach().clone()) and not torch.equal(first, first + 1)
+    assert not any(torch.equal(first, other) for other in others)
 
 
 @once

@@ -6,6 +6,7 @@ Decides where tensors that a forward makes or moves end up. Must not know losses
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,3 +49,8 @@ class OwnDevice(TorchFunctionMode):
         if kwargs.get("device") in CUDA_DEVICES:
             kwargs = {**kwargs, "device": self.device}
         return func, args, kwargs
+
+
+def on_own_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, code of a model that names "cuda" gets this worker's `device`: a worker with a GPU sees no other."""
+    return OwnDevice(device) if device.type == "cpu" else nullcontext()

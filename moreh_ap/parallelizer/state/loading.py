@@ -27,6 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moreh_ap.errors import LoadError
 from moreh_ap.hosts.host_files import path_here
+from moreh_ap.parallelizer.call.placement import on_own_device
 from moreh_ap.parallelizer.data.fsdp import fsdp_modules, keeps_parameters_on_host
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
@@ -144,7 +145,7 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
     to_fill = {id(tensors[same[0]]): tensors[same[0]] for same in names}
     aside, is_sharded = modules_aside(module), bool(fsdp_modules(module))
     held = set(to_fill) if is_sharded else _allocate_in_place(to_fill.values(), device)
-    with torch.no_grad():
+    with torch.no_grad(), on_own_device(device):  # a library's class may make tensors where its own ones are
         module._apply(
             lambda t: (
                 torch.empty_like(t, device=device_of_shards if isinstance(t, DTensor) else device)

@@ -21,7 +21,7 @@ from moreh_ap.session.calls import double_backward, output_watchers, row_shard_r
 from moreh_ap.session.calls.answer_check import MakesMembers, ReadsPassedState
 from moreh_ap.session.calls.remote_call import Call, send_call
 from moreh_ap.session.models.remote_model import RemoteModel
-from moreh_ap.session.models.script_hooks import RunsInScriptOnly, refuse_global_hooks
+from moreh_ap.session.models.script_hooks import RunsInScriptOnly
 
 
 class ExtendedCalls:
@@ -74,7 +74,6 @@ def call_remotely(
         Exception: The forward raised it on a worker; its type is kept. Raised here if the result was waited for;
             otherwise it is raised by the next call or read.
     """
-    refuse_global_hooks()
     generator = model.session.generator
     random_state = (generator.state(), generator.streams()) if model.may_be_called_again() else None
     passed_state = model.passed_state(path) if model.passes_state else {}

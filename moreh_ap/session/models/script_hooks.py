@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import cloudpickle
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from moreh_ap.device.tensor import VirtualTensor
@@ -239,26 +238,6 @@ class ScriptHooks:
                     hook(module, grad_inputs, grad_outputs)
 
         call.watch([index for index in wanted if index is not None], run)
-
-
-def refuse_global_hooks() -> None:
-    """Raises for global module hooks, which do not reach the workers.
-
-    Raises:
-        UnsupportedError: A global hook exists.
-    """
-    kinds = (
-        "_global_forward_pre_hooks",
-        "_global_forward_hooks",
-        "_global_backward_pre_hooks",
-        "_global_backward_hooks",
-    )
-    for hook in (hook for kind in kinds for hook in getattr(torch_modules, kind).values()):
-        raise UnsupportedError(
-            f"{_name(hook)} is a hook on all modules: it would not run in the workers.",
-            allowed="Hooks on modules of the model.",
-            fix="for module in model.modules(): module.register_forward_hook(hook)",
-        )
 
 
 def _top_level(given: Any, indices: Any) -> list[int | None]:

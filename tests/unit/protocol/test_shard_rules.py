@@ -35,6 +35,7 @@ def test_every_rule_is_carried_out_and_used() -> None:
         (aten.view.default, ShardRules(BatchRule.NEW_SIZES, None, ActivationRule.VIEW)),
         (aten.view.dtype, ShardRules()),
         (aten.mm.default, ShardRules()),
+        (aten.equal.default, ShardRules()),
         (aten.native_dropout.default, ShardRules()),
     ],
     ids=str,
