@@ -16,6 +16,8 @@ What differs from a worker on a GPU, and why:
   allocator may hold more; that is not looked at here.
 - The optimizer is told `foreach=True`, its default on GPUs, and steps on the local parts, since the tracker takes the
   whole shapes that DTensor computes with for memory.
+- With `offload=all`, host memory is a device of its own: its tensors say that they are on "cuda", where nothing runs,
+  and FSDP2's copies between host and device go from one to the other.
 - Targets are not checked against the vocabulary and positions not for packed rows: both would read a number.
 """
 
@@ -34,6 +36,7 @@ from typing import Any
 from unittest import mock
 
 GIB = 2**30
+_HOST = "cuda"
 CASES = (
     ("Llama2-7B", "shard=8,precision=bf16", 0),
     ("Llama2-7B", "replicate=8,precision=bf16", 0),
@@ -78,6 +81,7 @@ class Case:
         plan: The plan.
         rank: The rank that was looked at.
         tracked_bytes: Most bytes at a time in the second step.
+        host_bytes: Most bytes in host memory at a time, with `offload=all`.
         predicted_bytes: What `estimate_memory` says is allocated there.
         forward_bytes: Most bytes in the forward, and so on. Where forward waits for backward, it is in the backward.
         backward_bytes: Most bytes in the backward.
@@ -93,6 +97,7 @@ class Case:
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     step_bytes: float = 0.0
+    host_bytes: float = 0.0
     problem: str = ""
 
     @property
@@ -127,6 +132,7 @@ def track(
     import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
@@ -181,6 +187,9 @@ def track(
         # Fake tensors leave weak references to what they are made of, and PyTorch swaps no tensor that has one.
         mock.patch.object(loading, "_allocate_in_place", lambda tensors, _device: set(map(id, tensors))),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
+        mock.patch.object(loading, "HOST", torch.device(_HOST)),
+        mock.patch.object(FSDPParamGroup, "_validate_cpu_offload_params"),
+        _host_memory(),
     ):
         names = [same for same in _names_by_tensor(module) if not any(one in applied.absent for one in same)]
         _allocate(module, names, cpu)
@@ -196,6 +205,7 @@ def track(
         call = Call(module, mode, cpu, axis=position.data, kinds=kinds)
         global_batch = plan.data_parallel * local_rows
         with _tracker(held) as tracker:
+            host_bytes = 0.0
             for _ in range(2):
                 run = way_to_execute(call, plan, global_batch, meta)(call, (), batch)
                 if own_loss:
@@ -213,6 +223,7 @@ def track(
                 optimizer.step()
                 for one in (*held, *parts):
                     one.grad = None
+                host_bytes = tracker.peak_on_host()
                 peaks = (forward, backward, tracker.take_peak())
     dist.destroy_process_group()
     shape, system = from_config(numbers), MOREH_AP
@@ -221,7 +232,24 @@ def track(
         profile = with_adapters(profile, adapters_of(profile, shape, adapter_rank), FROZEN_WEIGHTS["fp32"])
         system = replace(system, trains_weights=False)
     predicted = estimate_memory(profile, plan, global_batch, system, position=position.pipeline.rank)
-    return Case(name, text, rank, max(peaks), predicted.allocated_bytes, *peaks)
+    return Case(name, text, rank, max(peaks), predicted.allocated_bytes, *peaks, host_bytes)
+
+
+def _host_memory() -> Any:
+    """Returns what has FSDP2's copies of gradients to host memory arrive on the device that stands for it.
+
+    These alone say that they go to the CPU and whether they wait; there everything else is on the CPU already.
+    """
+    import torch
+
+    move = torch.Tensor.to
+
+    def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if args == (torch.device("cpu"),) and "non_blocking" in kwargs and tensor.device.type == "cpu":
+            return torch.ops.aten._to_copy.default(tensor, device=torch.device(_HOST))
+        return move(tensor, *args, **kwargs)
+
+    return mock.patch.object(torch.Tensor, "to", to)
 
 
 def _gradient_of_own_loss(logits: Any, labels: Any) -> Any:
@@ -258,6 +286,10 @@ def _tracker(held: list[Any]) -> Any:
             peak = self._peak_mem.get(torch.device("cpu"), 0)  # not what the dry runs of micro-batches have on meta
             self._peak_mem = {}
             return float(peak)
+
+        def peak_on_host(self) -> float:
+            """Returns the most bytes at a time on the device that stands for host memory, since `take_peak`."""
+            return float(sum(peak for device, peak in self._peak_mem.items() if device.type == _HOST))
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(issubclass(one, SplitTensor) for one in types):

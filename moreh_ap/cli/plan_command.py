@@ -276,6 +276,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
         "memory": {
             "allocated_bytes": memory.allocated_bytes,
             "reserved_bytes": memory.reserved_bytes,
+            "host_bytes": memory.host_bytes,
             "pipeline_position": memory.position,
             "parts_bytes": dict(memory.components),
         },

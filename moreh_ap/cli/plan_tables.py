@@ -46,10 +46,16 @@ def print_ranking(ranking: Ranking, top: int) -> None:
         [
             f"GiB: reserved on the fullest device, of {task.usable_bytes / 2**30:.1f} usable."
             + (_LEGEND if len(columns) > 3 else ""),
+            *([_in_host_memory(best)] if best.plan.offload == "all" else []),
             f'plan="{best.plan}"',
             best.plan.platform_line(task.global_batch),
         ],
     )
+
+
+def _in_host_memory(best: Candidate) -> str:
+    needed, usable = best.memory.host_bytes / 2**30, best.usable_host_bytes / 2**30
+    return f"In host memory, for a device: {needed:.1f} GiB, of {usable:.1f} that the machine is taken to have."
 
 
 def print_fewer(fewer: Ranking, ranking: Ranking) -> None:
@@ -128,6 +134,9 @@ def _components_table(candidates: list[Candidate]) -> Table:
         table.add_row("memory, GiB" if row == 0 else "", label, *(f"{one[row][1] / 2**30:.2f}" for one in memories))
     table.add_row("", "allocated", *(f"{one.memory.allocated_bytes / 2**30:.2f}" for one in candidates))
     table.add_row("", "reserved", *(f"{one.memory.reserved_bytes / 2**30:.2f}" for one in candidates), end_section=True)
+    if any(one.memory.host_bytes for one in candidates):
+        on_host = (f"{one.memory.host_bytes / 2**30:.2f}" for one in candidates)
+        table.add_row("", "in host memory", *on_host, end_section=True)
     steps = [candidate.step for candidate in candidates if candidate.step is not None]
     times = [step.components for step in steps]
     for row, (label, _, _) in enumerate(times[0]):

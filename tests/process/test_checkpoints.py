@@ -27,6 +27,7 @@ from moreh_ap.session.state_tensors import OnWorkers
 pytestmark = pytest.mark.rotating  # one more plan or format each
 
 FOUR_TWO_ONE = ["replicate=2,shard=2", "replicate=2", "tensor=2", "shard=2", "replicate=1", "pipeline=2"]
+OFFLOADED = ["shard=2,replicate=2,offload=all", "tensor=2", "offload=all", "shard=2", "micro_batches=2,offload=all"]
 
 
 class OwnMomentum(torch.optim.Optimizer):
@@ -70,10 +71,11 @@ def test_parts_of_parts_come_back(accelerator, tmp_path, plan):
     torch.testing.assert_close(after.optimizer.state_dict(), before.optimizer.state_dict(), rtol=0, atol=0)
 
 
-def test_every_plan_goes_on_where_another_stopped(accelerator, tmp_path, uninterrupted):
+@pytest.mark.parametrize("plans", [FOUR_TWO_ONE, OFFLOADED], ids=["on the device", "in host memory"])
+def test_every_plan_goes_on_where_another_stopped(accelerator, tmp_path, uninterrupted, plans):
     """On 4, 2, 1 and 2 workers, and after each plan a plain model in one process."""
     losses, num_before = [], 0
-    for leg, plan in enumerate(FOUR_TWO_ONE):
+    for leg, plan in enumerate(plans):
         session = accelerator(plan)
         run = Run("cuda", seed=100 + leg)
         if leg == 0:

@@ -41,6 +41,8 @@ CASES = [
     *(("llama, head trained", plan) for plan in ("shard=2", "pipeline=2,micro_batches=2")),
     *(("llama", plan) for plan in ("shard=2,micro_batches=2", "shard=2,offload=optimizer", "replicate=2,shard=2")),
     *(("llama, embedding", plan) for plan in ("replicate=2", "shard=2", "shard=2,recompute=full")),
+    *(("llama", plan) for plan in ("offload=all", "shard=2,micro_batches=2,recompute=full,offload=all")),
+    *((name, "shard=2,offload=all") for name in ("gpt2", "llama, DoRA", "llama, embedding")),
 ]
 
 

@@ -185,6 +185,24 @@ def test_evaluation_and_generation(plan: str) -> None:
     assert_same(*on_both(script))
 
 
+def test_tied_weights_stay_one_tensor_with_one_state(plan: str) -> None:
+    def script(device: str) -> Any:
+        model = tiny_gpt2().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+        gradients = []
+        for batch in batches(device, 3):
+            model(**batch, use_cache=False).loss.backward()
+            gradients.append(model.lm_head.weight.grad.cpu().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.lm_head.weight is model.transformer.wte.weight
+        saved = on_host(model)
+        assert torch.equal(saved["lm_head.weight"], saved["transformer.wte.weight"])
+        return len(optimizer.state_dict()["state"]), gradients, saved
+
+    assert_same(*on_both(script))
+
+
 def test_bf16_plans_keep_the_loss_curve(accelerator: Any) -> None:
     def losses(device: str) -> list[float]:
         torch.manual_seed(0)

@@ -9,6 +9,8 @@ import packed_models
 import pytest
 import torch
 
+from moreh_ap.plan import Plan
+
 BYTES = 4 * packed_models.WIDTH**2 // 2
 
 
@@ -24,10 +26,12 @@ def alone(team):
         ("shard=2", BYTES // 2),
         ("shard=2,micro_batches=2", BYTES // 2),
         ("shard=2,recompute=full", BYTES // 2),
+        ("offload=all", BYTES),
+        ("shard=2,micro_batches=2,offload=all", BYTES // 2),
     ],
 )
 def test_packed_bytes_are_replicated_or_sharded_and_train_adapters_as_on_one_device(team, alone, plan, held):
-    for found in team.run(2, packed_models.trained, plan=plan):
+    for found in team.run(Plan.parse(plan).num_devices, packed_models.trained, plan=plan):
         assert found["held"] == held and alone["held"] == BYTES
         assert all(map(torch.equal, found["packed"], alone["packed"]))
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)

@@ -30,6 +30,8 @@ PLANS = [
     "shard=8,recompute=full,precision=bf16 with adapters",
     "shard=8,micro_batches=4,precision=bf16 with adapters",
     "replicate=8 with adapters",
+    "recompute=full,precision=bf16,offload=all",
+    "replicate=2,shard=2,micro_batches=2,recompute=full,precision=bf16,offload=all",
 ]
 
 

@@ -84,7 +84,9 @@ def shard(
     """
     compute = None if plan.precision == "fp32" else torch.bfloat16
     inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
-    fsdp_mesh = mesh["replicate", "shard"] if plan.replicate > 1 or plan.shard == 1 else mesh["shard"]
+    # Without replicas to sum over, an axis of one shard alone keeps no sum of the unit before.
+    with_replicas = plan.replicate > 1 or (plan.shard == 1 and plan.offload != "all")
+    fsdp_mesh = mesh["replicate", "shard"] if with_replicas else mesh["shard"]
     # A copy on every device frees no memory worth a second cast; a pipeline would gather again for each micro-batch.
     free_after_forward = plan.gathers_in_turn
     options: dict[str, Any] = {
@@ -119,7 +121,8 @@ def shard(
         waiting = "nothing"  # see [Note: parameters in host memory]
     object.__setattr__(module, _WAITING, waiting)
     for submodule in fsdp_modules(module):
-        submodule.set_gradient_divide_factor(1.0)
+        if plan.data_parallel > 1 or plan.offload != "all":  # FSDP2 copies the gradients of one device to divide them
+            submodule.set_gradient_divide_factor(1.0)
         submodule.set_force_sum_reduction_for_comms(True)
 
 

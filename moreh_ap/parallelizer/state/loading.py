@@ -37,6 +37,9 @@ from moreh_ap.protocol.tensor_source import TensorSource as TensorSource
 Piece = tuple[tuple[slice, ...], tuple[slice, ...]]
 """Slices of a whole tensor, and the slices of this worker's shard that hold them."""
 
+HOST = torch.device("cpu")
+"""Where shards lie that a plan keeps in host memory."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -141,7 +144,7 @@ def _names_by_tensor(module: nn.Module) -> list[list[str]]:
 def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -> None:
     """Gives the tensors of `names` memory without values, and ties again what that took apart."""
     tensors = _tensors_by_name(module)
-    device_of_shards = torch.device("cpu") if keeps_parameters_on_host(module) else device
+    device_of_shards = HOST if keeps_parameters_on_host(module) else device
     to_fill = {id(tensors[same[0]]): tensors[same[0]] for same in names}
     aside, is_sharded = modules_aside(module), bool(fsdp_modules(module))
     held = set(to_fill) if is_sharded else _allocate_in_place(to_fill.values(), device)

@@ -27,6 +27,10 @@ class Coefficients:
         message_s: Seconds that sender and receiver of a pipeline's message need to agree on it.
         host_bytes_per_s: Bytes a second between a device and its host's memory, one way at a time. Source: PCIe 4.0, 16
             lanes, 31.5 GB/s, of which copies of pinned memory reach about 0.8.
+        host_step_bytes_per_s: Bytes a second that an optimizer of PyTorch reads and writes on the processors of a host.
+            An assumption, for no host with a GPU was measured: a tenth of eight channels of DDR4-3200, 204.8 GB/s.
+        pinned: Bytes of pinned host memory for each byte asked for. Source: powers of two, whose mean over sizes is a
+            third above (`runtime/worker/optimizer_offload.py`).
         step_s: Seconds of a step that depend on nothing: the loop, logging, the scheduler.
         fragmentation: Part of the transient memory that the allocator holds beyond what is allocated.
         reserved_bytes: What it holds in any case: workspaces, and halves of segments.
@@ -41,6 +45,8 @@ class Coefficients:
     bucket_parameters: float = 8.69e06
     message_s: float = 1e-5
     host_bytes_per_s: float = 2.5e10
+    host_step_bytes_per_s: float = 2.0e10
+    pinned: float = 4.0 / 3.0
     step_s: float = 0.0229
     fragmentation: float = 0.05
     reserved_bytes: float = 0.5 * 2**30

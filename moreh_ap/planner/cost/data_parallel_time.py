@@ -42,8 +42,11 @@ def data_s(
         wide: 1.0 for 16-bit values, 2.0 for float32.
     """
     parameters, trained = parameters_at(profile, plan, stage), trained_at(profile, plan, stage, system)
+    copies_s = 0.0
+    if plan.offload == "all" and not system.host_computes:
+        copies_s = _copies_s(profile, plan, system, coefficients, parameters, trained)
     if plan.data_parallel == 1 or not (trained or plan.shard > 1):
-        return 0.0, 0.0
+        return copies_s, 0.0  # one device has no unit on its way beside the one that computes
     gathered = 2.0 * wide * parameters
     if profile.frozen is not None and profile.frozen.is_packed:
         packed = stage.blocks * (profile.block.parameters_on_device(plan.tensor) - profile.block.trained_parameters)
@@ -64,8 +67,9 @@ def data_s(
         data_s += sums * queued_gathers_s(system.reduced_bytes * trained, pieces, inside, "scatter")
         if plan.replicate > 1:
             across = group_of(plan.replicate, stride * plan.shard, cluster)
-            sums = min(sums, 1) if system.sums_replicas_once else sums
+            sums = min(sums, 1) if system.sums_replicas_once and plan.offload != "all" else sums
             data_s += sums * queued_sums_s(system.reduced_bytes * trained / plan.shard, pieces, across)
+        data_s += copies_s
         hidden_s = min(data_s, count * computing_s * system.hides_gathers)
         return data_s - hidden_s, hidden_s
     buckets = pieces + trained / coefficients.bucket_parameters
@@ -78,7 +82,29 @@ def data_s(
     hides = system.hides_scatters if system.zero_stage >= 1 else system.hides_gradients
     hidden_s = min(sums_s, backward_s * hides)
     after_s = queued_gathers_s(2.0 * wide * parameters, buckets, everybody) if system.zero_stage >= 1 else 0.0
-    return sums_s - hidden_s + after_s, hidden_s
+    return sums_s - hidden_s + after_s + copies_s, hidden_s
+
+
+def _copies_s(
+    profile: ModelProfile,
+    plan: Plan,
+    system: TrainingSystem,
+    coefficients: Coefficients,
+    parameters: float,
+    trained: float,
+) -> float:
+    """Returns the seconds of copying shards of parameters from host memory, and of gradients to it."""
+    if profile.frozen is None:
+        kept = parameters * (system.weight_bytes + system.master_bytes)
+    else:
+        block = profile.block
+        of_blocks = profile.num_blocks * (block.parameters_on_device(plan.tensor) - block.trained_parameters)
+        outside = parameters - trained - of_blocks
+        kept = of_blocks * profile.frozen.block_bytes + outside * profile.frozen.outside_bytes
+        kept += trained * system.master_bytes
+    uses = 2.0 if system.regathers_for_backward else 1.0
+    moved = plan.micro_batches * (uses * kept + system.gradient_bytes * trained) / plan.shard
+    return moved / coefficients.host_bytes_per_s
 
 
 def optimizer_s(
@@ -87,6 +113,8 @@ def optimizer_s(
     """Returns the seconds of the optimizer on the fullest device: state is read and written once, bound by memory.
 
     State in host memory comes and goes, before and after each bucket's step (`runtime/worker/optimizer_offload.py`).
+    With parameters and gradients there, too, the processors of a host step for all of its devices, and add up the
+    gradients of micro-batches.
     """
     most = max(trained_at(profile, plan, stage, system) for stage in positions_of(profile, plan, system))
     if not most:
@@ -94,6 +122,9 @@ def optimizer_s(
     mine = most / plan.shard if system.zero_stage == 0 else most / plan.data_parallel
     moved = mine * (2.0 * (system.master_bytes + system.optimizer_bytes) + system.gradient_bytes)
     moved += most / plan.shard * system.gradient_bytes * 2.0  # the norm of the gradients, and clearing them
+    if plan.offload == "all" and not system.host_computes:
+        moved += (plan.micro_batches - 1) * most / plan.shard * system.gradient_bytes * 3.0
+        return moved * min(plan.num_devices, cluster.devices_per_node) / coefficients.host_step_bytes_per_s
     host_s = 0.0
     if plan.offload == "optimizer":
         host_s = 2.0 * system.optimizer_bytes * mine / coefficients.host_bytes_per_s

@@ -9,6 +9,10 @@ way, with the logits of one and the gradients of one block in the computation's 
 backward); and the copies that the optimizer's step makes (the peak of the step). The larger of the two counts.
 
 Where a step begins without gradients, the second is found moment by moment (`peak_moment.py`).
+
+[Note: host memory]
+State that a plan offloads is in host memory instead. With `offload=all` parameters and gradients are, too, in pinned
+memory, of which PyTorch hands out powers of two.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class MemoryEstimate:
         temporary_bytes: Gathered blocks, gradients in flight, copies.
         fragmentation_bytes: Bytes that the allocator reserves beyond all of that.
         position: Place along the pipeline where this is so, from 0.
+        host_bytes: Bytes that the device's worker has in host memory of what a plan offloads, beside all of these.
     """
 
     parameter_bytes: float
@@ -50,6 +55,7 @@ class MemoryEstimate:
     temporary_bytes: float
     fragmentation_bytes: float
     position: int = 0
+    host_bytes: float = 0.0
 
     @cached_property
     def allocated_bytes(self) -> float:
@@ -77,9 +83,9 @@ class MemoryEstimate:
         ]
 
     def scaled(self, factor: float) -> MemoryEstimate:
-        """Returns the same with every component `factor` times as large."""
+        """Returns the same with every component on the device `factor` times as large."""
         parts = {one.name: getattr(self, one.name) * factor for one in fields(self) if one.name.endswith("_bytes")}
-        return replace(self, **parts)
+        return replace(self, **{**parts, "host_bytes": self.host_bytes})
 
     @property
     def reserved_bytes(self) -> float:
@@ -144,13 +150,18 @@ def _at(
     gradients = system.gradient_bytes * (by_zero if zero >= 2 else by_plan)
     buckets = system.bucket_bytes * by_plan if sharing > 1 else 0.0
     moments = system.optimizer_bytes * (by_zero if zero >= 1 else by_plan)
-    if plan.offload == "optimizer":
-        moments = 0.0
+    on_host = 0.0
+    if plan.offload != "none":
+        on_host, moments = moments, 0.0
     step_copies = 0.0
     if system.gather_copies and zero >= 1 and sharing > 1:
         step_copies = 2.0 * (by_plan + by_zero)
     if system.keeps_whole_gradients(plan):
         gradients += system.gradient_bytes * trained
+    if plan.offload == "all":
+        constants = 0.0 if profile.frozen is None else frozen[0] * profile.frozen.constant_bytes
+        on_host += coefficients.pinned * (weights - constants + masters + gradients)
+        weights, masters, gradients, buckets = constants, 0.0, 0.0, 0.0
     if system.gradients_come:
         activations, logits, gathered = peak_moment(profile, plan, rows, system, stage, parameters, gradients)
     else:
@@ -169,6 +180,7 @@ def _at(
         temporary_bytes=temporary,
         fragmentation_bytes=fragmentation,
         position=position,
+        host_bytes=on_host,
     )
 
 

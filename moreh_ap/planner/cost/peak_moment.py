@@ -17,6 +17,8 @@ gradients of the last but one are there beside; frozen weights have none):
 4. the gradients of parameters outside of blocks in flight, with all others;
 5. the optimizer's step.
 
+With `offload=all` neither weights nor gradients are there beside: `host_memory_moments.py` has other moments.
+
 Layers outside of blocks that are units of their own (`TrainingSystem.outer_units`) are not in R. The last ones, `H`,
 are gathered in moment 1; behind it they are there twice (what arrives and weights, or weights and gradients, in the
 computation's precision), and then gradients, with `4H` on their way until the last block's backward is through. The
@@ -29,11 +31,16 @@ Between 2 and 3 everything grows or shrinks evenly. Source: torch/distributed/fs
 from __future__ import annotations
 
 from moreh_ap.plan import Plan
+from moreh_ap.planner.cost.host_memory_moments import Parts, moments_on_host
 from moreh_ap.planner.cost.stage_positions import StagePosition, trained_at
 from moreh_ap.planner.cost.training_systems import TrainingSystem
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 
 __all__ = ["peak_moment"]
+
+_OF_NORM = 6.0
+"""What a norm has in its backward, in what it keeps (`TrainingSystem.norm_kept_bytes`): that, and five results in
+float32. Source: autograd of `LlamaRMSNorm`, transformers/models/llama/modeling_llama.py."""
 
 
 def peak_moment(
@@ -50,13 +57,15 @@ def peak_moment(
     Gradients that are not there yet leave room: it is taken off the temporary bytes, then off the others.
     """
     computed = 2.0 if plan.precision == "bf16" else 4.0
-    sharded = plan.shard > 1 or plan.precision == "bf16"
+    on_host = plan.offload == "all"
+    sharded = plan.shard > 1 or plan.precision == "bf16" or on_host
     block = profile.block.parameters_on_device(plan.tensor)
     outside = parameters - stage.blocks * block
     trained = trained_at(profile, plan, stage, system)
-    block_trained = block if profile.frozen is None and system.trains_weights else profile.block.trained_parameters
+    trains = profile.frozen is None and system.trains_weights
+    block_trained = block if trains else profile.block.trained_parameters
     step_copies = system.step_copy_bytes * trained / plan.shard
-    if plan.offload == "optimizer":
+    if plan.offload != "none":
         step_copies = 0.0
     # -- activations
     tokens = rows * profile.sequence_length
@@ -71,7 +80,7 @@ def peak_moment(
         all_kept += rows * _outside_bytes_per_row(profile, plan, system)
     results, loss, of_logits = _in_loss(profile, plan, system, stage, elements, computed)
     # -- parameters and gradients on their way
-    stays = plan.shard == 1 or plan.pipeline > 1
+    stays = not plan.gathers_in_turn
     gathered = ahead = travelling = 0.0
     whole_until_last = plan.micro_batches > 1 and (plan.shard == 1 or system.keeps_whole_gradients(plan))
     first_unit, last_unit = system.outer_units(plan, profile)
@@ -80,7 +89,8 @@ def peak_moment(
         gathered = computed * (parameters if stays else rest)
         ahead = 0.0 if stays else computed * block
         if profile.frozen is not None and profile.frozen.is_packed:
-            as_kept = profile.frozen.block_bytes * (block - block_trained) if plan.shard > 1 else 0.0
+            is_gathered = plan.shard > 1 or on_host
+            as_kept = profile.frozen.block_bytes * (block - block_trained) if is_gathered else 0.0
             gathered_block = as_kept + computed * block_trained
             gathered = computed * rest + (stage.blocks * gathered_block if stays else 0.0)
             ahead = 0.0 if stays else gathered_block
@@ -89,7 +99,7 @@ def peak_moment(
     present = gradients if not sharded or plan.micro_batches > 1 else 0.0
     if whole_until_last:
         present = system.gradient_bytes * trained
-    of_first, of_last = (first_unit, last_unit) if profile.frozen is None and system.trains_weights else (0.0, 0.0)
+    of_first, of_last = (first_unit, last_unit) if trains else (0.0, 0.0)
     outside_trained = trained - stage.blocks * block_trained - of_first - of_last
     outside_travelling = 4.0 * outside_trained if sharded else 0.0  # where the gathered weights were
     last_part = profile.last
@@ -122,6 +132,33 @@ def peak_moment(
             (0.0, results, gathered + travelling + computed * (first_unit + of_first), at_end),
             (0.0, results, gathered + (computed + 4.0) * of_first, at_end),
         ]
+    if on_host:
+        shared = profile.tied_parameters if trains else 0.0
+        parts = Parts(
+            computed=computed,
+            block=ahead,
+            block_trained=block_trained,
+            blocks=stage.blocks,
+            rest=gathered,
+            rest_trained=outside_trained,
+            first_unit=first_unit,
+            last_unit=last_unit,
+            units_trained=of_first + of_last > 0.0,
+            made_twice=shared,
+            waiting=head + computed * shared,
+            all_kept=all_kept,
+            everything=everything,
+            after_first=after_first,
+            next_to_last=next_to_last,
+            last=last,
+            closing=computed * _closing_elements(profile, tokens, trains),
+            norm=tokens * profile.hidden * (_OF_NORM * system.norm_kept_bytes + computed),
+            results=results,
+            loss=loss,
+            of_logits=of_logits,
+            unpacked=_unpacked_bytes(profile, plan, computed),
+        )
+        moments = moments_on_host(parts, plan)
     activations, logits, temporary, there = max(moments, key=sum)
     room = max(0.0, gradients - there)
     for_others = max(0.0, room - temporary)
@@ -159,6 +196,19 @@ def _in_loss(
         kept_for_loss, in_backward = 0.0 if is_result else computed, computed  # what the loss keeps are the results
     in_loss = stage.in_flight if plan.schedule == "gpipe" else 1.0
     return results, elements * (kept_for_loss * in_loss + in_backward), elements * computed
+
+
+def _closing_elements(profile: ModelProfile, tokens: float, trains: bool) -> float:
+    """Returns the elements of the gradients that the largest of a block's closing products makes first.
+
+    These are of its input, and of its weights where they are trained.
+    """
+    closing = [one for one in profile.block.products if one.split == "inner"]
+    largest = max(closing, key=lambda one: one.inner * one.outer * one.copies, default=None)
+    if largest is None:
+        return 0.0
+    of_weights = largest.inner * largest.outer * largest.copies if trains else 0.0
+    return tokens * largest.inner * largest.share + of_weights
 
 
 def _unpacked_bytes(profile: ModelProfile, plan: Plan, computed: float) -> float:

@@ -22,7 +22,8 @@ class StepEstimate:
         host_s: Waiting for the host to start kernels.
         tensor_s: Communication of the tensor axis that nothing hides.
         tensor_hidden_s: The same, hidden.
-        data_s: Gathering weights and summing gradients, as far as nothing hides it.
+        data_s: Gathering weights and summing gradients, and copying both between host and device where a plan keeps
+            them in host memory, as far as nothing hides it.
         data_hidden_s: The same, hidden.
         pipeline_s: Messages between stages that nothing hides.
         pipeline_hidden_s: The same, hidden.

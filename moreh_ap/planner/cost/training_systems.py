@@ -145,7 +145,7 @@ class TrainingSystem:
 
     def outer_units(self, plan: Plan, profile: ModelProfile) -> tuple[float, float]:
         """Returns the parameters on a device of the layers before and after the blocks that are units, 0.0 if not."""
-        if plan.shard == 1 or plan.pipeline > 1 or profile.tied:
+        if not plan.gathers_in_turn or profile.tied:
             return 0.0, 0.0
         first, last = (one.parameters_on_device(plan.tensor) for one in (profile.first, profile.last))
         least = self.outer_unit_parameters

@@ -5,6 +5,7 @@ Decides when a plan fits. Must not know which plans are looked at, or how bytes 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moreh_ap.errors import PlanError
@@ -25,23 +26,32 @@ class Candidate:
         memory: Bytes that its fullest device would hold.
         usable_bytes: Bytes that it may reserve on a device.
         step: Seconds of a step; None for a plan that does not fit, which the search does not time.
+        usable_host_bytes: Bytes of host memory that it may take for a device.
     """
 
     plan: Plan
     memory: MemoryEstimate
     usable_bytes: float
     step: StepEstimate | None = None
+    usable_host_bytes: float = math.inf
 
     @property
     def fits(self) -> bool:
-        """Whether it reserves no more than it may."""
-        return self.memory.reserved_bytes <= self.usable_bytes
+        """Whether it takes no more than it may, on the device and of host memory."""
+        return self.memory.reserved_bytes <= self.usable_bytes and self._fits_host
+
+    @property
+    def _fits_host(self) -> bool:
+        return self.plan.offload != "all" or self.memory.host_bytes <= self.usable_host_bytes
 
     @property
     def rejected(self) -> str:
         """Why it cannot be chosen, empty if it can."""
         if self.fits:
             return ""
+        if not self._fits_host:
+            needed, usable = _gib(self.memory.host_bytes), _gib(self.usable_host_bytes)
+            return f"needs {needed} GiB of host memory for a device, {usable} GiB are usable"
         return f"needs {_gib(self.memory.reserved_bytes)} GiB on a device, {_gib(self.usable_bytes)} GiB are usable"
 
     @property
@@ -64,7 +74,7 @@ def evaluate_plan(task: Task, plan: Plan) -> Candidate:
             f'plan="replicate={task.cluster.num_devices}"',
         )
     plan.stage_ranges(task.profile.num_blocks)
-    return Candidate(plan, task.memory_of(plan), task.usable_bytes, task.step_of(plan))
+    return Candidate(plan, task.memory_of(plan), task.usable_bytes, task.step_of(plan), task.usable_host_bytes)
 
 
 def _gib(num_bytes: float) -> str:

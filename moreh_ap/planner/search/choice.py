@@ -73,7 +73,7 @@ def _forced(task: Task, plan: Plan) -> Candidate:
             f"replicate x shard x tensor x pipeline = {task.cluster.num_devices}",
             f'torch.moreh.option.enable_advanced_parallelization(plan="replicate={task.cluster.num_devices}")',
         )
-    return Candidate(plan, task.memory_of(plan), task.usable_bytes, task.step_of(plan))
+    return Candidate(plan, task.memory_of(plan), task.usable_bytes, task.step_of(plan), task.usable_host_bytes)
 
 
 def _search(task: Task) -> Ranking:

@@ -33,7 +33,8 @@ class Constraints:
             what a process can have of it.
         kinds: Kinds of parallelism that may be used, of `ALL_KINDS`.
         tensor_degrees: Sizes that the tensor axis may have; None: those that divide every product that it splits.
-        offload: Whether state may go to host memory if nothing fits otherwise.
+        offload: Whether state, and parameters with it, may go to host memory if nothing fits otherwise.
+        host_bytes: Bytes of host memory that `offload=all` may take for each device; None: not known.
         compiles_blocks: Whether blocks are compiled where they can be: the script asks for it.
     """
 
@@ -47,6 +48,7 @@ class Constraints:
     kinds: frozenset[str] = ALL_KINDS
     tensor_degrees: tuple[int, ...] | None = None
     offload: bool = True
+    host_bytes: float | None = None
     compiles_blocks: bool = False
 
     @classmethod

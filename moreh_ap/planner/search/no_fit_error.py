@@ -13,6 +13,7 @@ from typing import Any
 from moreh_ap.errors import PlanError
 from moreh_ap.flavours import flavour_of
 from moreh_ap.plan import Plan
+from moreh_ap.planner.cost.memory_footprint import MemoryEstimate
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.planning_task import Task
 from moreh_ap.planner.search.search_space import enumerate_axes, recompute_kinds
@@ -24,7 +25,8 @@ _MOST_DEVICES = 4096
 
 def nothing_fits(task: Task, candidates: Sequence[Candidate]) -> PlanError:
     """Returns the error that names bytes needed and available, and what would fit."""
-    least = min(candidates, key=lambda candidate: candidate.memory.reserved_bytes)
+    on_devices = [one for one in candidates if one.plan.offload != "all"] or candidates  # of all, host memory is short
+    least = min(on_devices, key=lambda candidate: candidate.memory.reserved_bytes)
     remedies = list(_options(task))
     rows = _largest_batch(task)
     if rows:
@@ -85,19 +87,27 @@ def _fewest_devices(task: Task) -> int:
 
 def _least_bytes(task: Task) -> float:
     """Returns what the leanest of all plans reserves on its fullest device, infinite if there is none."""
-    return min((task.memory_of(plan).reserved_bytes for plan in _lean_plans(task)), default=float("inf"))
+    memories = ((plan, task.memory_of(plan)) for plan in _lean_plans(task))
+    return min((one.reserved_bytes for plan, one in memories if _host_has(task, plan, one)), default=float("inf"))
+
+
+def _host_has(task: Task, plan: Plan, memory: MemoryEstimate) -> bool:
+    return plan.offload != "all" or memory.host_bytes <= task.usable_host_bytes
 
 
 def _lean_plans(task: Task) -> Iterator[Plan]:
     """Yields, for each assignment of devices to axes, the plan that keeps least: it recomputes, one row at a time."""
-    constraints, offload = task.constraints, "optimizer" if task.constraints.offload else "none"
+    constraints = task.constraints
     num_devices, per_node = task.cluster.num_devices, task.cluster.devices_per_node
     for across_nodes in (False, True):
         for assignment in enumerate_axes(task.profile, num_devices, per_node, constraints, across_nodes=across_nodes):
             rows = -(-task.global_batch // (assignment.replicate * assignment.shard))
             count = rows if constraints.num_micro_batches == "auto" else constraints.num_micro_batches
             short = count < assignment.pipeline
-            yield Plan(
+            offloads = ["none"]
+            if constraints.offload:
+                offloads = ["optimizer"] + ["all"] * (assignment.tensor * assignment.pipeline == 1)
+            lean = Plan(
                 assignment.replicate,
                 assignment.shard,
                 tensor=assignment.tensor,
@@ -107,8 +117,8 @@ def _lean_plans(task: Task) -> Iterator[Plan]:
                 schedule="gpipe" if short and assignment.pipeline > 1 else "1f1b",
                 recompute=recompute_kinds(task.profile.num_blocks, constraints)[-1],
                 precision=task.precision,
-                offload=offload,
             )
+            yield from (replace(lean, offload=offload) for offload in offloads)
 
 
 def _gib(num_bytes: float) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
@@ -54,7 +55,9 @@ def search(task: Task) -> Ranking:
         )
     found: list[Candidate] = []
     skipped: Counter[str] = Counter()
-    passes = [(False, "none"), (True, "none")] + [(False, "optimizer"), (True, "optimizer")] * task.constraints.offload
+    passes = [(False, "none"), (True, "none")]
+    if task.constraints.offload:
+        passes += [(False, "optimizer"), (True, "optimizer"), (False, "all")]
     for across_nodes, offload in passes:
         found += _look_through(task, across_nodes, offload, skipped)
         if any(candidate.fits for candidate in found):
@@ -76,6 +79,8 @@ def _look_through(task: Task, across_nodes: bool, offload: str, skipped: Counter
     for assignment in enumerate_axes(
         task.profile, cluster.num_devices, cluster.devices_per_node, constraints, across_nodes=across_nodes
     ):
+        if offload == "all" and assignment.tensor * assignment.pipeline > 1:
+            continue  # no such plan
         rows = -(-task.global_batch // (assignment.replicate * assignment.shard))
         choices = [
             (order, count)
@@ -156,13 +161,13 @@ def _candidate(
         offload=offload,
     )
     plan = plan.with_compiled_blocks() if task.constraints.compiles_blocks else plan
-    return Candidate(plan, task.memory_of(plan), task.usable_bytes)
+    return Candidate(plan, task.memory_of(plan), task.usable_bytes, usable_host_bytes=task.usable_host_bytes)
 
 
 def _timed(task: Task, candidate: Candidate) -> Candidate:
     if not candidate.fits:
         return candidate
-    return Candidate(candidate.plan, candidate.memory, candidate.usable_bytes, task.step_of(candidate.plan))
+    return replace(candidate, step=task.step_of(candidate.plan))
 
 
 def _bytes_of(candidate: Candidate) -> float:

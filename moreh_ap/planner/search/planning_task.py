@@ -36,6 +36,10 @@ class Corrections:
 
 UNCORRECTED = Corrections()
 
+HOST_MEMORY = 2.0
+"""Host memory of a machine that is not known, in the memory of its devices. An assumption, on the careful side: eight
+H100 of a DGX have 640 GB, and their host 2 TB."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -65,6 +69,12 @@ class Task:
         ratio = self.constraints.memory_usage_correction_ratio
         device = self.cluster.device
         return device.usable_bytes if ratio is None else device.memory_bytes * ratio / 100
+
+    @property
+    def usable_host_bytes(self) -> float:
+        """Bytes of host memory that a plan with `offload=all` may take for each device. See `HOST_MEMORY`."""
+        known = self.constraints.host_bytes
+        return HOST_MEMORY * self.cluster.device.memory_bytes if known is None else known
 
     @property
     def precision(self) -> str:

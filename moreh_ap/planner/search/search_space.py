@@ -11,7 +11,7 @@ A plan is not looked at where a cheaper comparison settles it:
   and every device keeps the replicated activations.
 - more micro-batches than rows: the rest would be empty.
 - uneven stages, unless head or embedding weigh at least half a block.
-- a tensor axis over several nodes, and state in host memory, unless nothing fits without.
+- a tensor axis over several nodes, state in host memory, and then parameters there, unless nothing fits without.
 - of a number with many divisors, those that are near another one.
 
 Plans left out by comparing memory are decided in `plan_search.py`.

@@ -186,7 +186,7 @@ class Recovery:
         before, task = model.planned.plan, model.planned.task
         if journal.is_bound_to_layout and before.tensor * before.pipeline > 1:
             return False
-        candidate = Candidate(plan, task.memory_of(plan), task.usable_bytes, task.step_of(plan))
+        candidate = Candidate(plan, task.memory_of(plan), task.usable_bytes, task.step_of(plan), task.usable_host_bytes)
         if not candidate.fits:
             return False
         model.planned = planned = model.planned.instead(candidate)

@@ -11,6 +11,7 @@ from moreh_ap import log
 from moreh_ap.device.patches.compiling import compiled_in, declined_in
 from moreh_ap.errors import PlanError
 from moreh_ap.local import cpp_compiler, logger
+from moreh_ap.local.memory_limit import memory_limit
 from moreh_ap.plan import Plan
 from moreh_ap.planner.profiles.model_profile import ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape
@@ -313,6 +314,7 @@ def constraints_of(
         pipeline_parallel=left.pipeline_parallel and has_blocks,
         activation_recomputation=False if recompute == "auto" and not has_blocks else recompute,
         offload=machine.cluster.device.name != "CPU",  # a CPU worker's memory is host memory: offload saves nothing
+        host_bytes=memory_limit() / machine.cluster.devices_per_node,
     )
 
 

@@ -70,8 +70,8 @@ def test_adapters_take_less_and_their_plans_are_replicas_and_shards(capsys):
 
 def test_llama3_70b_of_4_bits_is_planned_on_eight_devices_of_24_gb(capsys):
     where = ["Llama3-70B", "--devices", "8xRTX4090", "--lora", "16"]
-    with pytest.raises(PlanError, match="out of memory"):
-        plan_command.run(parse(*where), [])
+    whole = json.loads(show(capsys, *where, "--json"))["candidates"][0]
+    assert Plan.parse(whole["plan"]).offload == "all", "weights of 16 bits do not fit on the devices"
     best = json.loads(show(capsys, *where, "--frozen", "4bit", "--json"))["candidates"][0]
     assert best["fits"] and Plan.parse(best["plan"]).shard == 8
     assert best["memory"]["reserved_bytes"] < 0.8 * 24 * 2**30
@@ -79,6 +79,21 @@ def test_llama3_70b_of_4_bits_is_planned_on_eight_devices_of_24_gb(capsys):
     for plan in ("tensor=8", "pipeline=8,micro_batches=8", "shard=8,precision=bf16"):
         with pytest.raises(PlanError, match="weights of 4 bits"):
             plan_command.run(parse(*where, "--frozen", "4bit", "--compare", plan), [])
+
+
+def test_full_training_of_llama3_8b_is_planned_on_one_gpu_of_80_gb(capsys):
+    where = ["Llama3-8B", "--devices", "1xH100", "--global-batch", "8", "--seq-len", "2048"]
+    best = json.loads(show(capsys, *where, "--json"))["candidates"][0]
+    plan = Plan.parse(best["plan"])
+    assert best["fits"] and plan.offload == "all" and plan.precision == "bf16"
+    assert best["memory"]["reserved_bytes"] < 0.8 * 80 * 2**30 < 16 * 8.03e9, "its state alone does not fit"
+    shown = show(capsys, *where)
+    needed = best["memory"]["host_bytes"] / 2**30
+    assert "offload=all" in shown and f"In host memory, for a device: {needed:.1f} GiB" in shown
+    assert "in host memory" in show(capsys, *where, "--compare", best["plan"])
+    for text in ("replicate=1,recompute=full,precision=bf16", "recompute=full,precision=bf16,offload=optimizer"):
+        compared = json.loads(show(capsys, *where, "--compare", text, "--json"))["candidates"]
+        assert not next(one for one in compared if Plan.parse(one["plan"]) == Plan.parse(text))["fits"]
 
 
 def test_memory_ratio(capsys):

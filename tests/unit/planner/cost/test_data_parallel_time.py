@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.training_systems import MOREH_AP
-from unit.planner.cost.samples import estimate
+from moreh_ap.planner.cost.coefficients import COEFFICIENTS
+from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
+from unit.planner.cost.samples import LARGE_PROFILE, estimate
 
 
 def test_gathering_sharded_weights_takes_longer_for_more_micro_batches():
@@ -36,6 +37,21 @@ def test_every_micro_batch_scatters_its_gradients_and_the_last_sums_those_of_rep
     assert scatter_s[0] > 1.5 * gathers_s  # 4 bytes a parameter go out, and 2 x 2 come in
     assert added_s(8) == pytest.approx(scatter_s)  # sums over replicas do not grow
     assert added_s(1, pipeline=4) == pytest.approx([0.0, 0.0])
+
+
+def test_parameters_in_host_memory_are_copied_for_every_use_and_stepped_by_the_host():
+    one, two = (estimate(Plan(1, 8, micro_batches=count, offload="all")) for count in (1, 2))
+    kept = estimate(Plan(1, 8))
+    copied_s = one.data_s + one.data_hidden_s - kept.data_s - kept.data_hidden_s
+    assert copied_s == pytest.approx(12.0 * LARGE_PROFILE.parameters / 8 / COEFFICIENTS.host_bytes_per_s, rel=1e-3)
+    assert two.data_s + two.data_hidden_s > 1.9 * (one.data_s + one.data_hidden_s)
+    alone = estimate(Plan(offload="all"))
+    assert alone.data_hidden_s == 0.0  # nothing is on its way beside the block that computes
+    assert alone.data_s == pytest.approx(12.0 * LARGE_PROFILE.parameters / COEFFICIENTS.host_bytes_per_s, rel=1e-3)
+    assert one.optimizer_s == pytest.approx(alone.optimizer_s, rel=1e-3)  # eight parts, and eight devices at a time
+    assert two.optimizer_s > one.optimizer_s > estimate(Plan(1, 8, offload="optimizer")).optimizer_s
+    on_cpu, plain = (estimate(Plan(1, 8, offload=word), system=MOREH_AP_ON_CPU) for word in ("all", "none"))
+    assert on_cpu.optimizer_s == plain.optimizer_s
 
 
 def test_embedding_and_head_as_units_take_one_more_exchange_each_time():

@@ -113,6 +113,21 @@ def test_a_tied_head_is_kept_twice_in_a_pipeline():
     assert last.parameter_bytes == pytest.approx(4 * (4 * tied.block.parameters + 1024 + 32000 * 1024))
 
 
+def test_offloaded_parameters_are_on_the_device_for_their_computation_alone():
+    kept, offloaded = (estimate(Plan(shard=2, recompute="full", offload=word)) for word in ("none", "all"))
+    assert offloaded.parameter_bytes == offloaded.gradient_bytes == offloaded.optimizer_bytes == 0.0
+    state = kept.parameter_bytes + kept.gradient_bytes + kept.optimizer_bytes
+    assert state < offloaded.host_bytes < 1.25 * state  # pinned memory is rounded up
+    assert 0.0 < offloaded.temporary_bytes < 0.5 * state
+    assert offloaded.scaled(2.0).host_bytes == offloaded.host_bytes
+    alone = estimate(Plan(recompute="full", offload="all"))
+    assert alone.host_bytes == pytest.approx(2 * offloaded.host_bytes)
+    assert alone.temporary_bytes < 0.5 * state
+    short = replace(SMALL_PROFILE, sequence_length=8)
+    one, two = (estimate(Plan(count, 2, offload="all"), 2 * count, profile=short) for count in (1, 2))
+    assert two.temporary_bytes > one.temporary_bytes + PARAMETERS  # what was summed over replicas stays for a while
+
+
 def test_offloaded_state_is_not_on_the_device():
     assert estimate(Plan(offload="optimizer")).optimizer_bytes == 0.0
 

@@ -72,8 +72,8 @@ def test_no_plan_that_was_left_out_is_faster(batch, space, gib):
     settings, allowed = SPACES[space]
     cluster = with_memory(find_cluster("8xH100"), gib)
     ranking = find(cluster, batch, tensor_degrees=tensor_degrees_of(SHAPE, 8), **settings)
-    usable_bytes = ranking.task.usable_bytes
-    weighed = [replace(one, usable_bytes=usable_bytes) for one in every_candidate(batch) if allowed(one.plan)]
+    usable = {"usable_bytes": ranking.task.usable_bytes, "usable_host_bytes": ranking.task.usable_host_bytes}
+    weighed = [replace(one, **usable) for one in every_candidate(batch) if allowed(one.plan)]
     assert weighed[-1] == evaluate_plan(ranking.task, weighed[-1].plan)
     fitting = [candidate for candidate in weighed if candidate.fits]
     assert len(weighed) > 50
@@ -206,15 +206,26 @@ def test_nothing_to_plan(batch):
         find("8xH100", batch)
 
 
+def test_one_gpu_of_80_gb_trains_llama3_8b_with_parameters_in_host_memory():
+    profile = profile_of(find_model("Llama3-8B").shape, 2048)
+    ranking = find("1xH100", 8, profile)
+    best = ranking.best
+    assert best.plan.offload == "all" and best.plan.precision == "bf16" and best.plan.num_devices == 1
+    assert best.memory.host_bytes > 16 * profile.parameters
+    assert not find("1xH100", 8, profile, host_bytes=100 * 2**30).num_fitting
+    (least,) = (one for one in find("1xH100", 8, profile, host_bytes=100 * 2**30).candidates[:1])
+    assert "GiB of host memory for a device, 100.00 GiB are usable" in least.rejected
+
+
 def test_offload_is_the_last_resort():
     profile = profile_of(find_model("Qwen2.5-1.5B").shape, 512)
-    cluster = find_cluster("1xH100")
-    for gib in range(40, 4, -1):
+    cluster, seen = find_cluster("1xH100"), []
+    for gib in range(40, 2, -1):
         ranking = find(with_memory(cluster, gib), 1, profile)
         if not ranking.num_fitting:
             break
         offloads = {candidate.plan.offload for candidate in ranking.candidates if candidate.fits}
         assert len(offloads) == 1
-        last = offloads.pop()
-    assert last == "optimizer"
+        seen.append(offloads.pop())
+    assert list(dict.fromkeys(seen)) == ["none", "optimizer", "all"]
     assert not find(with_memory(cluster, gib + 1), 1, profile, offload=False).num_fitting
