@@ -270,6 +270,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
     torch._C._VariableFunctions._pad_packed_sequence: _pack_or_pad,
     **dict.fromkeys(
         (
+            torch.Tensor.__index__,
             torch.nn.functional.one_hot,
             torch.nn.functional.ctc_loss,
             torch._C._nn.pad_sequence,

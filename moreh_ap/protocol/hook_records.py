@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.protocol.script_code.written_files import writing_nothing
+
+
+IN_PLACE = " in place"
 
 
 class Report(NamedTuple):
@@ -34,13 +37,19 @@ class Report(NamedTuple):
         result: What the module returned; None if a hook ended the forward.
         seen: ``{number of a hook: what it was given}``, in the order in which hooks ran.
         ended_by: The exception with which a hook ended the forward, in words; None if none did.
-        attributes: What was set on parts of the model, ``{path and name: value}``. See [Note: attributes].
+        attributes: What was set on parts of the model, ``{path and name: value}``. See [Note: attributes]. A list, dict
+            or set that was there before, and has other contents now, has `IN_PLACE` behind its name.
     """
 
     result: Any
     seen: list[dict[int, tuple[Any, ...]]]
     ended_by: str | None
     attributes: dict[str, Any]
+
+
+def attributes_in(keys: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names of the attributes in a report."""
+    return tuple(key.removesuffix(IN_PLACE) for key in keys)
 
 
 class HookEnded(Exception):

@@ -482,3 +482,42 @@ def test_an_object_that_a_forward_has_set_is_found_and_what_the_script_does_to_i
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same(*on_both(script))
+
+
+class Filled(nn.Module):
+    """A hook of the script, and the forward, fill a dict; the forward makes a list anew in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 3)
+        self.features: dict[str, Tensor] = {}
+        self.filled: dict[str, Tensor] = {}
+        self.anew: list[Tensor] = []
+        self.body.register_forward_hook(lambda module, given, result: self.features.update(body=result))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        self.filled["hidden"] = hidden
+        self.anew = [hidden.detach().mean(1)]
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("plan", PLANS[:2])
+def test_other_names_of_a_dict_that_is_filled_stay_names_of_it(plan, accelerator):
+    accelerator(plan, strict=True)
+
+    def script(device):
+        torch.manual_seed(0)
+        model = Filled().to(device)
+        features, filled, anew = model.features, model.filled, model.anew
+        trace = []
+        for _ in range(3):
+            scores = model(torch.randn(6, 6).to(device))
+            loss = scores.square().mean() + features["body"].square().mean() + filled["hidden"].abs().mean()
+            model.zero_grad()
+            loss.backward()
+            trace += [loss.detach(), model.anew[0], *(parameter.grad.clone() for parameter in model.parameters())]
+        assert features is model.features and filled is model.filled and anew == [] and anew is not model.anew
+        return trace
+
+    assert_same(*on_both(script))

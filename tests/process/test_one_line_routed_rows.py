@@ -92,6 +92,41 @@ class Repeated(Layer):
         return (result_MD.view(-1, 2, 16) * weights_NK.unsqueeze(-1)).sum(1).view_as(x_BTD)
 
 
+class Switch(Layer):
+    """Each row goes to one expert; an expert is called without rows too, which some workers have none for."""
+
+    def mixed(self, x_BTD: Tensor) -> Tensor:
+        flat_ND = x_BTD.flatten(0, 1)
+        best_N, chosen_N = self.router(flat_ND * 3).softmax(-1).max(-1)
+        rows = [torch.eq(chosen_N, number).nonzero(as_tuple=True)[0] for number in range(3)]
+        result_ND = flat_ND.new_zeros(flat_ND.shape)
+        for row_M, given_MD in zip(rows, [expert(flat_ND[row_M]) for expert, row_M in zip(self.experts, rows)]):
+            result_ND[row_M, :] = given_MD
+        return (result_ND * best_N.view(-1, 1)).view_as(x_BTD)
+
+
+class Sorted(Layer):
+    """Copies of rows are sorted by expert, and added up by index."""
+
+    def mixed(self, x_BTD: Tensor) -> Tensor:
+        flat_ND = x_BTD.flatten(0, 1)
+        weights_NK, chosen_NK = self.router(flat_ND).softmax(-1).topk(2, dim=-1)
+        order_M = chosen_NK.flatten().argsort(stable=True)
+        row_M = torch.arange(len(flat_ND), device=x_BTD.device).repeat_interleave(2)[order_M]
+        counts = chosen_NK.flatten().bincount(minlength=3).tolist()
+        given = [expert(part) for expert, part in zip(self.experts, flat_ND[row_M].split(counts))]
+        given_MD = torch.cat(given) * weights_NK.flatten()[order_M].unsqueeze(-1)
+        index_MD = row_M.unsqueeze(-1).expand(-1, 16)
+        return torch.zeros_like(flat_ND).scatter_reduce(0, index_MD, given_MD, reduce="sum").view_as(x_BTD)
+
+
+class RecomputedSwitch(Switch):
+    """What is drawn for the rows of others is drawn again where experts compute again."""
+
+    def mixed(self, x_BTD: Tensor) -> Tensor:
+        return checkpoint(super().mixed, x_BTD, use_reentrant=False)
+
+
 class LanguageModel(nn.Module):
     """Two layers of experts, and dropout in front of them."""
 
@@ -107,7 +142,7 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(self.head(x_BTD).flatten(0, 1), targets_BT.flatten())
 
 
-@pytest.mark.parametrize("layer_class", [Masked, ByChoice, Recomputed, Repeated])
+@pytest.mark.parametrize("layer_class", [Masked, ByChoice, Recomputed, Repeated, Switch, Sorted, RecomputedSwitch])
 def test_experts_drop_what_they_drop_on_one_device(layer_class):
     def script(device):
         torch.manual_seed(0)
@@ -143,3 +178,45 @@ def test_an_expert_that_only_some_workers_call_is_computed_as_one_device_does(re
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
     assert "Every device computes the whole batch" in capsys.readouterr().out
+
+
+class Telling(Switch):
+    """Also returns how it routes each word."""
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x_BTD), self.router(x_BTD.flatten(0, 1)).softmax(-1)
+
+
+class Balanced(nn.Module):
+    """Returns how its layers route all words: two layers by words of all rows, so that rows lie along dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+        self.layers = nn.ModuleList(Telling() for _ in range(2))
+
+    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        x_BTD, gates = self.embed(tokens_BT), []
+        for layer in self.layers:
+            x_BTD, gates_NE = layer(x_BTD)
+            gates.append(gates_NE)
+        return self.head(x_BTD), torch.stack(gates)
+
+
+def test_results_whose_rows_lie_along_another_dim_are_gathered():
+    def script(device):
+        torch.manual_seed(0)
+        model = Balanced().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        trace = []
+        for rows in (6, 7, 9):
+            tokens = torch.randint(0, 40, (rows, 12)).to(device)
+            scores_BTN, gates_LNE = model(tokens[:, :-1])
+            chosen_LNE = F.one_hot(gates_LNE.argmax(-1), 3).float()
+            loss = F.cross_entropy(scores_BTN.flatten(0, 1), tokens[:, 1:].flatten())
+            loss = loss + 0.1 * 3 * (chosen_LNE.mean(1) * gates_LNE.mean(1)).sum()
+            train_step(trace, model, optimizer, loss)
+            trace.append(gates_LNE.detach())
+        return [*trace, *model.state_dict().values(), torch.rand(2)]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-6)

@@ -30,6 +30,7 @@ from moreh_ap.parallelizer.data.row_gathering import Gathering
 from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, MeanRules
 from moreh_ap.parallelizer.mesh import Axis, world_axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
+from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Call:
         rules: Which numbers of the forward are means over the batch.
         joined: Whether batch normalisation takes the statistics of all workers' rows (`batch_statistics.py`).
         gathering: Where rows are gathered inside the forward; None: nowhere.
+        placed: Where arguments and results have rows that do not lie along dim 0 of all of them; None: nowhere.
         items: What the forward does with the items of a batch whose tensors have no rows; None: it has rows.
         means: Whether the forward takes means over the batch, where it is known. See [Note: workers meet] there.
         lacks_rows: Whether the batch has no row for this worker. See [Note: no row] in `lent_rows.py`.
@@ -69,6 +71,7 @@ class Call:
     rules: MeanRules = NO_RULES
     joined: bool = False
     gathering: Gathering | None = None
+    placed: PlacedRows | None = None
     items: ItemRules | None = None
     means: bool = True
     lacks_rows: bool = False

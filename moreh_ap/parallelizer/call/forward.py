@@ -66,6 +66,9 @@ class EagerForward(Execution):
         self.inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         means = reduction or reducing(call)
         args, kwargs = tree_unflatten(leaves, spec)
+        placed = call.placed if call.mode == "split" else None
+        if placed is not None:
+            args, kwargs = placed.take(args, kwargs, call.axis)
         if isinstance(means, GlobalReduction):
             args, kwargs = means.take(args, dict(kwargs))
         forward: Forward = self._run
@@ -83,6 +86,9 @@ class EagerForward(Execution):
                 if isinstance(means, GlobalReduction):
                     result = means.finish(result, all_converted)
             self.drawing.end()
+            if placed is not None:  # every worker's forward is through
+                with torch.set_grad_enabled(call.grad):
+                    result = placed.gather(result, self.attributes, all_converted, call.axis)
         except BaseException:
             recover(call.module)
             raise

@@ -15,7 +15,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
 from moreh_ap.parallelizer.data.fsdp import recover
 from moreh_ap.parallelizer.state.loading import local_shard
-from moreh_ap.protocol.hook_records import RECORDER, HookEnded, Report, ReportedHook
+from moreh_ap.protocol.hook_records import IN_PLACE, RECORDER, HookEnded, Report, ReportedHook
 from moreh_ap.protocol.module_attributes import (
     Attributes,
     has_memory,
@@ -81,7 +81,8 @@ class Reports(CallExtension):
             findings.attributes = {name: len(flatten(value)[0]) for name, value in found.items()}
             if self._known is not None:
                 findings.attribute_kinds = tuple(kind for name in found for kind in self._known[name])
-            return Report(result, seen, ended_by, found)
+            named = {name + IN_PLACE if name in kept else name: value for name, value in found.items()}
+            return Report(result, seen, ended_by, named)
 
         return run
 

@@ -359,7 +359,7 @@ class GatheringReduction(JoinedReduction):
     def _gathered(self, tensor: Tensor, placement: Rows) -> Tensor:
         self._meet_here()
         own = placement.split(tensor, self._stop - self._start)
-        return placement.merge(_Gather.apply(own, placement.dim + 1, self._gathering.rows, self.axis))
+        return placement.merge(GatherRows.apply(own, placement.dim + 1, self._gathering.rows, self.axis))
 
 
 def has_first_rows(placements: Sequence[Placement]) -> bool:
@@ -368,7 +368,7 @@ def has_first_rows(placements: Sequence[Placement]) -> bool:
     return dims == {0}
 
 
-class _Gather(torch.autograd.Function):
+class GatherRows(torch.autograd.Function):
     """The rows of all workers, on each of them, along `dim`."""
 
     @staticmethod

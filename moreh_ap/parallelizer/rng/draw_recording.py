@@ -11,16 +11,18 @@ the one row got, wherever both draw equally few (`Coins`), and the comparison is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moreh_ap.parallelizer.data.call_sites import site_of_call
-from moreh_ap.parallelizer.rng.drawing_operations import draws_numbers
+from moreh_ap.parallelizer.rng.drawing_operations import draws_numbers, with_one_row
 from moreh_ap.parallelizer.rng.found_rows import FINDS_ROWS, FoundRows
+from moreh_ap.parallelizer.rng.packed_sequences import lengths_in
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW, Draw, Rows, UnsharedDraw
 from moreh_ap.protocol.memory_format import memory_order
 
@@ -42,6 +44,7 @@ class Drawn:
         shape: Of what it drew.
         order: Of the dims in memory.
         site: Where in the code it is.
+        are_packed: Whether it is for the steps of packed sequences.
         groups: For each size into how many groups a mask divided as many rows that it found; 0 if none did.
     """
 
@@ -50,6 +53,7 @@ class Drawn:
     order: tuple[int, ...]
     site: int = 0
     groups: tuple[int, ...] = ()
+    are_packed: bool = False
 
 
 class Coins:
@@ -113,10 +117,24 @@ class DrawRecorder(TorchFunctionMode):
             return self._found.kept(args, kwargs or {}, func(*args, **(kwargs or {})))
         if name not in MAY_DRAW:
             return func(*args, **(kwargs or {}))
+        no_rows = with_one_row(name, args, kwargs or {})
+        if no_rows is not None:
+            self._note_no_rows(func, no_rows, kwargs or {})
         with Recording(self._found, self._coins) as recording:
             result = func(*args, **(kwargs or {}))
-        self.drawn += recording.drawn
+        are_packed = lengths_in(name, args) is not None
+        self.drawn += [replace(draw, are_packed=True) for draw in recording.drawn] if are_packed else recording.drawn
         return result
+
+    def _note_no_rows(self, func: Callable[..., Any], one_row: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes what is drawn for no rows here, where other workers may have some."""
+        state = torch.default_generator.get_state()
+        with Recording(self._found) as recording:
+            func(*one_row, **kwargs)
+        torch.default_generator.set_state(state)
+        drawn = [replace(draw, shape=(0, *draw.shape[1:])) for draw in recording.drawn]
+        self.drawn += drawn
+        self._all.drawn[len(self._all.drawn) - len(drawn) :] = drawn
 
 
 class Recording(TorchDispatchMode):
@@ -143,12 +161,19 @@ class Recording(TorchDispatchMode):
         return result
 
 
-def draws_of(one_row: Sequence[Drawn], two_rows: Sequence[Drawn], *, may_route: bool = False) -> tuple[Draw, ...]:
+def draws_of(
+    one_row: Sequence[Drawn],
+    two_rows: Sequence[Drawn],
+    second_row: Sequence[Drawn] | None = None,
+    *,
+    may_route: bool = False,
+) -> tuple[Draw, ...]:
     """Returns the draws of a forward, in order.
 
     Args:
         one_row: What a forward of one row drew.
         two_rows: What the same forward of two rows drew.
+        second_row: What the same forward of the second of them drew; None where it is not known.
         may_route: Whether workers may say how many rows they draw for. See [Note: routed rows].
 
     Raises:
@@ -157,10 +182,11 @@ def draws_of(one_row: Sequence[Drawn], two_rows: Sequence[Drawn], *, may_route: 
     if [draw.name for draw in one_row] != [draw.name for draw in two_rows]:
         raise UnsharedDraw("how often random numbers are drawn depends on the rows")
     pairs = list(zip(one_row, two_rows, strict=True))
-    found = [_rows_in(one, two) for one, two in pairs]
+    others = second_row if second_row is not None and len(second_row) == len(pairs) else one_row
+    found = [_rows_in(one, two, other) for (one, two), other in zip(pairs, others, strict=True)]
     routed = {two.site: rows for (_, two), rows in zip(pairs, found, strict=True) if rows is not None and rows.groups}
     if routed and not may_route:
-        one, two = next(pair for pair in pairs if pair[1].site in routed and pair[0].shape != pair[1].shape)
+        one, two = next(pair for pair in pairs if pair[1].site in routed)
         raise UnsharedDraw(f"one row draws {one.shape} random numbers, two rows {two.shape}")
     draws = []
     for (_, two), rows in zip(pairs, found, strict=True):
@@ -174,15 +200,17 @@ def draws_of(one_row: Sequence[Drawn], two_rows: Sequence[Drawn], *, may_route: 
     return tuple(draws)
 
 
-def _rows_in(one: Drawn, two: Drawn) -> Rows | None:
+def _rows_in(one: Drawn, two: Drawn, other: Drawn) -> Rows | None:
+    if two.are_packed:
+        return Rows(0, (0, 1), groups=1, are_packed=True)
     if one.shape == two.shape:
         return None
     dims = [dim for dim, sizes in enumerate(zip(one.shape, two.shape)) if sizes[0] != sizes[1]]
-    if len(one.shape) != len(two.shape) or len(dims) != 1 or two.shape[dims[0]] < one.shape[dims[0]]:
+    if len(one.shape) != len(two.shape) or len(dims) != 1:
         raise UnsharedDraw(f"one row draws {one.shape} random numbers, two rows {two.shape}")
     if one.name.rstrip("_") in _VALUES_DECIDE:
         raise UnsharedDraw(f"what {one.name} draws for a row depends on the rows before it")
-    if two.shape[dims[0]] == 2 * one.shape[dims[0]]:
+    if two.shape[dims[0]] == 2 * one.shape[dims[0]] and other.shape == one.shape:
         return Rows(dims[0], two.order)
     groups = {drawn.groups[dims[0]] for drawn in (one, two)}  # not the same where the mask's first dim has the rows
     return Rows(dims[0], two.order, groups=max(groups.pop(), 1) if len(groups) == 1 else 1)

@@ -26,6 +26,17 @@ def draws_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0)
 
 
+def with_one_row(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Returns the arguments of a dropout of no rows with one row in their place, None for anything else.
+
+    PyTorch returns a tensor without entries as it is, and draws nothing: other workers may draw for their rows.
+    """
+    given = args[0] if args else None
+    if "dropout" not in name or not isinstance(given, Tensor) or given.ndim == 0 or given.numel() or given.shape[0]:
+        return None
+    return (given.new_ones(1, *given.shape[1:]), *args[1:])
+
+
 def _is_on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
     named = kwargs.get("device")
     places = [torch.device(named)] if named is not None else [arg.device for arg in args if isinstance(arg, Tensor)]

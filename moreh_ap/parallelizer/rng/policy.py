@@ -167,7 +167,7 @@ class RandomPolicy:
     def find_draws(
         self,
         device: torch.device,
-        forward: Callable[[RandomPolicy, int], object],
+        forward: Callable[..., object],
         fewest: int = 1,
         *,
         in_turn: bool = False,
@@ -176,7 +176,8 @@ class RandomPolicy:
 
         Args:
             device: This worker's device.
-            forward: Runs so many rows of the batch with such a policy, and leaves nothing behind.
+            forward: Runs so many rows of the batch with such a policy, and leaves nothing behind; `in_turn`, also those
+                from a third argument on.
             fewest: How many rows it can do with; it is run with twice as many too.
             in_turn: Whether workers may take turns in drawing from the host's streams, and count rows that are routed.
 
@@ -199,9 +200,7 @@ class RandomPolicy:
         of_stream = (*in_order, *(draw for draw in others if draw not in in_order))
         return Draws(of_stream, tuple(of_host.values()), any(draw.site for draw in of_stream))
 
-    def _compare_draws(
-        self, forward: Callable[[RandomPolicy, int], object], fewest: int, coins: Coins, in_turn: bool
-    ) -> Draws:
+    def _compare_draws(self, forward: Callable[..., object], fewest: int, coins: Coins, in_turn: bool) -> Draws:
         drawn: list[Sequence[Drawn]] = []
         of_host = []
         for rows in (fewest, 2 * fewest):
@@ -213,8 +212,15 @@ class RandomPolicy:
             if not drawn[0] and not of_host[0]:
                 return Draws()
             coins.again()
-        of_stream = draws_of(drawn[0], drawn[1], may_route=in_turn)
+        second = self._drawn_by_second(forward, fewest) if in_turn and drawn[0] else None
+        of_stream = draws_of(drawn[0], drawn[1], second, may_route=in_turn)
         return Draws(of_stream, row_draws_of(of_host[0], of_host[1], fewest, in_turn=in_turn))
+
+    def _drawn_by_second(self, forward: Callable[..., object], fewest: int) -> Sequence[Drawn]:
+        """Returns what other rows draw, which tells rows that are routed: by chance both rows may have as many."""
+        with DrawRecorder() as recorder, HostDrawRecorder():
+            forward(self, fewest, fewest)
+        return recorder.drawn
 
 
 class Drawing:

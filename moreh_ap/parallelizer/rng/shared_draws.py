@@ -23,20 +23,16 @@ draw is recognised.
 [Note: routed rows]
 A mixture of experts calls an expert with the rows that are routed to it (``x[mask]``): no dim follows the rows of the
 batch, and how many a worker has, only its own router knows. Such a draw is known by the place in the code where it
-happens. There every worker says how many it draws, draws as many as all together, and keeps its own: those of earlier
-workers come before. That is right where the routed rows are in the order of the batch; the trial compares.
-
-[Note: routed rows]
-A mixture of experts calls an expert with the rows that are routed to it (``x[mask]``): no dim follows the rows of the
-batch, and how many a worker has, only its own router knows. Such a draw is known by the place in the code where it
 happens. There every worker says how many it draws for, draws for all of them together, and keeps its own: those of
 earlier workers come before. Where the routed rows were found in a mask with another dim before that of the rows
 (``torch.where(mask_KN)``, the k-th choice of each token), they follow each other within every entry of that dim. Both
-are right if the routed rows are in the order of the batch; the trial compares.
+are right if the routed rows are in the order of the batch; the trial compares. An expert that a worker calls with no
+rows draws nothing there by itself, and still goes on from where the stream is after the rows of others.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -50,8 +46,9 @@ from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.data.call_sites import site_of_call
-from moreh_ap.parallelizer.rng.drawing_operations import draws_numbers, place_of_size, shape_drawn
+from moreh_ap.parallelizer.rng.drawing_operations import draws_numbers, place_of_size, shape_drawn, with_one_row
 from moreh_ap.parallelizer.rng.found_rows import FINDS_ROWS, FoundRows
+from moreh_ap.parallelizer.rng.packed_sequences import lengths_in, places_of
 from moreh_ap.protocol.rng_state import state_of_stream
 
 MAY_DRAW = frozenset(
@@ -107,18 +104,28 @@ class Counts(Protocol):
             share: The rows of the batch that are here.
         """
 
+    def rank(self, state: int, own: Sequence[int], share: Share) -> tuple[Sequence[int], Sequence[int]]:
+        """Returns the places of the rows that are here among all, the longest first, and the lengths of all.
+
+        Args:
+            state: Tells where the stream is.
+            own: The lengths of the rows that are here, the longest first.
+            share: The rows of the batch that are here.
+        """
+
 
 @dataclass(frozen=True)
 class Rows:
     """How the rows lie in what is drawn for a batch: the dim that has them, and all dims as they are in memory.
 
     `groups`: where rows of the batch have different numbers of entries along it, in how many groups those follow each
-    other; 0 where each row has as many. See [Note: routed rows].
+    other; 0 where each row has as many. See [Note: routed rows]. `are_packed`: they are the steps of packed sequences.
     """
 
     dim: int
     order: tuple[int, ...]
     groups: int = 0
+    are_packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,9 @@ class SharedDraws(TorchFunctionMode):
         self._next = 0
         self._by_order = False
         self._number_of: dict[int, int] = {}  # by the state of the stream before the draw
-        self._is_drawing = False
+        self._is_drawing = self._draws_for_others = False
+        self._lengths: list[int] | None = None
+        self._passed_over: dict[bytes, Tensor] = {}  # by the state before a draw for no rows, that after it
 
     def again(self) -> AbstractContextManager[Any]:
         """Returns what has to be active in the backward."""
@@ -172,6 +181,15 @@ class SharedDraws(TorchFunctionMode):
             return self._found.kept(args, kwargs or {}, func(*args, **(kwargs or {})))
         if name not in MAY_DRAW:
             return func(*args, **(kwargs or {}))
+        one_row = with_one_row(name, args, kwargs or {}) if self._routed else None
+        if one_row is not None:
+            self._draws_for_others = True
+            try:
+                with Sharing(self):
+                    func(*one_row, **(kwargs or {}))
+            finally:
+                self._draws_for_others = False
+        self._lengths = lengths_in(name, args) if self._routed else None
         with Sharing(self):
             return func(*args, **(kwargs or {}))
 
@@ -182,14 +200,26 @@ class SharedDraws(TorchFunctionMode):
         if found is None:
             return func(*args, **kwargs)
         rows, here = found
+        if self._draws_for_others:
+            if not here.whole:
+                return args[0]
+            here, before = Here(slice(0, 1), 1, here.whole), state_of_stream()
+        if rows.are_packed:  # where rows are equally long, a layer may have a dim of steps and one of rows
+            given, args = args, tree_map_only(Tensor, lambda tensor: tensor.view(-1, tensor.shape[-1]), args)
         whole_args, whole_kwargs = _enlarged(func, args, kwargs, rows, here)
         self._is_drawing = True  # `again` may be active around a mode that a block put back
         try:
             whole = func(*whole_args, **whole_kwargs)
         finally:
             self._is_drawing = False
+        if self._draws_for_others:
+            self._passed_over[before] = torch.default_generator.get_state()
         own = whole[_along(rows.dim, here.where)]
-        return args[0].copy_(own) if func._schema.is_mutable else own.clone()
+        if func._schema.is_mutable:
+            args[0].copy_(own)
+        if rows.are_packed:
+            return given[0] if func._schema.is_mutable else own.view(drawn).clone()
+        return args[0] if func._schema.is_mutable else own.clone()
 
     def has_drawn(self) -> bool:
         """Says whether anything was drawn so far, be it from a generator of the model."""
@@ -209,8 +239,10 @@ class SharedDraws(TorchFunctionMode):
     def _rows_of(self, name: str, drawn: Sequence[int], kwargs: dict[str, Any]) -> tuple[Rows, Here] | None:
         """How the rows lie in what is drawn next, and which are here. See [Note: which dim has the rows]."""
         generator, num_dims = kwargs.get("generator"), len(drawn)
-        own = b"" if generator is None else generator.get_state().numpy().tobytes()
-        state = hash((state_of_stream(), own))
+        of_generator = b"" if generator is None else generator.get_state().numpy().tobytes()
+        while self._passed_over and (after := self._passed_over.get(state_of_stream())) is not None:
+            torch.default_generator.set_state(after)  # what was drawn for others is left out where a block runs again
+        state = hash((state_of_stream(), of_generator))
         number = self._number_of.setdefault(state, self._next)
         if number == self._next:
             self._next += 1
@@ -218,7 +250,8 @@ class SharedDraws(TorchFunctionMode):
             return self._known[number]
         routed = self._routed.get(site_of_call()) if self._routed else None
         if routed is not None:
-            here = self._routed_here(state, routed, drawn[routed.dim])
+            own = math.prod(drawn[:-1]) if routed.are_packed else drawn[routed.dim]
+            here = self._routed_here(state, routed, 0 if self._draws_for_others else own)
             if here.whole:
                 self._known[number] = routed, here
             else:  # which leaves the stream where it is
@@ -239,16 +272,24 @@ class SharedDraws(TorchFunctionMode):
             return None
         share = self._share
         entries, rest = divmod(drawn[rows.dim], share.stop - share.start)
-        if rest:
-            raise ExactnessError(
-                f"a forward of {share.stop - share.start} rows draws {tuple(drawn)} random numbers: not as many a row",
-                "draws of which one dim follows the rows of the batch",
-                'plan="tensor=2"',
-            )
+        if rest:  # rows that are routed, which few rows did not show: other workers learn by where the streams end
+            torch.rand(share.start + 1)
+            return None
         where = slice(share.start * entries, share.stop * entries)
         return rows, Here(where, drawn[rows.dim], share.total * entries)
 
+    def _packed_here(self, state: int, own: int) -> Here:
+        lengths = self._lengths
+        if lengths is None or sum(lengths) != own or len(lengths) != self._share.stop - self._share.start:
+            raise _other_draws("the rows that a forward draws random numbers for are not packed sequences as before")
+        if self.counts is None:
+            return Here(slice(0, own), own, own)
+        ranks, of_all = self.counts.rank(state, lengths, self._share)
+        return Here(places_of(ranks, of_all), own, sum(of_all))
+
     def _routed_here(self, state: int, rows: Rows, own: int) -> Here:
+        if rows.are_packed:
+            return self._packed_here(state, own)
         groups = None if self._found is None or rows.groups == 1 else self._found.groups_of(own)
         if rows.groups > 1 and (groups is None or len(groups) != rows.groups):
             raise _other_draws("the rows that a forward draws random numbers for were not found in a mask as before")

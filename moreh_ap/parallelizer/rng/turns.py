@@ -47,6 +47,7 @@ class KnownTurns:
     def restart(self) -> None:
         """Another forward begins."""
         self._place = 0
+        self.counts.restart()
 
     def begin(self, site: int, share: Share) -> bool:
         self.after(share.start)

@@ -35,8 +35,7 @@ from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt, unt
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.item_rules import find_counts, find_merge, find_rules, find_sizes
 from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
-from moreh_ap.parallelizer.trial.probe import names_of
-from moreh_ap.parallelizer.trial.row_comparison import random_weight
+from moreh_ap.parallelizer.trial.row_comparison import names_of, random_weight
 from moreh_ap.parallelizer.trial.split_check import SplitVerdict, clear_gradients, compare
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.objects.batch_items import Arguments, Items
@@ -93,8 +92,8 @@ class ItemProbe(JoinedProbe):
         self.saw_counted = False
 
     def _choose_rows(self) -> list[int]:
-        number = min(self._rows, max(_FEWEST_ITEMS, _ITEMS_A_WORKER * self.call.axis.size))
-        return [place * self._rows // number for place in range(number)]
+        number = min(self.rows, max(_FEWEST_ITEMS, _ITEMS_A_WORKER * self.call.axis.size))
+        return [place * self.rows // number for place in range(number)]
 
     def _arguments(self, chosen: Sequence[int]) -> Arguments:
         self._ran = chosen

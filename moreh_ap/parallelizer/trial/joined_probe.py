@@ -72,8 +72,8 @@ class JoinedProbe(Probe):
     def _choose_rows(self) -> list[int]:
         workers = self.call.axis.size
         each = max(self.each, min(MOST_A_WORKER, MAX_ROWS // workers))
-        number = workers * min(each, self._rows // workers)
-        return [place * self._rows // number for place in range(number)]
+        number = workers * min(each, self.rows // workers)
+        return [place * self.rows // number for place in range(number)]
 
     def _find_rounding(self, common: EagerForward | PipelinedPass) -> None:
         """Runs the same rows with inputs that differ in the last digits. See [Note: rounding].

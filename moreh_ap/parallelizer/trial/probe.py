@@ -26,6 +26,7 @@ from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.rng.turns import KnownTurns
+from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, may_pad, state_restored
 from moreh_ap.parallelizer.trial.host_activations import saved_on_host
@@ -36,6 +37,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     is_unknown,
     kind_of,
     means_beside_rows,
+    names_of,
     random_weight,
     repeats,
     some_parameters,
@@ -70,10 +72,13 @@ class Probe:
         may_write: Whether the forward may change parameters, since a step runs it once.
         may_take_turns: Whether workers may take turns in drawing for rows, since none is cut into micro-batches.
         steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
+        places: Where results have rows that are to be gathered, by number. See `placed_probe.py`.
+        turned: Whether arguments have rows elsewhere than along dim 0.
     """
 
     is_joined = False
     steps: tuple[Step, ...] = ()
+    turned = False
     _noise = 1e-2
     """Gradients may differ by this part of the tolerance times the largest gradient (2e-7 in float32).
 
@@ -90,13 +95,14 @@ class Probe:
         each: int = 1,
     ) -> None:
         self.kinds: tuple[str, ...] = ()
+        self.places: dict[int, RowsAlong] = {}
         self.attributes: Mapping[str, int] = {}
         self.draws = Draws()
         self.has_unknown = False
         self.saw_counts = self.saw_statistics = self.takes_means = False
         self.call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
-        self._rows = rows
+        self.rows = rows
         self.dims = row_dims(self._leaves, rows) if dims is None else dims
         self.each = each
         self._ran: Sequence[int] = ()
@@ -140,12 +146,12 @@ class Probe:
     def _exceeds_own_rows(self) -> bool:
         """Says whether a device would hold more rows than it trains with. See [Note: memory of a trial]."""
         call = self.call
-        return call.grad and call.device.type == "cuda" and len(self._chosen) * call.axis.size > self._rows
+        return call.grad and call.device.type == "cuda" and len(self._chosen) * call.axis.size > self.rows
 
     def _choose_rows(self) -> list[int]:
         if self.each > 1:  # rows that belong together are usually neighbours
             return list(range(2 * self.each))
-        return choose_rows(self._leaves, self._rows)
+        return choose_rows(self._leaves, self.rows, may_pad=may_pad(self.call.module))
 
     def _policy(self, chosen: Sequence[int]) -> RandomPolicy:
         """Returns which random numbers a call of the chosen rows draws."""
@@ -167,9 +173,9 @@ class Probe:
 
         lengths: Sequence[Tensor] = ()
 
-        def forward(random: RandomPolicy, num_rows: int) -> None:
+        def forward(random: RandomPolicy, num_rows: int, first: int = 0) -> None:
             nonlocal lengths
-            args, kwargs = self._arguments(self._chosen[:num_rows])
+            args, kwargs = self._arguments(self._chosen[first : first + num_rows])
             self._drew = random
             recorder = PaddedAlike(call.device, rules=LENGTHS if call.rules.lengths else NO_RULES, lengths=lengths)
             try:
@@ -386,12 +392,6 @@ class Probe:
                 "which blocks a row goes through depends on the row, and a plan that shards gathers a block on all "
                 "devices at once"
             )
-
-
-def names_of(run: Execution) -> list[str]:
-    """Returns what the leaves of a result are called in a refusal."""
-    of_attributes = [f"attribute {name}" for name, number in run.attributes.items() for _ in range(number)]
-    return [f"output {index}" for index in range(len(run.outputs) - len(of_attributes))] + of_attributes
 
 
 def _local_gradient(param: nn.Parameter) -> Tensor | None:

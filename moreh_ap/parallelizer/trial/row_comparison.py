@@ -89,6 +89,12 @@ def means_beside_rows(places: Mapping[int, int], common: Sequence[Tensor], singl
     return frozenset(place for site, place in both if float(common[site]) == float(single[site]))
 
 
+def names_of(run: Execution) -> list[str]:
+    """Returns what the leaves of a result are called in a refusal."""
+    of_attributes = [f"attribute {name}" for name, number in run.attributes.items() for _ in range(number)]
+    return [f"output {index}" for index in range(len(run.outputs) - len(of_attributes))] + of_attributes
+
+
 def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) -> str:
     if not isinstance(common, Tensor):
         if any(type(s) is not type(common) for s in singles):
@@ -168,12 +174,12 @@ def random_weight(leaf: Any) -> Tensor | None:
     return (torch.sin(entries) / max(1, leaf.numel()) ** 0.5).reshape(leaf.shape).to(leaf.dtype)
 
 
-def choose_rows(leaves: Sequence[Any], rows: int) -> list[int]:
+def choose_rows(leaves: Sequence[Any], rows: int, *, may_pad: bool = False) -> list[int]:
     """Returns the two rows that differ most in how much of them counts (padding), in rising order.
 
     A row of which no target counts (labels of -100 alone) says nothing about a loss and is chosen last. A third row is
     chosen where rows have classes: losses that compare a row with one of its own class and one of another (triplets)
-    are zero for any two rows.
+    are zero for any two rows. Where a forward `may_pad` sequences to the longest, that of each leaf is chosen too.
     """
     filled, targets = torch.zeros(rows), torch.full((rows,), torch.inf)
     for leaf in leaves:
@@ -184,7 +190,14 @@ def choose_rows(leaves: Sequence[Any], rows: int) -> list[int]:
     if len(order) < 2:
         order = filled.argsort(stable=True).tolist()
     chosen = [order[0], order[-1]]
-    return sorted({*chosen, *_complete_classes(leaves, rows, chosen)})
+    longest = _longest(leaves, rows) if may_pad else ()
+    return sorted({*chosen, *longest, *_complete_classes(leaves, rows, chosen)})
+
+
+def _longest(leaves: Sequence[Any], rows: int) -> list[int]:
+    """Returns for each leaf of whole numbers the row with most in it: entries above zero, or of one number a row it."""
+    whole = [leaf for leaf in leaves if carries_rows(leaf, rows) and leaf.dtype in _CLASS_DTYPES]
+    return [int((leaf if leaf.ndim == 1 else (leaf > 0).reshape(rows, -1).sum(1)).argmax()) for leaf in whole]
 
 
 def _complete_classes(leaves: Sequence[Any], rows: int, chosen: Sequence[int]) -> list[int]:

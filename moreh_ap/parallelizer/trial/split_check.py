@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
@@ -42,6 +42,8 @@ from moreh_ap.parallelizer.data.row_gathering import Step
 from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws
+from moreh_ap.parallelizer.row_dims.placed_probe import PlacedProbe
+from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import untouched
 from moreh_ap.parallelizer.trial.fault_finding import Outcome, try_out
@@ -51,6 +53,8 @@ from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProb
 from moreh_ap.parallelizer.trial.probe import Probe
 from moreh_ap.protocol.batch import carries_rows, is_square, row_dims_elsewhere, rows_along
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,9 @@ class SplitVerdict:
         faults: Tracebacks of errors in the trials that are ours, on this worker.
         items: What it does with items, where no tensor has a row for each. See `item_probe.py`.
         kept: Names of numbers that have to be those of a worker's rows. See `kept_rows.py`.
+        places: Where each leaf of the result but for attributes has rows that are gathered after the forward; empty
+            where none are. Their kind is "same".
+        attribute_places: The same of the leaves of each attribute.
     """
 
     split: bool
@@ -94,12 +101,20 @@ class SplitVerdict:
     faults: tuple[str, ...] = ()
     items: ItemRules | None = None
     kept: frozenset[str] = frozenset()
+    places: tuple[RowsAlong | None, ...] = ()
+    attribute_places: Mapping[str, tuple[RowsAlong | None, ...]] = field(default_factory=dict)
+
+    def placed(self, rows: int) -> PlacedRows | None:
+        """Returns what has to be cut and gathered around a forward on some of so many rows; None if nothing."""
+        if self.steps or (self.dims is None and not self.places):
+            return None
+        return PlacedRows(rows, self.dims, self.places, self.attribute_places)
 
 
 def may_lack_rows(verdict: SplitVerdict) -> bool:
     """Returns whether what workers do who compute rows of others can be told from what their own would give."""
     is_plain = verdict.split and not verdict.attributes and not verdict.written and verdict.group == 1
-    is_plain = is_plain and not verdict.draws.are_for_routed
+    is_plain = is_plain and not verdict.draws.are_for_routed and not verdict.places
     return is_plain and NOTHING_OF.issuperset(verdict.kinds)
 
 
@@ -144,6 +159,19 @@ def check_split(
     return replace(found, faults=tuple(trials.faults))
 
 
+def check_elsewhere(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SplitVerdict | None:
+    """Returns how a call may be split whose rows do not lie along dim 0, which has too few; None if it may not.
+
+    Arguments as `check_split`'s. A collective.
+    """
+    if stages_of(call.module) is not None:
+        return None
+    rules = MeanRules(lengths=True)
+    call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, rules=rules, joined=False)
+    with untouched(call.module):
+        return _Trials(call, args, kwargs, 0).run_elsewhere()
+
+
 def _rows_elsewhere(leaves: Sequence[Any], may_turn: bool) -> Iterator[int]:
     """Yields how many rows a batch has whose rows lie elsewhere than along dim 0."""
     for dims in row_dims_elsewhere(leaves) if may_turn else ():
@@ -171,34 +199,20 @@ class _Trials:
         self._may_write = may_join
         may_meet = may_join and 1 < call.axis.size <= rows and stages_of(call.module) is None
         for each in sizes:
-            probe = Probe(call, args, kwargs, rows, each=each)
-            probe.may_take_turns = may_meet
-            found = self._compare(probe)
-            if found.could_run or probe.saw_statistics:
+            apart = self._run_apart(call, rows, may_meet, each=each)
+            if apart.found.could_run or apart.takes_statistics:
                 break
         else:
             each = 1
-        divides_itself = not found.split and not everywhere(not probe.saw_counts, call)
-        takes_statistics = not found.split and not everywhere(not probe.saw_statistics, call)
+        found, call = apart.found, apart.call
         if found.added:
             return found
-        beside_rows = probe.beside_rows
-        del probe  # and the activations in it
-        if not found.split and not everywhere(not beside_rows, call):
-            call = replace(call, rules=replace(call.rules, beside_rows=beside_rows))
-            if not takes_statistics:
-                probe = Probe(call, args, kwargs, rows, each=each)
-                probe.may_take_turns = may_meet
-                found = self._compare(probe)
-        count_too = replace(call, rules=replace(call.rules, counts=True))
-        if not found.split and divides_itself and not takes_statistics:  # its reason, too, says more
-            probe = Probe(count_too, args, kwargs, rows, each=each)
-            probe.may_take_turns = may_meet
-            found = self._compare(probe)
-        if takes_statistics and may_meet:
+        if apart.takes_statistics and may_meet:
             found = self._compare(JoinedProbe(call, args, kwargs, rows, each=each))
-            if not found.split and divides_itself:
-                found = self._compare(JoinedProbe(count_too, args, kwargs, rows, each=each))
+            if not found.split and apart.divides_itself:
+                found = self._compare(JoinedProbe(_counting(call), args, kwargs, rows, each=each))
+        if not found.split and may_meet:
+            found = (self.run_elsewhere() if may_turn else None) or found
         if not found.split and may_meet:
             gathered = self._compare(GatheringProbe(self._call, args, kwargs, rows, each=each))
             found = gathered if gathered.split else found
@@ -210,6 +224,44 @@ class _Trials:
         if not found.could_run and _are_single_rows(args, kwargs, rows):
             found = replace(found, reason=SINGLE_ROW)
         return found
+
+    def _run_apart(
+        self, call: Call, rows: int, may_place: bool, dims: Sequence[int | None] | None = None, each: int = 1
+    ) -> _Apart:
+        """Tries rows by themselves: as they are, and with other of the forward's numbers as means over the batch."""
+        kind = PlacedProbe if may_place else Probe
+
+        def run(call: Call) -> tuple[Probe, SplitVerdict]:
+            probe = kind(call, self._args, self._kwargs, rows, dims, each)
+            probe.may_take_turns = may_place
+            return probe, self._compare(probe)
+
+        probe, found = run(call)
+        divides_itself = not found.split and not everywhere(not probe.saw_counts, call)
+        takes_statistics = not found.split and not everywhere(not probe.saw_statistics, call)
+        beside_rows = probe.beside_rows
+        if found.added:
+            return _Apart(found, call, divides_itself, takes_statistics)
+        del probe  # and the activations in it
+        if not found.split and not everywhere(not beside_rows, call):
+            call = replace(call, rules=replace(call.rules, beside_rows=beside_rows))
+            if not takes_statistics:
+                _, found = run(call)
+        if not found.split and divides_itself and not takes_statistics:  # its reason, too, says more
+            _, found = run(_counting(call))
+        return _Apart(found, call, divides_itself, takes_statistics)
+
+    def run_elsewhere(self) -> SplitVerdict | None:
+        """Tries rows that lie elsewhere than along dim 0 by themselves; None if that is not right."""
+        leaves = tree_leaves((tuple(self._args), dict(self._kwargs)))
+        for dims in row_dims_elsewhere(leaves):
+            rows = rows_along(leaves, dims)
+            if rows is None or rows < self._call.axis.size:
+                continue
+            found = self._run_apart(self._call, rows, True, dims).found
+            if found.split:
+                return replace(found, dims=tuple(dims))
+        return None
 
     def _compare(self, probe: Probe) -> SplitVerdict:
         clear_gradients(self._call)
@@ -228,7 +280,7 @@ class _Trials:
         clear_gradients(self._call)
         with filled(zeros):
             call = replace(probe.call, grad=False)
-            other = type(probe)(call, self._args, self._kwargs, self._rows, each=probe.each)
+            other = type(probe)(call, self._args, self._kwargs, probe.rows, probe.dims, probe.each)
             other.may_take_turns, other.may_write = probe.may_take_turns, probe.may_write
             again = compare(other)
         return found if again.split else replace(again, could_run=found.could_run)
@@ -269,6 +321,27 @@ def _gathered(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return tuple("same" if kind == "rows" else kind for kind in kinds)
 
 
+class _Apart(NamedTuple):
+    """What became of rows that were tried by themselves.
+
+    Attributes:
+        found: The verdict.
+        call: What was tried last, with its rules but for counts.
+        divides_itself: Whether the forward, which cannot be split so, divides by a count.
+        takes_statistics: Whether it takes statistics of the rows.
+    """
+
+    found: SplitVerdict
+    call: Call
+    divides_itself: bool
+    takes_statistics: bool
+
+
+def _counting(call: Call) -> Call:
+    """Returns the call with counts of what is true in a mask as numbers of the batch."""
+    return replace(call, rules=replace(call.rules, counts=True))
+
+
 def clear_gradients(call: Call) -> None:
     """Removes what a trial has left."""
     for param in call.module.parameters():
@@ -297,13 +370,24 @@ def compare(probe: Probe) -> SplitVerdict:
             "results that the last stage computes, calls under torch.no_grad(), or plans with pipeline=1",
             'plan="shard=2"',
         )
-    kinds = probe.kinds
-    attributes: dict[str, tuple[str, ...]] = {}
-    for name, number in reversed(list(probe.attributes.items())):
-        kinds, attributes[name] = kinds[: len(kinds) - number], kinds[len(kinds) - number :]
+    kinds, attributes = _without_attributes(probe.kinds, probe.attributes)
     last = _of_last_stage(kinds, call)
     found = SplitVerdict(True, last, "", probe.takes_means, call.rules, probe.is_joined, probe.draws, attributes)
+    if probe.places or probe.turned:
+        each_leaf = tuple(map(probe.places.get, range(len(probe.kinds))))
+        places, of_attributes = _without_attributes(each_leaf, probe.attributes)
+        found = replace(found, means=True, places=places, attribute_places=of_attributes)
     return replace(found, written=probe.written, steps=probe.steps)
+
+
+def _without_attributes(
+    leaves: tuple[_T, ...], numbers: Mapping[str, int]
+) -> tuple[tuple[_T, ...], dict[str, tuple[_T, ...]]]:
+    """Returns what is known of the leaves of a result, and of each attribute's behind them."""
+    of_attributes: dict[str, tuple[_T, ...]] = {}
+    for name, number in reversed(list(numbers.items())):
+        leaves, of_attributes[name] = leaves[: len(leaves) - number], leaves[len(leaves) - number :]
+    return leaves, of_attributes
 
 
 def _of_last_stage(kinds: tuple[str, ...], call: Call) -> tuple[str, ...]:

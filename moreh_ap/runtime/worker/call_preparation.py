@@ -26,7 +26,7 @@ from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.trial.item_probe import check_items
-from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_split, may_lack_rows
+from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_elsewhere, check_split, may_lack_rows
 from moreh_ap.protocol.batch import carries_rows, row_range, rows_along
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order
@@ -173,8 +173,7 @@ class CallPreparation:
             meets_failed=axis.size == model.device.world_size and not fsdp_roots(model.module),
         )
         kind = self._kind(signature, command, tensors, carried)
-        reads = self._reads((kind, frozenset(self.kept)), self.kept, call, args, kwargs, rows)
-        if reads:
+        if reads := self._reads((kind, frozenset(self.kept)), self.kept, call, args, kwargs, rows):
             return ReadsAttributes(reads)
         leaves = tree_leaves((tuple(args), dict(kwargs)))
         with_rows = {id(tensor) for tensor, carries in zip(tensors, carried) if carries}
@@ -213,7 +212,7 @@ class CallPreparation:
             share = Share(*((axis.rank % rows, axis.rank % rows + 1) if call.lacks_rows else (start, stop)), rows)
             extensions = tuple(extension.knowing(verdict.attributes) for extension in call.extensions)
             call = replace(call, mode="split", kinds=verdict.kinds, means=verdict.means, rules=verdict.rules)
-            call = replace(call, joined=verdict.joined, extensions=extensions)
+            call = replace(call, joined=verdict.joined, extensions=extensions, placed=verdict.placed(rows))
         if verdict.kept:
             assert rows is not None
             kept = KeptRows(verdict.kept, rows, shapes_of(args, kwargs))
@@ -224,15 +223,10 @@ class CallPreparation:
             call = replace(call, gathering=gathering)
         notes = (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
-        roles = Roles(
-            axis,
-            rows if verdict.dims is None else None,
-            carried,
-            command.wants_grad,
-            verdict.split,
-            ". ".join(filter(None, notes)),
-            None if share is None or verdict.dims is not None else 0 if call.lacks_rows else share.stop - share.start,
-        )
+        num_own = 0 if call.lacks_rows else None if share is None else share.stop - share.start
+        num_own = num_own if verdict.dims is None else None
+        note, batch_rows = ". ".join(filter(None, notes)), rows if verdict.dims is None else None
+        roles = Roles(axis, batch_rows, carried, command.wants_grad, verdict.split, note, num_own)
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
         self.prepared[key] = PreparedCall(
@@ -332,7 +326,11 @@ class CallPreparation:
         is_short = self._is_short(rows, call.axis)
         if workers * pieces == 1 or rows is None or (is_short and not self._may_lend_rows(call, rows, wants_grad)):
             reason = f"{UNSPLIT}: {FEWER_ROWS}" if workers > 1 else ""
-            return SplitVerdict(False, (), reason)
+            if kind not in self._verdicts:
+                may_turn = is_short and pieces == 1 and not any(local)
+                found = check_elsewhere(call, args, kwargs) if may_turn else None
+                self._verdicts[kind] = found or SplitVerdict(False, (), reason)
+            return self._verdicts[kind]
         leaves = tree_leaves((tuple(args), dict(kwargs)))
         if self._kind_of_verdict(kind, leaves) not in self._verdicts:
             verdict = check_split(

@@ -45,6 +45,11 @@ class Containers:
         else:
             self.known.pop((path, name), None)
 
+    def set(self, path: str, module: nn.Module, name: str, value: Any, *, in_place: bool) -> None:
+        """Sets an attribute as the workers have it; `in_place`: in the container that the script has."""
+        _set(vars(module), name, value, in_place=in_place)
+        self.note(path, module, name, vars(module)[name])
+
     def take_changes(self) -> list[tuple[str, str, Any]]:
         """Returns path, name and value of the containers that changed since the last call."""
         changes = []
@@ -58,6 +63,19 @@ class Containers:
             else:
                 del self.known[key]
         return changes
+
+
+def _set(attributes: dict[str, Any], name: str, value: Any, *, in_place: bool) -> None:
+    present = attributes.get(name)
+    if not in_place or type(present) is not type(value):
+        attributes[name] = value
+    elif isinstance(present, list):
+        present[:] = value
+    elif isinstance(present, (dict, set)):
+        present.clear()
+        present.update(value)
+    else:
+        attributes[name] = value
 
 
 def _is_private(module: nn.Module, name: str) -> bool:

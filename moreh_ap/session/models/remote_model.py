@@ -21,6 +21,7 @@ from moreh_ap.device.patches.compiling import compiled_in
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
+from moreh_ap.protocol.hook_records import IN_PLACE
 from moreh_ap.protocol.memory_format import kernel_format
 from moreh_ap.protocol.messages.models import (
     BuildModel,
@@ -276,12 +277,11 @@ class RemoteModel:
 
     def take_attributes(self, attributes: dict[str, Any]) -> None:
         """Sets attributes of submodules in the controller as a forward has set them on the workers."""
-        for name, value in attributes.items():
+        for key, value in attributes.items():
+            name = key.removesuffix(IN_PLACE)
             path, _, last = name.rpartition(".")
             if name not in self.script_hooks.attributes:
-                submodule = self.root.get_submodule(path)
-                vars(submodule)[last] = value
-                self._containers.note(path, submodule, last, value)
+                self._containers.set(path, self.root.get_submodule(path), last, value, in_place=key != name)
 
     def may_be_called_again(self) -> bool:
         """Returns whether a call may have to be repeated: with a hook run in the controller, or with passed state."""

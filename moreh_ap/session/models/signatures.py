@@ -24,7 +24,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations.transformers_worker import contains_cache
 from moreh_ap.local import logger
 from moreh_ap.protocol.batch import BatchRows
-from moreh_ap.protocol.hook_records import Report
+from moreh_ap.protocol.hook_records import Report, attributes_in
 from moreh_ap.protocol.memory_format import Order, empty_in_order
 from moreh_ap.protocol.messages.calls import DefineSignature, ForwardReply
 from moreh_ap.protocol.messages.tensors import LeafReply, TensorSlot
@@ -121,7 +121,7 @@ class Structure:
             first_answer.note,
             draws=any(reply.streams is not None for reply in answered),
             batch=None if first_answer.rows is None else BatchRows(local_rows),
-            attributes=tuple(treespec.children()[-1].context) if treespec.context is Report else (),
+            attributes=attributes_in(treespec.children()[-1].context) if treespec.context is Report else (),
             is_report=treespec.context is Report,
             has_cache=contains_cache(treespec),
             returned=first_answer.returned,

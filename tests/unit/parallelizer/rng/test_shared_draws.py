@@ -179,6 +179,7 @@ def test_rows_of_which_only_their_own_worker_knows_how_many_there_are(forward, p
     for rows in (4, *parts):
         torch.set_rng_state(state)
         first = 0 if rows == 4 else start
+        counts.restart()
         with SharedDraws(draws, Share(first, first + rows, 4), counts):
             results.append(forward(batch[first : first + rows]))
         start = first + rows if rows != 4 else 0
@@ -192,7 +193,9 @@ def test_rows_that_are_routed_otherwise_than_with_all_others_are_refused():
     assert draws == (Draw("bernoulli_", 2, Rows(0, (0, 1), groups=1), 7),)
     counts = KnownCounts()
     assert counts.add_up(9, [5], Share(0, 4, 4)) == ([0], [5])
+    counts.restart()
     assert counts.add_up(9, [3], Share(0, 2, 4)) == ([0], [5])
+    counts.restart()
     with pytest.raises(UnsharedDraw, match="depends on other rows"):
         counts.add_up(9, [3], Share(2, 4, 4))
 
