@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.protocol.script_code.written_files import writing_nothing
 
-
 IN_PLACE = " in place"
 
 
