@@ -66,16 +66,14 @@ class Containers:
 
 
 def _set(attributes: dict[str, Any], name: str, value: Any, *, in_place: bool) -> None:
-    present = attributes.get(name)
-    if not in_place or type(present) is not type(value):
+    present: Any = attributes.get(name)
+    if not in_place or type(present) is not type(value) or not isinstance(value, (list, dict, set)):
         attributes[name] = value
-    elif isinstance(present, list):
+    elif isinstance(value, list):
         present[:] = value
-    elif isinstance(present, (dict, set)):
+    else:
         present.clear()
         present.update(value)
-    else:
-        attributes[name] = value
 
 
 def _is_private(module: nn.Module, name: str) -> bool:
