@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from moreh_ap import accelerator_models, device, log
-from moreh_ap.device import checkpoint_tensors
+from moreh_ap.device import AcceleratorInForce, checkpoint_tensors
 from moreh_ap.device.patches import quantized_weights
 from moreh_ap.device.patches.install import install
 from moreh_ap.errors import OptionError
 from moreh_ap.integrations import accelerate, keras, transformers
 from moreh_ap.local import logger
 from moreh_ap.local.jobs import Job
+from moreh_ap.patching import Patches
 from moreh_ap.runtime import gpu_checks
 from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
 from moreh_ap.runtime.worker_environment import device_ids, workers_per_gpu
@@ -136,11 +138,7 @@ class Accelerator:
             )
             self.session.check = FirstStepsCheck(self.session, start_reference, options.check_steps)
         self.models = ModelRegistry(self.session)
-        self._patches = install(SessionBackend(self.session, self.models))
-        transformers.install(self._patches, checkpoint_tensors)
-        accelerate.install(self._patches)
-        quantized_weights.install(self._patches)
-        keras.install(self._patches)
+        self._patches = redirect(self.session, self.models)
         self._report = run_report.RunReport(self.session, report_folder, is_traced=is_traced) if is_reported else None
         self._tracer: StepTracer | None = None
         if is_traced:
@@ -163,6 +161,25 @@ class Accelerator:
         self.state.enter(AcceleratorState.CLOSED)
         self._patches.undo()
         self.session.close()
+
+
+def redirect(session: Session, models: ModelRegistry) -> Patches:
+    """Makes "cuda" mean the accelerator of a session, in PyTorch and in the libraries above it."""
+    patches = install(SessionBackend(session, models))
+    transformers.install(patches, checkpoint_tensors)
+    accelerate.install(patches)
+    quantized_weights.install(patches)
+    keras.install(patches)
+    return patches
+
+
+class _Makes:
+    """What the one line makes: an `Accelerator`, unless a dry run says otherwise."""
+
+    make: Callable[[Options], AcceleratorInForce] = Accelerator
+
+
+MAKES = _Makes()
 
 
 def enable(options: Options) -> None:
@@ -188,7 +205,7 @@ def enable(options: Options) -> None:
                 fix="torch.moreh.option.enable_advanced_parallelization(...)  # once, before the first model call",
             )
         device.disable()
-    device.put_in_force(Accelerator(options))
+    device.put_in_force(MAKES.make(options))
 
 
 def _join_hosts(options: Options) -> HostPool:

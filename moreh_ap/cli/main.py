@@ -19,7 +19,10 @@ COMMANDS = {
         "moreh_ap.cli.verify_command",
         "train a small copy of a model under each plan and in one process, and compare",
     ),
-    "plan": ("moreh_ap.cli.plan_command", "show which plan a model gets on given devices, with its memory and time"),
+    "plan": (
+        "moreh_ap.cli.plan_command",
+        "show which plan a model or a script gets on given devices, with its memory and time",
+    ),
     "predict": ("moreh_ap.cli.predict_command", "predict memory and speed of the plans in a table of runs"),
     "evaluate": ("moreh_ap.cli.evaluate_command", "compare predictions with measured runs"),
     "trace": ("moreh_ap.cli.trace_command", "run a script and write a trace of some of its training steps"),
@@ -36,8 +39,8 @@ COMMANDS = {
 }
 """The module of each command, which has `add_arguments` and `run`, and its line in the program's help."""
 
-RUN_A_SCRIPT = ("verify", "trace", "report", "launch")
-"""Commands that take what follows `--`."""
+RUN_A_SCRIPT = ("verify", "plan", "trace", "report", "launch")
+"""Commands that take what follows `--`; `plan` takes what follows the script's name too."""
 
 USAGE_STATUS = 2
 """Exit status where nothing was done because of what was asked. Source: argparse, which exits with it too."""
@@ -69,8 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _before_and_after_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Splits at `--`: what follows belongs to the user's script."""
+    """Splits at `--`, or for `plan` at a script's name: what follows belongs to the user's script."""
     if "--" not in arguments:
+        if arguments[:1] == ["plan"]:
+            end = next((place for place, word in enumerate(arguments, 1) if word.endswith(".py")), len(arguments))
+            return arguments[:end], arguments[end:]
         return arguments, []
     index = arguments.index("--")
     return arguments[:index], arguments[index + 1 :]

@@ -1,7 +1,8 @@
-"""`moreh-ap plan`: which plan a model gets on given devices, how much memory and time it takes, and why.
+"""`moreh-ap plan`: which plan a model or a script gets on given devices, how much memory and time it takes, and why.
 
-Decides what is asked of the planner and in which form the answer is shown. Must not know how a plan is found.
-Nothing is started and nothing downloaded: the model is a configuration or one of a list.
+Decides what is asked of the planner and in which form the answer is shown. Must not know how a plan is found. For a
+model nothing is started and nothing downloaded: it is a configuration or one of a list. A script runs up to its first
+call, in a process of its own (`plan_script.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moreh_ap.cli import plan_pictures, plan_tables
+from moreh_ap.cli.plan_process import in_a_process
 from moreh_ap.errors import OptionError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import Cluster, find_cluster, find_device
@@ -37,12 +39,18 @@ Choice = Literal["auto"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments to its parser."""
     parser.description = __doc__.split("\n\n")[0]
-    parser.epilog = "The exit status is 0 if a plan fits, else 2."
-    parser.add_argument("model", metavar="MODEL", nargs="?",
-                        help="a folder with a config.json, that file, or a public model's name")  # fmt: skip
+    parser.epilog = (
+        "Arguments of a script follow its name; options of this command stand before it, or all before a --. "
+        "The exit status is 0 if a plan fits, else 2."
+    )
+    parser.add_argument("model", metavar="MODEL_OR_SCRIPT", nargs="?",
+                        help="a folder with a config.json, that file, a public model's name, or a .py file with the "
+                        "one line")  # fmt: skip
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json, instead of MODEL")
     where = parser.add_argument_group("devices")
-    where.add_argument("--devices", metavar="NxDEVICE", help="such as 64xMI250 or 8xH100; a device alone is one node")
+    where.add_argument("--devices", metavar="NxDEVICE",
+                       help="such as 64xMI250 or 8xH100; a device alone is one node; with a script, default: this "
+                       "machine's")  # fmt: skip
     where.add_argument("--hosts", type=int, metavar="N", help="hosts with --devices each (default: as --devices says)")
     where.add_argument("--hardware", metavar="DEVICE", help="such as h100, with --nodes")
     where.add_argument("--nodes", type=int, metavar="N", help="nodes of --hardware (default 1)")
@@ -71,6 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                          help=f"per cent of a device that a plan may fill (default {DEFAULT_RATIO})")  # fmt: skip
     options.add_argument("--kinds", nargs="*", metavar="KIND", default=sorted(ALL_KINDS),
                          help=f"kinds of parallelism that may be used: {' '.join(sorted(ALL_KINDS))}")  # fmt: skip
+    script = parser.add_argument_group("a script")
+    script.add_argument("--with-weights", action="store_true", help="give its modules their weights, in this "
+                        "machine's memory, for a script that computes with them before its first call")  # fmt: skip
+    script.add_argument("--show-output", action="store_true", help="show what it prints, secrets included")
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--top", type=int, default=DEFAULT_TOP, metavar="N", help=f"plans (default {DEFAULT_TOP})")
     shown.add_argument("--explain", action="store_true", help="why: where memory and time go, and what others lack")
@@ -78,7 +90,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--picture", nargs="?", const="", metavar="FILE.png",
                        help="memory of every stage and the pipeline's timeline, here or as an image")  # fmt: skip
     shown.add_argument("--json", action="store_true", help="everything as one JSON object")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, of_a_model=_of_a_model(parser))
+
+
+def _of_a_model(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Returns the defaults of the options that a script's own lines answer."""
+    names = (
+        *("config", "global_batch", "seq_len", "lora", "frozen", "no_pipeline", "num_stages", "num_micro_batches"),
+        *("activation_recomputation", "distribute_parameter", "no_mixed_precision", "memory_ratio", "kinds", "compare"),
+    )
+    return {name: parser.get_default(name) for name in names}
 
 
 def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
@@ -95,26 +116,69 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     picture = Path(arguments.picture) if arguments.picture else None
     if picture is not None and (picture.suffix.lower() != ".png" or not picture.resolve().parent.is_dir()):
         raise OptionError(f"--picture {picture}", "a .png file in a folder that exists", "--picture plan.png")
+    if arguments.model is not None and arguments.model.endswith(".py"):
+        return _of_script(arguments, script_arguments)
+    if script_arguments:
+        raise OptionError(f"arguments after --: {' '.join(script_arguments)}", "none: no script is run")
     shape, cluster = shape_of(arguments), cluster_of(arguments)
     task = task_of(arguments, shape, cluster)
     if arguments.compare:
         _compare(arguments, task, picture)
         return 0
     ranking = search(task)
-    best = ranking.best
-    fewer = _on_fewer(task, shape, best)
+    show(arguments, ranking, _on_fewer(task, shape, ranking.best), too_long(shape, arguments.seq_len))
+    return 0
+
+
+def _of_script(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
+    """Shows the plan of a script, from a process of its own, and returns its exit status.
+
+    Raises:
+        OptionError: An option says what the script itself says.
+    """
+    options = vars(arguments).copy()
+    given = [name for name, default in options.pop("of_a_model").items() if options[name] != default]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise OptionError(
+            f"{flags} with a script, whose own lines say it",
+            "the script's own arguments, behind its name, and those of the one line in it",
+            f"moreh-ap plan --devices 8xH100 {arguments.model}",
+            "docs/dry-run.md",
+        )
+    del options["run"]
+    return in_a_process(options, arguments.model, script_arguments)
+
+
+def show(arguments: argparse.Namespace, ranking: Ranking, fewer: Ranking | None, notes: list[str]) -> None:
+    """Shows the plans of a search in the form that was asked for.
+
+    Args:
+        arguments: The command's.
+        ranking: The plans on all devices.
+        fewer: Those on a smaller number of devices that is faster; None if there is none.
+        notes: What else is to be said, a sentence each.
+    """
     if arguments.json:
-        plain = _plain_ranking(ranking, arguments.top)
+        plain = {**_plain_ranking(ranking, arguments.top), "notes": notes}
         json.dump({**plain, "fewer_devices": None if fewer is None else _plain_fewer(fewer)}, sys.stdout, indent=1)
         print()
     else:
         plan_tables.print_ranking(ranking, arguments.top)
         if fewer is not None:
             plan_tables.print_fewer(fewer, ranking)
+        plan_tables.print_notes(notes)
         if arguments.explain:
             plan_tables.print_explanation(ranking)
-    _draw(arguments, task, best, picture)
-    return 0
+    picture = Path(arguments.picture) if arguments.picture else None
+    _draw(arguments, ranking.task, ranking.candidates[0], picture)
+
+
+def too_long(shape: TransformerShape | None, positions: int) -> list[str]:
+    """Returns the sentence for rows that are longer than a model takes; nothing where it takes them, or is unknown."""
+    if shape is None or not 0 < shape.max_positions < positions:
+        return []
+    return [f"{shape.name} takes {shape.max_positions:,} positions, and a row has {positions:,}: a run would fail."]
 
 
 def shape_of(arguments: argparse.Namespace) -> TransformerShape:

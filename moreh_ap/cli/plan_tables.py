@@ -71,6 +71,11 @@ def print_fewer(fewer: Ranking, ranking: Ranking) -> None:
     )
 
 
+def print_notes(notes: list[str]) -> None:
+    """Prints sentences, each on a line of its own."""
+    _print_notes(Console(), notes)
+
+
 def print_explanation(ranking: Ranking) -> None:
     """Prints where memory and time of the best plan go, and why it is the best."""
     console, best = Console(), ranking.best

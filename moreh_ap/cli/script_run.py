@@ -22,7 +22,9 @@ class _Left(BaseException):
     """Leaves the script; no `except Exception` of its own holds it back."""
 
 
-def run_until_first_call(path: Path, arguments: list[str], take: Callable[[Any, Any], Taken]) -> Taken:
+def run_until_first_call(
+    path: Path, arguments: list[str], take: Callable[[Any, Any], Taken], purpose: str = "verify"
+) -> Taken:
     """Returns what `take(root, call)` made of the first call of a model on the accelerator.
 
     Args:
@@ -30,17 +32,19 @@ def run_until_first_call(path: Path, arguments: list[str], take: Callable[[Any, 
         arguments: What it finds in `sys.argv` behind its name.
         take: Gets the model and (module, positional, keyword arguments). Its result must not refer to the accelerator,
             which is gone afterwards.
+        purpose: What the call is for: the name of the command.
 
     Raises:
         OptionError: There is no such file, or it ends without calling a model on the accelerator.
         Exception: Whatever the script or `take` raises.
     """
     if not path.is_file():
-        raise OptionError(f"there is no file {path}", "a script that uses the one line", "moreh-ap verify train.py")
+        raise OptionError(f"there is no file {path}", "a script that uses the one line", f"moreh-ap {purpose} train.py")
     taken: list[Taken] = []
 
     def watch(root: Any, call: Any) -> None:
-        taken.append(take(root, call))
+        if not taken:
+            taken.append(take(root, call))
         raise _Left
 
     before = sys.argv, sys.path[:]
@@ -56,8 +60,10 @@ def run_until_first_call(path: Path, arguments: list[str], take: Callable[[Any, 
     finally:
         sys.argv, sys.path[:] = before
         device.disable()
+    if taken:  # a bare `except:` of the script held it back
+        return taken[0]
     raise OptionError(
-        f"{path} gives nothing to verify: {ending} before a model was called on the accelerator",
+        f"{path} gives nothing to {purpose}: {ending} before a model was called on the accelerator",
         "a script with the one line whose model is on cuda",
         "torch.moreh.option.enable_advanced_parallelization()",
     )

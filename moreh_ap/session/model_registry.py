@@ -166,6 +166,8 @@ class ModelRegistry:
             return None  # parameters on both sides: it runs here, its submodules on the accelerator do not
         root = self._with_all_that_share(root)
         refuse_compiled(root)
+        if self._session.trial_plan is None:
+            first_call.tell_watcher(root, (module, args, kwargs))
         if self._session.trial_plan is None and self._small.take(root, (args, kwargs)):
             HOST.holds_all = not self._models
             return None

@@ -71,6 +71,7 @@ def numbers_of(config: Mapping[str, Any], name: str = "") -> dict[str, Any]:
         "learned_positions": int(_first(config, _POSITIONS) or 0) if family in _LEARNED_POSITIONS else 0,
         "name": name,
         "kinds": kinds,
+        "max_positions": int(_first(config, _POSITIONS) or 0),
         **_feed_forward(config, hidden, layers),
         **_latent_attention(config),
         **_state_space(config, kinds),

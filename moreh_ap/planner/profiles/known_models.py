@@ -71,7 +71,7 @@ def find_model(name: str) -> KnownModel:
     raise OptionError(
         f"model {name!r} is unknown",
         f"a folder with a config.json, that file, or {'the nearest names, ' if near else ''}{', '.join(nearest)}",
-        f"moreh-ap plan {nearest[0]}",
+        f"moreh-ap plan {nearest[0]}" if near else "moreh-ap plan --config config.json",
     )
 
 

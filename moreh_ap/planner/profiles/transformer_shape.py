@@ -54,6 +54,7 @@ class TransformerShape:
         kinds: A letter for each layer of a hybrid: "*" attention, "M" state space, "E" experts, "-" feed-forward; ""
             where each has attention and a feed-forward or experts.
         state_space: Numbers of a `StateSpaceCost` layer, () without.
+        max_positions: Positions that a row may have; 0 where the configuration does not say.
     """
 
     num_layers: int
@@ -81,6 +82,7 @@ class TransformerShape:
     kv_rank: int = 0
     kinds: str = ""
     state_space: tuple[int, ...] = ()
+    max_positions: int = 0
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "hidden", "ffn_hidden", "num_heads", "num_kv_heads", "head_dim", "vocabulary"):

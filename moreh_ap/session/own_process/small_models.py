@@ -74,27 +74,36 @@ class SmallModels:
             root: A model all of whose parameters and buffers are on the accelerator.
             call: Positional and keyword arguments of its next call, or of that of a part.
         """
-        if not self._session.options.leaves_layout_open or root in self._outgrown or has_packed_weights(root):
+        found = self._place_here(root, call)
+        if found is None:
             return False
-        name, times = type(root).__name__, None
-        num_parts = sum(1 for part in root.modules() if any(p is not None for p in part._parameters.values()))
-        is_small = num_parts <= MAX_PARTS and step_flops(root, call) <= self.max_step_flops
-        if not is_small:
-            times = self.places.known_times(root, call)
-            if times is None or not times.is_faster_here:
-                return False
         tensors = [*root.parameters(), *root.buffers()]
         if not all(isinstance(t, VirtualTensor) and (may_be_held(t) or type(t._cell.value) is InFile) for t in tensors):
             return False
         if not _are_here(_tensors_of(call)):
             return False
+        is_small, line = found
         self._run_here(root, is_small=is_small)
-        small_line = log.own_process_line(name, step_flops(root, call) / 1e6, self._session.num_devices)
-        line = small_line if times is None else times.line()
         if line not in self._announced:
             self._announced.add(line)
             logger.say(line)
         return True
+
+    def why_here(self, root: nn.Module, call: Call) -> str:
+        """Returns the log's line for a model that would run here, by its size or by earlier runs; else ""."""
+        found = self._place_here(root, call)
+        return "" if found is None else found[1]
+
+    def _place_here(self, root: nn.Module, call: Call) -> tuple[bool, str] | None:
+        """Returns whether a model may run here for its size alone, and the line that says why; None: on workers."""
+        if not self._session.options.leaves_layout_open or root in self._outgrown or has_packed_weights(root):
+            return None
+        num_parts = sum(1 for part in root.modules() if any(p is not None for p in part._parameters.values()))
+        if num_parts <= MAX_PARTS and step_flops(root, call) <= self.max_step_flops:
+            megaflops = step_flops(root, call) / 1e6
+            return True, log.own_process_line(type(root).__name__, megaflops, self._session.num_devices)
+        times = self.places.known_times(root, call)
+        return (False, times.line()) if times is not None and times.is_faster_here else None
 
     def try_here(self, roots: Sequence[nn.Module], trial: StepTrial) -> None:
         """Runs models, whose values are in this process, here until their steps have been timed, or for good."""

@@ -36,12 +36,19 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextlib.contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Inside, `watcher(root, call)` is called at every first call of a model, before a plan is chosen for it."""
+    """Inside, `watcher(root, call)` is called at every first call of a model, before it is decided where it runs."""
     token = _watcher.set(watcher)
     try:
         yield
     finally:
         _watcher.reset(token)
+
+
+def tell_watcher(root: nn.Module, call: reduced_model.Call) -> None:
+    """Tells the watcher of this thread, if there is one, that a model is called for the first time."""
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(root, call)
 
 
 def plan_first_call(session: Session, root: nn.Module, call: reduced_model.Call) -> Planned:
@@ -50,11 +57,8 @@ def plan_first_call(session: Session, root: nn.Module, call: reduced_model.Call)
     Raises:
         PlanError: No plan fits, or the plan does not give the numbers of one process.
     """
-    watcher = _watcher.get()
-    if watcher is not None:
-        watcher(root, call)
     family = family_of(root)
-    planned = choose_plan_for(session, root, family, call, _rows(call))
+    planned = choose_plan_for(session, root, family, call, rows_of(call))
     require_verification(session, root, call, planned)
     return planned
 
@@ -74,7 +78,8 @@ def require_verification(session: Session, root: nn.Module, call: reduced_model.
         _verify_once(session, root, call, plan)
 
 
-def _rows(call: reduced_model.Call) -> int | None:
+def rows_of(call: reduced_model.Call) -> int | None:
+    """Returns the rows of a call's batch; None if no argument has rows."""
     leaves, _ = flatten(call[1:])
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
 

@@ -52,3 +52,14 @@ def test_what_follows_two_dashes_is_the_scripts():
     split = program._before_and_after_dashes
     assert split(["verify", "train.py"]) == (["verify", "train.py"], [])
     assert split(["verify", "train.py", "--", "--lr", "--", "1"]) == (["verify", "train.py"], ["--lr", "--", "1"])
+
+
+def test_what_follows_the_name_of_a_script_to_be_planned_is_the_scripts():
+    split = program._before_and_after_dashes
+    words = ["plan", "--devices", "8xH100", "train.py"]
+    assert split([*words, "--devices", "2"]) == (words, ["--devices", "2"])
+    assert split(["plan", "train.py", "--hosts", "4", "--", "--lr", "1"]) == (
+        ["plan", "train.py", "--hosts", "4"],
+        ["--lr", "1"],
+    )
+    assert split(["plan", "Llama3-8B", "--devices", "8xH100"]) == (["plan", "Llama3-8B", "--devices", "8xH100"], [])
