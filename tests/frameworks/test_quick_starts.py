@@ -25,6 +25,7 @@ NEEDS = {
     "gpytorch_regression.py": "gpytorch",
     "graph_batches.py": "torch_geometric",
     "graph_nodes.py": "torch_geometric",
+    "graph_pooling.py": "torch_geometric",
     "ignite_trainer.py": "ignite",
     "keras_functional.py": "keras",
     "keras_loop.py": "keras",

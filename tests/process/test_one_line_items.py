@@ -180,11 +180,11 @@ class GraphClassifier(nn.Module):
         self.first, self.second = nn.Linear(5, 16), nn.Linear(16, 16)
         self.norm, self.head, self.drops = nn.BatchNorm1d(16), nn.Linear(16, 3), drops
 
-    def forward(self, x, edge_index, batch):
+    def forward(self, x, edge_index, batch, batch_size=None):
         x = self.norm(self.pass_on(self.first(x), edge_index)).relu()
         x = F.dropout(x, self.drops, self.training)
         x = self.pass_on(self.second(x), edge_index).tanh()
-        graphs = int(batch.max()) + 1
+        graphs = int(batch.max()) + 1 if batch_size is None else batch_size
         sums = x.new_zeros(graphs, x.shape[1]).index_add(0, batch, x)
         return self.head(sums / torch.bincount(batch, minlength=graphs)[:, None]), x
 
@@ -206,8 +206,8 @@ def graphs(device, seed, count=6):
     return [one.to(device) for one in (torch.cat(nodes), torch.cat(edges, 1), torch.tensor(batch), labels)]
 
 
-@pytest.mark.parametrize("drops", [0.0, 0.3])
-def test_flat_graphs(drops):
+@pytest.mark.parametrize("drops, told", [(0.0, {}), (0.3, {}), (0.0, {"batch_size": 6})], ids=str)
+def test_flat_graphs(drops, told):
     def script(device):
         torch.manual_seed(2)
         model = GraphClassifier(drops).to(device)
@@ -215,7 +215,7 @@ def test_flat_graphs(drops):
         trace = []
         for step in range(4):
             *tensors, labels = graphs(device, step)
-            scores, nodes = model(*tensors)
+            scores, nodes = model(*tensors, **told)
             loss = F.cross_entropy(scores, labels) + nodes.square().mean()
             optimizer.zero_grad()
             loss.backward()

@@ -7,6 +7,7 @@ computed from them.
 A batch of graphs is one large graph whose parts are not connected. An object of PyTorch Geometric is taken apart and
 put together by the library. Tensors alone are one if a vector says to which graph each node belongs, in rising order,
 and a tensor of shape (2, edges) names nodes: whatever counts the nodes has rows of nodes, and so for edges and graphs.
+A plain number that is the count of graphs or of nodes (`batch_size`, `num_nodes`) is replaced by that of the chosen ones.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class GraphObjects(Items):
         def choose(value: Any) -> Any:
             if _is_graph_batch(value):
                 return _joined(value, [value.get_example(one) for one in chosen])
+            if type(value) is int and value == self.count:
+                return len(chosen)
             if _has_rows(value, self.count):
                 return value[torch.tensor(list(chosen), device=value.device)]
             return _INSIDE
@@ -128,6 +131,7 @@ class FlatGraphs(Items):
         numbers[nodes] = torch.arange(len(nodes), device=graphs.device)
         kept = (numbers[self._edges[0]] >= 0).nonzero()[:, 0]
         of_size = {len(self._batch): nodes, self._edges.shape[1]: kept, self.count: graphs}
+        counts = {len(self._batch): len(nodes), self.count: len(graphs)}
 
         def choose(leaf: Any) -> Any:
             if leaf is self._batch:
@@ -136,6 +140,8 @@ class FlatGraphs(Items):
                 return numbers[leaf[:, kept]]
             if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] in of_size:
                 return leaf[of_size[leaf.shape[0]]]
+            if type(leaf) is int and leaf in counts:
+                return counts[leaf]
             return leaf
 
         leaves, spec = tree_flatten(self._given)

@@ -60,6 +60,13 @@ def test_flat_graphs_are_cut_by_the_graph_of_each_node():
     assert edges.tolist() == [[0, 2, 1, 3, 0, 1], [2, 0, 1, 3, 1, 1]]
 
 
+def test_counts_of_graphs_and_of_nodes_become_those_of_the_chosen_ones():
+    items = find_items(graphs(), {"batch_size": 3, "num_nodes": 6, "scale": 2, "mean": 3.0, "is_directed": True})
+    assert items is not None
+    _, kwargs = items.select([1])
+    assert kwargs == {"batch_size": 1, "num_nodes": 3, "scale": 2, "mean": 3.0, "is_directed": True}
+
+
 @pytest.mark.parametrize("change", ["edge between graphs", "unsorted", "no edges"])
 def test_what_only_looks_like_graphs_has_no_items(change):
     x, edges, batch, y = graphs()
