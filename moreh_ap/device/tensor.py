@@ -101,10 +101,14 @@ class VirtualTensor(torch.Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         owner, fits = self._cell.value.owner, new.shape == self.shape and new.dtype == self.dtype
-        if owner is not None and not fits:
+        if isinstance(new, VirtualTensor) and new._cell is self._cell and fits and new.stride() == self.stride():
+            return  # they share their memory already
+        is_kept = owner is not None and owner.is_own(self._cell.value, self)
+        if is_kept and not fits:
             owner.no_longer_keeps(self._cell.value)
+        if owner is not None and not (is_kept and fits):
             new = new if isinstance(new, VirtualTensor) else to_accelerator(new)
-        if isinstance(new, VirtualTensor) and (owner is None or not fits):
+        if isinstance(new, VirtualTensor) and not (is_kept and fits):
             torch.Tensor.data.__set__(self, new.detach())  # type: ignore[attr-defined]
             self._use(new._cell)
         else:

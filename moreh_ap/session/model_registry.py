@@ -30,7 +30,7 @@ from moreh_ap.session.planning.autotune import tune
 from moreh_ap.session.planning.oom_recovery import Recovery
 from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
-from moreh_ap.session.state_tensors import ModelState, OnWorkers, bring_here
+from moreh_ap.session.state_tensors import ModelState, OnWorkers, bring_here, leave_other_models
 from moreh_ap.states import SessionState
 
 Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -165,6 +165,7 @@ class ModelRegistry:
         if not _is_on_accelerator(root):
             return None  # parameters on both sides: it runs here, its submodules on the accelerator do not
         root = self._with_all_that_share(root)
+        leave_other_models(_state_tensors(root))
         refuse_compiled(root)
         if self._session.trial_plan is None:
             first_call.tell_watcher(root, (module, args, kwargs))

@@ -6,6 +6,7 @@ An operation all of whose tensors are on the workers runs there, each worker on 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -96,6 +97,10 @@ class StateHolder:
     def no_longer_keeps(self, value: Any) -> None:
         """Called when the script gives the tensor another shape or dtype."""
 
+    def is_own(self, value: Any, tensor: Tensor) -> bool:
+        """Returns whether the value is that of this tensor, and not of another whose memory it shares."""
+        return True
+
     def handle(self, ref: StateRef, like: Tensor) -> VirtualTensor:
         """Returns a virtual tensor on the state tensor `ref`, with shape and dtype of `like`."""
         return VirtualTensor(Cell(OnWorkers(self, ref), ACCELERATOR), like)
@@ -155,6 +160,21 @@ class StateHolder:
         return None
 
 
+def leave_other_models(tensors: Iterable[VirtualTensor]) -> None:
+    """Gives each tensor whose memory is that of another model's tensor a copy of its own; a warning says so."""
+    values = [(tensor, tensor._cell.value) for tensor in tensors]
+    shared = [one for one, value in values if isinstance(value, OnWorkers) and not value.owner.is_own(value, one)]
+    for tensor in shared:
+        with torch.no_grad():
+            tensor._use(tensor.detach().clone()._cell)  # type: ignore[attr-defined]
+    if shared:
+        warnings.warn(
+            "tensors that share the memory of another model's (`average.data = buffer.data`) are copies from now on; "
+            "assign them again after that model has changed",
+            stacklevel=2,
+        )
+
+
 def bring_here(session: Session, tensors: Iterable[VirtualTensor]) -> None:
     """Has the controller keep the values of tensors that the workers keep; waits, for some of them at a time."""
     groups: list[list[VirtualTensor]] = [[]]
@@ -191,6 +211,9 @@ class GradientsByName(Protocol):
 class ModelOnWorkers(Protocol):
     """The interface of a model that its tensors need."""
 
+    parameters: dict[str, VirtualTensor]
+    buffers: dict[str, VirtualTensor]
+
     def placement_of(self, name: str) -> str | None: ...
 
     def note_structure(self) -> None: ...
@@ -221,6 +244,10 @@ class ModelState(StateHolder):
 
     def no_longer_keeps(self, value: Any) -> None:
         self.live_model().note_structure()
+
+    def is_own(self, value: Any, tensor: Tensor) -> bool:
+        tensors = self._model.parameters if value.ref.kind == "param" else self._model.buffers
+        return value.ref.kind not in ("param", "buffer") or tensors.get(value.ref.name) is tensor
 
     def keeps_gradient(self, value: Any) -> bool:
         return bool(value.ref.kind == "param")

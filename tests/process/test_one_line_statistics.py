@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -260,3 +262,35 @@ def test_a_running_mean_that_is_zero_but_for_rounding(capsys):
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
     assert WHOLE not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("evaluates", ["at the end", "each step"])
+def test_an_average_that_shares_the_buffers_of_a_model(evaluates):
+    """`average.data = buffer.data`, as the moving averages of ignite and others write it."""
+
+    def script(device):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).to(device)
+        average = copy.deepcopy(model).eval()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trace = []
+        for rows in (6, 6, 5):
+            x, y = torch.randn(rows, 4).to(device), torch.randint(0, 2, (rows,)).to(device)
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.mul_(0.9).add_(parameter.data, alpha=0.1)
+                for kept, buffer in zip(average.buffers(), model.buffers(), strict=True):
+                    kept.data = buffer.data
+                if evaluates == "each step":
+                    trace.append(average(x))
+            trace += [loss.detach(), *(buffer.clone().float() for buffer in model.buffers())]
+        with torch.no_grad():
+            trace += [average(torch.ones(4, 4, device=device)), model.eval()(torch.ones(4, 4, device=device))]
+        return trace, list(model.state_dict().values()), list(average.state_dict().values())
+
+    with pytest.warns(UserWarning, match="are copies from now on"):
+        assert_same(*on_both(script), rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ computed from them.
 A batch of graphs is one large graph whose parts are not connected. An object of PyTorch Geometric is taken apart and
 put together by the library. Tensors alone are one if a vector says to which graph each node belongs, in rising order,
 and a tensor of shape (2, edges) names nodes: whatever counts the nodes has rows of nodes, and so for edges and graphs.
-A plain number that is the count of graphs or of nodes (`batch_size`, `num_nodes`) is replaced by that of the chosen ones.
+A plain number that is the count of graphs or of nodes (`batch_size`, `num_nodes`) becomes that of the chosen ones.
 """
 
 from __future__ import annotations
