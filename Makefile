@@ -6,6 +6,7 @@ PYTHON ?= python3
 NOTEBOOKS ?= tutorials/notebooks
 VENV ?= .venv
 SITE ?= site
+DIST ?= dist
 LANES ?= 2
 MERMAID_VERSION := 11.17.2
 MERMAID := docs/assets/vendor/mermaid.min.js
@@ -19,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: rank-hosts help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-hosts tutorial-llm test test-unit test-gpu test-frameworks test-saves notebooks test-matrix lint ruff types imports docs docs-sources bench compare clean distclean
+.PHONY: rank-hosts help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-hosts tutorial-llm test test-unit test-gpu test-frameworks test-saves notebooks test-matrix lint ruff types imports wheel docs docs-sources bench compare clean distclean
 
 help:  ## show this text
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 26
@@ -115,6 +116,10 @@ types: $(INSTALLED)  ## types
 
 imports: $(INSTALLED)  ## which module may import which
 	@$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+wheel: $(INSTALLED)  ## build the package as one file, into dist/
+	@$(PY) -m pip wheel --no-deps --quiet --wheel-dir $(DIST) .
+	@ls $(DIST)/moreh_ap-*.whl
 
 docs: docs-sources  ## build the documentation, English and Korean, into site/
 	@for page in $$(find docs -name '*.md' ! -name '*.ko.md'); do \
