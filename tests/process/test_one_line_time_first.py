@@ -1,4 +1,4 @@
-"""Translation models with steps first: packed sequences, attention, words that are fed back or forced, all split."""
+"""Translation and speech models with steps first: packed sequences, attention, words that are fed back or forced, all split."""
 
 from __future__ import annotations
 
@@ -128,6 +128,42 @@ def test_a_model_draws_which_words_are_forced(is_sorted):
             words_TB, lengths_B, wanted_TB = sentences(is_sorted, longest, wanted)
             scores_TBN = model(words_TB.to(device), lengths_B.to(device), wanted_TB.to(device))
             loss = F.nll_loss(scores_TBN[1:].view(-1, WORDS), wanted_TB[1:].view(-1).to(device), ignore_index=0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace += [loss.detach(), scores_TBN.detach()]
+        return [*trace, *model.state_dict().values(), torch.rand(2)]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+class Speech(nn.Module):
+    """Normalises over the batch, packs what is left of each recording, and returns scores with steps first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halve = nn.Sequential(nn.Conv1d(5, 8, 3, stride=2, padding=1), nn.BatchNorm1d(8), nn.ReLU())
+        self.recurrent, self.head = nn.LSTM(8, 6, 2, dropout=0.2, bidirectional=True), nn.Linear(12, 7)
+
+    def forward(self, x_BTF: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_TBH, lengths_B = self.halve(x_BTF.transpose(1, 2)).permute(2, 0, 1), (lengths_B + 1) // 2
+        packed = pack_padded_sequence(hidden_TBH, lengths_B.cpu(), enforce_sorted=False)
+        hidden_TBH, _ = pad_packed_sequence(self.recurrent(packed)[0])
+        return self.head(hidden_TBH).log_softmax(-1), lengths_B
+
+
+def test_recordings_that_are_normalised_over_the_batch():
+    def script(device):
+        torch.manual_seed(0)
+        model = Speech().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trace = []
+        for longest in (20, 16, 24):
+            lengths_B = torch.randint(12, longest + 1, (ROWS,))
+            lengths_B[5] = longest
+            x_BTF, letters_BL = torch.randn(ROWS, longest, 5), torch.randint(1, 7, (ROWS, 4))
+            scores_TBN, lengths_B = model(x_BTF.to(device), lengths_B.to(device))
+            loss = F.ctc_loss(scores_TBN, letters_BL.to(device), lengths_B, torch.full((ROWS,), 4))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from moreh_ap.parallelizer.row_dims.placed_rows import find_rows
 from moreh_ap.parallelizer.trial.dry_run import Refused, may_pad
+from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
 from moreh_ap.parallelizer.trial.row_comparison import choose_rows, close
 
 
-class PlacedProbe(Probe):
-    """As `Probe`. A result that has rows is gathered, where they lie along another dim, or the arguments' do.
+class _Placing(Probe):
+    """A result with rows is gathered, where they lie along another dim or those of arguments do.
 
     Attributes:
         places: Where results have rows that are gathered, by number; their kind is "same".
@@ -44,18 +45,26 @@ class PlacedProbe(Probe):
             if refused is not None:
                 raise refused
             return kind
-        along = find_rows(leaf, singles, self.each, lambda one: close(one, leaf, self._tolerance_of(index)))
+        each = len(self._chosen) // len(singles)
+        along = find_rows(leaf, singles, each, lambda one: close(one, leaf, self._tolerance_of(index)))
         if along is None:
             raise refused or Refused(f"where {name} has its rows is not clear")
         self.places[index] = along
         return "same"
 
     def _share_of(self, position: int, number: int) -> list[Tensor | None]:
-        shares = super()._share_of(position, number)
+        shares, each = super()._share_of(position, number), len(self._chosen) // number
         for index, along in self.places.items():
             weight = self._weights[index]
             if weight is not None:
-                rows = along.rows_in(weight, number * self.each)
-                first = position * self.each
-                shares[index] = rows.narrow(weight, number * self.each, first, first + self.each)
+                rows = along.rows_in(weight, number * each)
+                shares[index] = rows.narrow(weight, number * each, position * each, (position + 1) * each)
         return shares
+
+
+class PlacedProbe(_Placing):
+    """As `Probe`, with such results."""
+
+
+class PlacedJoinedProbe(_Placing, JoinedProbe):
+    """As `JoinedProbe`, with such results."""

@@ -42,14 +42,14 @@ from moreh_ap.parallelizer.data.row_gathering import Step
 from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws
-from moreh_ap.parallelizer.row_dims.placed_probe import PlacedProbe
+from moreh_ap.parallelizer.row_dims.placed_probe import PlacedJoinedProbe, PlacedProbe
 from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import untouched
 from moreh_ap.parallelizer.trial.fault_finding import Outcome, try_out
 from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
-from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
+from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER
 from moreh_ap.parallelizer.trial.probe import Probe
 from moreh_ap.protocol.batch import carries_rows, is_square, row_dims_elsewhere, rows_along
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
@@ -208,9 +208,9 @@ class _Trials:
         if found.added:
             return found
         if apart.takes_statistics and may_meet:
-            found = self._compare(JoinedProbe(call, args, kwargs, rows, each=each))
+            found = self._compare(PlacedJoinedProbe(call, args, kwargs, rows, each=each))
             if not found.split and apart.divides_itself:
-                found = self._compare(JoinedProbe(_counting(call), args, kwargs, rows, each=each))
+                found = self._compare(PlacedJoinedProbe(_counting(call), args, kwargs, rows, each=each))
         if not found.split and may_meet:
             found = (self.run_elsewhere() if may_turn else None) or found
         if not found.split and may_meet:
