@@ -1,4 +1,4 @@
-"""Translation and speech models with steps first: packed sequences, attention, words that are fed back or forced, all split."""
+"""Translation and speech models with steps first: packed, attended to, fed back or forced, and all split."""
 
 from __future__ import annotations
 
