@@ -22,7 +22,7 @@ from moreh_ap.protocol.messages.stream import ImportModules
 from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import replaying
-from moreh_ap.session.models.training_forwards import trains_itself
+from moreh_ap.session.models.training_forwards import draws_for_pyro, trains_itself
 from moreh_ap.session.own_process.faster_place import StepTrial
 from moreh_ap.session.own_process.small_models import SmallModels
 from moreh_ap.session.planning import first_call
@@ -171,6 +171,8 @@ class ModelRegistry:
             first_call.tell_watcher(root, (module, args, kwargs))
         if self._session.trial_plan is None and self._small.take(root, (args, kwargs)):
             HOST.holds_all = not self._models
+            return None
+        if draws_for_pyro(module):
             return None
         HOST.holds_all = False
         self._small.let_go(root)

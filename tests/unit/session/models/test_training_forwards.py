@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moreh_ap.session.models.training_forwards import trains_itself
+from moreh_ap.session.models.training_forwards import draws_for_pyro, trains_itself
 
 
 class Learner(nn.Module):
@@ -43,3 +43,19 @@ def test_a_forward_behind_a_decorator_is_found():
         forward = torch.enable_grad()(Learner.forward)
 
     assert trains_itself(Decorated())
+
+
+def test_a_forward_that_draws_for_pyro():
+    class Mixture(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return pyro.sample("z", x)  # noqa: F821
+
+    class PyroModule(nn.Module):
+        __module__ = "pyro.nn.module"
+
+    class Regression(PyroModule):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    assert draws_for_pyro(Mixture()) and draws_for_pyro(Regression())
+    assert not draws_for_pyro(Policy()) and not draws_for_pyro(nn.Linear(2, 2))
