@@ -38,6 +38,7 @@ NEEDS = {
     "monai_unet.py": "monai",
     "open_clip_contrastive.py": "open_clip",
     "peft_adapters.py": "sentence_transformers",
+    "pyro_regression.py": "pyro",
     "pyro_vae.py": "pyro",
     "sentence_fit.py": "sentence_transformers",
     "sentence_pairs.py": "sentence_transformers",
