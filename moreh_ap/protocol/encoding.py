@@ -29,11 +29,9 @@ _NUM_DONE = "_moreh_num_done"
 class _Pickler(pickle.Pickler):
     """Pickles by reference, leaves large buffers out, and names classes of the user's script without finding them."""
 
-    def __init__(self, file: io.BytesIO, aside_from_bytes: int) -> None:
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._keep_inside)
-        self._aside_from_bytes = aside_from_bytes
         self.buffers: list[bytes] = []
-        self.aside: list[bytes] = []
 
     def _keep_inside(self, buffer: pickle.PickleBuffer) -> bool:
         """Called for each array: False sends it beside the pickle, True leaves it inside."""
@@ -43,6 +41,22 @@ class _Pickler(pickle.Pickler):
         self.buffers.append(view.tobytes())
         return False
 
+    def reducer_override(self, obj: object) -> Any:
+        # A class of the user's script reached this worker by value: the worker's own `__main__` does not have it, the
+        # controller's does. Naming it is enough for the way home, and the controller finds the very same class.
+        if isinstance(obj, type) and obj.__module__ == _MAIN:
+            return _class_of_main, (obj.__qualname__,)
+        return NotImplemented
+
+
+class _AsidePickler(_Pickler):
+    """Leaves large `bytes` objects out, too."""
+
+    def __init__(self, file: io.BytesIO, aside_from_bytes: int) -> None:
+        super().__init__(file)
+        self._aside_from_bytes = aside_from_bytes
+        self.aside: list[bytes] = []
+
     def persistent_id(self, obj: object) -> int | None:
         """Called for each object: a number sends it beside the pickle, as it is; None leaves it inside."""
         if type(obj) is not bytes or len(obj) < self._aside_from_bytes:
@@ -50,12 +64,22 @@ class _Pickler(pickle.Pickler):
         self.aside.append(obj)
         return len(self.aside) - 1
 
-    def reducer_override(self, obj: object) -> Any:
-        # A class of the user's script reached this worker by value: the worker's own `__main__` does not have it, the
-        # controller's does. Naming it is enough for the way home, and the controller finds the very same class.
-        if isinstance(obj, type) and obj.__module__ == _MAIN:
-            return _class_of_main, (obj.__qualname__,)
-        return NotImplemented
+
+class _TooLarge(Exception):
+    """A pickle may have something inside that belongs beside it."""
+
+
+class _SmallFile(io.BytesIO):
+    """A pickle of at most some bytes, which has nothing inside that belongs beside it."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def write(self, data: Any) -> int:
+        if len(data) >= self._limit:
+            raise _TooLarge  # before it is copied
+        return super().write(data)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -108,8 +132,20 @@ def pack(obj: object, aside_from_bytes: int = OUT_OF_BAND_MIN_BYTES) -> Packed:
     Raises:
         Exception: whatever pickling the object raises (`pickle.PicklingError`, `TypeError`, ...).
     """
+    if aside_from_bytes < OUT_OF_BAND_MIN_BYTES:
+        return _pack_with_aside(obj, aside_from_bytes)
+    small = _SmallFile(aside_from_bytes)
+    try:  # most answers are smaller than that: without a call for each object
+        pickler = _Pickler(small)
+        pickler.dump(obj)
+        return Packed(small.getvalue(), tuple(pickler.buffers))
+    except _TooLarge:
+        return _pack_with_aside(obj, aside_from_bytes)
+
+
+def _pack_with_aside(obj: object, aside_from_bytes: int) -> Packed:
     file = io.BytesIO()
-    pickler = _Pickler(file, aside_from_bytes)
+    pickler = _AsidePickler(file, aside_from_bytes)
     pickler.dump(obj)
     return Packed(file.getvalue(), tuple(pickler.buffers), tuple(pickler.aside))
 
