@@ -338,6 +338,8 @@ class GatheringReduction(JoinedReduction):
                 return leaf
             placement = next(placements, None)
             if step.cuts and isinstance(placement, Rows):
+                if leaf.shape[placement.dim] % (placement.groups * self._gathering.rows):
+                    raise Diverged(f"{step.name} gives another number of rows than when it was tried on a few")
                 leaf = placement.narrow(leaf, self._gathering.rows, self._start, self._stop)
             if placement is not None:
                 self._placements[leaf] = placement

@@ -167,6 +167,7 @@ def draws_of(
     second_row: Sequence[Drawn] | None = None,
     *,
     may_route: bool = False,
+    may_permute: bool = False,
 ) -> tuple[Draw, ...]:
     """Returns the draws of a forward, in order.
 
@@ -175,6 +176,7 @@ def draws_of(
         two_rows: What the same forward of two rows drew.
         second_row: What the same forward of the second of them drew; None where it is not known.
         may_route: Whether workers may say how many rows they draw for. See [Note: routed rows].
+        may_permute: Whether a worker may have a part of a permutation of all rows, since it can gather rows.
 
     Raises:
         UnsharedDraw: No such dim can be told. See [Note: which dim has the rows].
@@ -183,7 +185,7 @@ def draws_of(
         raise UnsharedDraw("how often random numbers are drawn depends on the rows")
     pairs = list(zip(one_row, two_rows, strict=True))
     others = second_row if second_row is not None and len(second_row) == len(pairs) else one_row
-    found = [_rows_in(one, two, other) for (one, two), other in zip(pairs, others, strict=True)]
+    found = [_rows_in(one, two, other, may_permute) for (one, two), other in zip(pairs, others, strict=True)]
     routed = {two.site: rows for (_, two), rows in zip(pairs, found, strict=True) if rows is not None and rows.groups}
     if routed and not may_route:
         one, two = next(pair for pair in pairs if pair[1].site in routed)
@@ -200,7 +202,7 @@ def draws_of(
     return tuple(draws)
 
 
-def _rows_in(one: Drawn, two: Drawn, other: Drawn) -> Rows | None:
+def _rows_in(one: Drawn, two: Drawn, other: Drawn, may_permute: bool) -> Rows | None:
     if two.are_packed:
         return Rows(0, (0, 1), groups=1, are_packed=True)
     if one.shape == two.shape:
@@ -208,7 +210,7 @@ def _rows_in(one: Drawn, two: Drawn, other: Drawn) -> Rows | None:
     dims = [dim for dim, sizes in enumerate(zip(one.shape, two.shape)) if sizes[0] != sizes[1]]
     if len(one.shape) != len(two.shape) or len(dims) != 1:
         raise UnsharedDraw(f"one row draws {one.shape} random numbers, two rows {two.shape}")
-    if one.name.rstrip("_") in _VALUES_DECIDE:
+    if one.name.rstrip("_") in _VALUES_DECIDE and not (may_permute and one.name == "randperm"):
         raise UnsharedDraw(f"what {one.name} draws for a row depends on the rows before it")
     if two.shape[dims[0]] == 2 * one.shape[dims[0]] and other.shape == one.shape:
         return Rows(dims[0], two.order)

@@ -171,6 +171,7 @@ class RandomPolicy:
         fewest: int = 1,
         *,
         in_turn: bool = False,
+        may_permute: bool = False,
     ) -> Draws:
         """Returns what a forward draws from the common streams, and how the rows lie in it.
 
@@ -180,6 +181,7 @@ class RandomPolicy:
                 from a third argument on.
             fewest: How many rows it can do with; it is run with twice as many too.
             in_turn: Whether workers may take turns in drawing from the host's streams, and count rows that are routed.
+            may_permute: See `draws_of`.
 
         Raises:
             UnsharedDraw: It cannot be told which numbers of PyTorch's stream belong to which row.
@@ -188,19 +190,21 @@ class RandomPolicy:
             return Draws()
         drawing = self.begin(device)
         coins = Coins()
-        found = [self._compare_draws(forward, fewest, coins, in_turn)]
+        found = [self._compare_draws(forward, fewest, coins, in_turn, may_permute)]
         if drawing.moved_host() or coins.found:  # a number of one of the streams may decide which others are drawn
             for seed in range(NUM_OTHER_STREAMS):
                 stream = None if self.stream is None else _seeded_stream(seed)
                 other = replace(self, host=seeded_state_of_host(seed), stream=stream)
-                found.append(other._compare_draws(forward, fewest, Coins(), in_turn))
+                found.append(other._compare_draws(forward, fewest, Coins(), in_turn, may_permute))
         in_order = found[0].stream
         others = dict.fromkeys(itertools.chain(*(draws.stream for draws in found[1:])))
         of_host = {block.place: block for block in itertools.chain(*(draws.host for draws in found))}
         of_stream = (*in_order, *(draw for draw in others if draw not in in_order))
         return Draws(of_stream, tuple(of_host.values()), any(draw.site for draw in of_stream))
 
-    def _compare_draws(self, forward: Callable[..., object], fewest: int, coins: Coins, in_turn: bool) -> Draws:
+    def _compare_draws(
+        self, forward: Callable[..., object], fewest: int, coins: Coins, in_turn: bool, may_permute: bool
+    ) -> Draws:
         drawn: list[Sequence[Drawn]] = []
         of_host = []
         for rows in (fewest, 2 * fewest):
@@ -213,7 +217,7 @@ class RandomPolicy:
                 return Draws()
             coins.again()
         second = self._drawn_by_second(forward, fewest) if in_turn and drawn[0] else None
-        of_stream = draws_of(drawn[0], drawn[1], second, may_route=in_turn)
+        of_stream = draws_of(drawn[0], drawn[1], second, may_route=in_turn, may_permute=may_permute)
         return Draws(of_stream, row_draws_of(of_host[0], of_host[1], fewest, in_turn=in_turn))
 
     def _drawn_by_second(self, forward: Callable[..., object], fewest: int) -> Sequence[Drawn]:

@@ -62,6 +62,7 @@ MAY_DRAW = frozenset(
         *("fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
         *("multi_head_attention_forward", "scaled_dot_product_attention"),
         *("binomial", "poisson", "randperm", "rrelu", "rrelu_", "kaiming_uniform_"),
+        *("_sample_dirichlet", "_standard_gamma"),  # what distributions call: Beta, Dirichlet, Gamma
     }
 )
 """Names of torch functions inside which operations draw; what draws anywhere else is not shared."""
@@ -346,6 +347,8 @@ def _enlarged(
 
     args, kwargs = tree_map_only(Tensor, enlarge, (args, kwargs))
     place = place_of_size(func)
+    if func._opname == "randperm":
+        return (here.whole, *args[1:]), kwargs
     if place is None:
         return args, kwargs
     given = args[place] if place < len(args) else kwargs["size"]

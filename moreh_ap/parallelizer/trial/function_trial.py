@@ -59,8 +59,11 @@ _LINEAR = _names(
 DRAWS = _names(
     "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ bernoulli bernoulli_",
     "multinomial poisson exponential_ random_ dropout dropout_ dropout1d dropout2d dropout3d feature_dropout",
+    "_sample_dirichlet _standard_gamma",
     "alpha_dropout feature_alpha_dropout",
 )
+_REORDERS = _names("argsort flip flipud roll"), _names("__getitem__ index_select take_along_dim gather")
+"""Functions that put rows into another order, by themselves or by indices that have rows. A worker keeps as many."""
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
@@ -156,7 +159,25 @@ class Trial:
         if written is not None and written.placement != SHARE:
             raise Refused(f"{self._name} writes to rows what depends on others")
         step = replace(self._step(True, True, ()), gathers=self._has_rows, results=(None,) * len(wanted))
+        order = self._new_order(wanted)
+        if order is not None:
+            return replace(step, cuts=True, results=(order,)), result, [cut(result, order, self._rows)]
         return step, result, [None] * len(tensors_of(result))
+
+    def _new_order(self, wanted: Sequence[Tensor]) -> Rows | None:
+        """Returns where a result has rows that are those of the first argument in another order; None if it has not."""
+        pairs = zip(self._leaves, self._doubles, strict=True)
+        tensors, given = zip(*((leaf, double) for leaf, double in pairs if isinstance(leaf, Tensor)), strict=True)
+        is_index = self._name in _REORDERS[1] and any(
+            double is not None and isinstance(double.placement, Rows) and double.slices[0].dtype == torch.int64
+            for double in given[1:]
+        )
+        first = None if given[0] is None else given[0].placement
+        if not (is_index or self._name in _REORDERS[0]) or len(wanted) != 1 or not isinstance(first, Rows):
+            return None
+        result = wanted[0]
+        has_as_many = first.dim < result.ndim and result.shape[first.dim] == tensors[0].shape[first.dim]
+        return first if has_as_many else None
 
     def _cut_again(self) -> list[Double | None]:
         """Returns what two workers have, without the rounding of the way to here: of numbers that are zero but for

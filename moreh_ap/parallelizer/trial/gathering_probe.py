@@ -30,7 +30,7 @@ from moreh_ap.protocol.rng_state import seeded_state_of_host
 class GatheringProbe(JoinedProbe):
     """Learns where rows meet, then runs as `JoinedProbe` does."""
 
-    _least_rounding = 0.0
+    _gathers, _least_rounding = True, 0.0
 
     def compare_outputs(self) -> None:
         self.steps = self._learn()

@@ -76,7 +76,7 @@ class Probe:
         turned: Whether arguments have rows elsewhere than along dim 0.
     """
 
-    is_joined = False
+    is_joined = _gathers = False
     steps: tuple[Step, ...] = ()
     turned = False
     _noise = 1e-2
@@ -187,7 +187,7 @@ class Probe:
 
         if call.rules.lengths and may_pad(call.module):
             forward(RandomPolicy(), len(self._chosen))
-        self.draws = self.call.random.find_draws(self.call.device, forward, self.each, in_turn=self.may_take_turns)
+        self.draws = self.call.random.find_draws(self.call.device, forward, self.each, in_turn=self.may_take_turns, may_permute=self._gathers)
 
     def compare_outputs(self) -> None:
         """Runs the rows together and one by one, and finds the kinds.

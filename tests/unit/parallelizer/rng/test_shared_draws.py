@@ -16,14 +16,14 @@ from moreh_ap.parallelizer.rng.shared_draws import Draw, Rows, Share, SharedDraw
 BATCH = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8)
 
 
-def recorded(forward, batch=BATCH):
+def recorded(forward, batch=BATCH, **may):
     """How the rows lie in what `forward` draws."""
     found = []
     for rows in (1, 2):
         with DrawRecorder() as recorder:
             forward(batch[:rows])
         found.append(recorder.drawn)
-    return draws_of(*found)
+    return draws_of(*found, **may)
 
 
 def in_parts(forward, draws, parts, batch=BATCH):
@@ -143,6 +143,19 @@ def different(x):
 def test_draws_that_cannot_be_shared_are_refused(forward, reason):
     with pytest.raises(UnsharedDraw, match=reason):
         recorded(forward)
+
+
+@pytest.mark.parametrize("parts", [(2, 2), (1, 3)])
+def test_a_worker_may_have_its_part_of_a_permutation_of_all_rows(parts):
+    def permutation(x):
+        return torch.randperm(len(x)) + torch.distributions.Beta(0.4, 0.4).sample()
+
+    draws = recorded(permutation, may_permute=True)
+    assert [(draw.name, draw.rows) for draw in draws] == [("randperm", Rows(0, (0,))), ("_sample_dirichlet", None)]
+    state = torch.get_rng_state()
+    expected = permutation(BATCH)
+    torch.set_rng_state(state)
+    assert torch.equal(in_parts(permutation, draws, parts), expected)
 
 
 def masked(x):

@@ -62,13 +62,33 @@ def test_what_workers_have_of_a_result(forward, name, placement):
         (lambda x: x.relu().max(), "max"),
         (lambda x: (x > 0).any(), "any"),
         (lambda x: x.sum().item() and x[0, 0].item(), "__getitem__"),
-        (lambda x: x[torch.randperm(len(x))], "__getitem__"),
     ],
 )
 def test_rows_are_gathered_where_they_meet(forward, name):
     step = learn(forward)[name]
     assert step.gathers
     assert all(placement is None for placement in step.results)
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (lambda x: x[torch.randperm(len(x))], "__getitem__"),
+        (lambda x: x[torch.randperm(len(x)), 1:3], "__getitem__"),
+        (lambda x: x.index_select(0, torch.randperm(len(x)).argsort()), "index_select"),
+        (lambda x: torch.randperm(len(x)).argsort(), "argsort"),
+        (lambda x: x.flip(0), "flip"),
+        (lambda x: x.roll(1, 0), "roll"),
+    ],
+)
+def test_rows_in_another_order_are_gathered_and_each_worker_goes_on_with_as_many(forward, name):
+    step = learn(forward)[name]
+    assert (step.gathers, step.cuts, step.results) == (True, True, (Rows(0),))
+
+
+def test_rows_that_are_chosen_are_all_on_every_worker():
+    step = learn(lambda x: x[x[:, 0].topk(3)[1]])["__getitem__"]
+    assert step.gathers and not step.cuts and step.results == (None,)
 
 
 def test_summands_are_added_up_before_anything_but_sums():
@@ -116,7 +136,7 @@ def test_writing_to_rows():
     assert not steps["__setitem__"].gathers
     assert steps["add_"].results == (Rows(0),)
     with pytest.raises(Refused, match="writes to rows"):
-        learn(lambda x: x.sub_(x.median(0)[0] * x.flip(0)))
+        learn(lambda x: x.sub_(x.sort(0)[0]))
 
 
 def test_a_module_that_works_row_by_row_is_one_step():
