@@ -98,8 +98,7 @@ class Probe:
         self.places: dict[int, RowsAlong] = {}
         self.attributes: Mapping[str, int] = {}
         self.draws = Draws()
-        self.has_unknown = False
-        self.saw_counts = self.saw_statistics = self.takes_means = False
+        self.has_unknown = self.saw_counts = self.saw_statistics = self.takes_means = False
         self.call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self.rows = rows
@@ -187,7 +186,8 @@ class Probe:
 
         if call.rules.lengths and may_pad(call.module):
             forward(RandomPolicy(), len(self._chosen))
-        self.draws = self.call.random.find_draws(self.call.device, forward, self.each, in_turn=self.may_take_turns, may_permute=self._gathers)
+        random, in_turn = call.random, self.may_take_turns
+        self.draws = random.find_draws(call.device, forward, self.each, in_turn=in_turn, may_permute=self._gathers)
 
     def compare_outputs(self) -> None:
         """Runs the rows together and one by one, and finds the kinds.
