@@ -110,7 +110,31 @@ class Teacher(nn.Module):
         return F.kl_div(self.student(x).log_softmax(-1), target, reduction="batchmean")
 
 
+class Prototypes(nn.Module):
+    """As SwAV: prototypes are normalised in place before they are used, and trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+        self.prototypes = nn.Linear(8, 5, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight = F.normalize(self.prototypes.weight.data.clone(), dim=1)
+            self.prototypes.weight.copy_(weight)
+        rows = x.size(0)
+        scores = self.prototypes(F.normalize(self.encoder(torch.cat([x, y])), dim=1))
+        with torch.no_grad():
+            shares = torch.exp(scores[:rows] / 0.5).t()
+            shares /= shares.sum()
+            for _ in range(2):
+                shares /= shares.sum(dim=1, keepdim=True)
+                shares /= shares.sum(dim=0, keepdim=True)
+        return -torch.mean(torch.sum(shares.t() * F.log_softmax(scores[rows:] / 0.5, dim=1), dim=1))
+
+
 MODELS = {
+    "prototypes": Prototypes,
     "codebook of parameters": lambda: Autoencoder(CodebookOfParameters()),
     "codebook of data": lambda: Autoencoder(CodebookOfData()),
     "follower": Follower,

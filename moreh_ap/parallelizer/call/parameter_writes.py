@@ -71,7 +71,7 @@ class WrittenParameters(TorchDispatchMode):
             if name in self._before:  # what FSDP2 gathered for the forward is not kept
                 _, before = self._before[name]
                 self.state.setdefault(name, before.clone())
-                before.copy_(value)
+                before.data.copy_(value)  # `.data`: a graph that has kept the parameter is not told of the change
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

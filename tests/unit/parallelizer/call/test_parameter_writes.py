@@ -64,6 +64,14 @@ def test_a_parameter_that_is_written_and_then_given_other_data_is_what_it_was_an
     assert torch.equal(written.state["weight"], torch.tensor([[6.0, 6.0], [2.0, 2.0], [2.0, 2.0]]))
 
 
+def test_a_backward_of_what_a_forward_computed_with_a_parameter_that_it_had_changed_still_runs():
+    module = Changing(in_place)
+    with WrittenParameters(module):
+        loss = (module(torch.ones(1, 3, requires_grad=True)) ** 2).sum()
+    loss.backward()
+    assert module.weight.grad is not None
+
+
 def test_an_embedding_with_a_largest_norm_writes_its_weight_and_a_linear_layer_does_not():
     embedding, linear = nn.Embedding(4, 2, max_norm=0.1), nn.Linear(3, 2)
     with WrittenParameters(embedding) as written:
