@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: rank-hosts help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-hosts tutorial-llm test test-unit test-gpu test-frameworks test-saves notebooks test-matrix lint ruff types imports wheel docs docs-sources bench compare clean distclean
+.PHONY: rank-hosts help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-hosts tutorial-lora tutorial-llm test test-unit test-gpu test-frameworks test-saves notebooks test-matrix lint ruff types imports wheel docs docs-sources bench compare clean distclean
 
 help:  ## show this text
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 26
@@ -63,13 +63,19 @@ tutorial-hosts: $(INSTALLED)  ## the small Llama in 8 stages on two hosts, which
 	$(PY) scripts/with_hosts.py 2 -- $(PY) tutorials/train_llama3_70b.py --embedded --save-path outputs/train_llama3_70b_hosts
 	$(PY) scripts/plot_losses.py outputs/train_llama3_70b_hosts
 
+tutorial-lora: $(INSTALLED)  ## adapters of a frozen model
+	$(PY) scripts/prepare_tutorial.py --only model dataset
+	$(PY) tutorials/train_lora.py --embedded
+	$(PY) scripts/plot_losses.py outputs/train_lora
+	$(PY) tutorials/inference_lora.py
+
 tutorial-llm: $(INSTALLED)  ## a GPT-2 from random weights, with timers and checkpoints
 	$(PY) scripts/prepare_tutorial.py --only model config dataset
 	$(PY) tutorials/train_llm.py --embedded
 	$(PY) scripts/plot_losses.py outputs/train_llm/gpt2-embedded
 	$(PY) tutorials/inference_llm.py
 
-tutorials: tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-llm  ## all of these, one after another
+tutorials: tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-lora tutorial-llm  ## all of these, one after another
 
 # Tests are small: threads of one would only wait for a core that another lane uses.
 IN_LANES := OMP_NUM_THREADS=1 $(PY) -m pytest -q --numprocesses=$(LANES) --dist=loadfile

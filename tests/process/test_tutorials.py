@@ -29,7 +29,8 @@ def flags_of(name: str, files: Path, folder: Path) -> list[object]:
     look = LOOK if name == "train_llama3_70b" else [*LOOK, "--sample-tokens", "4"]
     if name == "train_mistral":
         return [*SMALL, *look, "--model", folder / "model", "--dataset", folder / "rows.pt"]
-    model, rows = {"train_gpt": ("gpt", "functions")}.get(name, ("llama", "summaries"))
+    special = {"train_gpt": ("gpt", "functions"), "train_lora": ("llama", "functions")}
+    model, rows = special.get(name, ("llama", "summaries"))
     return [*SMALL, *look, "--block-size", "64", "--model", files / model, "--dataset", files / rows]
 
 
@@ -39,6 +40,7 @@ def flags_of(name: str, files: Path, folder: Path) -> list[object]:
         ("train_gpt", ["--plan", "replicate=2"]),
         ("train_mistral", ["--plan", "shard=2"]),
         ("train_llama2", ["--plan", "tensor=2"]),
+        ("train_lora", ["--plan", "shard=2"]),
         ("train_llama3_70b", []),  # its own: 8 stages, recomputation, shards, on 8 workers
     ],
 )

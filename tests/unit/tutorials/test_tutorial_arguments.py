@@ -21,6 +21,8 @@ DEFAULTS = {  # of --model, --dataset and --batch-size: without --embedded, and 
                      ("smollm2-135m-instruct", "docstring-summaries", 8)],
     "train_llama3_70b": [("meta-llama/Meta-Llama-3-70B", "cnn_dailymail:3.0.0", 512),
                          ("smollm2-135m-instruct", "docstring-summaries", 16)],
+    "train_lora": [("mistralai/Mistral-7B-v0.3", "mlabonne/Evol-Instruct-Python-26k", 16),
+                   ("smollm2-135m-instruct", "python-functions", 8)],
     "train_llm": [("openai-community/gpt2", "tatsu-lab/alpaca", 8), ("gpt2-small-config", "python-functions", 8)],
 }  # fmt: skip
 COMMON = ("--embedded", "--model", "--dataset", "--batch-size", "--lr", "--epoch", "--max-steps", "--seed",
@@ -49,7 +51,7 @@ def test_help_of_every_training_script_has_the_same_flags_and_its_defaults(
 
 
 @pytest.mark.parametrize("name", ["inference_gpt", "inference_mistral", "inference_llama2", "inference_llama3_70b",
-                                  "inference_llm", "prepare_mistral"])  # fmt: skip
+                                  "inference_llm", "inference_lora", "prepare_mistral"])  # fmt: skip
 def test_help_of_the_other_scripts(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("gpt", "mistral", "llama2", "llama3-70b", "llm")
+PAGES = ("gpt", "mistral", "llama2", "llama3-70b", "lora", "llm")
 PARTS = [
     "Prepare",
     "Understand the code",
