@@ -6,8 +6,7 @@
 
 Decides how figures look: which colour stands for what, in light and dark, wide and on a phone. Must not know how they
 were measured. `compare` reads docs/reference/manual.json and the scripts of `tutorials/manual`, `memory` the table of
-docs/planner.md, `loss-NAME` what docs/reference/losses.json keeps of the tutorials' runs (`--keep` puts a run there).
-`chart_words.json` has the words.
+docs/planner.md, `loss-NAME` the run that the page of a tutorial shows. `chart_words.json` has the words.
 
 A chart is text and lines in an SVG; the reader's own fonts draw the text. Colours are named in `COLOURS`, each with
 the one that replaces it where the reader's system is dark.
@@ -37,7 +36,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 CHARTS = ROOT / "docs" / "assets" / "charts"
-LOSSES = ROOT / "docs" / "reference" / "losses.json"
+TUTORIALS = ROOT / "docs" / "tutorials"
 PLANNER_PAGE = ROOT / "docs" / "planner.md"
 WORDS = Path(__file__).with_name("chart_words.json")
 
@@ -54,9 +53,14 @@ COLOURS = {
 }
 """Each colour of a chart, and the one in its place where the reader's system is dark."""
 
+RUNS = ("gpt", "mistral", "llama2", "llama3-70b", "lora")
+"""Pages of tutorials that show the losses of a run."""
+
 _PIXELS_PER_INCH = 72  # an SVG of matplotlib counts points
 _MARGIN = 0.12  # in inches
 _ROW = re.compile(r"^\| (\S+) \| `([^`]+)` \| (\d+) \| ([\d.]+) \| ([\d.]+) \| [+-][\d.]+% \|$", re.MULTILINE)
+
+_HELD_OUT = r"held-out loss before: ([\d.]+), after: ([\d.]+)"
 
 Words = dict[str, str]
 
@@ -96,8 +100,7 @@ def charts() -> list[Chart]:
         Chart("compare", comparison(), draw_comparison, has_narrow=True),
         Chart("memory", tracked_memory(), draw_memory),
     ]
-    losses = json.loads(LOSSES.read_text(encoding="utf-8")) if LOSSES.is_file() else {}
-    return found + [Chart(f"loss-{name}", run, draw_losses) for name, run in losses.items()]
+    return found + [Chart(f"loss-{name}", losses_of(TUTORIALS / f"{name}.md"), draw_losses) for name in RUNS]
 
 
 def comparison() -> list[dict[str, Any]]:
@@ -125,17 +128,14 @@ def tracked_memory() -> list[list[float]]:
     return [[float(row[4]), float(row[5])] for row in _ROW.finditer(PLANNER_PAGE.read_text(encoding="utf-8"))]
 
 
-def keep(name: str, folder: Path) -> None:
-    """Puts the losses of a tutorial's run into `LOSSES`."""
-    content = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
-    run = content if isinstance(content, dict) else {"losses": content}
-    kept = json.loads(LOSSES.read_text(encoding="utf-8")) if LOSSES.is_file() else {}
-    kept[name] = {
-        "losses": [round(loss, 4) for loss in run["losses"]],
-        "every": run.get("every", 1),
-        "held_out": [round(run[key], 4) for key in ("held_out_before", "held_out_after") if run.get(key) is not None],
+def losses_of(page: Path) -> dict[str, Any]:
+    """Returns steps and losses of the run that a tutorial's page shows, and its held-out losses."""
+    text = page.read_text(encoding="utf-8")
+    return {
+        "steps": [int(step) for step in re.findall(r"step (\d+)/\d+\] loss", text)],
+        "losses": [float(loss) for loss in re.findall(r"step \d+/\d+\] loss ([\d.]+)", text)],
+        "held_out": [float(loss) for loss in re.search(_HELD_OUT, text).groups()],  # type: ignore[union-attr]
     }
-    LOSSES.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n", encoding="utf-8")
 
 
 def _text(path: str) -> str:
@@ -206,10 +206,9 @@ def draw_losses(run: dict[str, Any], words: Words, narrow: bool) -> Figure:
     """Draws the losses of a run in nats a token over its steps, and those on held-out data before and after it."""
     figure = _figure(440, 280)
     axes = figure.subplots()
-    steps = [run["every"] * (index + 1) for index in range(len(run["losses"]))]
+    steps = run["steps"]
     axes.plot(steps, run["losses"], color=ONE_LINE_COLOUR, linewidth=1.8, label=words["training"])
-    if run["held_out"]:
-        axes.plot([0, steps[-1]], run["held_out"], "o", color=MEASURED_COLOUR, markersize=8, label=words["held out"])
+    axes.plot([0, steps[-1]], run["held_out"], "o", color=MEASURED_COLOUR, markersize=8, label=words["held out"])
     _plain(axes, grid=True)
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.set_xlabel(words["step"], color=INK)
@@ -277,10 +276,7 @@ def main() -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 if a chart is of other figures"
     )
-    parser.add_argument("--keep", nargs=2, metavar=("NAME", "FOLDER"), help="keep the losses of a run, then draw")
     args = parser.parse_args()
-    if args.keep:
-        keep(args.keep[0], Path(args.keep[1]))
     words = json.loads(WORDS.read_text(encoding="utf-8"))
     status = 0
     for chart in charts():

@@ -1,4 +1,4 @@
-"""Trains adapters (LoRA) of a frozen 7B to write Python: a plain script for one device, and one line that makes it many.
+"""Trains adapters (LoRA) of a frozen 7B: a plain script for one device, and one line that makes it many.
 
     python tutorials/train_lora.py                # Mistral-7B on Evol-Instruct-Python-26k, from the hub
     python tutorials/train_lora.py --embedded     # a small model and data set prepared on this machine, no hub needed

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -54,6 +55,8 @@ class ModelRegistry:
         self._plans: IdentityTable[nn.Module, Plan] = IdentityTable()
         # A module that was moved at once (``model.cuda()``) is one model even if a submodule is called first.
         self._root_of: IdentityTable[nn.Module, weakref.ref[nn.Module]] = IdentityTable()
+        # By which a backward reaches calls of a module, also those from before it was laid out anew, to refuse them.
+        self._anchors: IdentityTable[nn.Module, torch.Tensor] = IdentityTable()
 
     def note_moved(self, root: nn.Module) -> None:
         """Records that the script moved `root`: it is one model, or none if it left the accelerator."""
@@ -179,6 +182,7 @@ class ModelRegistry:
         self._bring_back(root)
         self._free_dropped()
         model = self._lay_out(root, (module, args, kwargs))
+        model.anchor = self._anchors.setdefault(root, model.anchor)
         self._models.add(model)
         self._session.job.has_model(type(root).__name__, str(model.plan))
         return model, model.path_of(module)

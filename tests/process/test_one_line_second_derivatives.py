@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_one_line_training import assert_same, on_both
 from torch import nn
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -169,6 +170,48 @@ def test_a_call_with_computed_parameters_changes_the_statistics_of_the_model():
         return gradients_of(model), list(model.buffers()), model(2 * x), list(model.buffers())
 
     assert_same(*on_both(script))
+
+
+def test_several_tasks_are_adapted_to_before_one_backward():
+    """As in MAML; each task's call with computed parameters leaves the calls of the tasks before as they are."""
+
+    def script(device):
+        model, losses = critic(device, nn.Tanh), []
+        for _ in range(4):
+            seen, new = batch(device), batch(device)
+            parameters = dict(model.named_parameters())
+            loss = functional_call(model, parameters, (seen,)).square().mean()
+            found = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
+            adapted = {name: old - 0.1 * one for (name, old), one in zip(parameters.items(), found)}
+            losses.append(functional_call(model, adapted, (new,)).square().mean())
+        sum(losses).backward()
+        return [*losses, *gradients_of(model)]
+
+    assert_same(*on_both(script))
+
+
+@pytest.mark.parametrize("change", ["hook", "layer", "place"])
+@pytest.mark.parametrize("ask", ["backward", "grad"])
+def test_a_backward_through_a_call_from_before_a_change_is_refused(change, ask):
+    """Its gradients would be lost with the parameters that the workers had then."""
+    model = critic("cuda")
+    first = model(batch("cuda")).mean()
+    if change == "hook":
+        model[0].register_forward_hook(lambda module, given, result: None)
+    elif change == "layer":
+        model[1] = nn.ReLU()
+    else:
+        model.cpu()
+        model.cuda()
+    second = model(batch("cuda")).mean()
+    with pytest.raises(UnsupportedError, match="from before its hooks, layers or parameters"):
+        if ask == "backward":
+            (first + second).backward()
+        else:
+            torch.autograd.grad(first + second, list(model.parameters()))
+    model.zero_grad()
+    model(batch("cuda")).mean().backward()
+    assert all(gradient is not None for gradient in gradients_of(model))
 
 
 def test_functions_of_torch_autograd_functional():

@@ -59,7 +59,8 @@ def test_command_exists_and_has_its_flags(command, page):
             if not re.search(rf"(?<![-\w]){word}(?![-\w])", help_of(program, subcommands)):
                 break
             subcommands += (word,)
-        check_flags(words, set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", help_of(program, subcommands))), page)
+        own = itertools.takewhile(lambda word: not word.endswith(".py"), words)  # what follows a script is the script's
+        check_flags(list(own), set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", help_of(program, subcommands))), page)
     else:
         check_script(program, words, page)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
@@ -45,6 +45,10 @@ class Apart:
     def asked(self, model: RemoteModel) -> list[str]:
         """Returns the parameters of a model whose gradients are requested."""
         return self._wanted.get(model, [])
+
+    def wants_of(self, root: nn.Module) -> bool:
+        """Returns whether gradients of parameters of this module are requested."""
+        return any(model.root is root for model in self._wanted)
 
     def add(self, model: RemoteModel, gradients: dict[str, Tensor | None]) -> None:
         """Records gradients that have a graph; the gradients of several calls add up."""

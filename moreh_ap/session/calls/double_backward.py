@@ -19,7 +19,7 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.calls import Differentiate
 from moreh_ap.session.calls import autograd_api
 from moreh_ap.session.calls.remote_call import Call, send_as_node
-from moreh_ap.session.models.parameter_gradients import separate_gradients
+from moreh_ap.session.models.parameter_gradients import refuse_calls_of_before, separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.outbox import Posted
@@ -34,6 +34,7 @@ def differentiate(call: Call, gradients: Sequence[Tensor | None], inputs: Sequen
         UnsupportedError: Parameters would accumulate gradients with a graph, or the plan does not allow it.
     """
     model, apart = call.model, separate_gradients.get()
+    refuse_calls_of_before(model)
     if apart is None and model.has_trainable_parameters():
         raise autograd_api.graph_of_kept_gradients()
     _require_full_model_on_each_device(model)

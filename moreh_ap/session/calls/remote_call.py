@@ -31,12 +31,13 @@ from moreh_ap.session.calls.input_gradients import InputGradient
 from moreh_ap.session.calls.joined_leaves import joined_leaf
 from moreh_ap.session.calls.output_watchers import OutputWatchers, RemovableWatcher, Watcher, read_gradients
 from moreh_ap.session.calls.row_shard_values import Located, RowShardedValue, RowShardedView, row_shard_ref_of
-from moreh_ap.session.models.parameter_gradients import separate_gradients
+from moreh_ap.session.models.parameter_gradients import refuse_calls_of_before, separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import OnWorkers
+from moreh_ap.states import ModelPhase
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Argument types whose `repr` identifies the value."""
@@ -150,26 +151,25 @@ class Call:
         return LeafReply.join(replies)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> Posted:
-        """Sends the gradients of the outputs; parameters' gradients accumulate on the workers, unless kept apart.
+        """Sends the gradients of the outputs, and returns the promise of the reply (see `messages.Backward`).
 
-        Returns:
-            The promise of the reply, see `messages.Backward`.
+        Parameters' gradients accumulate on the workers, unless kept apart.
         """
-        for before in self.input_gradients:  # workers keep those of the last backward only
-            before.read()
-        self.input_gradients.clear()
+        if self.model.phase.current is ModelPhase.RELEASED:
+            refuse_calls_of_before(self.model)
+        while self.input_gradients:  # workers keep those of the last backward only
+            self.input_gradients.pop().read()
         if self.reply is not None:
             self.reply.require()
-        encoded, training = self.encode_gradients(gradients), self.changed_training()
+        encoded, training, watched = self.encode_gradients(gradients), self.changed_training(), self.watched()
         session, apart = self.model.session, separate_gradients.get()
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        watched = self.watched()
         reply = session.outbox.post_soon(
             Backward(self.id, encoded, retain, training, separate=apart is not None, watched=watched)
         )
         if apart is None:
-            which = tuple([one is not None for one in gradients])
-            self.model.gradients.after_backward((*self.backward_kind, which), reply)
+            kind = (*self.backward_kind, tuple([one is not None for one in gradients]))
+            self.model.gradients.after_backward(kind, reply)
         else:
             apart.after_backward(self.model, reply)
         if watched:

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moreh_ap.device.tensor import VirtualTensor
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.messages.models import DescribeGradients
 from moreh_ap.protocol.messages.state import KeepState, WriteState
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
@@ -60,6 +61,25 @@ def expected_will_do() -> Iterator[None]:
         yield
     finally:
         _expected_will_do.reset(token)
+
+
+def refuse_calls_of_before(model: Any) -> None:
+    """Refuses a backward through a call of a model that has been laid out anew since, or has left the workers: its
+    parameters are elsewhere, and would miss these gradients.
+
+    Raises:
+        UnsupportedError: Gradients of its parameters are wanted.
+    """
+    if not model.is_released():
+        return
+    apart = separate_gradients.get()
+    if model.has_trainable_parameters() if apart is None else apart.wants_of(model.root):
+        raise UnsupportedError(
+            f"A backward goes through a call of {type(model.root).__name__} from before its hooks, layers or parameters"
+            " were added, replaced or moved, and the model was called again: gradients of that call would be lost.",
+            allowed="the backward of a call before the model is changed",
+            fix="loss.backward()  # before register_forward_hook, add_module, .cpu() or the like",
+        )
 
 
 class Gradients:

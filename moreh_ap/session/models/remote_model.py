@@ -347,10 +347,8 @@ class RemoteModel:
         """Returns whether the module tree, or the hooks on it, differ from those on the workers."""
         if self.phase.current is not ModelPhase.CURRENT:
             return True
-        if _hook_keys(self.modules) == self.hook_keys and not self._has_other_members():
-            return False
-        self.phase.enter(ModelPhase.OUTDATED)
-        return True
+        # Not recorded: `functional_call` puts other members there for one call.
+        return _hook_keys(self.modules) != self.hook_keys or self._has_other_members()
 
     def _has_other_members(self) -> bool:
         members = _registered_members(self.modules)

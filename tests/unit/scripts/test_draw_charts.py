@@ -60,7 +60,9 @@ def test_words_are_the_same_in_both_languages(charts):
 
 @pytest.mark.parametrize("language", ["en", "ko"])
 def test_a_chart_is_drawn_with_text_and_a_dark_side(charts, language):
-    chart = charts.Chart("loss-any", {"losses": [3.0, 2.0], "every": 5, "held_out": [2.5, 2.25]}, charts.draw_losses)
+    chart = charts.Chart(
+        "loss-any", {"steps": [5, 10], "losses": [3.0, 2.0], "held_out": [2.5, 2.25]}, charts.draw_losses
+    )
     words = json.loads(charts.WORDS.read_text(encoding="utf-8"))[language]
     text = charts.svg_of(chart, words, narrow=False)
     ElementTree.fromstring(text)
