@@ -53,8 +53,17 @@ def select_rows(leaves: Sequence[Any], rows: int, chosen: Sequence[int]) -> list
 
 
 def select_rows_along(leaves: Sequence[Any], dims: Sequence[int | None], chosen: Sequence[int]) -> list[Any]:
-    """Returns the leaves with every tensor cut to the chosen rows along its dim; those without (None) stay whole."""
-    return [leaf if dim is None else _rows_of(leaf, dim, chosen) for leaf, dim in zip(leaves, dims, strict=True)]
+    """Returns copies of the leaves, every tensor cut to the chosen rows along its dim; those without (None) are whole.
+
+    A forward may change any of them in place, as it does with the counter of a cache.
+    """
+    return [
+        _copy_of(leaf) if dim is None else _rows_of(leaf, dim, chosen) for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+
+
+def _copy_of(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def row_dims(leaves: Sequence[Any], rows: int) -> list[int | None]:

@@ -86,3 +86,11 @@ def test_chosen_rows_along_each_dim_keep_the_order_in_memory():
     assert chosen[0].tolist() == [[0, 1, 2], [6, 7, 8]]
     assert chosen[1].tolist() == [[0, 8], [1, 9], [2, 10], [3, 11]]
     assert chosen[1].stride() == (1, 4)
+
+
+def test_what_has_no_rows_is_copied_too():
+    counter, weight = torch.zeros(1), torch.ones(3, requires_grad=True)
+    chosen = batch.select_rows_along([torch.ones(4, 2), counter, weight], [0, None, None], [1])
+    chosen[1].add_(1)
+    assert counter.item() == 0
+    assert chosen[2].requires_grad and chosen[2].is_leaf and chosen[2] is not weight
