@@ -217,8 +217,40 @@ def coins(device: str) -> Result:
     return [*losses, float(torch.rand([]))], weights
 
 
+class _Listener(nn.Module):
+    """Recurrent layers, whose weights cuDNN reads from one piece of memory, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(16, 32, num_layers=2, batch_first=True, bidirectional=True)
+        self.attention = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(self.recurrent(x)[0]).mean(1))
+
+
+def recurrent(device: str) -> Result:
+    """Recurrent layers, and the encoder layer of PyTorch."""
+    model = _Listener().to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-6)
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(8, 12, 16, generator=generator).to(device) for _ in range(STEPS)]
+    classes = torch.arange(8, device=device)
+    return _train(model, optimizer, batches, lambda x: nn.functional.cross_entropy(model(x), classes))
+
+
+def compiled(device: str) -> Result:
+    """A model that the script compiles."""
+    model = _llama().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+    faster = torch.compile(model, backend="inductor" if device == "cuda" else "aot_eager")
+    return _train(model, optimizer, _tokens(device), lambda ids: faster(input_ids=ids, labels=ids).loss)
+
+
 TRAININGS: dict[str, Callable[[str], Result]] = {
-    one.__name__: one for one in (llama, scaled, pictures, own_loss, vocabulary, saved, asked, coins)
+    one.__name__: one
+    for one in (llama, scaled, pictures, own_loss, vocabulary, saved, asked, coins, recurrent, compiled)
 }
 HALF = 6e-2
 """Tolerance of half precision: rows are computed in other numbers at a time."""
@@ -235,11 +267,17 @@ _TWO = [
     Case("coins", "replicate=2"),
     Case("coins", "shard=2"),
     Case("coins", "replicate=2,micro_batches=2"),
+    Case("recurrent", "shard=2"),
+    Case("compiled", "shard=2,compile=blocks"),
+    Case("llama", "shard=2,offload=optimizer"),
+    Case("llama", "shard=2,offload=all"),
 ]
 _FOUR = [Case("llama", "replicate=2,shard=2"), Case("llama", "shard=2,tensor=2"), Case("own_loss", "shard=4")]
 PLACES = {
     "one": (1, [Case(name, "replicate=1", HALF if name == "scaled" else 2e-3) for name in TRAININGS]
             + [Case("llama", "replicate=1,recompute=full"), Case("llama", "replicate=1,micro_batches=2"),
+               Case("llama", "replicate=1,offload=optimizer"), Case("llama", "replicate=1,offload=all"),
+               Case("scaled", "replicate=1,offload=all", HALF), Case("compiled", "replicate=1,compile=blocks"),
                Case("llama", "replicate=1,precision=bf16", HALF),
                Case("vocabulary", "replicate=1,precision=bf16", HALF)]),
     "shared by two": (2, _TWO),
@@ -257,7 +295,8 @@ def run(case: Case, device: str) -> dict[str, Any]:
     try:
         losses, weights = TRAININGS[case.training](device)
     except Exception:  # of any class: the other cases are tried all the same
-        return {"case": case.name, "error": traceback.format_exc()[-2000:]}
+        error = traceback.format_exc()
+        return {"case": case.name, "error": error if len(error) < 6000 else f"{error[:3000]}\n...\n{error[-3000:]}"}
     seconds = time.perf_counter() - started_s
     sample = torch.cat([weight.flatten()[:: max(1, weight.numel() // 16)] for weight in weights]).tolist()
     return {"case": case.name, "losses": losses, "weights": sample, "seconds": seconds}
