@@ -169,6 +169,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.cuda._lazy_init", "device/cuda parallelizer/data"),
     ),
     *_names(
+        "Replaced for tests with several workers on one GPU: gloo ends the process where DTensor gathers.",
+        ("torch.distributed._functional_collectives", "runtime"),
+        ("torch.distributed._functional_collectives.all_gather_tensor", ""),
+    ),
+    *_names(
         "A result of a collective under way, to be waited for.",
         ("torch.distributed._functional_collectives.AsyncCollectiveTensor", "parallelizer/tensor"),
     ),

@@ -63,6 +63,10 @@ class CommandActor(ma.Actor):
     def execute(self, number: int, epoch: int, command: tuple[Any, ...]) -> Wire:
         return to_wire(_side.execute(number, epoch, Packed(*command)))
 
+    @ma.endpoint(explicit_response_port=True, instrument=False)
+    def execute_and_go_on(self, port: ma.Port[Wire], number: int, epoch: int, command: tuple[Any, ...]) -> None:
+        _side.execute_and_go_on(number, epoch, Packed(*command), lambda answer: port.send(to_wire(answer)))
+
     @ma.endpoint
     def serve(self) -> None:
         """Executes the commands that the agent of this worker's host hands on, until that ends."""
@@ -153,14 +157,17 @@ class Engine:
 
     def join(self, specs: Sequence[WorkerSpec]) -> Pending[Answer]:
         """Lets every worker join the process group."""
+        name = "execute_and_go_on" if specs[0].device_type == "cuda" else "execute"
+        self._execute_all, *self._execute_each = (getattr(workers, name) for workers in (self._workers, *self._each))
         return Pending([each.join.call_one(spec) for each, spec in zip(self._each, specs, strict=True)], from_wire)
 
     def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> Pending[Answer]:
         """Sends one command to all workers, or each its own."""
         if isinstance(command, Packed):
-            return Pending([self._workers.execute.call(number, epoch, tuple(command))], from_wire)
+            return Pending([self._execute_all.call(number, epoch, tuple(command))], from_wire)
         futures = [
-            each.execute.call_one(number, epoch, tuple(own)) for each, own in zip(self._each, command, strict=True)
+            execute.call_one(number, epoch, tuple(own))
+            for execute, own in zip(self._execute_each, command, strict=True)
         ]
         return Pending(futures, from_wire)
 

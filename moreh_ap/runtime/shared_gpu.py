@@ -1,15 +1,18 @@
-"""Several workers on one GPU, for tests alone: NCCL refuses it, and gloo has no messages between GPU tensors.
+"""Several workers on one GPU, for tests alone: NCCL refuses it, and gloo lacks some operations on GPU tensors.
 
-Decides how such messages travel: by way of host memory. Sums, gathers and broadcasts are gloo's own. The variable that
-asks for it is read in `worker_environment.py`.
+Decides how those are done: messages go by way of host memory, and DTensor's gather, which ends the process on a GPU
+(torch 2.11: gloo reads the device's addresses in `allgather_into_tensor_coalesced`), is the plain gather. Sums, plain
+gathers and broadcasts are gloo's own. The variable that asks for it is read in `worker_environment.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from moreh_ap.patching import Patches
@@ -32,9 +35,23 @@ def install(patches: Patches) -> None:
         tensor.copy_(received)
         return sender
 
+    def all_gather_tensor(own: Tensor, gather_dim: int, group: Any, tag: str = "") -> Tensor:
+        if not _is_on_device(own):
+            return cast(Tensor, original_gather(own, gather_dim, group, tag))
+        mesh, axis = group  # as DTensor says it
+        return gathered(own, gather_dim, mesh.get_group(axis))
+
     group.replace(dist, "batch_isend_irecv", batch_isend_irecv, effect)
+    original_gather = group.replace(functional, "all_gather_tensor", all_gather_tensor, "Gathers as the plain gather.")
     original_send = group.replace(dist, "send", send, effect)
     original_recv = group.replace(dist, "recv", recv, effect)
+
+
+def gathered(own: Tensor, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Returns the tensors of all members, one behind the other along a dim."""
+    parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, own.contiguous(), group=group)
+    return torch.cat(parts, gather_dim)
 
 
 def _is_on_device(tensor: Tensor) -> bool:

@@ -11,14 +11,16 @@ import datetime
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from moreh_ap.protocol.encoding import Packed, capture_failure, import_by_name, pack, unpack
 from moreh_ap.runtime.relay.command_socket import CommandSocket
-from moreh_ap.runtime.relay.frames import MISSING
+from moreh_ap.runtime.relay.frames import MISSING, Frame
 from moreh_ap.runtime.relay.worker_answer import DONE, FAILED, SKIPPED, Answer
 from moreh_ap.runtime.relay.written_answers import written_other, written_result
 from moreh_ap.runtime.shared_memory import SharedMemoryReader
+from moreh_ap.runtime.worker.answers.answering_thread import AnsweringThread
 from moreh_ap.runtime.worker_environment import workers_per_gpu
 
 
@@ -74,10 +76,14 @@ class WorkerSide:
         self._trouble: Trouble | None = None
         self._commands: CommandSocket | None = None
         self._pack: Callable[[object], Any] = pack  # what becomes of a result
+        self._answers: AnsweringThread | None = None  # of a GPU; packs results in place of the thread that executes
+        self._pack_late: Callable[[object], Any] = pack
 
     def join(self, spec: WorkerSpec) -> Answer:
         """Joins the process group of all workers, waiting for them. Counts as command 0, in epoch 0."""
         self._spec, self._shared_memory = spec, SharedMemoryReader(spec.shared_memory_fd)
+        if spec.device_type == "cuda":
+            self._answers, self._pack = AnsweringThread(), _unchanged
         try:
             if spec.commands_path:
                 self._commands = CommandSocket(spec.commands_path, spec.index)
@@ -110,6 +116,26 @@ class WorkerSide:
         except BaseException as error:  # any error of the user's code; SystemExit would end the worker unheard
             return self._fail(number, epoch, error)
 
+    def execute_and_go_on(self, number: int, epoch: int, command: Packed, send: Callable[[Answer], None]) -> None:
+        """Executes one command of a GPU's worker; another thread sends the answer. See [Note: answers of a GPU].
+
+        Args:
+            number, epoch, command: as those of `execute`.
+            send: sends the answer.
+        """
+        answer = self.execute(number, epoch, command)
+        assert self._answers is not None, "a GPU's worker has one"
+        self._answers.put(lambda: send(self._packed_late(number, epoch, answer)))
+
+    def _packed_late(self, number: int, epoch: int, answer: Answer) -> Answer:
+        """Returns an answer whose result is packed; waits until the GPU has computed what is in it."""
+        if answer.status != DONE:
+            return answer
+        try:
+            return Answer(DONE, self._pack_late(answer.content))
+        except BaseException as error:  # what pickling raises, and what the GPU finds out only now
+            return self._fail(number, epoch, error)
+
     def trouble(self) -> Trouble | None:
         """Returns the last failure. Any thread may ask, also while a command hangs: this is how the controller learns
         why the others wait for this worker."""
@@ -118,20 +144,35 @@ class WorkerSide:
     def serve(self) -> None:
         """Executes what the agent of this host hands on, until that ends."""
         assert self._commands is not None and self._shared_memory is not None, "the engine delivers join first"
-        self._pack = written_result
+        if self._answers is None:
+            self._pack = written_result
+        else:
+            self._pack_late = written_result
         while (frame := self._commands.receive()) is not None:
             if frame.kind == MISSING:
                 self._shared_memory.missing.add(frame.number)
                 continue
-            answer = self.execute(frame.number, frame.epoch, Packed(*pickle.loads(frame.parts[0])))
-            parts: Any = answer.content if answer.status == DONE else written_other(answer)
-            self._commands.answer(frame, parts, has_failed=answer.status == FAILED)
+            command = Packed(*pickle.loads(frame.parts[0]))
+            send = partial(self._send, self._commands, frame)
+            if self._answers is None:
+                send(self.execute(frame.number, frame.epoch, command))
+            else:
+                self.execute_and_go_on(frame.number, frame.epoch, command, send)
+
+    @staticmethod
+    def _send(commands: CommandSocket, frame: Frame, answer: Answer) -> None:
+        parts: Any = answer.content if answer.status == DONE else written_other(answer)
+        commands.answer(frame, parts, has_failed=answer.status == FAILED)
 
     def _fail(self, number: int, epoch: int, error: BaseException) -> Answer:
         assert self._spec is not None, "set before anything can fail"
         answer = Answer(FAILED, pack(capture_failure(error, self._spec.rank)))
         self._trouble = Trouble(number, epoch, answer)
         return answer
+
+
+def _unchanged(result: object) -> object:
+    return result
 
 
 def _join_process_group(spec: WorkerSpec) -> object:

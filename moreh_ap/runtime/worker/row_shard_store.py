@@ -49,6 +49,7 @@ from moreh_ap.protocol.messages.tensors import (
     TensorData,
     bytes_of,
 )
+from moreh_ap.runtime.worker.answers.late_replies import LateReply
 
 
 @dataclass
@@ -105,8 +106,11 @@ class RowShard:
         if not self.answers:
             return None
         tensor, kind = in_full(self.content), "same" if self.rows is None else "rows"
-        data = bytes_of(tensor, self.promised) if kind == "rows" or self.axis.rank == 0 else b""
-        return LeafReply(kind, tuple(tensor.shape), self.promised, False, data, order=memory_order(tensor))
+        sends = kind == "rows" or self.axis.rank == 0
+        is_late = sends and tensor.is_cuda and _is_small(self)
+        data = bytes_of(tensor, self.promised) if sends and not is_late else b""
+        reply = LeafReply(kind, tuple(tensor.shape), self.promised, False, data, order=memory_order(tensor))
+        return LateReply.of(reply, tensor) if is_late else reply
 
     def write(self, full: Tensor) -> None:
         """Sets the shard, whose memory was converted, to this worker's rows of `full`."""

@@ -50,6 +50,7 @@ from moreh_ap.protocol.messages.tensors import (
 from moreh_ap.protocol.process_flags import Flags, set_process_flags
 from moreh_ap.protocol.pytree import pickle_treespec
 from moreh_ap.protocol.script_code.written_files import WRITTEN
+from moreh_ap.runtime.worker.answers.late_replies import LateReply
 from moreh_ap.runtime.worker.cache_arguments import without_cache
 from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles, changes_buffers
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
@@ -298,17 +299,18 @@ class WorkerCall:
         few = run.is_computed and shape.numel() * shape.element_size() <= MAX_INLINE_BYTES
         tensor_parallel = self.model.applied.tensor if index in self._in_cache else None
         layout = None if tensor_parallel is None else tensor_parallel.cache_layout(shape)
-        data, laid_out = None, shape
+        data, laid_out, is_late = None, shape, False
         if with_data or few:
             sends = self._answers and (kind != "same" or self._roles.axis.rank == 0)
             value = run.outputs[index]
             if layout is not None or type(value) is not Tensor:  # every worker that holds a part takes part
                 value = full_tensor(value, layout, self.model.applied.position.tensor.group)
             laid_out = value  # a run on meta, which `shape` is of where calls run later, knows no memory formats
-            data = bytes_of(value, shape.dtype) if sends else b""
+            is_late = sends and few and value.is_cuda
+            data = bytes_of(value, shape.dtype) if sends and not is_late else b""
         is_operand = kind in ("rows", "same") and layout is None
         is_usual = layout is not None or (laid_out.layout is torch.strided and laid_out.is_contiguous())
-        return LeafReply(
+        reply = LeafReply(
             kind,
             tuple(shape.shape) if layout is None else full_shape(shape, layout),
             shape.dtype,
@@ -317,6 +319,7 @@ class WorkerCall:
             is_operand,
             () if is_usual else memory_order(laid_out),
         )
+        return LateReply.of(reply, value) if is_late else reply
 
     def backward(
         self, gradients: list[Tensor | RowShard | None], retain_graph: bool, watched: tuple[int, ...] = ()

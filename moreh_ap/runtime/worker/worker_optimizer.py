@@ -36,6 +36,11 @@ _WITHOUT_FUSED_STEP_ON_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
 """Their fused kernels do not know FSDP2's shards (torch 2.13: "does not have a sharding strategy registered"). The step
 runs as several kernels there."""
 
+_FUSED_ON_GPUS = (torch.optim.Adam, torch.optim.AdamW)
+"""Whose step is one kernel on a GPU where the script has not said how it runs: it reads and writes weights and state
+once, where the default reads and writes them once an operation (a third of its bytes, and rounding differs in the last
+bits)."""
+
 
 class OptimizerCommands:
     """Executes commands about optimizers, and about the gradients between a backward and a step."""
@@ -177,6 +182,8 @@ class WorkerOptimizer:
         self._device = device
         self._is_on_host = device.is_cuda and any(local_shard(one).is_cpu for group in here for one in group)
         self._offloaded = OffloadedState(self._optimizer) if offload else None
+        if device.is_cuda and not offload and not self._is_on_host:
+            fuse_where_possible(self._optimizer)
 
     def step(self, changes: dict[int, dict[str, Any]], scaling: Mapping[str, Tensor]) -> None:
         """Take over changed hyper-parameters, then step; `scaling` is what a fused step reads as attributes."""
@@ -230,10 +237,14 @@ class WorkerOptimizer:
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Replace the state; tensors shaped like their parameter are laid out like it."""
         self._optimizer.state.clear()
+        groups = self._optimizer.param_groups
+        fused = {parameter for group in groups if group.get("fused") for parameter in group["params"]}
         for index, entries in state.items():
             held = self._parameters[index]
             if held is not None:
                 decoded = {key: self._decode(value, held) for key, value in entries.items()}
+                if held.tensor in fused and "step" in decoded:  # such a step counts on the device
+                    decoded["step"] = decoded["step"].to(held.local.device)
                 self._optimizer.state[held.tensor] = decoded
                 if self._offloaded is not None:
                     self._offloaded.put_away(held.tensor)
@@ -259,6 +270,17 @@ class WorkerOptimizer:
             layout = None
         read(Wanted("optimizer state", shard, source, layout) for source in saved.sources)
         return shard
+
+
+def fuse_where_possible(optimizer: torch.optim.Optimizer) -> None:
+    """Has groups of `_FUSED_ON_GPUS` step as one kernel unless the script decided how they step."""
+    if type(optimizer) not in _FUSED_ON_GPUS:
+        return
+    for group in optimizer.param_groups:
+        is_undecided = group["fused"] is None and group["foreach"] is None
+        is_usual = not (group["capturable"] or group["differentiable"])
+        if is_undecided and is_usual and all(parameter.is_floating_point() for parameter in group["params"]):
+            group["fused"] = True
 
 
 def _position(held: StateShard | None) -> Position:

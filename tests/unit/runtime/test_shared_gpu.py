@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moreh_ap import accelerator
-from moreh_ap.runtime.shared_gpu import StagedWork
+from moreh_ap.runtime.shared_gpu import StagedWork, gathered
 from moreh_ap.runtime.worker_environment import SHARING_VARIABLE, device_ids
 
 
@@ -43,3 +43,15 @@ def test_a_message_arrives_where_it_was_wanted(is_staged):
     assert torch.equal(wanted, sent)
     ((given, where),) = seen
     assert (given is wanted) != is_staged and where == {"group": None, "tag": 3, "group_src": 1}
+
+
+def test_a_gather_puts_members_one_behind_the_other_in_any_dim(monkeypatch):
+    def all_gather(parts, own, group):
+        assert own.is_contiguous() and all(part.is_contiguous() for part in parts)
+        for number, part in enumerate(parts):
+            part.copy_(own + 10 * number)
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    own = torch.arange(6.0).view(3, 2).t()
+    whole = gathered(own, 1, SimpleNamespace(size=lambda: 2))
+    assert torch.equal(whole, torch.cat([own, own + 10], 1))

@@ -1,0 +1,1 @@
+"""How the answers of a GPU's worker leave without the worker waiting for its GPU."""
