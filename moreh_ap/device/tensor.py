@@ -217,8 +217,10 @@ class VirtualTensor(torch.Tensor):
 
     def to_host(self) -> Tensor:
         """Returns the value as an ordinary CPU tensor, detached and with memory of its own; may wait."""
+        is_copy = self._cell.value.reads_copies
         with torch._C.DisableTorchFunction():
-            return self.host_value().detach().clone()
+            value = self.host_value().detach()
+            return value if is_copy else value.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = repr(self.to_host())

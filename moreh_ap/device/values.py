@@ -33,6 +33,9 @@ class Value:
     #: Whether the value stays where it is when it is read.
     stays: bool = False
 
+    #: Whether each `read` returns memory of its own.
+    reads_copies: bool = False
+
     def runner(self) -> Callable[[Any, Any, Any], Any] | None:
         """Runs operations at the value's place: called with (func, args, kwargs), it may return NotImplemented."""
         return None

@@ -24,6 +24,7 @@ from moreh_ap.session.calls.call_extensions import CallExtensions
 from moreh_ap.session.outbox import Outbox
 from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.traffic import Traffic
+from moreh_ap.session.value_memory import ValueMemory
 from moreh_ap.settings import Options
 from moreh_ap.states import SessionState
 
@@ -161,8 +162,9 @@ class Session:
 
     def read_state(self, refs: tuple[StateRef, ...]) -> list[Tensor]:
         """Returns the full values of state tensors, on the CPU. Waits."""
-        answers = zip(*self.outbox.submit(ReadState(refs)).result())  # one worker sends each tensor
-        return [next(data for data in answer if data is not None).tensor() for answer in answers]
+        with contextlib.closing(ValueMemory(self.workers.num_workers, self.workers.shares_memory)) as memory:
+            answers = zip(*self.outbox.submit(ReadState(refs, memory.file)).result())  # one worker sends each tensor
+            return [memory.tensor(next(data for data in answer if data is not None)) for answer in answers]
 
     def write_state(self, values: dict[StateRef, Tensor]) -> None:
         """Sets state tensors from full values; does not wait."""

@@ -40,7 +40,7 @@ class OnWorkers(Value):
     owner: StateHolder = field()  # no default, unlike `Value`
     ref: StateRef
 
-    stays = True
+    stays = reads_copies = True
 
     def ready(self) -> bool:
         return False
@@ -62,7 +62,7 @@ class OnWorkers(Value):
 class ReadOnce(OnWorkers):
     """A number that the workers keep until the controller reads it."""
 
-    stays = False
+    stays = reads_copies = False
 
 
 class StateHolder:

@@ -289,6 +289,14 @@ def full_tensor(
         layout: What tensor parallelism left here of the whole.
         group: The workers that hold the other shards; needed with `layout`.
     """
+    full = whole_tensor(tensor, layout, group)
+    return full.cpu().clone() if full.device.type == "cpu" else full.cpu()
+
+
+def whole_tensor(
+    tensor: torch.Tensor, layout: TensorLayout | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Returns what `full_tensor` does, but where it is computed; it is no copy if all of the tensor is here."""
     full = gathered(tensor)
     if layout is not None:
         own, full = full, torch.zeros(layout.shape, dtype=full.dtype, device=full.device)
@@ -296,7 +304,7 @@ def full_tensor(
             for there, here in layout.pieces():
                 full[there] = own[here]
         dist.all_reduce(full, group=group)
-    return full.cpu().clone() if full.device.type == "cpu" else full.cpu()
+    return full
 
 
 def write_tensor(tensor: torch.Tensor, full: torch.Tensor, layout: TensorLayout | None = None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moreh_ap.parallelizer.mesh import Axis, Position
-from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, local_shard, write_tensor
+from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, local_shard, whole_tensor, write_tensor
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 
 
@@ -63,6 +63,10 @@ class StateShard:
     def full_tensor(self) -> Tensor:
         """Returns the full tensor on the CPU. A collective of all workers that hold shards of this copy."""
         return full_tensor(self.tensor, self.layout, self.position.tensor.group)
+
+    def whole_tensor(self) -> Tensor:
+        """Returns the full tensor where it is computed, no copy if all of it is here. A collective, as `full_tensor`."""
+        return whole_tensor(self.tensor, self.layout, self.position.tensor.group)
 
     def write(self, full: Tensor) -> None:
         """Writes this worker's shard of `full`.

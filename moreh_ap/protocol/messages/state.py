@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 
@@ -15,11 +17,38 @@ class ReleaseState:
     refs: tuple[StateRef, ...]
 
 
+class MemoryFile(NamedTuple):
+    """A file in memory that the controller has open: its process, its descriptor there, and a name that no other has."""
+
+    process: int
+    descriptor: int
+    name: str
+
+
+BYTES_PER_WORKER = 1 << 40
+"""In a `MemoryFile`, worker 1 writes from here on, worker 2 from twice this; only what is written takes memory."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A whole tensor that a worker has written into a `MemoryFile`, in the order of memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
 @dataclass(frozen=True)
 class ReadState:
-    """Answer whole tensors: one worker sends each, the others None in its place."""
+    """Answer whole tensors: one worker sends each, the others None in its place.
+
+    Large ones are written into `file`, if there is one and the worker can open it, and answered as `StoredTensor`.
+    """
 
     refs: tuple[StateRef, ...]
+    file: MemoryFile | None = None
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.parallelizer.call.own_collectives import seeing_group
-from moreh_ap.protocol.messages.state import KeepState, ReadState, RunOperation, WriteState
+from moreh_ap.protocol.messages.state import KeepState, ReadState, RunOperation, StoredTensor, WriteState
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.worker.commands.operand_devices import on_one_device
+from moreh_ap.runtime.worker.commands.stored_values import writing_to
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 
 
@@ -28,12 +29,13 @@ class StateCommands:
         """Returns what executes each command."""
         return {ReadState: self._read, WriteState: self._write, KeepState: self._keep, RunOperation: self._run}
 
-    def _read(self, command: ReadState) -> list[TensorData | None]:
-        values = []
-        for ref in command.refs:
-            held = self._tables.state(ref)
-            full = None if held is None else held.full_tensor()
-            values.append(TensorData.of(full) if full is not None and held is not None and held.is_sender else None)
+    def _read(self, command: ReadState) -> list[TensorData | StoredTensor | None]:
+        values: list[TensorData | StoredTensor | None] = []
+        with writing_to(command.file, self._tables.rank) as write:
+            for ref in command.refs:
+                held = self._tables.state(ref)
+                whole = None if held is None else held.whole_tensor()
+                values.append(write(whole) if whole is not None and held is not None and held.is_sender else None)
         return values
 
     def _write(self, command: WriteState) -> None:
