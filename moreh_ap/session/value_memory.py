@@ -55,7 +55,7 @@ class ValueMemory:
         memory = _mapped(self.file.descriptor, stored.start, stored.num_bytes)
         if memory is None:
             flat = torch.empty(stored.num_bytes, dtype=torch.uint8)
-            view, at = memoryview(flat.numpy()), stored.start
+            view, at = flat.numpy().data, stored.start
             while view:
                 num_read = os.preadv(self.file.descriptor, [view], at)
                 at, view = at + num_read, view[num_read:]
@@ -77,9 +77,9 @@ def _mapped(descriptor: int, start: int, num_bytes: int) -> ctypes.Array[ctypes.
     """
     library = ctypes.CDLL(None)
     library.mmap.restype = ctypes.c_void_p
-    arguments = (None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, start)
-    kinds = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-    address = library.mmap(*[kind(one) for kind, one in zip(kinds, arguments)])
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = library.mmap(None, num_bytes, access, mmap.MAP_PRIVATE, descriptor, start)
     if address in (None, _FAILED):
         return None
     memory = (ctypes.c_char * num_bytes).from_address(address)

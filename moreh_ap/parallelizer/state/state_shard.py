@@ -65,7 +65,7 @@ class StateShard:
         return full_tensor(self.tensor, self.layout, self.position.tensor.group)
 
     def whole_tensor(self) -> Tensor:
-        """Returns the full tensor where it is computed, no copy if all of it is here. A collective, as `full_tensor`."""
+        """Returns the full tensor where it is computed; no copy if all of it is here. A collective, as above."""
         return whole_tensor(self.tensor, self.layout, self.position.tensor.group)
 
     def write(self, full: Tensor) -> None:

@@ -18,7 +18,7 @@ class ReleaseState:
 
 
 class MemoryFile(NamedTuple):
-    """A file in memory that the controller has open: its process, its descriptor there, and a name that no other has."""
+    """A file in memory that the controller has open: its process, its descriptor there, and a name of its own."""
 
     process: int
     descriptor: int

@@ -13,7 +13,7 @@ from moreh_ap.runtime.worker.commands.stored_values import MIN_STORED_BYTES, wri
 from moreh_ap.session import value_memory
 from moreh_ap.session.value_memory import ValueMemory
 
-NUM = MIN_STORED_BYTES + 24  # elements: large in every dtype, and no multiple of a page
+NUM = MIN_STORED_BYTES + 64  # elements: large in every dtype, and no multiple of a page
 
 LARGE = {
     "float32": torch.arange(NUM, dtype=torch.float32),
@@ -22,7 +22,7 @@ LARGE = {
     "complex": torch.complex(torch.arange(NUM).float(), torch.ones(NUM)),
     "transposed": torch.arange(NUM, dtype=torch.float64).reshape(8, -1).t(),
     "with gaps": torch.arange(2 * NUM, dtype=torch.float32).reshape(-1, 2)[:, 0],
-    "channels last": torch.arange(NUM).float().reshape(2, 4, 2, -1).contiguous(memory_format=torch.channels_last),
+    "channels last": torch.arange(NUM).float().reshape(2, 4, 8, -1).contiguous(memory_format=torch.channels_last),
 }
 
 

@@ -66,7 +66,7 @@ class _Writer:
         start = at = self._at
         try:
             for part in _in_host_memory(flat):
-                view = memoryview(part.numpy())
+                view = part.numpy().data
                 while view:
                     written = os.pwrite(self._descriptor, view, at)
                     at, view = at + written, view[written:]
