@@ -55,8 +55,11 @@ class TensorData:
             buffer = io.BytesIO()
             torch.save(tensor.detach(), buffer)
             return TensorData(tensor.dtype, tuple(tensor.shape), None, buffer.getvalue(), on_device)
-        flat, strides = flat_bytes(tensor)
-        return TensorData(tensor.dtype, tuple(tensor.shape), strides, flat.numpy().tobytes(), on_device)
+        tensor = tensor.detach()
+        dense = tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.preserve_format)
+        flat = dense.as_strided((dense.numel(),), (1,))  # one element may have another stride
+        data = flat.view(torch.uint8).numpy().tobytes()
+        return TensorData(tensor.dtype, tuple(dense.shape), dense.stride(), data, on_device)
 
     def tensor(self) -> Tensor:
         """Decode into a CPU tensor that owns its memory."""
@@ -83,17 +86,6 @@ class TensorData:
         if tensor.layout is torch.strided:
             tensor = tensor.pin_memory()  # from other memory the copy would wait for the device's queue
         return tensor.to(device, non_blocking=True)
-
-
-def flat_bytes(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Returns the bytes of a strided tensor in the order of memory, where it is, and its strides in that order.
-
-    They share the tensor's memory if it has no gaps.
-    """
-    tensor = tensor.detach()
-    dense = tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.preserve_format)
-    flat = dense.as_strided((dense.numel(),), (1,))  # one element may have another stride
-    return flat.view(torch.uint8), dense.stride()
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

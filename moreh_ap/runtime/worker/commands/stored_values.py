@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moreh_ap.protocol.messages.state import BYTES_PER_WORKER, MemoryFile, StoredTensor
-from moreh_ap.protocol.messages.tensors import TensorData, flat_bytes
+from moreh_ap.protocol.messages.tensors import TensorData
 
 MIN_STORED_BYTES = 1 << 18
 """Of a smaller value the copies that a message makes take less time than the controller needs to map it."""
@@ -62,7 +62,9 @@ class _Writer:
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes < MIN_STORED_BYTES or tensor.layout is not torch.strided:
             return _as_bytes(tensor)
-        flat, strides = flat_bytes(tensor)
+        tensor = tensor.detach()
+        dense = tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.preserve_format)
+        flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # in the order of memory, as `TensorData.of`
         start = at = self._at
         try:
             for part in _in_host_memory(flat):
@@ -73,7 +75,7 @@ class _Writer:
         except OSError:
             return _as_bytes(tensor)
         self._at = -(-at // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        return StoredTensor(tensor.dtype, tuple(tensor.shape), strides, start, num_bytes)
+        return StoredTensor(tensor.dtype, tuple(tensor.shape), dense.stride(), start, num_bytes)
 
 
 def _in_host_memory(flat: Tensor) -> Iterator[Tensor]:
