@@ -55,8 +55,11 @@ class WorkerBackend(Protocol):
     def devices(self) -> list[DeviceInfo]:
         """Returns the physical devices, in rank order. Waits the first time."""
 
-    def memory(self, *, reset_peak: bool = False, empty_cache: bool = False) -> dict[str, int]:
+    def memory(self, *, reset_peak: bool = False) -> dict[str, int]:
         """Returns bytes summed over all devices: ``allocated``, ``peak``, ``free``, ``total``. Waits."""
+
+    def empty_cache(self) -> None:
+        """Has every device give its cached memory back once it has run the commands of before. Does not wait."""
 
     def synchronize(self) -> None:
         """Waits until the workers have run every command; raises the first error not raised yet."""

@@ -178,7 +178,7 @@ class Session:
             self._devices = list(self.outbox.submit(DescribeDevice()).result())
         return self._devices
 
-    def memory(self, *, reset_peak: bool = False, empty_cache: bool = False) -> dict[str, int]:
+    def memory(self, *, reset_peak: bool = False) -> dict[str, int]:
         """Returns bytes summed over all devices: ``allocated``, ``peak``, ``free``, ``total``. Waits."""
-        reports = self.outbox.submit(ReportMemory(reset_peak=reset_peak, empty_cache=empty_cache)).result()
+        reports = self.outbox.submit(ReportMemory(reset_peak=reset_peak)).result()
         return {name: sum(report[name] for report in reports) for name in ("allocated", "peak", "free", "total")}

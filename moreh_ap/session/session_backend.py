@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
 
 from moreh_ap.local.identity_tables import IdentityTable
-from moreh_ap.protocol.messages.devices import DeviceInfo
+from moreh_ap.protocol.messages.devices import DeviceInfo, ReportMemory
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.session import script_line
 from moreh_ap.session.calls import autograd_api, clipping
@@ -53,8 +53,11 @@ class SessionBackend:
     def devices(self) -> list[DeviceInfo]:
         return self._session.devices()
 
-    def memory(self, *, reset_peak: bool = False, empty_cache: bool = False) -> dict[str, int]:
-        return self._session.memory(reset_peak=reset_peak, empty_cache=empty_cache)
+    def memory(self, *, reset_peak: bool = False) -> dict[str, int]:
+        return self._session.memory(reset_peak=reset_peak)
+
+    def empty_cache(self) -> None:
+        self._session.outbox.post_soon(ReportMemory(empty_cache=True))
 
     def synchronize(self) -> None:
         self._session.synchronize()

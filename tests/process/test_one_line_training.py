@@ -818,7 +818,9 @@ def test_the_accelerator_answers_as_one_device(session):
     torch.cuda.memory.reset_peak_memory_stats()
     torch.cuda.set_per_process_memory_fraction(0.5)
     assert not torch.cuda.is_current_stream_capturing()
+    waits, messages = session.workers.num_waits, session.outbox._messages_sent
     torch.cuda.empty_cache()
+    assert session.workers.num_waits == waits and session.outbox._messages_sent == messages + 1, "it waits for nothing"
     assert torch.cuda.is_bf16_supported() in (True, False)
 
 

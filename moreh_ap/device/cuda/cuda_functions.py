@@ -220,7 +220,7 @@ class Facade:
 
     def empty_cache(self) -> None:
         """Give cached memory of every device back."""
-        self._backend.memory(empty_cache=True)
+        self._backend.empty_cache()
 
     def memory_cached(self, device: Any = None) -> int:
         """The old name of `memory_reserved`."""
