@@ -10,9 +10,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from one_line_models import ragged_batches, tiny_llama
+from one_line_models import OwnTransformer, ragged_batches, tiny_llama
+from test_one_line_training import batches
 from torch import nn
 
+from moreh_ap.protocol.messages.calls import ReleaseCalls
 from moreh_ap.session.traffic import SlowPathWarning, Traffic
 
 pytestmark = pytest.mark.rotating  # one more loss each
@@ -222,6 +224,36 @@ def test_logits_in_bfloat16_are_float32_to_the_script(accelerator, name, plan):
     (gradient,) = torch.autograd.grad(expected, read)
     largest = float(gradient.sum((0, 1)).abs().max())
     torch.testing.assert_close(model.head.bias.grad.cpu(), gradient.sum((0, 1)), rtol=0.03, atol=0.01 * largest)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2"])
+def test_kept_losses_keep_no_logits_on_the_workers(accelerator, plan):
+    session = accelerator(plan)
+    released = []
+    session.outbox.on_sent = lambda commands, posted: released.extend(
+        number for command in commands if isinstance(command, ReleaseCalls) for number in command.call_ids
+    )
+
+    def script(device, reads):
+        torch.manual_seed(0)
+        model = OwnTransformer().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        kept = []
+        for ids, labels in batches(device, count=6):
+            loss = model(ids, labels)[1]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append(loss.item() if reads else loss.detach())
+        return kept
+
+    try:
+        losses = script("cuda", reads=False)
+        assert len(released) >= 4, "each call but the last, which the script can still use"
+    finally:
+        session.outbox.on_sent = None
+    expected = script("cpu", reads=True)
+    assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_wrong_label_raises_what_pytorch_raises(accelerator):

@@ -336,6 +336,7 @@ class CallPreparation:
             verdict = check_split(
                 call, args, kwargs, rows, may_join=pieces == 1, may_turn=not any(local), pieces=pieces
             )
+            self.model.device.give_back(is_start=not self._verdicts)
             if is_short and not may_lack_rows(verdict):
                 verdict = SplitVerdict(False, (), FEWER_ROWS)
             self._faults = verdict.faults

@@ -79,6 +79,18 @@ class WorkerDevice:
             return torch.cuda.max_memory_reserved()
         return max(0, _resident_bytes("VmHWM") - self._start_bytes)
 
+    def give_back(self, *, is_start: bool) -> None:
+        """Gives the memory of tensors that are gone back to the device, after tries of other sizes than steps have.
+
+        Args:
+            is_start: Whether no step has run yet, so that peaks count from here.
+        """
+        if self.is_cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+            if is_start:
+                torch.cuda.reset_peak_memory_stats()
+
     def synchronize(self) -> None:
         """Wait for the device's queue."""
         if self.is_cuda:

@@ -68,6 +68,7 @@ class GradientCall(Call):
         self, of: Call, reached: tuple[bool, ...], watched: tuple[int, ...], parameters: tuple[str, ...]
     ) -> None:
         super().__init__(of.model, -1)
+        self._of_kept = of.still_kept()
         self._of, self._reached, self._of_watched, self._of_parameters = of, reached, watched, parameters
 
     def send(self, tensors: list[Tensor], grad: bool) -> Structure:

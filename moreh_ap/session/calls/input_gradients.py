@@ -22,13 +22,17 @@ class CallWithInputs(Protocol):
     def session(self) -> Session: ...
 
 
+class Kept:
+    """Keeps a call on the workers. Held by all that may ask them for more of the call than its answer has."""
+
+
 class InputGradient(Value):
     """The gradient of one tensor argument of a call; a backward left it on the workers."""
 
-    __slots__ = ("_seen", "call", "index")
+    __slots__ = ("_kept", "_seen", "call", "index")
 
-    def __init__(self, call: CallWithInputs, index: int) -> None:
-        self.call, self.index = call, index
+    def __init__(self, call: CallWithInputs, index: int, kept: Kept | None) -> None:
+        self.call, self.index, self._kept = call, index, kept
         self._seen: Tensor | None = None
         call.input_gradients.add(self)
 

@@ -27,7 +27,7 @@ from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, Outp
 from moreh_ap.protocol.process_flags import GETTERS, process_flags
 from moreh_ap.runtime.relay.worker_values import ItemValues
 from moreh_ap.session.calls.answer_check import HasToBeRepeated, answered, check_structure, learn_structure
-from moreh_ap.session.calls.input_gradients import InputGradient
+from moreh_ap.session.calls.input_gradients import InputGradient, Kept
 from moreh_ap.session.calls.joined_leaves import joined_leaf
 from moreh_ap.session.calls.output_watchers import OutputWatchers, RemovableWatcher, Watcher, read_gradients
 from moreh_ap.session.calls.row_shard_values import Located, RowShardedValue, RowShardedView, row_shard_ref_of
@@ -47,7 +47,7 @@ _MAX_FORMS = 4096
 
 
 class Call:
-    """One forward on the workers, which keep it while the controller has a reference to it.
+    """One forward on the workers, which keep it as long as `kept` is referred to.
 
     Args:
         model: The model.
@@ -62,14 +62,13 @@ class Call:
         self.plan = model.plan
         self.takes_cache = False
         self._is_computed_later = False  # than it is answered, so that no value is in the answer
-        self.kind: Hashable = None
-        """Calls of one kind have equal structures."""
-        self.backward_kind: tuple[Hashable, ...] = ()
-        """Backward passes of one kind reach the same parameters, if they start at the same outputs."""
+        self.kind: Hashable = None  # calls of one kind have equal structures
+        self.backward_kind: tuple[Hashable, ...] = ()  # those of one kind reach the same parameters from equal outputs
         self.watchers: OutputWatchers | None = None
-        self.input_gradients: Any = weakref.WeakSet()
-        """Input gradients of the last backward, as long as the script holds them."""
-        weakref.finalize(self, model.session.outbox.release, ReleaseCalls((self.id,)))
+        self.input_gradients: Any = weakref.WeakSet()  # of the last backward, as long as the script holds them
+        self.kept: Kept | None = Kept()  # handed to the result
+        self.still_kept = weakref.ref(self.kept)
+        weakref.finalize(self.kept, model.session.outbox.release, ReleaseCalls((self.id,)))
 
     @property
     def session(self) -> Session:
@@ -287,10 +286,10 @@ def _with_constants(tensors: Sequence[Tensor], structure: Structure) -> list[Any
 class OutputValue(Value):
     """An output of a call: a promise; a large output stays on the workers until the script reads it."""
 
-    __slots__ = ("call", "index")
+    __slots__ = ("_kept", "call", "index")
 
-    def __init__(self, call: Call, index: int) -> None:
-        self.call, self.index = call, index
+    def __init__(self, call: Call, index: int, kept: Kept | None) -> None:
+        self.call, self.index, self._kept = call, index, kept
 
     def ready(self) -> bool:
         if (reply := self.call.reply) is None or not reply.done():
@@ -332,7 +331,7 @@ class _RemoteCall(torch.autograd.Function):
         # Tensors of the result reach it through their `grad_fn`.
         ctx.watch_output = functools.partial(call.session.extensions.watch_output, call)
         ctx.save_for_backward(*(tensor for tensor in tensors if tensor.requires_grad))
-        ctx.call = call
+        ctx.call, ctx.kept = call, call.kept
         call.model.open_graphs.add(ctx)
         with torch._C.DisableTorchFunction():  # as in `send`
             ctx.inputs = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
@@ -359,15 +358,16 @@ class _RemoteCall(torch.autograd.Function):
         input_gradients: list[Tensor | None] = []
         for index, (shape, dtype, requires_grad) in enumerate(ctx.inputs):
             meta = torch.empty(shape, dtype=dtype, device="meta") if requires_grad and next(reached) else None
-            own = None if meta is None else VirtualTensor(Cell(InputGradient(ctx.call, index), ACCELERATOR), meta)
-            input_gradients.append(own)
+            cell = None if meta is None else Cell(InputGradient(ctx.call, index, ctx.kept), ACCELERATOR)
+            input_gradients.append(None if cell is None or meta is None else VirtualTensor(cell, meta))
         return (None, None, *input_gradients)
 
 
 def _promises(call: Call, structure: Structure) -> list[VirtualTensor]:
+    kept, call.kept, later = call.kept, None, call._is_computed_later  # a kept loss keeps no logits on the workers
     return [
-        VirtualTensor(Cell(OutputValue(call, index), ACCELERATOR), leaf.meta)
-        for index, leaf in enumerate(structure.leaves)
+        VirtualTensor(Cell(OutputValue(call, at, kept if later or not leaf.is_told else None), ACCELERATOR), leaf.meta)
+        for at, leaf in enumerate(structure.leaves)
         if leaf.kind != "const"
     ]
 

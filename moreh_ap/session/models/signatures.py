@@ -27,7 +27,7 @@ from moreh_ap.protocol.batch import BatchRows
 from moreh_ap.protocol.hook_records import Report, attributes_in
 from moreh_ap.protocol.memory_format import Order, empty_in_order
 from moreh_ap.protocol.messages.calls import DefineSignature, ForwardReply
-from moreh_ap.protocol.messages.tensors import LeafReply, TensorSlot
+from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, TensorSlot
 from moreh_ap.protocol.objects.returned_arguments import Place
 from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
 from moreh_ap.runtime.relay.worker_values import ItemValues
@@ -59,6 +59,11 @@ class LeafTemplate:
     def num_bytes(self) -> int:
         """Size of the full tensor."""
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
+
+    @functools.cached_property
+    def is_told(self) -> bool:
+        """Whether its value is in the answer, if that is given when everything is computed."""
+        return self.kind != "rows" and self.num_bytes() <= MAX_INLINE_BYTES
 
     @functools.cached_property
     def meta(self) -> Tensor:

@@ -117,7 +117,9 @@ def _counted(root: nn.Module, positions: int, seen: _Seen) -> ModelProfile:
     return ModelProfile(
         name=type(root).__name__,
         sequence_length=positions,
-        hidden=max((module.embedding_dim for module in tables), default=0) or max(heads, default=1),
+        hidden=seen.width_after(blocks[0] if blocks else root)
+        or max((module.embedding_dim for module in tables), default=0)
+        or max(heads, default=1),
         num_blocks=max(1, len(blocks)),
         first=first,
         block=body,
@@ -154,6 +156,11 @@ class _Seen:
             return size.written / matrix.shape[0] / self._num_positions
         return size.read / matrix.shape[1] / self._num_positions
 
+    def width_after(self, block: nn.Module) -> int:
+        """Returns the elements that a block's last layer writes for each position of the call; 0 where not known."""
+        written = [self._sizes[id(one)].written for one in block.modules() if _has_matrix(one) and id(one) in self._sizes]
+        return math.ceil(written[-1] / self._num_positions) if written else 0
+
     def kept(self, module: nn.Module, matrix: Tensor) -> tuple[float, float]:
         """Returns the elements of a layer's input and of its result, for each position of the call."""
         size = self._sizes.get(id(module))
@@ -189,6 +196,10 @@ def _segment_profile(modules: list[nn.Module], owned_elsewhere: set[int], num_eq
         moved_replicated_bytes_per_token=2.0 * (inputs + results),
         num_kernels=max(1, round(_KERNELS * num_matrices / num_equal)),
     )
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(p is not None and p.dim() >= 2 for p in module._parameters.values())
 
 
 def _elements(modules: Sequence[nn.Module]) -> int:

@@ -138,6 +138,11 @@ class Question:
     rows: int
 
     @property
+    def model_name(self) -> str:
+        """The name under which runs of the model are saved: many a script calls its models alike."""
+        return f"{self.profile.name}, {round(self.profile.parameters)} parameters"
+
+    @property
     def is_compiled(self) -> bool:
         """Whether the script has compiled the model or a part of it."""
         return bool(compiled_in(self.root))
@@ -181,12 +186,12 @@ class Question:
             constraints,
             replace(machine.system, trains_weights=self.profile.frozen is None),
             machine.coefficients,
-            corrections_of(machine.key, otherwise),
+            corrections_of(machine.key, otherwise, self.model_name),
         )
 
     def limit_bytes(self, machine: Machine, task: Task) -> float:
         """Returns the predicted bytes above which plans of the model ran out of memory on a machine."""
-        return oom_records.limit_of(machine.key, self.profile.name, self.rows, task.corrections.memory)
+        return oom_records.limit_of(machine.key, self.model_name, self.rows, task.corrections.memory)
 
     def choice_on(self, machine: Machine) -> Choice:
         """Returns the plan on a machine, which has to be the one of the workers.
@@ -204,7 +209,7 @@ class Question:
         """
         if choice.is_forced or self.options.autotune or not may_compile(self.root, choice.plan, session.device_type):
             return choice, []
-        found = measured(machine.key, self.profile.name, self.rows, choice.plan)
+        found = measured(machine.key, self.model_name, self.rows, choice.plan)
         if found is None or not found.pays:
             return choice, []
         compiled = replace(choice.chosen, plan=choice.plan.with_compiled_blocks())
@@ -223,7 +228,7 @@ class Question:
     def planned(self, machine: Machine, choice: Choice) -> Planned:
         """Returns a choice with all that is known of it."""
         task = choice.ranking.task if choice.is_forced else self.task_on(machine)
-        expected = Expected(machine.key, self.profile.name, self.rows, choice.chosen, task.corrections)
+        expected = Expected(machine.key, self.model_name, self.rows, choice.chosen, task.corrections)
         fitting = tuple(one for one in choice.candidates if one.fits and one.step is not None)
         return Planned(expected, task, fitting, self.family, self.options.plan is not None)
 

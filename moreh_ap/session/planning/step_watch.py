@@ -37,6 +37,10 @@ _LEAST_S = 0.01
 _LEAST_BYTES = 2**30
 """Shorter steps and smaller models are not used: fixed costs dominate them."""
 
+_OTHERS_TIME, _OTHERS_MEMORY = 2.0, 1.25
+"""By how much runs of other models correct a prediction at most, up or down. Models that are counted layer by layer are
+off by far more than those whose shape is known, and memory that is underestimated ends a run."""
+
 _MOST = 1e18
 """Upper limit of a valid figure of a run, in seconds or bytes."""
 
@@ -118,25 +122,39 @@ class Watch:
         return max(seconds, between_s)
 
 
-def corrections_of(machine: str, otherwise: Corrections = UNCORRECTED) -> Corrections:
+def corrections_of(machine: str, otherwise: Corrections = UNCORRECTED, model: str = "") -> Corrections:
     """Returns the factors by which predictions for this machine were off: medians over its saved runs.
 
-    Runs that were edited by hand, or that lack a figure, are left out.
+    Runs of the model count alone if there are any. Those of others say what is wrong with the machine's figures, and as
+    much about how well the others are known, so that their factors count within narrow limits. Runs that were edited
+    by hand, or that lack a figure, are left out.
 
     Args:
         machine: The name under which the machine's runs are saved.
         otherwise: The factors that hold if no run says one.
+        model: Name of the model; empty: runs of all models count alike.
     """
     runs = runs_of(machine)
     written = [run for run in runs if "compile=" not in str(run.get("plan"))]  # the prediction is for such
-    seconds = [_off(run, "measured_s", "predicted_s", _LEAST_S) for run in written or runs]
-    times = [off for off in seconds if off is not None]
-    sizes = [_off(run, "measured_bytes", "predicted_bytes", _LEAST_BYTES) for run in runs]
-    memories = [off for off in sizes if off is not None]
+    time = _median_off(written or runs, model, ("measured_s", "predicted_s", _LEAST_S), _OTHERS_TIME)
+    memory = _median_off(runs, model, ("measured_bytes", "predicted_bytes", _LEAST_BYTES), _OTHERS_MEMORY)
     return Corrections(
-        time=statistics.median(times) if times else otherwise.time,
-        memory=statistics.median(memories) if memories else otherwise.memory,
+        time=otherwise.time if time is None else time, memory=otherwise.memory if memory is None else memory
     )
+
+
+def _median_off(
+    runs: list[dict[str, Any]], model: str, figures: tuple[str, str, float], most_of_others: float
+) -> float | None:
+    """Returns the median of measured over predicted, None without a valid run; arguments as for `corrections_of`."""
+    off = [(run.get("model") == model, found) for run in runs if (found := _off(run, *figures)) is not None]
+    own = [found for is_own, found in off if is_own]
+    if own or not model:
+        factors = own if model else [found for _, found in off]
+        return statistics.median(factors) if factors else None
+    if not off:
+        return None
+    return min(max(statistics.median(found for _, found in off), 1.0 / most_of_others), most_of_others)
 
 
 def runs_of(machine: str) -> list[dict[str, Any]]:

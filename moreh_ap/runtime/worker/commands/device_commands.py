@@ -32,4 +32,6 @@ class DeviceCommands:
         }
 
     def _probe(self, command: ProbeDevice) -> DeviceRates:
-        return device_probe.measure(self._device.torch_device, command.bf16, command.per_host)
+        rates = device_probe.measure(self._device.torch_device, command.bf16, command.per_host)
+        self._device.give_back(is_start=True)
+        return rates

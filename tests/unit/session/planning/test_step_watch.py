@@ -153,3 +153,15 @@ def test_fewer_devices_that_are_slower_than_all_were_predicted_are_forgotten(lea
         watch.stepped(optimizer)
     assert (device_count_records.look_up("script") is not None) is is_kept
     assert ("chooses the number of devices anew" in capsys.readouterr().out) is not is_kept
+
+
+def test_a_model_s_own_runs_correct_it_and_those_of_others_hardly(learned):
+    off = {**GOOD, "model": "ResNet, 1 parameters", "measured_s": 0.2, "predicted_bytes": 60 * GIB}
+    own = {**GOOD, "model": "Llama, 2 parameters"}
+    write(learned, [off, off, off])
+    others = step_watch.corrections_of(MACHINE, model="Llama, 2 parameters")
+    assert others == Corrections(time=0.5, memory=0.8), "a tenth of another model's prediction says little"
+    assert step_watch.corrections_of(MACHINE, model="ResNet, 1 parameters") == Corrections(time=0.1, memory=0.1)
+    write(learned, [off, own, off])
+    assert step_watch.corrections_of(MACHINE, model="Llama, 2 parameters") == Corrections(time=1.5, memory=1.5)
+    assert step_watch.corrections_of(MACHINE, Corrections(3.0, 2.0), "GPT, 3 parameters").memory == 0.8
