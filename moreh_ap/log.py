@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moreh_ap.local import logger
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.hardware import Cluster, Link
+from moreh_ap.planner.cost.hardware import Cluster, Device, Link
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.choice import Choice
 from moreh_ap.planner.search.ranking import TIE_MARGIN, Ranking
@@ -173,6 +173,20 @@ def _measured(candidate: Candidate, seconds: float, peak_bytes: float) -> str:
     return (
         f"a step takes {seconds:.3g} s ({candidate.seconds:.3g} s predicted), the fullest device holds "
         f"{peak_bytes / 2**30:.2f} GiB ({candidate.memory.reserved_bytes / 2**30:.2f} GiB predicted)"
+    )
+
+
+def unlikely_rate_line(device: Device, precision: str, found: float) -> str:
+    """Says that the rate of a known device was measured to be one that it cannot have.
+
+    Args:
+        device: The device.
+        precision: The precision.
+        found: The measured rate, as a part of the peak.
+    """
+    return (
+        f"{device.name} was measured to reach {found:.0%} of its peak in {precision}: {device.sustained:.0%}, as its "
+        "data sheet has it, counts instead"
     )
 
 

@@ -7,6 +7,10 @@ figures are used for.
 All workers measure the same at the same time: CPU workers share caches and memory, and what each of them has while the
 others compute is what counts. What a CPU worker computes is timed by the seconds that its thread had a core, so that
 neither other programs nor workers that wait for the same core come into it.
+
+A GPU that had nothing to do clocks low, and takes some tenths of a second of work to clock high. So it works for
+`_WARM_UP_S` first. Then so many runs are started one after another that a series takes long enough, and are waited for
+at its end alone: a training step does not wait for its kernels either.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ _ROWS = {"cpu": (512, 4096), "cuda": (4096, 16384)}
 """Rows of hidden states that elementwise operations are tried with: what stays in a core's cache, and what does not."""
 _PARAMETER = {"cpu": (512, 512), "cuda": (4096, 4096)}
 _NUM_PARAMETERS = 16
+_WARM_UP_S = 0.4
 _SERIES, _SERIES_S = 2, 0.02
 """A kind of computation is tried for this long at least; the faster series counts."""
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -44,6 +49,8 @@ def measure(device: torch.device, bf16: bool, per_host: int = 0) -> DeviceRates:
     """
     kind = device.type
     long, short = _LONG[kind], _SHORT
+    if kind == "cuda":
+        _warm_up(long, device)
     precisions = ("fp32", "bf16") if bf16 else ("fp32",)
     products = [
         (precision, tokens, width, _product_flops_per_s(tokens, width, precision, device))
@@ -181,10 +188,41 @@ def _rehearse_s() -> float:
     return _seconds(run, torch.device("cpu")) / _OPERATIONS
 
 
+def _warm_up(width: int, device: torch.device) -> None:
+    """Has a GPU work until it clocks high. See [Note: how time is taken]."""
+    values, started_s = _random((width, width), torch.float32, device), time.perf_counter()
+    while time.perf_counter() - started_s < _WARM_UP_S:
+        F.linear(values, values)
+        torch.cuda.synchronize()
+
+
+def _queued_seconds(run: Callable[[], object], wait: Callable[[], object]) -> float:
+    """Returns how long a run takes on a device that computes what is queued; `wait` waits for all of it."""
+    run()  # as below
+    wait()
+
+    def series(count: int) -> float:
+        started_s = time.perf_counter()
+        for _ in range(count):
+            run()
+        wait()
+        return (time.perf_counter() - started_s) / count
+
+    once_s = series(2)
+    found = []
+    for _ in range(_SERIES):
+        if is_initialized():
+            dist.barrier()
+            wait()
+        found.append(series(max(2, round(_SERIES_S / max(once_s, 1e-6)))))
+    return min(found)
+
+
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Returns how long a run takes while all workers do the same. See [Note: how time is taken]."""
-    is_cpu = device.type == "cpu"
-    clock = time.thread_time if is_cpu else time.perf_counter
+    if device.type == "cuda":
+        return _queued_seconds(run, torch.cuda.synchronize)
+    clock = time.thread_time
     run()  # the first one allocates, and finds its kernel
     found = []
     for _ in range(_SERIES):
@@ -194,7 +232,5 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         while clock() - started_s < _SERIES_S:
             run()
             count += 1
-            if not is_cpu:
-                torch.cuda.synchronize()
         found.append((clock() - started_s) / count)
     return min(found)

@@ -85,3 +85,19 @@ def test_the_small_block_is_made_of_the_operations_that_are_counted():
 def test_all_that_is_measured_survives_the_file(world, small):
     found = device_probe.measure(CPU, bf16=False)
     assert found.exchanges and rates_of(as_entry(found)) == found
+
+
+def test_what_is_queued_is_waited_for_once_a_series(monkeypatch):
+    """A device that takes 1 ms for a run, and 5 ms more to say that it is through."""
+    clock, queued, waits = [0.0], [0], []
+
+    def wait() -> None:
+        clock[0] += 0.001 * queued[0] + 0.005
+        waits.append(queued[0])
+        queued[0] = 0
+
+    monkeypatch.setattr(device_probe.time, "perf_counter", lambda: clock[0])
+    found = device_probe._queued_seconds(lambda: queued.__setitem__(0, queued[0] + 1), wait)
+    assert waits[:2] == [1, 2], "the first run finds its kernel, two more tell how many fill a series"
+    assert len(waits) == 2 + device_probe._SERIES and min(waits[2:]) >= 4
+    assert 0.001 < found < 0.00325, "waiting is shared by the runs of a series"

@@ -12,7 +12,9 @@ from moreh_ap.errors import PlanError
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gathers_s, queued_sums_s, tensor_sum_s
+from moreh_ap.planner.cost.step_time import estimate_step
 from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
+from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
 from moreh_ap.session.planning import machine_profile as machines
 from moreh_ap.session.planning.device_rates import as_entry, rates_of
@@ -84,7 +86,8 @@ def test_a_known_device_keeps_its_data_sheet_and_starts_operations_beside_comput
     found = machine_from(DeviceInfo("NVIDIA H100 80GB HBM3", 79 * GIB, True), "bf16", 2, rates())
     assert found.cluster.device.name == "H100-80GB" and found.cluster.device.memory_bytes == 79 * GIB
     assert found.cluster.device.sharing == 1.0 and not found.cluster.device.elementwise
-    assert found.system == replace(MOREH_AP, host_s_per_dry_run_op=2e-4)
+    host_s = MOREH_AP.host_s_per_kernel + machines.HOST_S_PER_OPERATION
+    assert found.system == replace(MOREH_AP, host_s_per_dry_run_op=2e-4, host_s_per_kernel=host_s)
     assert machine_from(CPU, "fp32", 2, rates()).system.host_computes
     assert MOREH_AP_ON_CPU.hides_gradients == 0.0
 
@@ -242,3 +245,38 @@ def test_a_link_of_which_one_size_was_measured_has_the_rate_of_that():
     link = _link([("sum", 2, 1 << 20, 0.5, 0.01)], 2, is_cpu=False, sharing=1.0)
     assert link.bytes_per_s == pytest.approx((1 << 20) / 0.5)
     assert link.latency_s == 0.0
+
+
+H200 = DeviceInfo("NVIDIA H200", round(139.8 * GIB), True)
+
+
+def rates_of_h200(part: float = 1.0) -> DeviceRates:
+    """What an H200 is known to do, or a part of it."""
+    products = [
+        (precision, tokens, width, part * rate * (1.0 if tokens == width else 0.1))
+        for precision, rate in (("bf16", 788e12), ("fp32", 51e12))
+        for tokens, width in ((8192, 8192), (64, 8192), (8192, 64))
+    ]
+    elementwise = ((precision, 1000, part * 4.3e12) for precision in ("bf16", "fp32"))
+    return DeviceRates(tuple(products), tuple(elementwise), 8e-6, 2e-5, part * 3e12, (), ())
+
+
+GPT2 = TransformerShape(12, 768, 3072, 12, 12, 64, 50257, tied=True, gated=False, biases=True, learned_positions=1024)
+WIDE = TransformerShape(8, 4096, 14336, 32, 8, 128, 128256)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "length", "least_s", "most_s"),
+    [
+        (GPT2, 8, 1024, 0.048, 0.066),  # FSDP2 with compiled blocks, and this package
+        (GPT2, 8, 512, 0.048, 0.086),
+        (WIDE, 1, 8192, 0.264, 0.346),
+    ],
+)
+def test_steps_on_an_h200_take_what_was_measured(shape, rows, length, least_s, most_s):
+    for part in (1.0, 0.2):  # beside other programs; the device is known
+        machine = machine_from(H200, "bf16", 1, rates_of_h200(part))
+        found = estimate_step(
+            profile_of(shape, length), Plan(precision="bf16"), rows, machine.cluster, machine.system, machine.coefficients
+        )
+        assert 0.8 * least_s < found.total_s < 1.35 * least_s and found.total_s < 1.1 * most_s
