@@ -158,7 +158,8 @@ class _Seen:
 
     def width_after(self, block: nn.Module) -> int:
         """Returns the elements that a block's last layer writes for each position of the call; 0 where not known."""
-        written = [self._sizes[id(one)].written for one in block.modules() if _has_matrix(one) and id(one) in self._sizes]
+        known = [one for one in block.modules() if _has_matrix(one) and id(one) in self._sizes]
+        written = [self._sizes[id(one)].written for one in known]
         return math.ceil(written[-1] / self._num_positions) if written else 0
 
     def kept(self, module: nn.Module, matrix: Tensor) -> tuple[float, float]:

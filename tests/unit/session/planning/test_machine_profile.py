@@ -276,7 +276,6 @@ WIDE = TransformerShape(8, 4096, 14336, 32, 8, 128, 128256)
 def test_steps_on_an_h200_take_what_was_measured(shape, rows, length, least_s, most_s):
     for part in (1.0, 0.2):  # beside other programs; the device is known
         machine = machine_from(H200, "bf16", 1, rates_of_h200(part))
-        found = estimate_step(
-            profile_of(shape, length), Plan(precision="bf16"), rows, machine.cluster, machine.system, machine.coefficients
-        )
+        habits = machine.cluster, machine.system, machine.coefficients
+        found = estimate_step(profile_of(shape, length), Plan(precision="bf16"), rows, *habits)
         assert 0.8 * least_s < found.total_s < 1.35 * least_s and found.total_s < 1.1 * most_s

@@ -132,3 +132,14 @@ def test_an_encoder_is_counted():
     model = transformers.BertForSequenceClassification(config)
     found = profile_model(model, shape_of(model), (model, (), {"input_ids": IDS}), 8)
     assert found.num_blocks == 3 and found.parameters == pytest.approx(count(model), rel=0.02)
+
+
+def test_a_picture_s_pixels_are_not_as_wide_as_there_are_classes():
+    """Else each of 4,096 pixels of a row counts as a state of 1,000 values, of which norms keep copies."""
+    blocks = nn.ModuleList(nn.Sequential(nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1)) for _ in range(2))
+    model = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), *blocks, nn.Flatten(), nn.Linear(8 * 256, 1000))
+    profile = profile_model(model, None, (model, (torch.zeros(4, 3, 64, 64),), {}), 4)
+    assert profile.hidden == 1, "the last layer writes 1,000 values for 4,096 pixels"
+    stack = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.Sequential(*blocks), nn.Flatten(), nn.Linear(8 * 256, 1000))
+    stacked = profile_model(stack, None, (stack, (torch.zeros(4, 3, 64, 64),), {}), 4)
+    assert stacked.num_blocks == 2 and stacked.hidden == 1, "a block writes 8 values for each 16th pixel"
