@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moreh_ap.device import legacy_types
-from moreh_ap.device.host_tensors import HostTensor, mark, to_accelerator, to_host
+from moreh_ap.device.host_tensors import HostTensor, mark, put, to_accelerator, to_host
 from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor
 from moreh_ap.device.values import InFile
 
@@ -75,6 +75,9 @@ def to_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     device, rest, copy = _parse_to(args[1:], kwargs)
     rest = {name: value for name, value in rest.items() if value is not None}
+    if rest and type(tensor) is Tensor and _is_ordinary(tensor) and is_accelerator(device):
+        with torch._C.DisableTorchFunctionSubclass():
+            return put(torch.Tensor.to(tensor.detach(), copy=True, **rest))  # a move and a cast would be two copies
     moved = tensor if device is None else move(tensor, device)
     if not rest:
         return moved.clone() if copy and moved is tensor else moved
@@ -83,6 +86,12 @@ def to_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         cast = torch.Tensor.to(moved, copy=copy and moved is tensor, **rest)
         return mark(cast) if type(moved) is HostTensor else cast
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Returns whether a tensor is one of host memory, without a graph, that no transform of functions has wrapped."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.device.type == "cpu" and not tensor.requires_grad and not is_wrapped
 
 
 def _cast_unread(tensor: VirtualTensor, dtype: torch.dtype) -> VirtualTensor:

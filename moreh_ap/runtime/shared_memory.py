@@ -19,14 +19,24 @@ import pickle
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Place, SentPlace
 
 _LIMIT_BYTES = 1 << 30
 """What does not fit below it travels with the engine."""
 
-Carry = Callable[["int | None", int, int, bytes], object]
-"""Sends a host, by its index, or all of them a value: its number, where it belongs, and the value itself."""
+Carry = Callable[["int | None", int, int, "bytes | memoryview"], object]
+"""Sends a host, by its index, or all of them a value: its number, where it belongs, and the value itself, which may be
+another one once the call is over."""
+
+
+@runtime_checkable
+class Lent(Protocol):
+    """A value in memory of the script, which is another one once the command has been sent."""
+
+    def write_to(self, memory: mmap.mmap, start: int) -> None:
+        """Copies the value into a mapped file, from `start`."""
 
 
 class SharedMemory:
@@ -49,7 +59,8 @@ class SharedMemory:
                 self.descriptor = os.dup(file.fileno())
         self._lock = threading.Lock()
         self._free: list[Place] = []  # in order, no two of them side by side
-        self._end = 0
+        self._end = self._end_written = 0  # up to the second, all of the file has been written before
+        self._map: mmap.mmap | None = None
         self._carry: Carry | None = None
         self._per_host = self._last_number = 0
 
@@ -82,30 +93,45 @@ class SharedMemory:
         """Gives the descriptor back; what is stored from now on stays in the command itself."""
         with self._lock:
             os.close(self.descriptor)
-            self.descriptor, self._is_shared, self._free = -1, False, []
+            self.descriptor, self._is_shared, self._free, self._map = -1, False, [], None
 
     def _store(self, view: memoryview, rank: int | None) -> Place | SentPlace | bytes:
-        """Returns where in the file a value is now, or the value. A tensor's bytes are `bytes` (`TensorData`), of which
-        workers keep a copy; they may keep other objects that pickle leaves out, such as an array, as they arrive."""
-        if not isinstance(view.obj, bytes):
+        """Returns where in the file a value is now, or the value.
+
+        A tensor's bytes are `bytes` or lent (`TensorData`), and workers keep a copy of them. Other objects that pickle
+        leaves out, such as an array, they may keep as they arrive.
+        """
+        value, lent = view.obj, view.obj if isinstance(view.obj, Lent) else None
+        if lent is None and not isinstance(value, bytes):
             return view.tobytes()
         with self._lock:
             place = None if self._carry and view.nbytes < OUT_OF_BAND_MIN_BYTES else self._take(view.nbytes)
             if place is None:
-                return view.obj
+                return value if isinstance(value, bytes) else view.tobytes()
             if self._carry is not None:
                 self._last_number += 1
                 host = None if rank is None else rank // self._per_host
-                self._carry(host, self._last_number, place.start, view.obj)
+                self._carry(host, self._last_number, place.start, view)
                 return SentPlace(*place, self._last_number)
+            if lent is not None and sum(place) <= self._end_written:
+                lent.write_to(self._mapped(), place.start)
+                return place
             written = 0
             try:
                 while written < view.nbytes:
                     written += os.pwrite(self.descriptor, view[written:], place.start + written)
             except OSError:  # no memory for the file, or it is closed: the engine takes the value
                 self._put_back(place)
-                return view.obj
+                return value if isinstance(value, bytes) else view.tobytes()
+            if place.start <= self._end_written:
+                self._end_written = max(self._end_written, sum(place))
             return place
+
+    def _mapped(self) -> mmap.mmap:
+        """Returns the part of the file that has memory: a write there cannot fail, nor fault twice for a page."""
+        if self._map is None or len(self._map) < self._end_written:
+            self._map = mmap.mmap(self.descriptor, self._end_written)
+        return self._map
 
     def _take(self, num_bytes: int) -> Place | None:
         for index, (start, length) in enumerate(self._free):

@@ -24,6 +24,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from moreh_ap.protocol.encoding import WorkerTraceback
+from moreh_ap.protocol.messages.calls import Forward
 from moreh_ap.protocol.messages.models import ChangeModule, SetKernelFormats, SetRequiresGrad
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, LoadOptimizer
 from moreh_ap.protocol.messages.state import ClearGradients
@@ -213,6 +214,8 @@ class Outbox:
             commands += releases
             if not commands:
                 return
+            if self.state.current is SessionState.REPLAYABLE or self._workers.keeps_commands:  # after they were sent
+                commands = [command.owned() if type(command) is Forward else command for command in commands]
             if self.state.current is SessionState.REPLAYABLE:
                 self.journal.note(tuple(commands), tuple(posted))
             if self.on_sent is not None:

@@ -87,6 +87,52 @@ def test_without_recovery_a_lost_worker_ends_the_run_as_before(folders, tmp_path
         script.leaves_nothing()
 
 
+ONE_BUFFER = """
+import os, signal, torch
+from torch import nn
+from moreh_ap import device
+
+torch.moreh.option.enable_advanced_parallelization(plan="replicate=2", recovery="memory")
+
+
+def train(place):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(2))
+    model(torch.ones(1, 3, 24, 24))
+    model = model.to(place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    host = torch.empty(8, 3, 24, 24).to(memory_format=torch.channels_last)
+    there = torch.empty(8, 3, 24, 24, device=place)
+    losses = []
+    for step in range(6):
+        there.copy_(host.normal_().to(place))
+        moved = host.to(place, torch.float32, copy=True)
+        host.fill_(float("nan"))
+        loss = model(moved).square().mean() + model(there).mean()
+        loss.backward()
+        moved.fill_(float("nan"))  # the workers may not have answered
+        there.fill_(float("nan"))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if step == 3 and place == "cuda":
+            os.kill(device.current().session.workers.pids[0], signal.SIGKILL)
+    return torch.stack(losses).cpu()
+
+
+there, here = train("cuda"), train("cpu")
+print("largest difference", float(((there - here) / here).abs().max()))
+"""
+
+
+def test_batches_that_a_script_overwrites_after_the_call_are_sent_again_as_they_were(folders, tmp_path):
+    (tmp_path / "one_buffer.py").write_text(ONE_BUFFER)
+    with UserScript("one_buffer.py", cwd=tmp_path, **folders) as script:
+        out = script.succeed()
+    assert TOOK_OVER.search(out), out
+    assert float(out.rpartition("largest difference")[2]) < 1e-5
+
+
 TRAINED_FOR_LONG = """
 import os, signal, torch
 from torch import nn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,11 @@ class Forward:
     autocast_dtype: torch.dtype | None
     flags: Flags
     expected: str | None = None
+
+    def owned(self) -> Forward:
+        """Returns the same with tensors whose bytes nobody changes (`TensorData.of`)."""
+        tensors = tuple([one.owned() if isinstance(one, TensorData) else one for one in self.tensors])
+        return replace(self, tensors=tensors)
 
 
 UNSPLIT = "Every device computes the whole batch"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
+import math
+import mmap
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +32,16 @@ class StateRef(NamedTuple):
     name: str
 
 
+class LentBytes(np.ndarray[Any, Any]):
+    """The memory of a tensor that the script may change; implements `shared_memory.Lent`."""
+
+    def write_to(self, memory: mmap.mmap, start: int) -> None:
+        """Copies all into a mapped file, from `start`, with PyTorch's threads."""
+        with torch._C.DisableTorchFunction():
+            target = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=start)
+            target.copy_(torch.from_numpy(self))
+
+
 @dataclass(frozen=True)
 class TensorData:
     """A whole tensor as bytes, in the order of memory. `on_device`: put it on the worker's device, not in host memory.
@@ -38,7 +52,7 @@ class TensorData:
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
-    data: bytes
+    data: bytes  # or a view of some, or `LentBytes`
     on_device: bool = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -49,30 +63,48 @@ class TensorData:
         return TensorData, (self.dtype, self.shape, self.strides, data, self.on_device)
 
     @staticmethod
-    def of(tensor: Tensor, on_device: bool = True) -> TensorData:
-        """Encode a CPU tensor of any dtype, strides and layout."""
+    def of(tensor: Tensor, on_device: bool = True, lend: bool = False) -> TensorData:
+        """Encode a CPU tensor of any dtype, strides and layout. Later changes of the tensor do not matter.
+
+        lend: For a command that is sent before the script goes on, so that a large tensor is not copied here. Whoever
+        keeps the command after it was sent keeps what `owned` returns.
+        """
         if tensor.layout is not torch.strided:
             buffer = io.BytesIO()
             torch.save(tensor.detach(), buffer)
             return TensorData(tensor.dtype, tuple(tensor.shape), None, buffer.getvalue(), on_device)
         tensor = tensor.detach()
-        dense = tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.preserve_format)
+        is_dense = tensor.is_contiguous() or _is_dense(tensor.shape, tensor.stride())
+        dense = tensor if is_dense else tensor.clone(memory_format=torch.preserve_format)
         flat = dense.as_strided((dense.numel(),), (1,))  # one element may have another stride
-        data = flat.view(torch.uint8).numpy().tobytes()
+        array = flat.view(torch.uint8).numpy()
+        data: Any = array.view(LentBytes) if lend and array.nbytes >= OUT_OF_BAND_MIN_BYTES else array.tobytes()
         return TensorData(tensor.dtype, tuple(dense.shape), dense.stride(), data, on_device)
 
-    def tensor(self) -> Tensor:
-        """Decode into a CPU tensor that owns its memory."""
+    def owned(self) -> TensorData:
+        """Return the same with bytes that nobody changes."""
+        return self if isinstance(self.data, bytes) else replace(self, data=bytes(self.data))
+
+    def tensor(self, pin: bool = False) -> Tensor:
+        """Decode into a CPU tensor that owns its memory, in one copy; `pin`: into memory from which a GPU reads."""
         if self.strides is None:
             loaded: Tensor = torch.load(io.BytesIO(self.data), weights_only=True)
             return loaded
-        if not self.data:  # no elements: frombuffer refuses an empty buffer
+        num_bytes = len(self.data)
+        if not num_bytes:  # frombuffer refuses an empty buffer
             return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).as_strided(self.shape, self.strides)
+        if not pin and num_bytes < OUT_OF_BAND_MIN_BYTES:
+            return torch.frombuffer(bytearray(self.data), dtype=self.dtype).as_strided(self.shape, self.strides)
+        # PyTorch, whose copies take several threads, makes no tensor of memory that must not be written: so it is told
+        # the address, where it only reads. Pinned memory is of its caching allocator, which waits for reads of the device.
+        address = np.frombuffer(self.data, np.uint8).__array_interface__["data"][0]
+        source = torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
+        copied = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin).copy_(source)
+        return copied.view(self.dtype).as_strided(self.shape, self.strides)
 
     def rows(self, start: int, stop: int) -> TensorData | None:
         """Return rows ``start:stop`` of dim 0 without a copy; None where they do not lie one after another."""
-        if self.strides is None or not self.shape or not _is_contiguous(self.shape, self.strides):
+        if self.strides is None or not self.shape or not _has_rows_in_order(self.shape, self.strides):
             return None
         row_bytes = len(self.data) // max(1, self.shape[0])
         data: Any = memoryview(self.data)[start * row_bytes : stop * row_bytes]
@@ -80,21 +112,26 @@ class TensorData:
 
     def on(self, device: torch.device) -> Tensor:
         """Decode onto a worker's device, or into host memory where the script passed the tensor from there."""
-        tensor = self.tensor()
         if not self.on_device or device.type == "cpu":
-            return tensor
-        if tensor.layout is torch.strided:
-            tensor = tensor.pin_memory()  # from other memory the copy would wait for the device's queue
-        return tensor.to(device, non_blocking=True)
+            return self.tensor()
+        # From other memory the copy would wait for the device's queue.
+        return self.tensor(pin=True).to(device, non_blocking=True)
 
 
-def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements lie one after another in some order of the dims, as for channels_last."""
     step = 1
-    for size, stride in zip(reversed(shape), reversed(strides)):
-        if size != 1 and stride != step:
-            return False
-        step *= size
+    for stride, size in sorted(zip(strides, shape)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
     return True
+
+
+def _has_rows_in_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether dim 0 of a dense tensor is the outermost one in memory."""
+    return shape[0] <= 1 or strides[0] * shape[0] == math.prod(shape)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class CommandLinks:
             begin += count
         return pending
 
-    def keep(self, host: int | None, number: int, start: int, value: bytes) -> None:
+    def keep(self, host: int | None, number: int, start: int, value: bytes | memoryview) -> None:
         """Sends a host, or all of them, a value for this place of its memory, before the command that names it."""
         for branch, sender in zip(self._branches, self._senders):
             if host is None or branch.has(host):

@@ -41,7 +41,7 @@ class Frame(NamedTuple):
     parts: list[bytes]
 
 
-def written(kind: int, number: int, epoch: int, parts: Sequence[bytes]) -> bytes:
+def written(kind: int, number: int, epoch: int, parts: Sequence[bytes | memoryview]) -> bytes:
     """Returns a frame as it is sent."""
     sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
     return b"".join((_HEAD.pack(kind, number, epoch, len(parts)), sizes, *parts))
@@ -122,7 +122,7 @@ class Sender:
         self._is_behind = self._is_broken = False  # behind: the thread has something to send
         self._thread: threading.Thread | None = None
 
-    def send(self, kind: int, number: int, epoch: int, parts: Sequence[bytes]) -> None:
+    def send(self, kind: int, number: int, epoch: int, parts: Sequence[bytes | memoryview]) -> None:
         """Sends a frame."""
         data = written(kind, number, epoch, parts)
         with self._changed:

@@ -375,7 +375,7 @@ def _promises(call: Call, structure: Structure) -> list[VirtualTensor]:
 def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> TensorData | OutputRef | StateRef:
     """Returns a tensor argument as it is sent: a reference if the workers have it as needed, else its bytes."""
     if not isinstance(tensor, VirtualTensor):
-        return TensorData.of(tensor, on_device=False)
+        return TensorData.of(tensor, on_device=False, lend=True)
     value = tensor._cell.settle()
     if isinstance(value, OnWorkers) and value.placement() is None:
         return value.ref
@@ -385,7 +385,7 @@ def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> Ten
         suffices = left_there and value.session.num_devices <= tensor.shape[0] == rows  # no worker needs another's row
         if suffices and source is not None and source.mode == expected.mode == "split":
             return OutputRef(value.call.id, value.index)
-    return TensorData.of(on_host(tensor))
+    return TensorData.of(on_host(tensor), lend=True)
 
 
 def _form_of(tensor: Tensor) -> Hashable:

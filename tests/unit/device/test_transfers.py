@@ -5,10 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moreh_ap.device import checkpoint_tensors, transfers
 from moreh_ap.errors import LoadError
 from moreh_ap.protocol.tensor_source import TensorSource
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that operations on ordinary tensors write into new ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if type(result) is Tensor and not func.is_view:
+            self.num_bytes += result.nbytes
+        return result
 
 
 def test_moving_a_parameter_reads_no_value_that_lies_in_a_file():
@@ -29,6 +44,36 @@ def test_a_tensor_moves_there_and_back():
     assert type(back) is Tensor and torch.equal(back, torch.arange(6.0).reshape(2, 3))
     assert tensor.to("cpu", torch.float64).dtype == torch.float64
     assert tensor.to(torch.float16).is_cuda
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": torch.float16}, {"memory_format": torch.channels_last}, {"dtype": torch.float32}], ids=str
+)
+def test_a_move_with_a_cast_copies_once_and_later_changes_do_not_matter(changes):
+    batch = torch.randn(2, 3, 4, 4)
+    expected = batch.clone().to(**changes)
+    with Copies() as copies:
+        moved = batch.to("cuda", **changes)
+    batch.zero_()
+    assert copies.num_bytes == expected.nbytes
+    assert moved.is_cuda and moved.stride() == expected.stride() and torch.equal(moved.cpu(), expected)
+
+
+def test_a_batch_that_is_moved_before_it_is_brought_into_another_order_is_copied_once():
+    batch = torch.randn(2, 3, 4, 4)
+    with Copies() as copies:
+        moved = batch.cuda()
+    ordered = moved.to(memory_format=torch.channels_last)
+    assert copies.num_bytes == batch.nbytes
+    batch.zero_()
+    assert ordered.is_contiguous(memory_format=torch.channels_last) and not torch.equal(ordered.cpu(), batch)
+    assert ordered.to(memory_format=torch.channels_last) is ordered
+
+
+def test_a_move_with_a_cast_keeps_its_graph():
+    leaf = torch.ones(3, requires_grad=True)
+    (leaf.to("cuda", torch.float64) * 2).sum().backward()
+    assert leaf.grad.dtype == torch.float32 and torch.equal(leaf.grad, torch.full((3,), 2.0))
 
 
 def test_other_device_numbers_are_refused():

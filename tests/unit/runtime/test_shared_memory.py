@@ -60,6 +60,47 @@ def test_places_are_used_again_only_once_released(memory):
     assert torch.equal(received(memory, second)[0], torch.full((NUM_ROWS,), 2.0))
 
 
+def test_what_is_lent_is_written_by_a_mapping_where_the_file_has_memory(memory, monkeypatch):
+    batch, written = torch.ones(NUM_ROWS), []
+    monkeypatch.setattr(os, "pwrite", lambda *args, pwrite=os.pwrite: written.append(args[2]) or pwrite(*args))
+    packed = []
+    for step in range(3):
+        packed.append(pack(memory, [TensorData.of(batch.fill_(step), lend=True)]))
+        if step == 1:
+            memory.release(packed[0].buffers)
+    assert written == [0, 4 * NUM_ROWS], "the third has the place of the first"
+    batch.fill_(7.0)  # by the script
+    assert [float(received(memory, one)[0].max()) for one in packed[1:]] == [1.0, 2.0]
+    assert places(packed[2]) == places(packed[0])
+    memory.release([*packed[1].buffers, *packed[2].buffers])
+    twice = pack(memory, [TensorData.of(torch.full((2 * NUM_ROWS,), 5.0), lend=True)])
+    assert len(written) == 2 and torch.equal(received(memory, twice)[0], torch.full((2 * NUM_ROWS,), 5.0))
+
+
+def test_places_that_could_not_be_written_are_not_written_by_a_mapping(memory, monkeypatch):
+    def refuse(*args):
+        raise OSError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        batch = torch.ones(NUM_ROWS)
+        in_command = pack(memory, [TensorData.of(batch, lend=True)])
+    batch.zero_()
+    assert not places(in_command) and received(memory, in_command)[0].min() == 1.0
+    behind = pack(memory, [data(2.0, 2 * NUM_ROWS)])
+    first = pack(memory, [TensorData.of(batch + 3, lend=True)])
+    assert places(first) == [Place(0, 4 * NUM_ROWS)]
+    assert received(memory, first)[0].min() == 3.0 and received(memory, behind)[0].min() == 2.0
+
+
+def test_what_is_lent_and_does_not_fit_is_copied_into_the_command(memory, monkeypatch):
+    monkeypatch.setattr(shared_memory, "_LIMIT_BYTES", 0)
+    batch = torch.ones(NUM_ROWS)
+    packed = pack(memory, [TensorData.of(batch, lend=True)])
+    batch.zero_()
+    assert not places(packed) and received(memory, packed)[0].min() == 1.0
+
+
 def test_neighbouring_free_places_become_one(memory):
     packed = [pack(memory, data(float(n))) for n in range(4)]
     for index in (0, 2, 1):

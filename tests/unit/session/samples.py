@@ -36,6 +36,8 @@ class Answer:
 class Workers:
     """Stands for a mesh: notes what it is told; the message of number `fails_at` fails."""
 
+    keeps_commands = False
+
     def __init__(self, fails_at=None):
         self.told, self.fails_at = [], fails_at
 

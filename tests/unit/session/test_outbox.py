@@ -10,7 +10,7 @@ from moreh_ap.protocol.encoding import WorkerTraceback
 from moreh_ap.protocol.messages.models import ChangeModule, ReleaseModel, SetRequiresGrad
 from moreh_ap.protocol.messages.state import ClearGradients
 from moreh_ap.protocol.messages.stream import Again, DefineList, Synchronize
-from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.protocol.messages.tensors import OutputRef, StateRef, TensorData
 from moreh_ap.session.outbox import Outbox, Restart
 from unit.session.samples import Workers, forward
 
@@ -108,6 +108,20 @@ def test_for_gpus_what_is_wanted_soon_leaves_although_workers_are_busy():
     outbox.post(ReleaseModel("first"))
     outbox.post_soon(ReleaseModel("second"))
     assert len(workers.waiting) == 2 and [len(commands) for commands in workers.told] == [1, 2]
+
+
+@pytest.mark.parametrize("why", ["journal", "recovery", "nothing"])
+def test_commands_that_are_kept_own_their_tensors(why):
+    workers = Workers()
+    outbox, batch = Outbox(workers), torch.ones(9000)
+    if why == "journal":
+        outbox.journal.open()
+    workers.keeps_commands = why == "recovery"
+    outbox.submit(forward(TensorData.of(batch, lend=True), OutputRef(0, 0)))
+    batch.zero_()  # by the script
+    kept = [message.commands for message in outbox.journal.messages()] or workers.told
+    (((told, other),),) = [[command.tensors for command in commands] for commands in kept]
+    assert float(told.tensor().sum()) == (0 if why == "nothing" else 9000) and other == OutputRef(0, 0)
 
 
 def test_many_gathered_commands_leave_by_themselves():

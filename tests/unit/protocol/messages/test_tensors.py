@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -44,10 +48,28 @@ def test_rows_of_contiguous_tensors_are_decoded_alone(decode, start, stop):
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.randn(4, 5).t(), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)],
-    ids=["transposed", "channels last"],
+    [
+        torch.randn(5, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(5, 3, 2, 4, 4).to(memory_format=torch.channels_last_3d),
+        torch.randn(5, 3, 1, 1).to(memory_format=torch.channels_last),
+        torch.randn(5, 2, 7).transpose(1, 2),
+        torch.randn(2, 7, 5).permute(2, 1, 0).contiguous().transpose(1, 2),
+    ],
+    ids=["channels last", "channels last 3d", "one pixel", "transposed items", "permuted items"],
 )
-def test_tensors_in_another_order_are_decoded_whole_and_cut(decode, tensor):
+def test_rows_in_another_order_are_decoded_alone_if_rows_are_outermost(decode, tensor):
+    (found,) = arrived(decode, tensor).rows([True], 1, 3)
+    assert torch.equal(found, tensor[1:3]) and found.stride() == tensor[1:3].stride()
+    assert not decode.decoded
+    assert found.untyped_storage().nbytes() == 2 * tensor[0].nbytes
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.randn(4, 5).t(), torch.randn(3, 4, 2).permute(1, 0, 2), torch.randn(3, 0)],
+    ids=["transposed", "time first", "empty"],
+)
+def test_tensors_whose_rows_are_not_outermost_are_decoded_whole_and_cut(decode, tensor):
     (found,) = arrived(decode, tensor).rows([True], 1, 2)
     assert torch.equal(found, tensor[1:2])
     assert len(decode.decoded) == 1
@@ -68,6 +90,80 @@ def test_layouts_need_no_values(decode):
     assert layouts == [((3, 2), torch.float32, (1, 3)), ((2, 2), torch.float32, False)]
     assert not decode.decoded
     assert arrived(decode, OutputRef(0, 0)).layouts() == [((3, 2), torch.float32, (2, 1))]
+
+
+LARGE = {
+    "contiguous": torch.randn(6, 4096),
+    "channels last": torch.randn(4, 3, 64, 64).to(memory_format=torch.channels_last),
+    "transposed": torch.randn(256, 128).t(),
+    "rows of a larger one": torch.randn(16, 4096)[4:12],
+    "one row": torch.randn(1, 3, 128, 128).to(memory_format=torch.channels_last),
+    "with gaps": torch.randn(64, 2048)[:, ::2],
+    "repeated": torch.randn(1, 16384).expand(3, -1),
+    "bfloat16": torch.randn(8, 8192).bfloat16(),
+    "truth values": torch.rand(8, 8192) > 0.5,
+    "complex": torch.randn(4, 4096, dtype=torch.complex64),
+}
+HAVE_GAPS = {"with gaps", "repeated"}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_tensor_is_lent_without_a_copy_if_its_elements_lie_densely(name):
+    tensor = LARGE[name]
+    lent = TensorData.of(tensor, lend=True)
+    assert np.shares_memory(np.frombuffer(lent.data, np.uint8), lent.data)
+    is_lent = lent.data.__array_interface__["data"][0] == tensor.data_ptr()
+    assert is_lent == (name not in HAVE_GAPS)
+    for data in (lent, lent.owned(), TensorData.of(tensor), pickle.loads(pickle.dumps(lent, 5))):
+        found = data.tensor()
+        assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+        assert name in HAVE_GAPS or found.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize("encode", [TensorData.of, lambda tensor: TensorData.of(tensor, lend=True).owned()])
+@pytest.mark.parametrize("num_rows", [3, 9000])
+def test_later_changes_of_a_tensor_do_not_matter_to_what_is_kept(encode, num_rows):
+    tensor = torch.ones(num_rows, 2)
+    kept = encode(tensor)
+    tensor.zero_()
+    assert torch.equal(kept.tensor(), torch.ones(num_rows, 2))
+
+
+def test_what_is_lent_is_small_or_the_memory_of_the_tensor():
+    small, large = torch.ones(3), torch.ones(9000)
+    lent = [TensorData.of(small, lend=True), TensorData.of(large, lend=True)]
+    small.zero_(), large.zero_()
+    assert [float(one.tensor().sum()) for one in lent] == [3.0, 0.0]
+
+
+def test_a_decoded_tensor_has_memory_of_its_own():
+    sent = bytearray(TensorData.of(torch.ones(4)).data)
+    data = TensorData(torch.float32, (4,), (1,), memoryview(sent).toreadonly())
+    found = data.tensor()
+    sent[:] = bytes(16)
+    found += 1
+    assert found.tolist() == [2.0] * 4 and data.tensor().tolist() == [0.0] * 4
+
+
+def test_on_a_gpu_bytes_are_copied_once_into_pinned_memory(monkeypatch):
+    pinned = []
+
+    def empty(*args, pin_memory=False, make=torch.empty, **kwargs):
+        made = make(*args, **kwargs)
+        if pin_memory:
+            pinned.append(made)
+        return made
+
+    monkeypatch.setattr(torch, "empty", empty)
+    batch = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    rows = TensorData.of(batch).rows(1, 3)
+    on_device = rows.on(torch.device("meta"))
+    assert on_device.device.type == "meta" and on_device.stride() == batch[1:3].stride()
+    (block,) = pinned
+    assert torch.equal(block.view(torch.float32), batch[1:3].permute(0, 2, 3, 1).flatten())
+    assert rows.on(CPU).device == CPU and replace(rows, on_device=False).on(torch.device("meta")).device == CPU
+    assert TensorData.of(torch.eye(2).to_sparse()).on(torch.device("meta")).is_sparse
+    assert len(pinned) == 1
 
 
 def test_a_scalar_has_no_rows():
