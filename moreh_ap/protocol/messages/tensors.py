@@ -96,7 +96,7 @@ class TensorData:
         if not pin and num_bytes < OUT_OF_BAND_MIN_BYTES:
             return torch.frombuffer(bytearray(self.data), dtype=self.dtype).as_strided(self.shape, self.strides)
         # PyTorch, whose copies take several threads, makes no tensor of memory that must not be written: so it is told
-        # the address, where it only reads. Pinned memory is of its caching allocator, which waits for reads of the device.
+        # the address, where it only reads. The caching allocator of pinned memory waits for reads of the device.
         address = np.frombuffer(self.data, np.uint8).__array_interface__["data"][0]
         source = torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
         copied = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin).copy_(source)
