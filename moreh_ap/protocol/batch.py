@@ -98,6 +98,14 @@ def is_square(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]
 
 
+def are_single_rows(leaves: Sequence[Any], rows: int) -> bool:
+    """Says whether what has as many entries along dim 0 as the batch has rows has no other dim, or rows along dim 1
+    and no more than one, as the words of one sentence in a model with steps first."""
+    rowed = [leaf for leaf in leaves if carries_rows(leaf, rows)]
+    is_time_first = any(leaf.ndim > 2 and leaf.shape[1] == 1 for leaf in rowed)
+    return all(leaf.ndim == 1 or (is_time_first and (leaf.shape[1] == 1 or is_square(leaf))) for leaf in rowed)
+
+
 def _dim_of(leaf: Any, rows: int, first: int) -> int | None:
     """Returns the dim of a dense tensor that counts the rows: `first`, or else the first one that does."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:

@@ -10,8 +10,8 @@ worker has the whole batch and the same random numbers and computes the same; si
 afterwards, each counts for one part in the number of workers.
 
 [Note: kinds]
-Each leaf of a result has a kind (`split_check.py`): "rows", "share", "same" or "const". A "same" leaf of a split call
-is computed by every worker, so its gradient too counts for one part in the number of workers.
+Each leaf of a result has a kind (`split_check.py`): "rows", "share", "same", "const" or "count". A "same" leaf of a
+split call is computed by every worker, so its gradient too counts for one part in the number of workers.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -30,6 +31,7 @@ from moreh_ap.parallelizer.data.lent_rows import LentRows
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
 from moreh_ap.parallelizer.loss.loss_precision import Float32Losses
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.routed_rows import WorkerCounts
 from moreh_ap.parallelizer.rng.turns import WorkerTurns
 from moreh_ap.protocol.objects.returned_arguments import place_of
@@ -123,6 +125,8 @@ class EagerForward(Execution):
         self._output_gradients: dict[int, Tensor] = {}
         known = self.call.kinds
         self.kinds = (*known, *self.attribute_kinds) if known else ("same",) * len(self._results)
+        if "count" in self.kinds:
+            self._results = summed_counts(self._results, self.kinds, self.call.axis)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
         self.outputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._results]
         promises = PROMISES in self.call.module.__dict__
@@ -279,3 +283,12 @@ def _run(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if call.target is None:
         return call.module(*args, **kwargs)
     return calling(call.module, call.target)(*args, **kwargs)
+
+
+def summed_counts(leaves: list[Any], kinds: Sequence[str], axis: Axis) -> list[Any]:
+    """Returns the leaves of a result with whole numbers that are those of all rows. A collective."""
+    places = [index for index, kind in enumerate(kinds) if kind == "count"]
+    counts = torch.tensor([leaves[index] for index in places])
+    dist.all_reduce(counts, group=axis.group)
+    found = dict(zip(places, counts.tolist(), strict=True))
+    return [found.get(index, leaf) for index, leaf in enumerate(leaves)]

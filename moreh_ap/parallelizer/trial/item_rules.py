@@ -209,8 +209,8 @@ def _kind_of_leaf(whole: Any, parts: Sequence[Any], tolerance: float) -> str:
         if whole.shape[0] == number and close(torch.cat(list(parts)), whole, tolerance):
             return ROWS
     kind = kind_of("the result", whole, parts, tolerance)
-    if kind == "opaque":
-        raise Refused("the result has an object that cannot be compared")
+    if kind in ("opaque", "count"):
+        raise Refused("the result has an object that cannot be compared, or a number that depends on the items")
     return SHARE if kind == "share" else SAME
 
 

@@ -21,6 +21,9 @@ from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
 from moreh_ap.parallelizer.trial.dry_run import Refused
 from moreh_ap.protocol.batch import carries_rows
 
+OUTPUT = "output"
+"""With what the names of leaves begin that the forward returns."""
+
 TOLERANCE_FP32 = 2e-5
 """Largest difference, relative to the largest entry of a tensor, that rounding explains in float32 (eps 1.2e-7)."""
 TOLERANCE_BF16 = 3e-2
@@ -92,7 +95,7 @@ def means_beside_rows(places: Mapping[int, int], common: Sequence[Tensor], singl
 def names_of(run: Execution) -> list[str]:
     """Returns what the leaves of a result are called in a refusal."""
     of_attributes = [f"attribute {name}" for name, number in run.attributes.items() for _ in range(number)]
-    return [f"output {index}" for index in range(len(run.outputs) - len(of_attributes))] + of_attributes
+    return [f"{OUTPUT} {index}" for index in range(len(run.outputs) - len(of_attributes))] + of_attributes
 
 
 def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) -> str:
@@ -101,6 +104,8 @@ def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) ->
             raise Refused(f"{name} has another type for some rows")
         if all(_equal(s, common) for s in singles):
             return "const"
+        if type(common) is int and name.startswith(OUTPUT) and sum(singles) == common:
+            return "count"
         if isinstance(common, (str, bytes, int, float, complex, torch.dtype, torch.device)):
             raise Refused(f"{name} ({common!r}) differs from row to row")
         return "opaque"

@@ -20,7 +20,8 @@ What FSDP2 gathers on its way through the model is gathered by all workers at on
 where one goes to some experts and another to others, the forward runs unsplit.
 
 "rows": the slices follow each other along dim 0. "share": they add up. "same": every slice has it.
-"const": no tensor, equal everywhere. "opaque": an object that cannot be compared; each worker has its own.
+"const": no tensor, equal everywhere. "count": a whole number, such as that of the rows, that adds up. "opaque": an
+object that cannot be compared; each worker has its own.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER
 from moreh_ap.parallelizer.trial.probe import Probe
-from moreh_ap.protocol.batch import carries_rows, is_square, row_dims_elsewhere, rows_along
+from moreh_ap.protocol.batch import are_single_rows, row_dims_elsewhere, rows_along
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
 
 _T = TypeVar("_T")
@@ -221,7 +222,7 @@ class _Trials:
         fewest = FEWEST_A_WORKER if found.joined else 1  # rows that meet may be more than a worker has
         if found.split and each > fewest and found.dims is None:
             found = replace(found, group=each)
-        if not found.could_run and _are_single_rows(args, kwargs, rows):
+        if not found.could_run and are_single_rows(tree_leaves((tuple(args), dict(kwargs))), rows):
             found = replace(found, reason=SINGLE_ROW)
         return found
 
@@ -267,6 +268,8 @@ class _Trials:
         clear_gradients(self._call)
         probe.may_write = self._may_write
         found = compare(probe)
+        if "count" in found.kinds and not (self._may_write and stages_of(self._call.module) is None):
+            found = SplitVerdict(False, (), "a whole number in the result differs from row to row")
         self.faults += found.faults
         kinds = [*found.kinds, *itertools.chain(*found.attributes.values())]
         may_hide = not probe.steps and ("share" in kinds or not probe.call.grad)
@@ -306,14 +309,6 @@ def _group_sizes(rows: int, parts: int) -> list[int]:
     each of `parts` gets of a batch."""
     share, rest = divmod(rows, parts)
     return [1, *sorted(size for size in {2, 4, 8, share} if size > 1 and not rest and share and share % size == 0)]
-
-
-def _are_single_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> bool:
-    """Says whether what has as many entries along dim 0 as the batch has rows has no other dim, or rows along dim 1
-    and no more than one, as the words of one sentence in a model with steps first."""
-    leaves = [leaf for leaf in tree_leaves((tuple(args), dict(kwargs))) if carries_rows(leaf, rows)]
-    is_time_first = any(leaf.ndim > 2 and leaf.shape[1] == 1 for leaf in leaves)
-    return all(leaf.ndim == 1 or (is_time_first and (leaf.shape[1] == 1 or is_square(leaf))) for leaf in leaves)
 
 
 def _gathered(kinds: tuple[str, ...]) -> tuple[str, ...]:

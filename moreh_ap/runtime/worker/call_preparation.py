@@ -197,6 +197,9 @@ class CallPreparation:
                 "inputs that the script has read",
                 "x = x.detach().cpu().to(x.device)",
             )
+        if verdict.dims is not None and not any(verdict.dims) and not verdict.steps:  # dim 0, and masks look like rows
+            with_rows = {id(leaf) for leaf, dim in zip(leaves, verdict.dims) if dim == 0}
+            carried, verdict = [id(tensor) in with_rows for tensor in tensors], replace(verdict, dims=None)
         if verdict.dims is not None:  # the forward cuts what it gets, and gathers what it gives
             rows, carried = rows_along(leaves, verdict.dims), [False] * len(tensors)
             if rows is None or rows < axis.size:
@@ -221,11 +224,10 @@ class CallPreparation:
             assert rows is not None
             gathering = Gathering(verdict.steps, verdict.dims or first_dims, rows, cuts=verdict.dims is not None)
             call = replace(call, gathering=gathering)
-        notes = (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")
+        note = ". ".join(filter(None, (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")))
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
         num_own = 0 if call.lacks_rows else None if share is None else share.stop - share.start
-        num_own = num_own if verdict.dims is None else None
-        note, batch_rows = ". ".join(filter(None, notes)), rows if verdict.dims is None else None
+        batch_rows, num_own = (rows, num_own) if verdict.dims is None else (None, None)
         roles = Roles(axis, batch_rows, carried, command.wants_grad, verdict.split, note, num_own)
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
