@@ -149,10 +149,9 @@ class CallPreparation:
             local: For each whether it has this worker's rows only.
             random: The random numbers of the whole batch.
         """
-        model = self.model
+        model, rows = self.model, command.rows
         nesting = Nesting(signature.pickled_treespec, signature.pickled_constants)
         module = model.module.get_submodule(signature.path)
-        rows = command.rows
         carried = [is_local or (rows is not None and carries_rows(t, rows)) for t, is_local in zip(tensors, local)]
         axis = self._axis(command.grad)
         has_blocks_apart = model.plan.recompute != "none" or model.plan.compile != "none"
@@ -227,7 +226,7 @@ class CallPreparation:
         note = ". ".join(filter(None, (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")))
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
         num_own = 0 if call.lacks_rows else None if share is None else share.stop - share.start
-        batch_rows, num_own = (rows, num_own) if verdict.dims is None else (None, None)
+        batch_rows, num_own = (None, None) if verdict.dims else (rows, num_own)
         roles = Roles(axis, batch_rows, carried, command.wants_grad, verdict.split, note, num_own)
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
