@@ -224,3 +224,43 @@ def test_flat_graphs(drops, told):
         return trace, model.norm.running_var
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+class BagClassifier(nn.Module):
+    """Texts of unequal length, one behind the other, with where each begins; optionally weighed, with a vector each."""
+
+    def __init__(self, *, is_weighed: bool) -> None:
+        super().__init__()
+        mode = "sum" if is_weighed else "mean"
+        self.words = nn.EmbeddingBag(30, 8, mode=mode, include_last_offset=is_weighed)
+        self.dropout, self.head = nn.Dropout(0.2), nn.Linear(10 if is_weighed else 8, 3)
+
+    def forward(self, words, offsets, weights=None, dense=None):
+        found = self.words(words, offsets, per_sample_weights=weights)
+        return self.head(self.dropout(found if dense is None else torch.cat([found, dense], 1)))
+
+
+@pytest.mark.parametrize("is_weighed", [False, True])
+def test_bags_of_words_are_cut_by_their_offsets(is_weighed):
+    draws = torch.Generator().manual_seed(0)
+    batches = []
+    for count in (6, 9, 5):
+        lengths = torch.randint(0 if is_weighed else 1, 7, (count,), generator=draws)
+        ends = lengths.cumsum(0)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends if is_weighed else ends[:-1]])
+        words = torch.randint(0, 30, (int(ends[-1]),), generator=draws)
+        beside = (torch.rand(len(words), generator=draws), torch.randn(count, 2, generator=draws)) if is_weighed else ()
+        batches.append((words, offsets, *beside, torch.randint(0, 3, (count,), generator=draws)))
+
+    def train(device):
+        model = BagClassifier(is_weighed=is_weighed).to(device)
+        optimizer, trace = torch.optim.SGD(model.parameters(), lr=0.5), []
+        for *given, labels in batches:
+            loss = F.cross_entropy(model(*(one.to(device) for one in given)), labels.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss.detach())
+        return trace, [parameter.detach() for parameter in model.parameters()]
+
+    assert_same(*on_both(train))

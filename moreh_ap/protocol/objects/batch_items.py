@@ -8,6 +8,11 @@ A batch of graphs is one large graph whose parts are not connected. An object of
 put together by the library. Tensors alone are one if a vector says to which graph each node belongs, in rising order,
 and a tensor of shape (2, edges) names nodes: whatever counts the nodes has rows of nodes, and so for edges and graphs.
 A plain number that is the count of graphs or of nodes (`batch_size`, `num_nodes`) becomes that of the chosen ones.
+
+[Note: bags]
+Sequences of unequal length may lie one behind the other in one tensor, beside a vector that says where each begins, in
+rising order from 0 (the offsets of `nn.EmbeddingBag`), with the end of the last one behind them or not. Whatever has
+as many entries as all sequences together has an entry for each of theirs.
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ def find_items(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Items | None
     """Returns the items of a batch, None where it is not known to have any; state that is passed along has none."""
     beside = {name: value for name, value in kwargs.items() if name == PASSED_STATE}
     given = tuple(args), {name: value for name, value in kwargs.items() if name not in beside}
-    found = _graph_objects(given) or _listed(given) or _flat_graphs(given)
+    found = _graph_objects(given) or _listed(given) or _flat_graphs(given) or _bags(given)
     if found is not None:
         found._beside = beside
     return found
@@ -142,6 +147,40 @@ class FlatGraphs(Items):
                 return leaf[of_size[leaf.shape[0]]]
             if type(leaf) is int and leaf in counts:
                 return counts[leaf]
+            return leaf
+
+        leaves, spec = tree_flatten(self._given)
+        args, kwargs = tree_unflatten([choose(leaf) for leaf in leaves], spec)
+        return args, kwargs
+
+
+class Bags(Items):
+    """Sequences one behind the other; see [Note: bags].
+
+    Args:
+        given: The arguments.
+        offsets: Where each begins; has the end of the last one, too, if it is `ended`.
+        total: Entries of all sequences together.
+    """
+
+    def __init__(self, given: Arguments, offsets: Tensor, total: int, *, ended: bool) -> None:
+        self._given, self._offsets, self._total, self._ended = given, offsets, total, ended
+        self.count = len(offsets) - ended
+        self._ends = offsets[1:] if ended else torch.cat([offsets[1:], offsets.new_tensor([total])])
+
+    def _select(self, chosen: Sequence[int]) -> Arguments:
+        bags = torch.tensor(list(chosen), device=self._offsets.device)
+        starts, lengths = self._offsets[bags], self._ends[bags] - self._offsets[bags]
+        ends = lengths.cumsum(0)
+        offsets = torch.cat([ends.new_zeros(1), ends if self._ended else ends[:-1]]).to(self._offsets.dtype)
+        within = torch.arange(int(ends[-1]), device=bags.device) - (ends - lengths).repeat_interleave(lengths)
+        of_size = {self._total: starts.repeat_interleave(lengths) + within, self.count: bags}
+
+        def choose(leaf: Any) -> Any:
+            if leaf is self._offsets:
+                return offsets
+            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] in of_size:
+                return leaf[of_size[leaf.shape[0]]]
             return leaf
 
         leaves, spec = tree_flatten(self._given)
@@ -259,3 +298,18 @@ def _flat_graphs(given: Arguments) -> FlatGraphs | None:
 def _names_graphs(vector: Tensor) -> bool:
     steps = vector.diff()
     return int(vector[0]) == 0 and bool(((steps == 0) | (steps == 1)).all())
+
+
+def _bags(given: Arguments) -> Bags | None:
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    vectors = [leaf for leaf in tensors if leaf.ndim == 1 and leaf.dtype in (torch.int64, torch.int32)]
+    for offsets in (leaf for leaf in vectors if len(leaf) > 1 and _rises_from_0(leaf)):
+        for entries in vectors:
+            total, last = len(entries), int(offsets[-1])
+            if total >= last and total not in (len(offsets), len(offsets) - (total == last)):
+                return Bags(given, offsets, total, ended=total == last)
+    return None
+
+
+def _rises_from_0(vector: Tensor) -> bool:
+    return int(vector[0]) == 0 < int(vector[-1]) and bool((vector.diff() >= 0).all())

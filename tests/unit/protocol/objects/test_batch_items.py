@@ -79,3 +79,20 @@ def test_what_only_looks_like_graphs_has_no_items(change):
 
 def test_ordinary_tensors_have_no_items():
     assert find_items((torch.randn(4, 3),), {"labels": torch.arange(4)}) is None
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_bags_are_cut_by_their_offsets(is_ended):
+    words, weights, dense = torch.arange(10, 17), torch.rand(7), torch.arange(4)[:, None]
+    offsets = torch.tensor([0, 2, 2, 5, 7] if is_ended else [0, 2, 2, 5])
+    items = find_items((words, offsets), {"weights": weights, "dense": dense, "scale": 7})
+    assert items is not None and items.count == 4
+    (some, begins), kwargs = items.select([0, 1, 3])
+    assert some.tolist() == [10, 11, 15, 16] and begins.tolist() == ([0, 2, 2, 4] if is_ended else [0, 2, 2])
+    assert torch.equal(kwargs["weights"], weights[[0, 1, 5, 6]]) and kwargs["scale"] == 7
+    assert kwargs["dense"][:, 0].tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 2], [1, 2, 3], [0, 2, 9], [0, 0, 0], [0.0, 1.0, 2.0]])
+def test_what_only_looks_like_offsets_has_no_items(offsets):
+    assert find_items((torch.arange(7), torch.tensor(offsets)), {}) is None
