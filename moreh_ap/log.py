@@ -161,6 +161,11 @@ def compiled_line(compiled_s: float, written_s: float, compiling_s: float, *, pa
     )
 
 
+def compiling_line() -> str:
+    """Returns the line for a model whose blocks are compiled after its first steps."""
+    return "blocks are compiled now, which takes some seconds: kept if the next steps show that it pays, and remembered"
+
+
 def compiled_before_line(compiled_s: float, written_s: float) -> str:
     """Returns the line for a plan whose blocks are compiled since that paid in earlier runs; arguments as above."""
     return (

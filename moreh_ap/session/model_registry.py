@@ -28,6 +28,7 @@ from moreh_ap.session.own_process.faster_place import StepTrial
 from moreh_ap.session.own_process.small_models import SmallModels
 from moreh_ap.session.planning import first_call
 from moreh_ap.session.planning.autotune import tune
+from moreh_ap.session.planning.compiled_runs import try_compiled
 from moreh_ap.session.planning.oom_recovery import Recovery
 from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
@@ -214,11 +215,13 @@ class ModelRegistry:
             session.keep_commands()
         if not self._models:
             session.outbox.journal.open()
-        model = RemoteModel(session, root, call, planned.plan)
+        model = RemoteModel(session, root, call, planned.plan, compiles_later=planned.tries_compiled)
         self._recovery.take_on(model, planned, values)
         self._small.places.note_layout(root, call[1:])
         if not isinstance(session.watch, StepTrial):
             watched = functools.partial(self._watched, session.outbox.new_id())
+            if planned.tries_compiled:
+                watched = functools.partial(try_compiled, session, model.owner, planned.expected, watched)
             session.watch = Watch(session.outbox, planned.expected, watched)
         return model
 

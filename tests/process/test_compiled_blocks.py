@@ -21,7 +21,8 @@ from moreh_ap import device
 from moreh_ap.errors import PlanError
 from moreh_ap.local import cpp_compiler
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
-from moreh_ap.session.planning import plan_selection
+from moreh_ap.protocol.messages.models import UseCompiledBlocks
+from moreh_ap.session.planning import compiled_runs, plan_selection, step_watch
 from moreh_ap.session.planning.compiled_runs import Measured
 
 WIDTH, WORDS = 16, 20
@@ -323,6 +324,44 @@ def test_autotune_tries_compiled_blocks_and_keeps_them_where_they_pay(accelerato
     assert f"{measured.written_s:.3g} s as written" in seen and kept in seen
     (chosen,) = re.findall(r'plan="([^"]*)" \(the fastest of those tried', seen)
     assert ("compile=blocks" in chosen) is pays
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_gpu_workers_try_compiled_blocks_after_the_first_steps(accelerator, capsys, monkeypatch, tmp_path, pays):
+    """Here CPU workers do, which are told that they are quick."""
+    if cpp_compiler.missing():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(plan_selection, "compiles_quickly", lambda device_type: True)
+    monkeypatch.setattr(compiled_runs, "LEAST_STEP_S", 0.0)
+    monkeypatch.setattr(step_watch, "_LEAST_S", 0.0)
+    monkeypatch.setattr(Measured, "pays", property(lambda measured: pays))
+    session = accelerator("replicate=2")
+    device.current().options = session.options = replace(session.options, plan=None, strict=True)
+    sent = []
+    session.outbox.on_sent = lambda commands, posted: sent.extend(commands)
+
+    def script(device):
+        def between(step):
+            if device == "cuda":
+                torch.cuda.synchronize()  # so that the watch has its answer at the next step
+
+        return train(Model().to(device), device, rows=(6,) * 24, between=between)
+
+    assert_same(*on_both(script), rtol=1e-4)
+    session.outbox.on_sent = None
+    asked = [command.is_on for command in sent if isinstance(command, UseCompiledBlocks)]
+    assert asked == ([True] if pays else [True, False])
+    seen = capsys.readouterr().out
+    kept = "compile=blocks is kept" if pays else "blocks run as written"
+    assert "blocks are compiled now" in seen and kept in seen
+    graphs = [int(one) for one in re.findall(r"graphs (\d+)", seen.partition("blocks are compiled now")[2])]
+    assert max(graphs) > 0, "blocks were compiled"
+    saved = json.loads((tmp_path / "learned.json").read_text())
+    plans = [run["plan"] for entry in saved.values() for run in entry["runs"]]
+    assert len(plans) == 2 and "compile=blocks" not in plans[0] and "compile=blocks" in plans[1]
+    script("cuda")
+    assert "blocks are compiled now" not in capsys.readouterr().out, "it is known"
 
 
 def test_what_paid_in_an_earlier_run_is_compiled_without_a_trial(accelerator, capsys, monkeypatch, tmp_path):

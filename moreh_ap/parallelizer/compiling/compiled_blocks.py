@@ -97,6 +97,14 @@ def compile_blocks(
         object.__setattr__(block, "forward", _CompiledForward(block, inner, functions[key]))
 
 
+def use_compiled_blocks(module: nn.Module, is_on: bool) -> None:
+    """Has the compiled blocks in a module run compiled, or as written although they were compiled."""
+    for block in module.modules():
+        forward = vars(block).get("forward")
+        if isinstance(forward, _CompiledForward):
+            forward.is_on = is_on
+
+
 def _why_not(block: nn.Module, inner: nn.Module, recomputed: RecomputedForward | None, casts: bool) -> str:
     """Returns why a block cannot be compiled whatever its graph is, as the end of a sentence; "" if it may be."""
     if casts and any(isinstance(submodule, _BatchNorm) for submodule in inner.modules()):
@@ -118,10 +126,11 @@ class _CompiledForward:
 
     def __init__(self, block: nn.Module, inner: nn.Module, compiled: _CompiledFunction) -> None:
         self._inner, self._forward, self._compiled = inner, block.forward, compiled
+        self.is_on = True
         self.__wrapped__ = block.forward  # for those who look at the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = None if _as_written.get() else self._compiled.under(_get_current_function_mode_stack())
+        run = None if _as_written.get() or not self.is_on else self._compiled.under(_get_current_function_mode_stack())
         if run is None:
             return self._forward(*args, **kwargs)
         with function_modes(()):

@@ -17,8 +17,9 @@ class BuildModel:
     """Unpickle a skeleton on meta, apply the plan, and fill this worker's shards from files.
 
     `sources` maps names of parameters and buffers to the boxes that their values lie in. `example` is the call that a
-    pipeline's cut is found with; `compiled` is what the script has compiled. Answers where the worker's parameters
-    belong: parameters with one answer are laid out alike.
+    pipeline's cut is found with; `compiled` is what the script has compiled. With `compiles_later` blocks run as they are
+    written until `UseCompiledBlocks`. Answers where the worker's parameters belong: parameters with one answer are laid out
+    alike.
     """
 
     owner: str
@@ -27,6 +28,18 @@ class BuildModel:
     sources: dict[str, tuple[TensorSource, ...]]
     example: ExampleCall | None = None
     compiled: CompileRequests = ()
+    compiles_later: bool = False
+
+
+@dataclass(frozen=True)
+class UseCompiledBlocks:
+    """Run the blocks of a model that was built to compile them later compiled, or as written again.
+
+    The times of steps begin anew.
+    """
+
+    owner: str
+    is_on: bool
 
 
 @dataclass(frozen=True)

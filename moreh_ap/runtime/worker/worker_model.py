@@ -21,6 +21,7 @@ from moreh_ap.integrations import bitsandbytes_worker, transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
 from moreh_ap.parallelizer.call.parameter_writes import keep_parameters
 from moreh_ap.parallelizer.call.reports import Reports
+from moreh_ap.parallelizer.compiling.compiled_blocks import use_compiled_blocks
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots, prepare, set_requires_grad, settle
 from moreh_ap.parallelizer.loss import chunked_cross_entropy
 from moreh_ap.parallelizer.mesh import build_mesh
@@ -54,6 +55,8 @@ class WorkerModel:
 
     def __init__(self, command: BuildModel, device: WorkerDevice) -> None:
         self.device, self.plan = device, Plan.parse(command.plan)
+        if command.compiles_later:
+            self.plan = self.plan.with_compiled_blocks()
         aliases: list[tuple[str, Tensor]] = []
         self.module = self._unpickle(command, aliases)
         self.meta_module = (
@@ -66,6 +69,8 @@ class WorkerModel:
         example = self._example(command.example)
         chunked_cross_entropy.use_for(self.module)
         self.applied = apply_plan(self.module, self.plan, mesh, device.torch_device, example, command.compiled)
+        if command.compiles_later:
+            use_compiled_blocks(self.module, False)
         fill(self.module, command.sources, device.torch_device, self.applied.layouts, self.applied.absent)
         prepare(self.module)
         # The objects stay the same from here on: FSDP2 puts others in their place only during a call.

@@ -65,15 +65,17 @@ class RemoteModel:
         call: Module, positional and keyword arguments of the first call; the stages of a pipeline depend on it.
         plan: The plan of the model.
         on_trial: Whether the plan is only tried: hooks of the script run in the workers alone.
+        compiles_later: Whether blocks can be compiled once steps have run as written (`compiled_runs.py`).
 
     Raises:
         UnsupportedError: If the module cannot be sent (an attribute that cannot be pickled).
     """
 
     def __init__(
-        self, session: Session, root: nn.Module, call: tuple[nn.Module, Any, Any], plan: Plan, on_trial: bool = False
-    ) -> None:
-        self.session, self.root = session, root
+        self, session: Session, root: nn.Module, call: tuple[nn.Module, Any, Any], plan: Plan, on_trial: bool = False,
+        compiles_later: bool = False,
+    ) -> None:  # fmt: skip
+        self.session, self.root, self._compiles_later = session, root, compiles_later
         self.owner = f"model{session.outbox.new_id()}"
         self.phase = StateMachine(ModelPhase.CURRENT)
         self._free = weakref.finalize(self, session.outbox.release, ReleaseModel(self.owner))
@@ -177,7 +179,8 @@ class RemoteModel:
             session.when_not_sent_again(files.remove)  # not `self.session`: the promise must not keep the model
 
         compiled = compiled_in(self.root) if self.plan.compile != "none" else ()
-        self._built = outbox.post(BuildModel(self.owner, skeleton, str(self.plan), sources, self.example(), compiled))
+        made_of = skeleton, str(self.plan), sources, self.example(), compiled, self._compiles_later
+        self._built = outbox.post(BuildModel(self.owner, *made_of))
         self._built.add_done_callback(built)
         outbox.flush()
 

@@ -7,20 +7,37 @@ know how blocks are compiled.
 The estimate does not say whether compiled blocks are faster: that depends on kernels. So blocks are compiled without
 being asked for where two saved runs differ in nothing else: the same model, machine and rows of a step, and the same
 plan without. The last run of each kind counts.
+
+[Note: tried in a run]
+GPU workers try compiled blocks where nothing is known of them yet: after the first steps as written, blocks run
+compiled, and what as many steps show decides. The weights do not move, and no step is made twice. Compiling takes 10 to
+20 s, so steps that are shorter than `LEAST_STEP_S` are left alone: within `REPAID_AFTER_STEPS`, half of a step saved
+would not make up for it. Models that draw random numbers are, too: compiled dropout has other masks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.optim import Optimizer
+
+from moreh_ap import log
+from moreh_ap.local import logger
 from moreh_ap.plan import Plan
-from moreh_ap.session.planning.step_watch import runs_of, seconds_of
+from moreh_ap.protocol.messages.models import UseCompiledBlocks
+from moreh_ap.session.planning.step_watch import Expected, Watch, runs_of, seconds_of
+from moreh_ap.session.session import Session
 
 MOST_OF_WRITTEN = 0.95
 """Part of a step's time that compiled blocks may take at most to be kept: less of a gain may be chance."""
 REPAID_AFTER_STEPS = 1000
 """Steps within which compiled blocks have to make up for the time that compiling took."""
+
+LEAST_STEP_S = 0.03
+"""Seconds of a step as written from which compiled blocks are tried. See [Note: tried in a run]."""
 
 
 @dataclass(frozen=True)
@@ -70,3 +87,43 @@ def _last(machine: str, model: str, batch: int, plan: Plan) -> tuple[float, floa
             if first_s is not None and others_s is not None:
                 return first_s, others_s
     return None
+
+
+def try_compiled(
+    session: Session,
+    owner: str,
+    expected: Expected,
+    done: Callable[[Optimizer, float | None], object],
+    optimizer: Optimizer,
+    step_s: float | None,
+) -> None:
+    """Has a model's blocks run compiled after its first steps. See [Note: tried in a run].
+
+    Args:
+        session: The session of the workers.
+        owner: The model, which was built to compile blocks later.
+        expected: The predictions for its plan as written.
+        done: What else is called when the first steps are over; it ends the watch.
+        optimizer: The optimizer that stepped.
+        step_s: Seconds from one step to the next; None if workers failed.
+    """
+    done(optimizer, step_s)
+    written = _last(expected.machine, expected.model, expected.batch, expected.chosen.plan)
+    if step_s is None or written is None or written[1] < LEAST_STEP_S or session.watch is not None:
+        return
+    logger.say(log.compiling_line())
+    session.outbox.post_soon(UseCompiledBlocks(owner, True))
+    compiled = replace(expected, chosen=replace(expected.chosen, plan=expected.chosen.plan.with_compiled_blocks()))
+    session.watch = Watch(session.outbox, compiled, functools.partial(_decide, session, owner, expected))
+
+
+def _decide(session: Session, owner: str, expected: Expected, optimizer: Optimizer, step_s: float | None) -> None:
+    """Keeps compiled blocks, or has them run as written again; arguments as above."""
+    session.stop_watching()
+    if step_s is None:
+        return
+    found = measured(expected.machine, expected.model, expected.batch, expected.chosen.plan)
+    if found is not None:
+        logger.say(log.compiled_line(found.compiled_s, found.written_s, found.compiling_s, pays=found.pays))
+    if found is None or not found.pays:
+        session.outbox.post_soon(UseCompiledBlocks(owner, False))

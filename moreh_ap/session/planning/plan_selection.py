@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +49,7 @@ class Planned:
         family: The model's name in the list of verified families.
         is_given: Whether the script gave the plan.
         on_all: Where fewer devices than there are have workers: the plan on all of them, if one fits.
+        tries_compiled: Whether compiled blocks are tried after the first steps (`compiled_runs.py`).
     """
 
     expected: Expected
@@ -56,6 +58,7 @@ class Planned:
     family: str
     is_given: bool
     on_all: Planned | None = None
+    tries_compiled: bool = False
 
     @property
     def chosen(self) -> Candidate:
@@ -109,6 +112,7 @@ def choose_plan_for(
         logger.say(line)
     write_selected(choice.plan, choice.ranking.task)
     planned = question.planned(machine, choice)
+    planned = replace(planned, tries_compiled=question.tries_compiled(session, machine, choice))
     if session.uses_fewer_devices and options.plan is None:
         key = script_key(session.device_type, session.max_devices) if is_first else ""
         planned = replace(planned, expected=replace(planned.expected, script=key), on_all=_on_all(session, question))
@@ -216,6 +220,18 @@ class Question:
         ranking = replace(choice.ranking, candidates=(compiled, *choice.candidates[1:]))
         return replace(choice, ranking=ranking), [log.compiled_before_line(found.compiled_s, found.written_s)]
 
+    def tries_compiled(self, session: Session, machine: Machine, choice: Choice) -> bool:
+        """Returns whether compiled blocks are tried after the first steps. See [Note: tried in a run]."""
+        plan = choice.plan
+        is_open = not choice.is_forced and not self.options.autotune and plan.tensor == plan.pipeline == 1
+        if not is_open or plan.micro_batches > 1 or not compiles_quickly(session.device_type):
+            return False
+        if draws_random_numbers(self.root)() or joins_rows(self.root):
+            return False
+        if not may_compile(self.root, plan, session.device_type):
+            return False
+        return measured(machine.key, self.model_name, self.rows, plan) is None
+
     def limited_task_on(self, machine: Machine | None, otherwise: Corrections = UNCORRECTED) -> Task | None:
         """Returns the task on a machine that is only thought of, within the memory that earlier runs found; None
         without a machine. Arguments as for `task_on`."""
@@ -231,6 +247,11 @@ class Question:
         expected = Expected(machine.key, self.model_name, self.rows, choice.chosen, task.corrections)
         fitting = tuple(one for one in choice.candidates if one.fits and one.step is not None)
         return Planned(expected, task, fitting, self.family, self.options.plan is not None)
+
+
+def compiles_quickly(device_type: str) -> bool:
+    """Returns whether the compiler's kernels are made by Triton, on GPUs."""
+    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def may_compile(root: nn.Module, plan: Plan, device_type: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 from moreh_ap.parallelizer.call.module_sums import ModuleSums
+from moreh_ap.parallelizer.compiling.compiled_blocks import use_compiled_blocks
 from moreh_ap.protocol.messages.models import (
     BuildModel,
     ChangeModule,
@@ -16,6 +17,7 @@ from moreh_ap.protocol.messages.models import (
     ReleaseModel,
     SetKernelFormats,
     SetRequiresGrad,
+    UseCompiledBlocks,
 )
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
@@ -41,6 +43,7 @@ class ModelCommands:
             DescribeGradients: lambda command: self._models[command.owner].which_gradients(),
             ReadObjects: lambda command: self._models[command.owner].pickled_objects(command.names),
             SetRequiresGrad: lambda command: self._models[command.owner].set_requires_grad(command.requires_grad),
+            UseCompiledBlocks: self._use_compiled_blocks,
             SetKernelFormats: lambda command: self._models[command.owner].set_kernel_formats(command.formats),
         }
 
@@ -50,6 +53,12 @@ class ModelCommands:
         self._tables.preparations[command.owner] = CallPreparation(model)
         self._tables.clock.restart()
         return model.placements()
+
+    def _use_compiled_blocks(self, command: UseCompiledBlocks) -> None:
+        model = self._models.get(command.owner)
+        if model is not None:  # else the script has dropped it
+            use_compiled_blocks(model.module, command.is_on)
+            self._tables.clock.restart()
 
     def _record(self, command: RecordModules) -> None:
         self._recording[command.owner] = ModuleSums(self._models[command.owner].module)
