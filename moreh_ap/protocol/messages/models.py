@@ -17,9 +17,9 @@ class BuildModel:
     """Unpickle a skeleton on meta, apply the plan, and fill this worker's shards from files.
 
     `sources` maps names of parameters and buffers to the boxes that their values lie in. `example` is the call that a
-    pipeline's cut is found with; `compiled` is what the script has compiled. With `compiles_later` blocks run as they are
-    written until `UseCompiledBlocks`. Answers where the worker's parameters belong: parameters with one answer are laid out
-    alike.
+    pipeline's cut is found with; `compiled` is what the script has compiled. With `compiles_later`, blocks run as they
+    are written until `UseCompiledBlocks`. Answers where the worker's parameters belong: parameters with one answer are
+    laid out alike.
     """
 
     owner: str
