@@ -137,6 +137,7 @@ class Outbox:
         on_error: Called with an error before the script gets it: returns how to replay the journal, or None if the
             script has to get the error; it may raise a better one.
         times_restarted: The number of replays.
+        num_posted: How many commands were given to it.
         has_stale_definitions: Whether workers may have missed a definition; then the next use sends all again.
         times_forgotten: How often that happened; workers have a definition while this number stays.
         times_failed: How many messages failed, were skipped, or could not be sent for an error. See [Note: after an
@@ -149,7 +150,7 @@ class Outbox:
         self.journal = Journal(self.state)
         self.on_sent: Callable[[Sequence[Any], Sequence[Posted]], object] | None = None
         self.on_error: Callable[[Exception], Restart | None] | None = None
-        self.times_restarted = 0
+        self.times_restarted = self.num_posted = 0
         self._workers = workers
         self._lock = threading.RLock()
         self._gathered: list[tuple[Any, Posted]] = []
@@ -173,6 +174,7 @@ class Outbox:
         """Gathers a command: it runs in order, before the next one that is submitted."""
         with self._lock:
             posted = Posted(self)
+            self.num_posted += 1
             self._gathered.append((command, posted))
             if len(self._gathered) >= _MAX_GATHERED:
                 self.flush()

@@ -24,7 +24,7 @@ from moreh_ap.session.calls.call_extensions import CallExtensions
 from moreh_ap.session.outbox import Outbox
 from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.traffic import Traffic
-from moreh_ap.session.value_memory import ValueMemory
+from moreh_ap.session.value_memory import ReadAhead, ValueMemory
 from moreh_ap.settings import Options
 from moreh_ap.states import SessionState
 
@@ -84,6 +84,7 @@ class Session:
         self.device_type = self.workers.device_type
         self.generator = generator
         self.outbox = Outbox(self.workers, leaves_at_once=self.device_type == "cuda")
+        self.reader = ReadAhead(self.outbox, self.read_state)
         self.traffic = Traffic()
         self.watch: StepObserver | None = None
         self.check: StepCheck | None = None

@@ -23,6 +23,7 @@ from moreh_ap.protocol.messages.state import ReleaseState, RunOperation, Unscale
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.protocol.shard_rules import StateRule, shard_rules
 from moreh_ap.session.session import Session
+from moreh_ap.session.value_memory import InOrder
 
 _READ_BYTES = 2**26
 """Of one message with values."""
@@ -53,7 +54,7 @@ class OnWorkers(Value):
         return self.owner.placement_of(self.ref)
 
     def read(self) -> Tensor:
-        return self.owner.session.read_state((self.ref,))[0]
+        return self.owner.session.reader.read(self.ref, self.owner)
 
     def write(self, tensor: Tensor) -> None:
         self.owner.session.write_state({self.ref: tensor})
@@ -71,15 +72,21 @@ class StateHolder:
     Args:
         session: The session of the workers.
         placement: `OnWorkers.placement` of all tensors of this holder.
+        in_order: What `in_order` returns.
     """
 
-    def __init__(self, session: Session, placement: str | None = None) -> None:
+    def __init__(self, session: Session, placement: str | None = None, in_order: InOrder = ()) -> None:
         self.session = session
         self._placement = placement
+        self._in_order = in_order
 
     def placement_of(self, ref: StateRef) -> str | None:
         """Returns how a tensor is sharded."""
         return self._placement
+
+    def in_order(self) -> InOrder:
+        """Returns the tensors that are saved with these, in their order, each with its bytes; empty: nobody knows."""
+        return self._in_order
 
     def keeps_gradient(self, value: Value) -> bool:
         """Returns whether the gradient of the tensor is on the workers."""
@@ -251,6 +258,10 @@ class ModelState(StateHolder):
 
     def keeps_gradient(self, value: Any) -> bool:
         return bool(value.ref.kind == "param")
+
+    def in_order(self) -> InOrder:
+        values = [(one._cell.value, one.nbytes) for one in self._model.parameters.values()]
+        return [(value.ref, num_bytes) for value, num_bytes in values if isinstance(value, OnWorkers)]
 
     def placement_of(self, ref: StateRef) -> str | None:
         return self.live_model().placement_of(ref.name) if ref.kind != "buffer" else None

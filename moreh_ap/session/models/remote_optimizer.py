@@ -166,17 +166,20 @@ class RemoteState(defaultdict[Tensor, Any]):
         self._known = True
         session = self._remote.session
         described: dict[int, dict[str, Any]] = {}
+        in_order: list[tuple[StateRef, int]] = []
         for reply in session.outbox.submit(DescribeOptimizer(self._remote.owner)).result():
             described.update(reply)
         for index, entries in sorted(described.items()):
             value = self._parameters[index]._cell.value  # type: ignore[attr-defined]
-            holder = StateHolder(session, value.placement() if isinstance(value, OnWorkers) else None)
+            holder = StateHolder(session, value.placement() if isinstance(value, OnWorkers) else None, in_order)
             state: dict[str, Any] = {}
             for key, entry in entries.items():
                 if not isinstance(entry, Tensor):
                     state[key] = entry
                     continue
                 ref = StateRef(self._remote.owner, str(index), key)
+                if entry.is_meta:
+                    in_order.append((ref, entry.nbytes))
                 state[key] = holder.handle(ref, entry) if entry.is_meta else entry
             super().__setitem__(self._parameters[index], state)
 
