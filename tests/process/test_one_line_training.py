@@ -523,6 +523,33 @@ def test_a_step_that_reads_nothing_waits_for_nothing(session):
     assert total.item() > 0
 
 
+@once
+def test_a_save_reads_many_tensors_in_a_message_and_each_as_it_is_then(session):
+    layers = [nn.Linear(512, 512) for _ in range(12)]
+    expected, model = nn.Sequential(*copy.deepcopy(layers)), nn.Sequential(*layers).cuda()
+    x = torch.rand(4, 512)
+
+    def train(module, optimizer):
+        module(x.to(next(module.parameters()).device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pairs = [(one, torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-2)) for one in (expected, model)]
+    for step in range(3):
+        for pair in pairs:
+            train(*pair)
+        before = session.outbox._messages_sent
+        files = [io.BytesIO() for _ in pairs]
+        for file, (module, optimizer) in zip(files, pairs, strict=True):
+            torch.save((module.state_dict(), optimizer.state_dict()), file)
+        num_messages = session.outbox._messages_sent - before
+        assert num_messages < 24, f"step {step}: {num_messages} messages for 72 tensors"
+        ours, theirs = (torch.load(io.BytesIO(file.getvalue()), map_location="cpu") for file in files)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        for first, second in zip(ours[0].values(), [p.cpu() for p in model.parameters()], strict=True):
+            torch.testing.assert_close(first, second.detach(), rtol=1e-4, atol=1e-6)
+
+
 def test_results_nest_in_the_user_s_own_dataclass():
     def script(device):
         model = InABag().to(device)

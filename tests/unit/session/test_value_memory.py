@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moreh_ap.protocol.messages.state import BYTES_PER_WORKER, StoredTensor
-from moreh_ap.protocol.messages.tensors import TensorData
+from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.worker.commands.stored_values import MIN_STORED_BYTES, writing_to
 from moreh_ap.session import value_memory
-from moreh_ap.session.value_memory import ValueMemory
+from moreh_ap.session.value_memory import ReadAhead, ValueMemory
 
 NUM = MIN_STORED_BYTES + 64  # elements: large in every dtype, and no multiple of a page
 
@@ -90,3 +90,63 @@ def test_what_cannot_be_written_into_the_file_is_answered_as_bytes() -> None:
 
 def test_workers_of_other_machines_get_no_file() -> None:
     assert ValueMemory(1, is_shared=False).file is None
+
+
+class FakeWorkers:
+    """Stands for an outbox and the workers: tensors whose values are the number of changes, and what was read."""
+
+    def __init__(self, num_bytes: int = 1 << 20, num: int = 40) -> None:
+        self.num_posted = self.times_restarted = self.times_failed = 0
+        self.order = [(StateRef("model0", "param", str(index)), num_bytes) for index in range(num)]
+        self.read: list[list[str]] = []
+        self.changes = 0
+        self.ahead = ReadAhead(self, self.answer)
+
+    def in_order(self) -> list[tuple[StateRef, int]]:
+        return self.order
+
+    def answer(self, refs: tuple[StateRef, ...]) -> list[torch.Tensor]:
+        self.num_posted += 1
+        self.read.append([ref.name for ref in refs])
+        return [torch.tensor([float(ref.name), self.changes]) for ref in refs]
+
+    def change(self) -> None:
+        self.num_posted += 1
+        self.changes += 1
+
+    def value(self, index: int) -> list[float]:
+        return self.ahead.read(self.order[index][0], self).tolist()
+
+
+def test_tensors_that_are_read_in_order_come_in_few_messages() -> None:
+    workers = FakeWorkers()
+    assert [workers.value(index) for index in range(40)] == [[float(index), 0.0] for index in range(40)]
+    assert [len(names) for names in workers.read] == [1, 5, 9, 17, 8]
+    assert [int(name) for names in workers.read for name in names] == list(range(40)), "each is read once"
+
+
+def test_a_message_brings_no_more_than_64_mib_along() -> None:
+    workers = FakeWorkers(num_bytes=1 << 24)
+    for index in range(40):
+        workers.value(index)
+    assert max(map(len, workers.read)) == 4
+
+
+def test_nothing_that_was_read_ahead_outlasts_a_command() -> None:
+    workers = FakeWorkers()
+    workers.value(0), workers.value(1)
+    assert workers.read == [["0"], ["1", "2", "3", "4", "5"]]
+    workers.change()
+    assert workers.value(2) == [2.0, 1.0]
+    assert workers.read[2:] == [["2"]], "a run begins anew"
+    workers.value(3)
+    workers.times_restarted += 1
+    workers.value(4)
+    assert workers.read[-1] == ["4"]
+
+
+def test_a_tensor_that_is_read_twice_is_read_anew_and_others_come_alone() -> None:
+    workers = FakeWorkers()
+    for index in (0, 1, 1, 30, 7, 39):
+        workers.value(index)
+    assert workers.read == [["0"], ["1", "2", "3", "4", "5"], ["1"], ["30"], ["7"], ["39"]]
