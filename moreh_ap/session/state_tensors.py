@@ -260,7 +260,8 @@ class ModelState(StateHolder):
         return bool(value.ref.kind == "param")
 
     def in_order(self) -> InOrder:
-        values = [(one._cell.value, one.nbytes) for one in self._model.parameters.values()]
+        here = [one for one in self._model.parameters.values() if isinstance(one, VirtualTensor)]  # others have left
+        values = [(one._cell.value, one.nbytes) for one in here]
         return [(value.ref, num_bytes) for value, num_bytes in values if isinstance(value, OnWorkers)]
 
     def placement_of(self, ref: StateRef) -> str | None:
