@@ -114,3 +114,48 @@ def test_a_mask_of_as_many_steps_as_there_are_rows_stays_whole():
         return trace + [parameter.detach() for parameter in model.parameters()]
 
     assert_same(*on_both(train))
+
+
+class Queue(nn.Module):
+    """Compares its rows with those of earlier batches, which it keeps in a ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.register_buffer("kept", F.normalize(torch.randn(4, 3 * ROWS), dim=0))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        queries = F.normalize(self.queries(x), dim=1)
+        with torch.no_grad():
+            keys = F.normalize(self.keys(other), dim=1)
+        same = (queries * keys).sum(1, keepdim=True)
+        scores = torch.cat([same, queries @ self.kept.clone().detach()], 1) / 0.2
+        self.keep(keys)
+        return scores, torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+
+    @torch.no_grad()
+    def keep(self, keys: Tensor) -> None:
+        rows, place = keys.shape[0], int(self.place)
+        assert self.kept.shape[1] % rows == 0
+        self.kept[:, place : place + rows] = keys.T
+        self.place[0] = (place + rows) % self.kept.shape[1]
+
+
+def test_a_ring_of_rows_goes_on_by_the_rows_of_the_batch():
+    torch.manual_seed(0)
+    x, other = torch.randn(2, 5, ROWS, 6)
+
+    def train(device: str) -> list[Tensor]:
+        model = Queue().to(device)
+        optimizer, trace = torch.optim.SGD(model.queries.parameters(), lr=0.5), []
+        for given in zip(x, other):
+            scores, wanted = model(*(one.to(device) for one in given))
+            loss = F.cross_entropy(scores, wanted)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss.detach())
+        return [*trace, *(value.detach() for value in model.state_dict().values())]
+
+    assert_same(*on_both(train))

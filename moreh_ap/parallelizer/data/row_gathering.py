@@ -32,9 +32,10 @@ from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, SumOverWorkers, all_gather
 from moreh_ap.parallelizer.data.call_sites import GATHERING, is_called_by, site_of_call
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
-from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of, map_leaves
+from moreh_ap.parallelizer.data.torch_calls import asks_for_sizes, function_name, is_question, leaves_of, map_leaves
 from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, Diverged, call_site
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.row_dims.row_numbers import RowCount, RowNumber, row_sizes
 from moreh_ap.protocol.batch import row_range
 
 
@@ -66,24 +67,6 @@ class Rows(NamedTuple):
 SHARE = "share"
 Placement = Rows | str | None
 """Where a tensor's entries are: its `Rows`, `SHARE`, or None for one device's tensor."""
-
-
-class RowCount(NamedTuple):
-    """A number among the arguments of a call that follows the number of rows: `len(x)`, `2 * len(x)`, `len(x) - 1`.
-
-    Attributes:
-        position: Of the number, counted over all leaves of the arguments.
-        multiple: Of the number of rows.
-        added: What is added to that.
-    """
-
-    position: int
-    multiple: int
-    added: int = 0
-
-    def of(self, rows: int) -> int:
-        """Returns the number for so many rows."""
-        return self.multiple * rows + self.added
 
 
 @dataclass(frozen=True)
@@ -261,13 +244,23 @@ class GatheringReduction(JoinedReduction):
         if self._inside is not None:
             return self._run(self._inside, func, args, kwargs)
         if is_question(func):
-            return func(*args, **kwargs)
+            return self._asked(func, args, kwargs)
         given = [self._placements.get(leaf) for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(given) and is_called_by(GATHERING):
             return OwnDevice.__torch_function__(self, func, types, args, kwargs)
         step = self._next(function_name(func), args, kwargs)
         args, kwargs, placements = self._prepare(step, args, kwargs)
         return self._placed(step, self._run(has_first_rows(placements), func, args, kwargs))
+
+    def _asked(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what a tensor is asked for; a size with rows knows that of the whole batch."""
+        answer = func(*args, **kwargs)
+        placement = self._placements.get(args[0]) if asks_for_sizes(func) else None
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if not isinstance(placement, Rows) or dim not in (None, placement.dim, placement.dim - args[0].ndim):
+            return answer
+        own, everyone = self._stop - self._start, self._gathering.rows
+        return row_sizes(answer, placement.dim, lambda number: number // own * everyone)
 
     def _run(self, takes_means: bool, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function. Means over dim 0 of what has its rows elsewhere, or is one device's, are not over rows."""
@@ -323,6 +316,8 @@ class GatheringReduction(JoinedReduction):
                 placements.append(placement)
             elif position in counts:
                 # A number may come from a tensor that has this worker's rows, or from one that has all.
+                if isinstance(leaf, RowNumber):
+                    return leaf.everyone if step.for_all else int(leaf)
                 if leaf not in (counts[position].of(own), counts[position].of(everyone)):
                     raise Diverged(f"{step.name} gets other numbers than when it was tried on a few rows")
                 return counts[position].of(everyone if step.for_all else own)

@@ -38,6 +38,12 @@ def is_question(func: Callable[..., Any]) -> bool:
     return name in _QUESTIONS or (name.startswith("is_") and name != "is_nonzero")
 
 
+def asks_for_sizes(func: Callable[..., Any]) -> bool:
+    """Says whether a torch function asks a tensor for its sizes, or for one of them."""
+    name = getattr(func, "__name__", "")
+    return name == "size" or (name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "shape")
+
+
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Returns arguments of a torch function with `function` applied to each leaf, in a fixed order."""
     if isinstance(value, slice):

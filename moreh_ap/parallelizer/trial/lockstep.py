@@ -27,12 +27,12 @@ from moreh_ap.parallelizer.data.module_calls import Original, module_step, seein
 from moreh_ap.parallelizer.data.row_gathering import (
     Placement,
     Placements,
-    RowCount,
     Rows,
     Step,
 )
 from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.trial.dry_run import Refused, state_restored
 from moreh_ap.parallelizer.trial.function_trial import DRAWS, Double, Trial, cut, tensors_of, with_numbers
 from moreh_ap.parallelizer.trial.recorded_calls import Called
