@@ -53,10 +53,10 @@ class Penalised(Block):
 
 
 class Gathering(Block):
-    """Each row needs those of the others."""
+    """Each row needs those of the others, along whichever dim rows are."""
 
     def forward(self, hidden_BTH):
-        return super().forward(hidden_BTH) + hidden_BTH.softmax(0)
+        return super().forward(hidden_BTH) + hidden_BTH.softmax(0) + hidden_BTH.softmax(1)
 
 
 class Deciding(Block):

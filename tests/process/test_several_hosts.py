@@ -19,6 +19,8 @@ import pytest
 import torch
 from hosts_lab import ADDRESSES, MISSING, MISSING_FOR_SLURM, Lab, loopback_agents
 
+from moreh_ap.session.checkpoint.folder_lock import LOCK_FILE
+
 SCRIPTS = Path(__file__).parent / "scripts"
 PLANS = ("replicate=4", "shard=4", "tensor=2,replicate=2", "pipeline=2,replicate=2")
 SAVED_BY = (0, 2)  # of each stage of the last plan, the first replica
@@ -63,7 +65,8 @@ def test_numbers_of_one_process_by_ssh_with_a_script_and_a_model_that_one_host_l
     code, said = lab.run(script, results, checkpoint, *PLANS, cwd=folder, TMPDIR=str(temporary))
     assert code == 0, said
     assert lab.wait_until_empty() == {}
-    kinds = sorted(path.name.partition("-")[2] or path.name for path in checkpoint.iterdir())
+    saved = (path.name for path in checkpoint.iterdir() if path.name != LOCK_FILE)
+    kinds = sorted(name.partition("-")[2] or name for name in saved)
     assert kinds == ["checkpoint.json", *(f"worker{rank}.safetensors" for rank in SAVED_BY)]  # host b does not share it
     alone, more = lab.run(script, lab.shared / "alone", checkpoint, cwd=folder, MOREH_HOSTS="")
     assert alone == 0, more
