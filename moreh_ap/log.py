@@ -293,7 +293,7 @@ def own_process_line(name: str, step_megaflops: float, num_devices: int) -> str:
     """Returns the line for a model that is too small for workers."""
     return (
         f"{name} runs in this process: a step of {step_megaflops:.2g} MFLOP takes less time than messages to "
-        f"{num_devices} workers take (a larger call moves it to them)"
+        f"{num_devices} {'workers' if num_devices > 1 else 'worker'} take (a larger call moves it there)"
     )
 
 
