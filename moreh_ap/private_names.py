@@ -169,6 +169,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.cuda._lazy_init", "device/cuda parallelizer/data"),
     ),
     *_names(
+        "Replaced: workers unscale the gradients of an optimizer at once.",
+        ("torch.amp.GradScaler._unscale_grads_", "device/patches"),
+    ),
+    *_names(
         "Replaced for tests with several workers on one GPU: gloo ends the process where DTensor gathers.",
         ("torch.distributed._functional_collectives", "runtime"),
         ("torch.distributed._functional_collectives.all_gather_tensor", ""),

@@ -134,6 +134,9 @@ class SessionBackend:
         clipped = clipping.clip_on_workers(self._session, parameters, max_norm, total_norm)
         return None if clipped else NotImplemented
 
+    def unscale_gradients(self, parameters: list[Tensor], found: Tensor, inverse_scale: Tensor) -> bool:
+        return clipping.unscale_on_workers(self._session, parameters, found, inverse_scale)
+
     def gradients(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         return autograd_api.gradients(func, args, kwargs)
 

@@ -156,7 +156,11 @@ class StateHolder:
         """Has the workers unscale gradients; `found`, which says whether one is not finite, stays there until read."""
         values = [gradient._cell.value for gradient in gradients if isinstance(gradient, VirtualTensor)]
         refs = tuple(value.ref for value in values if isinstance(value, OnWorkers))
-        if len(refs) < len(gradients) or not isinstance(found, VirtualTensor) or found._cell.has_views:
+        return self.unscale(refs, found, inverse_scale) if len(refs) == len(gradients) else NotImplemented
+
+    def unscale(self, refs: tuple[StateRef, ...], found: Any, inverse_scale: Any) -> Any:
+        """Has the workers unscale the gradients of these names; NotImplemented if `found` cannot stay there."""
+        if not isinstance(found, VirtualTensor) or found._cell.has_views:
             return NotImplemented
         outbox = self.session.outbox
         value = ReadOnce(StateHolder(self.session), StateRef("session", "found", str(outbox.new_id())))

@@ -9,6 +9,7 @@ from test_one_line_training import assert_same, batches, on_both
 from torch import nn
 
 from moreh_ap.protocol.messages.state import ReadState, UnscaleGradients, WriteState
+from moreh_ap.session.models.parameter_gradients import Gradients
 
 PLANS = ["replicate=2", "shard=2", "tensor=2", "pipeline=2, micro_batches=2"]
 OPTIMIZERS = {
@@ -62,6 +63,14 @@ def test_gradients_do_not_travel_for_a_scaler(session, fused):
     read = [ref.kind for command in sent if isinstance(command, ReadState) for ref in command.refs]
     assert read.count("grad") == 0 and read.count("found") == 6  # a step waits once, as on one device
     assert not any(isinstance(command, WriteState) for command in sent)
+
+
+def test_a_scaler_looks_at_no_gradient(monkeypatch):
+    """PyTorch looks five times at each, and waits for the backward at the first."""
+    looked = []
+    monkeypatch.setattr(Gradients, "get", lambda gradients, name: looked.append(name))
+    _, weights = scaled_steps("cuda", OPTIMIZERS["sgd"])
+    assert not looked and len(weights) > 8
 
 
 def test_a_fused_step_of_sgd_without_a_scaler(session):

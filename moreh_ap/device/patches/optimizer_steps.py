@@ -41,6 +41,7 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
     original = group.replace(nn.Module, "zero_grad", zero_grad)
     _refuse_native_optimizers(group)
     _redirect_clipping(group, backend)
+    _redirect_unscaling(group, backend)
 
 
 def _refuse_native_optimizers(group: PatchGroup) -> None:
@@ -93,3 +94,17 @@ def _redirect_clipping(group: PatchGroup, backend: WorkerBackend) -> None:
 
     original_norm = group.replace(module, "_get_total_norm", get_total_norm)
     original_clip = group.replace(module, "_clip_grads_with_norm_", clip_grads_with_norm)
+
+
+def _redirect_unscaling(group: PatchGroup, backend: WorkerBackend) -> None:
+    def unscale_grads(
+        scaler: Any, optimizer: torch.optim.Optimizer, inverse_scale: Tensor, found: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Has the workers unscale all gradients of an optimizer at once: PyTorch looks five times at each of them."""
+        parameters = [one for listed in optimizer.param_groups for one in listed["params"]]
+        if backend.unscale_gradients(parameters, found, inverse_scale):
+            return {found.device: found}
+        unscaled: dict[torch.device, Tensor] = original(scaler, optimizer, inverse_scale, found, allow_fp16)
+        return unscaled
+
+    original = group.replace(torch.amp.GradScaler, "_unscale_grads_", unscale_grads)

@@ -1,4 +1,4 @@
-"""Gradient clipping on the workers: the norm over all workers, then one scaling; the controller waits for neither."""
+"""Gradients that the workers clip and unscale: the controller reads none of them, and waits for none."""
 
 from __future__ import annotations
 
@@ -112,6 +112,18 @@ def clip_on_workers(session: Session, parameters: list[Tensor], max_norm: float,
         return False
     session.outbox.post(ClipGradients(session.outbox.list_id(refs), float(max_norm), total_norm._cell.value.ref))
     return True
+
+
+def unscale_on_workers(session: Session, parameters: list[Tensor], found: Tensor, inverse_scale: Tensor) -> bool:
+    """Unscales the gradients of the parameters of one model without a look at each of them, as `GradScaler` does.
+
+    Returns:
+        False if nothing was done: they are not those of one model on the workers, or float16.
+    """
+    if session.check is not None or any(parameter.dtype == torch.float16 for parameter in parameters):
+        return False
+    of_model = _gradients_of(parameters)
+    return of_model is not None and StateHolder(session).unscale(of_model[0], found, inverse_scale) is None
 
 
 def _refs(tensors: list[Tensor]) -> tuple[StateRef, ...]:
