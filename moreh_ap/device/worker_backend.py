@@ -108,7 +108,7 @@ class WorkerBackend(Protocol):
         """Replaces `torch.nn.utils.clip_grads_with_norm_`."""
 
     def unscale_gradients(self, parameters: list[Tensor], found: Tensor, inverse_scale: Tensor) -> bool:
-        """Unscales gradients on the workers, which note in `found` whether one is not finite; False if it did nothing."""
+        """Unscales gradients on the workers; they note in `found` whether one is not finite. False: it did nothing."""
 
     def gradients(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Replaces `torch.autograd.grad`."""
