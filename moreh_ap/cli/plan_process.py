@@ -4,7 +4,8 @@ Decides how it begins and ends. Must not know what it does.
 
 [Note: a process of its own]
 A script may start threads and processes, and register what runs at the end. So it runs in a process and a session of
-its own, which ends without running any of that, and whose group is ended with it.
+its own, which ends without running any of that, and whose group is ended with it. Should the command be killed, the
+kernel ends that process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from typing import Any
+
+from moreh_ap.runtime.child_process import end_with
 
 _GOES_S = 3.0
 
@@ -28,7 +32,12 @@ def in_a_process(options: dict[str, Any], script: str, arguments: list[str]) -> 
         script: The file.
         arguments: Those of the script.
     """
-    child = subprocess.Popen(_command(options, script, arguments), stdin=subprocess.DEVNULL, start_new_session=True)
+    child = subprocess.Popen(
+        _command(options, script, arguments),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=partial(end_with, os.getpid()) if sys.platform == "linux" else None,
+    )
     try:
         return child.wait()
     except KeyboardInterrupt:

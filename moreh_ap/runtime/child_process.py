@@ -10,7 +10,9 @@ reported, five scripts running at once on two cores (22 November 2026).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import struct
 import sys
 
@@ -18,6 +20,16 @@ import sys
 _PIDFD_INFO = struct.Struct("=QQ11Ii")  # the mask first, the exit status last
 _PIDFD_INFO_EXIT = 1 << 3
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
+
+
+_PR_SET_PDEATHSIG = 1  # Source: Linux, include/uapi/linux/prctl.h
+
+
+def end_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Child:

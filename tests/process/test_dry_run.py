@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from tutorial_files import make_tutorial_files
 from user_script import SCRIPTS, UserScript
@@ -97,3 +98,16 @@ def test_ctrl_c_ends_the_script_and_all_that_it_started(tmp_path):
         asked.process.send_signal(signal.SIGINT)
         assert asked.process.wait(60) == 130 and asked.err.endswith("stopped\n")
         assert not asked.processes()
+
+
+def test_a_killed_command_leaves_no_script_behind(tmp_path):
+    with UserScript(*PLAN, "--devices", "8xH100", STRANGER, "--waits", cwd=tmp_path) as asked:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "child").is_file() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        (planned,) = (
+            one for one in psutil.Process(asked.process.pid).children() if "plan_script" in " ".join(one.cmdline())
+        )
+        asked.process.kill()
+        assert asked.process.wait(60) == -signal.SIGKILL
+        planned.wait(10)

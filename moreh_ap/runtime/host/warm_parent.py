@@ -17,7 +17,6 @@ ends, and each worker imports that module itself.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
@@ -33,7 +32,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1  # Source: Linux, include/uapi/linux/prctl.h
+from moreh_ap.runtime.child_process import end_with
+
 _UNFIT = 3  # exit code of a process that must not be forked
 _OWN = ("torch", "moreh_ap")  # packages whose modules start no threads
 _BACKLOG = 1024  # clients that may wait while this process imports
@@ -102,7 +102,7 @@ def fork(path: str, imports: Sequence[str], controller_fd: int) -> list[str] | N
         listener.listen(_BACKLOG)
         agent = os.getpid()
         if os.fork() == 0:
-            _end_with(agent)
+            end_with(agent)
             nothing = os.open(os.devnull, os.O_RDWR)
             os.dup2(nothing, 0)
             os.dup2(nothing, 1)
@@ -157,7 +157,7 @@ class _WarmParent:
         original = os.getpid()
         copy = os.fork()
         if copy == 0:
-            _end_with(original)
+            end_with(original)
             _import(name)
             if _is_fit():
                 return True
@@ -213,7 +213,7 @@ def _forked_worker() -> int:
     worker = os.fork()
     if worker == 0:
         os.setpgid(0, 0)
-        _end_with(original)
+        end_with(original)
     else:
         with suppress(ProcessLookupError):  # it has ended
             os.setpgid(worker, worker)
@@ -262,13 +262,6 @@ def _can_serve() -> bool:
 
 def _num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-def _end_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _request(connection: socket.socket) -> dict[str, Any] | None:
