@@ -90,11 +90,15 @@ def test_misuse_is_explained_in_four_lines_without_secrets(words, said, tmp_path
     assert "very-secret" not in asked.err + asked.out
 
 
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.is_file() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def test_ctrl_c_ends_the_script_and_all_that_it_started(tmp_path):
     with UserScript(*PLAN, "--devices", "8xH100", STRANGER, "--waits", cwd=tmp_path) as asked:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "child").is_file() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for_file(tmp_path / "child")
         asked.process.send_signal(signal.SIGINT)
         assert asked.process.wait(60) == 130 and asked.err.endswith("stopped\n")
         assert not asked.processes()
@@ -102,9 +106,7 @@ def test_ctrl_c_ends_the_script_and_all_that_it_started(tmp_path):
 
 def test_a_killed_command_leaves_no_script_behind(tmp_path):
     with UserScript(*PLAN, "--devices", "8xH100", STRANGER, "--waits", cwd=tmp_path) as asked:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "child").is_file() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for_file(tmp_path / "child")
         (planned,) = (
             one for one in psutil.Process(asked.process.pid).children() if "plan_script" in " ".join(one.cmdline())
         )

@@ -17,6 +17,14 @@ def session(request, accelerator):
     return accelerator(request.param, strict=True)  # a call that every device computes whole is an error
 
 
+def stepped(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """Takes a step; returns the loss without its history."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 class Actor(nn.Module):
     """Returns a distribution for each row, of actions that are numbers or choices, and a value."""
 
@@ -49,10 +57,7 @@ def test_distributions_are_those_of_all_rows(kind):
             chosen, gains = found.log_prob(actions.to(device)), gains.to(device)
             chosen = chosen.sum(-1) if kind == "numbers" else chosen
             loss = -(chosen * gains).mean() + F.mse_loss(value, gains) - 0.01 * found.entropy().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            trace.append(loss.detach())
+            trace.append(stepped(optimizer, loss))
         return trace + [parameter.detach() for parameter in model.parameters()]
 
     assert_same(*on_both(train))
@@ -107,10 +112,7 @@ def test_a_mask_of_as_many_steps_as_there_are_rows_stays_whole():
         for given, next_words in zip(words, wanted):
             scores = model(given.to(device), mask.to(device))
             loss = F.cross_entropy(scores.flatten(0, 1), next_words.flatten().to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            trace.append(loss.detach())
+            trace.append(stepped(optimizer, loss))
         return trace + [parameter.detach() for parameter in model.parameters()]
 
     assert_same(*on_both(train))
@@ -152,10 +154,7 @@ def test_a_ring_of_rows_goes_on_by_the_rows_of_the_batch():
         for given in zip(x, other):
             scores, wanted = model(*(one.to(device) for one in given))
             loss = F.cross_entropy(scores, wanted)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            trace.append(loss.detach())
+            trace.append(stepped(optimizer, loss))
         return [*trace, *(value.detach() for value in model.state_dict().values())]
 
     assert_same(*on_both(train))
