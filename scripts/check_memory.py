@@ -24,6 +24,7 @@ What differs from a worker on a GPU, and why:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -188,6 +189,7 @@ def track(
         mock.patch.object(loading, "_allocate_in_place", lambda tensors, _device: set(map(id, tensors))),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
         mock.patch.object(loading, "HOST", torch.device(_HOST)),
+        mock.patch.object(loading, "on_own_device", contextlib.nullcontext),  # "cuda" is not this worker's device here
         mock.patch.object(FSDPParamGroup, "_validate_cpu_offload_params"),
         _host_memory(),
     ):
