@@ -32,7 +32,7 @@ class Words(NamedTuple):
     head: str
     titles: dict[str, str]
     stale: str
-    current: str
+    commands: str
     pairs: str
     span: str
     covered: str
@@ -42,7 +42,7 @@ class Words(NamedTuple):
 
 
 ENGLISH = Words(
-    "| figure | command | median | interval of the median | two equal runs | aim | measured | code |",
+    "| figure | median | interval of the median | two equal runs | aim | measured |",
     {
         "ddp": "step time, against torchrun DDP",
         "startup": "start of the process to the end of the first step, against torchrun DDP",
@@ -56,17 +56,17 @@ ENGLISH = Words(
         "hosts": "step time on two hosts with one worker each, against `torchrun --nnodes 2`",
         "planner": "the planner's choice among all plans",
     },
-    "**stale**: changed since",
-    "unchanged",
+    "**stale**: the code has changed since",
+    "The commands, in `scripts`:",
     "pairs: {pairs}",
     "{low} to {high}",
     "{span} ({coverage:.0%})",
     "not measured",
-    "Measured on {machine}; {versions}; load {load} at the beginning. Losses differ by {losses:.0e} at most.",
-    "### {title} { #figure-NAME }\n\n{measured}, `{command}`. Code: {code}.",
+    "{names}Measured on {machine}; {versions}; load {load} at the beginning. Losses differ by {losses} at most.",
+    "### {title} { #figure-NAME }\n\n`{command}`, {measured}.",
 )
 KOREAN = Words(
-    "| 수치 | 명령 | 중앙값 | 중앙값의 구간 | 같은 두 실행 | 목표 | 측정 | 코드 |",
+    "| 수치 | 중앙값 | 중앙값의 구간 | 같은 두 실행 | 목표 | 측정 |",
     {
         "ddp": "스텝 시간, torchrun DDP와 비교",
         "startup": "프로세스 시작부터 첫 스텝의 끝까지, torchrun DDP와 비교",
@@ -80,14 +80,14 @@ KOREAN = Words(
         "hosts": "워커가 하나씩인 두 호스트의 스텝 시간, `torchrun --nnodes 2`와 비교",
         "planner": "모든 플랜 가운데 플래너의 선택",
     },
-    "**낡음**: 그 뒤에 바뀜",
-    "바뀌지 않음",
+    "**낡음**: 그 뒤에 코드가 바뀜",
+    "`scripts`에 있는 명령은 다음과 같습니다.",
     "{pairs}쌍",
     "{low}~{high}",
     "{span} ({coverage:.0%})",
     "측정하지 않음",
-    "측정한 장비: {machine}. {versions}. 시작할 때의 부하 {load}. 손실의 차이는 최대 {losses:.0e}입니다.",
-    "### {title} { #figure-NAME }\n\n{measured}, `{command}`. 코드: {code}.",
+    "{names}측정한 장비: {machine}. {versions}. 시작할 때의 부하 {load}. 손실의 차이는 최대 {losses}입니다.",
+    "### {title} { #figure-NAME }\n\n`{command}`, {measured}.",
 )
 LANGUAGES = {"": ENGLISH, ".ko": KOREAN}
 AIMS = {"startup": "x1.10", "empty": "+2.0 ms"}
@@ -140,26 +140,54 @@ def is_stale(name: str, entry: Mapping[str, Any]) -> bool:
 def part_of(results: Mapping[str, Any], words: Words) -> str:
     """Returns the generated part of the page, between the marks."""
     rows = [words.head, "|---" * (words.head.count("|") - 1) + "|"]
-    notes, printed = [], []
+    commands: dict[str, list[str]] = {}
+    printed = []
     for name in FIGURES:
         if name not in results:
             continue
         entry = results[name]
-        code = words.stale if is_stale(name, entry) else words.current
-        measured = ", ".join([entry["date"], *([f"`{entry['commit']}`"] if entry["commit"] else [])])
+        said = [entry["date"], f"`{entry['commit']}`" if entry["commit"] else "", is_stale(name, entry) and words.stale]
+        measured = ", ".join(filter(None, said))
         if "printed" in entry:
-            values = {"title": words.titles[name], "measured": measured, "command": entry["command"], "code": code}
+            values = {"title": words.titles[name], "measured": measured, "command": entry["command"]}
             text = words.printed.replace("{ #figure-NAME }", f"{{{{ #figure-{name} }}}}").format(**values)
-            printed.append("\n".join([text, "", "```text", *entry["printed"], "```"]))
+            shown = table_of(entry["printed"]) or ["```text", *entry["printed"], "```"]
+            printed.append("\n".join([text, "", *shown]))
         else:
-            rows.append(_row(name, entry, words, measured, code))
-        if "machine" in entry:
-            losses = entry.get("losses_differ_by", 0.0)
-            notes.append(words.circumstances.format(**{**entry, "losses": losses}))
-    return "\n\n".join(["\n".join(rows), *dict.fromkeys(notes), *printed])
+            rows.append(_row(name, entry, words, measured))
+            commands.setdefault(entry["command"], []).append(words.titles[name])
+    listed = [f"- {'; '.join(titles)}: `{command}`" for command, titles in commands.items()]
+    parts = ["\n".join(rows), *_circumstances(results, words), words.commands, "\n".join(listed), *printed]
+    return "\n\n".join(parts)
 
 
-def _row(name: str, entry: Mapping[str, Any], words: Words, measured: str, code: str) -> str:
+def table_of(lines: Sequence[str]) -> list[str]:
+    """Returns a table of box characters as a Markdown table; nothing where lines are something else."""
+    if not lines or any(line[:1] not in set("┏┃┡│└") for line in lines):
+        return []
+    rows = [[cell.strip() for cell in line[1:-1].split(line[0])] for line in lines if line[0] in "┃│"]
+    head, *rest = (f"| {' | '.join(row)} |" for row in rows)
+    return [head, "|---" * len(rows[0]) + "|", *rest]
+
+
+def _circumstances(results: Mapping[str, Any], words: Words) -> list[str]:
+    """Returns a sentence for each machine with its versions; it names its figures where there are several machines."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name in FIGURES:
+        if "machine" in results.get(name, ()):
+            alike.setdefault((results[name]["machine"], results[name]["versions"]), []).append(name)
+    said = []
+    for (machine, versions), names in alike.items():
+        loads = sorted({results[name]["load"] for name in names})
+        load = words.span.format(low=loads[0], high=loads[-1]) if len(loads) > 1 else loads[0]
+        losses = max(results[name].get("losses_differ_by", 0.0) for name in names)
+        titles = "; ".join(words.titles[name] for name in names) + ": " if len(alike) > 1 else ""
+        values = {"names": titles, "machine": machine, "versions": versions, "load": load}
+        said.append(words.circumstances.format(**values, losses=f"{losses:.0e}" if losses else "0"))
+    return said
+
+
+def _row(name: str, entry: Mapping[str, Any], words: Words, measured: str) -> str:
     shown = "{:+.1f} ms".format if entry["mode"] == "empty" else "x{:.2f}".format
     equal = words.no_neighbours
     if "runs" in entry:
@@ -172,8 +200,8 @@ def _row(name: str, entry: Mapping[str, Any], words: Words, measured: str, code:
         median, num_pairs, low, high = (entry[key] for key in ("median", "pairs", "low", "high"))
         coverage = interval([0.0] * num_pairs)[2]
     span = words.covered.format(span=words.span.format(low=shown(low), high=shown(high)), coverage=coverage)
-    cells = [words.titles[name], f"`{entry['command']}`", f"{shown(median)}, {words.pairs.format(pairs=num_pairs)}"]
-    return f"| {' | '.join([*cells, span, equal, AIMS.get(name, 'x1.00'), measured, code])} |"
+    cells = [words.titles[name], f"{shown(median)}, {words.pairs.format(pairs=num_pairs)}"]
+    return f"| {' | '.join([*cells, span, equal, AIMS.get(name, 'x1.00'), measured])} |"
 
 
 def page_of(page: str, results: Mapping[str, Any], words: Words) -> str:

@@ -154,3 +154,24 @@ def test_an_unknown_figure_is_refused(tools, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         tools.bench.main()
     assert "no figure is called speed: there are ddp" in capsys.readouterr().err
+
+
+def test_figures_that_were_measured_alike_share_one_line(tools, tmp_path, code, monkeypatch):
+    monkeypatch.setattr(tools.page, "is_stale", lambda name, entry: False)
+    shared = {"machine": "2 x Processor, 24 GiB", "versions": "torch 2"}
+    results = {
+        "ddp": entry(tools, tmp_path, **shared, load=0.5, losses_differ_by=1e-7),
+        "fsdp": entry(tools, tmp_path, **shared, load=2.0, losses_differ_by=0.0),
+    }
+    page = tools.page.part_of(results, tools.page.ENGLISH)
+    assert page.count("Measured on") == 1 and "0.5 to 2.0" in page and "1e-07" in page
+    results["tensor"] = entry(tools, tmp_path, machine="another", versions="torch 2", load=1.0)
+    page = tools.page.part_of(results, tools.page.ENGLISH)
+    assert page.count("Measured on") == 2
+    assert f"{tools.page.ENGLISH.titles['tensor']}: Measured on another" in page
+
+
+def test_a_table_of_box_characters_becomes_one_of_the_page(tools):
+    lines = ["┏━━━┳━━━┓", "┃ a ┃ b ┃", "┡━━━╇━━━┩", "│ 1 │ 2 │", "└───┴───┘"]
+    assert tools.page.table_of(lines) == ["| a | b |", "|---|---|", "| 1 | 2 |"]
+    assert tools.page.table_of(["round 1: 2 s", *lines]) == []
