@@ -14,6 +14,22 @@ from moreh_ap import errors
 
 HANGUL = re.compile(r"[가-힣]")
 
+OTHER_WORDS = {
+    "그래디언트": "기울기",
+    "경사도": "기울기",
+    "머신": "장비",
+    "기계에서": "장비에서",
+    "층 ": "레이어",
+    "너비": "폭",
+    "순전파와 역방향": "순전파와 역전파",
+    "스텝을 밟": "스텝을 진행",
+    "최적화기": "옵티마이저",
+    "쪼개": "분할",
+    "해요.": "합니다.",
+    "세요.": "십시오.",
+}
+"""Words and endings that Korean pages do not use, and those of the glossary in their place."""
+
 
 def test_languages_have_the_same_pages():
     pages = source_pages()
@@ -108,6 +124,17 @@ def test_api_reference_has_every_public_name(site):
     for language in LANGUAGES:
         page = site.page(site.folder / place("reference/api.md", language) / "index.html")
         assert names - page.ids == set()
+
+
+def test_korean_pages_use_one_word_for_a_term():
+    pages = [DOCS / name.replace(".md", ".ko.md") for name in source_pages()["ko"]]
+    pages += (ROOT / "tutorials" / "notebooks").glob("*.ko.md")
+    assert len(pages) >= 30
+    problems = []
+    for page in pages:
+        prose = re.sub(r"^(```+).*?^\1|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        problems += [f"{page.name}: {word}, not {right}" for word, right in OTHER_WORDS.items() if word in prose]
+    assert problems == []
 
 
 def test_nothing_is_left_to_fill_in():
