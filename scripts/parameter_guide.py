@@ -14,27 +14,19 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from parameter_guide_words import LANGUAGES, Words
+from plan_questions import RATIO, answer_for
 
-from moreh_ap.errors import PlanError
 from moreh_ap.flavours import FLAVOURS
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.hardware import find_cluster
 from moreh_ap.planner.cost.memory_footprint import estimate_memory
-from moreh_ap.planner.profiles.known_models import find_model
-from moreh_ap.planner.profiles.transformer_shape import profile_of
 from moreh_ap.planner.search.candidate import Candidate, evaluate_plan
-from moreh_ap.planner.search.constraints import Constraints
-from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import Task
-from moreh_ap.planner.search.search_space import tensor_degrees_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "reference" / "parameter-guide.md"
-RATIO = 80
 
 
 TUTORIALS = ("Cerebras-GPT-13B", "Mistral-7B", "Llama2-13B", "Llama3-70B")
@@ -91,25 +83,6 @@ FLAVOURS_OF_70B = [("2xLarge.1024GB", 256, 1024), ("4xLarge.2048GB", 256, 1024),
 MODELS = ("SmolLM2-1.7B", "Mistral-7B", "Llama3-8B", "Llama2-13B", "Qwen2.5-32B", "Llama3-70B")
 ACCELERATORS = ("16xMI250", "32xMI250", "64xMI250", "8xA100", "8xH100", "64xH100")
 SHAPES = ((256, 1024), (64, 4096))
-
-
-def task_for(model: str, devices: str, batch: int, length: int) -> Task:
-    """Returns what is asked of the planner for one cell."""
-    shape, cluster = find_model(model).shape, find_cluster(devices)
-    constraints = Constraints(
-        memory_usage_correction_ratio=RATIO, tensor_degrees=tensor_degrees_of(shape, cluster.num_devices)
-    )
-    return Task(profile_of(shape, length), cluster, batch, constraints)
-
-
-@cache
-def answer_for(model: str, devices: str, batch: int, length: int) -> tuple[Task, Candidate | None]:
-    """Returns what is asked for one cell, and what the planner chooses; None if nothing fits."""
-    task = task_for(model, devices, batch, length)
-    try:
-        return task, search(task).best
-    except PlanError:
-        return task, None
 
 
 def sum_mib(task: Task, plan: Plan) -> float:

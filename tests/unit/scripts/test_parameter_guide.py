@@ -71,7 +71,7 @@ def _replaced(cell, said):
 
 def test_a_published_plan_is_weighed_as_it_is_written(guide):
     model, devices, batch, plan, _ = guide.SPEEDS[2]
-    task = guide.task_for(model, f"{devices}xMI250", batch, 1024)
+    task, _ = guide.answer_for(model, f"{devices}xMI250", batch, 1024)
     candidate = evaluate_plan(task, Plan.parse(plan))
     said = candidate.plan.platform_line(batch)
     assert said.startswith("num_stages : 8, num_micro_batches : 64, batch_per_device : 1, No TP")
