@@ -32,6 +32,7 @@ PROMISED = {
     "changing_the_number_of_devices",
     "from_ddp_to_one_line",
     "fine_tune_save_generate",
+    "lora_adapters",
     "what_the_planner_predicts",
 }
 
