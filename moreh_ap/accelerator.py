@@ -21,10 +21,12 @@ from moreh_ap.local import logger
 from moreh_ap.local.jobs import Job
 from moreh_ap.patching import Patches
 from moreh_ap.runtime import gpu_checks
+from moreh_ap.runtime.launcher import Launcher
 from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
-from moreh_ap.runtime.worker_environment import device_ids, workers_per_gpu
+from moreh_ap.runtime.worker_environment import IGNORES_SIGTERM_VARIABLE, device_ids, workers_per_gpu
 from moreh_ap.runtime.worker_group import MakeLauncher, WorkerGroup
 from moreh_ap.session import run_report
+from moreh_ap.session.checkpoint.autosave import AutoSave
 from moreh_ap.session.model_registry import ModelRegistry
 from moreh_ap.session.planning import device_count
 from moreh_ap.session.replay_rules import SessionReplayRules
@@ -115,6 +117,9 @@ class Accelerator:
                 if state.enter(AcceleratorState.READY, only_from=AcceleratorState.STARTING) and pool is None:
                     job.has_workers(workers.pids)
 
+            launcher = None if pool is None else pool.launcher
+            if launcher is None and options.autosave_folder:
+                launcher = functools.partial(Launcher, agent_variables={IGNORES_SIGTERM_VARIABLE: "1"})
             workers = make(
                 count,
                 device_type=device_type,
@@ -122,7 +127,7 @@ class Accelerator:
                 preimport=("moreh_ap.runtime.worker.executor", *_SLOW_IMPORTS),
                 on_progress=on_progress,
                 visible_devices=visible_devices,
-                make_launcher=None if pool is None else pool.launcher,
+                make_launcher=launcher,
                 shares_memory=pool is None,
             )
             made.set()
@@ -140,6 +145,10 @@ class Accelerator:
         self.models = ModelRegistry(self.session)
         self._patches = redirect(self.session, self.models)
         self._report = run_report.RunReport(self.session, report_folder, is_traced=is_traced) if is_reported else None
+        self._autosave: AutoSave | None = None
+        if options.autosave_folder and is_traced_here():
+            autosave_folder = str(Path(options.autosave_folder).absolute())  # scripts may go to another folder
+            self._autosave = AutoSave(self.session, autosave_folder, 60.0 * options.autosave_minutes)
         self._tracer: StepTracer | None = None
         if is_traced:
 
@@ -154,6 +163,8 @@ class Accelerator:
 
     def close(self) -> None:
         """Undo the redirections and end the workers."""
+        if self._autosave is not None:
+            self._autosave.close()
         if self._tracer is not None:
             self._tracer.close()
         if self._report is not None:

@@ -16,6 +16,7 @@ from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.settings import (
     Options,
+    check_autosave,
     check_bool,
     check_bool_or_auto,
     check_count,
@@ -42,6 +43,7 @@ def enable_advanced_parallelization(
     hosts: str | Sequence[str] | None = None,
     report: bool | str | os.PathLike[str] = False,
     recovery: Literal["off", "memory", "auto"] | None = None,
+    autosave: str | os.PathLike[str] | None = None,
 ) -> None:
     """Makes "cuda" mean all devices of this machine, used as one accelerator, for the rest of the process.
 
@@ -74,6 +76,9 @@ def enable_advanced_parallelization(
         recovery: "memory" keeps what workers were told, so that others take over where one is lost, and the training
             goes on with the same numbers; "auto" does so where that is possible, "off" never. Default:
             `MOREH_RECOVERY`, else "off".
+        autosave: A folder into which checkpoints of all models and optimizers that train are saved every ten minutes
+            (`MOREH_AUTOSAVE_MINUTES`) and at SIGTERM; `moreh_ap.load` loads the last one. Default: `MOREH_AUTOSAVE`,
+            else none.
 
     Raises:
         MeshStartError: A host cannot join.
@@ -98,6 +103,7 @@ def enable_advanced_parallelization(
         hosts=() if hosts is None else parse_hosts(hosts),
         report_folder=check_report(report),
         recovery=None if recovery is None else check_recovery("recovery", recovery),
+        autosave_folder=check_autosave(autosave),
     )
     checked_versions.warn_if_unchecked(stacklevel=3)
     from moreh_ap import accelerator

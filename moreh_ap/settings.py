@@ -5,6 +5,7 @@ Decides how arguments and environment variables become one frozen `Options`. Mus
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,9 +30,13 @@ RECOVERY_VARIABLE = "MOREH_RECOVERY"
 TRACE_VARIABLE = "MOREH_TRACE"
 TRACE_STEPS_VARIABLE = "MOREH_TRACE_STEPS"
 REPORT_VARIABLE = "MOREH_REPORT"
+AUTOSAVE_VARIABLE = "MOREH_AUTOSAVE"
+AUTOSAVE_MINUTES_VARIABLE = "MOREH_AUTOSAVE_MINUTES"
 
 REPORT_FOLDER = "moreh_report"
 """Of ``report=True``."""
+
+AUTOSAVE_MINUTES = 10.0
 
 TRACED_STEPS = (13, 15)
 """Usual ones: earlier steps are compared with their prediction, or tried in another place."""
@@ -58,6 +63,8 @@ class Options:
         trace_file: Where a trace of steps is written; empty: nowhere.
         trace_steps: The first and the last step in it, counted from 1.
         report_folder: Where a report of the run is written; empty: nowhere.
+        autosave_folder: Where checkpoints are saved by themselves; empty: nowhere.
+        autosave_minutes: Minutes from one of these checkpoints to the next.
         plan: The plan to use; None leaves it to the planner.
         autotune: Whether the planner's best plans are tried before one is kept.
         hosts: The hosts whose devices are used, as they were given; empty: this machine.
@@ -87,6 +94,8 @@ class Options:
     trace_file: str = ""
     trace_steps: tuple[int, int] = TRACED_STEPS
     report_folder: str = ""
+    autosave_folder: str = ""
+    autosave_minutes: float = AUTOSAVE_MINUTES
     hosts: tuple[str, ...] = field(default=(), repr=False)  # may have secrets
     asks_for_devices: bool = field(default=False, compare=False)
 
@@ -120,6 +129,7 @@ def resolve_options(
     hosts: tuple[str, ...] = (),
     report_folder: str = "",
     recovery: str | None = None,
+    autosave_folder: str = "",
 ) -> Options:
     """Returns the options that checked arguments and the environment make together; an argument outranks a variable.
 
@@ -153,6 +163,8 @@ def resolve_options(
         trace_file=environment.get(TRACE_VARIABLE, "").strip(),
         trace_steps=_read_steps(environment),
         report_folder=report_folder or environment.get(REPORT_VARIABLE, "").strip(),
+        autosave_folder=autosave_folder or environment.get(AUTOSAVE_VARIABLE, "").strip(),
+        autosave_minutes=_read_minutes(environment),
         asks_for_devices=asks_for_devices,
     )
     if plan is not None:
@@ -248,6 +260,15 @@ def check_report(value: object) -> str:
     raise _wrong_value("report", value, "True, False or the path of a folder", "True")
 
 
+def check_autosave(value: object) -> str:
+    """Returns the folder that `autosave=` names; empty: none is named."""
+    if value is None:
+        return ""
+    if isinstance(value, (str, os.PathLike)) and os.fspath(value):
+        return str(os.fspath(value))
+    raise _wrong_value("autosave", value, "the path of a folder, or None", "'checkpoints/automatic'")
+
+
 def check_count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise _wrong_value(name, value, "an integer of at least 1", "2")
@@ -297,6 +318,25 @@ def _read_recovery(environment: Mapping[str, str]) -> str:
         fact, allowed = f"environment: {RECOVERY_VARIABLE}={text!r}", "off, memory or auto"
         raise OptionError(fact, allowed, f"export {RECOVERY_VARIABLE}=auto", "docs/recovery.md")
     return text
+
+
+def _read_minutes(environment: Mapping[str, str]) -> float:
+    """Returns the minutes from one automatic checkpoint to the next.
+
+    Raises:
+        OptionError: The variable spells no positive number.
+    """
+    text = environment.get(AUTOSAVE_MINUTES_VARIABLE, "").strip()
+    if not text:
+        return AUTOSAVE_MINUTES
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0 < minutes < math.inf:
+        fact = f"environment: {AUTOSAVE_MINUTES_VARIABLE}={text!r}"
+        raise OptionError(fact, "a number of minutes above 0", f"export {AUTOSAVE_MINUTES_VARIABLE}=10", _LINK)
+    return minutes
 
 
 def _read_steps(environment: Mapping[str, str]) -> tuple[int, int]:

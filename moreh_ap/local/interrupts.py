@@ -89,7 +89,7 @@ def install() -> Callable[[], None]:
     def undo() -> None:
         if events is not None:
             events.unregister("pre_run_cell", _set_handler)
-        if _is_main_thread() and signal.getsignal(signal.SIGINT) is _on_interrupt:
+        if is_main_thread() and signal.getsignal(signal.SIGINT) is _on_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     return undo
@@ -102,11 +102,12 @@ def _events_of_ipython() -> Any:
 
 
 def _set_handler(*_: object) -> None:
-    if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
 
 
-def _is_main_thread() -> bool:
+def is_main_thread() -> bool:
+    """Returns whether this thread is the one in which handlers of signals run."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -121,6 +122,12 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
             _Deferred(script).begin()
             return
     signal.default_int_handler(number, frame)
+
+
+def is_in_ours(frame: FrameType | None) -> bool:
+    """Returns whether a function of ours, or a finalizer, is under way in or around the innermost code of the script,
+    so that it must not be entered again from a handler."""
+    return _script_frame(frame) is not None
 
 
 def _script_frame(frame: FrameType | None) -> FrameType | None:

@@ -86,7 +86,10 @@ class Launcher:
         engine: what carries messages, once there.
     """
 
-    def __init__(self, request: LaunchRequest, is_stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self, request: LaunchRequest, is_stopping: Callable[[], bool], agent_variables: Mapping[str, str] | None = None
+    ) -> None:
+        self._agent_variables = agent_variables or {}
         self.engine: Engine | None = None
         self._request = request
         self._is_stopping = is_stopping
@@ -262,9 +265,8 @@ class Launcher:
         inherited = [self._pid_writer, self._request.shared_memory_fd, *self._output.write_ends()]
         environments = [self._environment(rank) for rank in range(self._request.num_workers)]
         of_all = set.intersection(*(set(variables.items()) for variables in environments))
-        self._agent = AgentProcess(
-            inherited, self._request.imports, {name: value for name, value in of_all if value is not None}
-        )
+        variables = {name: value for name, value in of_all if value is not None} | dict(self._agent_variables)
+        self._agent = AgentProcess(inherited, self._request.imports, variables)
 
     def _agents(self) -> Sequence[str]:
         """Returns where the engine of each agent listens, once it does."""

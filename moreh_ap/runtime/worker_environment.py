@@ -16,6 +16,10 @@ from moreh_ap.errors import MeshStartError
 WORKER_VARIABLE = "MOREH_AP_WORKER"
 
 
+# "1" in an agent whose workers, and itself, are not ended by SIGTERM: a job's scheduler sends it to all processes at
+# once, and the script still saves what workers hold.
+IGNORES_SIGTERM_VARIABLE = "MOREH_AP_IGNORES_SIGTERM"
+
 # How many workers share a GPU: for tests of this package, which need several workers and may have one GPU.
 SHARING_VARIABLE = "MOREH_AP_TEST_WORKERS_PER_GPU"
 

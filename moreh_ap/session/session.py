@@ -43,6 +43,12 @@ class PlanObserver(Protocol):
     def planned(self, root: Any, planned: Any, reason: str) -> None: ...
 
 
+class ResumeObserver(Protocol):
+    """Called when an automatic checkpoint was loaded."""
+
+    def resumed(self, steps: int, restore: Callable[[], None]) -> None: ...
+
+
 class StepCheck(Protocol):
     """Called with the parameters before and after every optimizer step that is sent, and before they are clipped."""
 
@@ -89,6 +95,7 @@ class Session:
         self.watch: StepObserver | None = None
         self.check: StepCheck | None = None
         self.report: PlanObserver | None = None
+        self.autosave: ResumeObserver | None = None
         self.trial_plan: Plan | None = None  # see `trying`
         self._devices: list[DeviceInfo] | None = None
         self._keeps_commands = False

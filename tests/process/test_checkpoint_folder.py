@@ -19,7 +19,7 @@ import torch
 from checkpoint_runs import files, weights
 from one_line_models import OwnTransformer
 from torch import nn
-from user_script import UserScript
+from user_script import SCRIPTS, UserScript
 
 import moreh_ap
 from moreh_ap.errors import LoadError, OptionError, UnsupportedError
@@ -305,7 +305,7 @@ def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path, point):
 
 
 def test_the_example_of_the_page_goes_on(tmp_path, monkeypatch):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code, resuming = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     epochs = []
 
@@ -325,4 +325,5 @@ def test_the_example_of_the_page_goes_on(tmp_path, monkeypatch):
         with contextlib.suppress(KeyboardInterrupt):
             exec(code, names)
     assert epochs == [1, 2, 2, 3]
+    assert resuming in (SCRIPTS / "saves_itself.py").read_text(encoding="utf-8")
     assert {entry["step"].item() for entry in optimizer.state.values()} == {3}

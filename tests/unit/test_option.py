@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import sys
 import types
 
@@ -38,6 +39,25 @@ def test_defaults(enabled):
 def test_documented_order_of_arguments(enabled):
     enable_advanced_parallelization(False, 4, 2, False, True, False)
     assert enabled[0] == Options(False, 4, 2, False, True, False)
+
+
+def test_the_folder_of_automatic_checkpoints(enabled, monkeypatch):
+    enable_advanced_parallelization(autosave="mine")
+    monkeypatch.setenv("MOREH_AUTOSAVE", "of the environment")
+    monkeypatch.setenv("MOREH_AUTOSAVE_MINUTES", "2.5")
+    enable_advanced_parallelization()
+    enable_advanced_parallelization(autosave=pathlib.Path("mine"))
+    assert [(one.autosave_folder, one.autosave_minutes) for one in enabled] == [
+        ("mine", 10),
+        ("of the environment", 2.5),
+        ("mine", 2.5),
+    ]
+    with pytest.raises(OptionError, match="autosave=True"):
+        enable_advanced_parallelization(autosave=True)
+    for text in ("0", "-1", "soon", "nan", "inf"):
+        monkeypatch.setenv("MOREH_AUTOSAVE_MINUTES", text)
+        with pytest.raises(OptionError, match=f"MOREH_AUTOSAVE_MINUTES='{text}'"):
+            enable_advanced_parallelization()
 
 
 def test_plan_as_text_and_as_object(enabled):

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from moreh_ap.runtime import bootstrap
 from moreh_ap.runtime.host import warm_parent
+from moreh_ap.runtime.worker_environment import IGNORES_SIGTERM_VARIABLE
 
 END = b"end\n"
 CONTROLLER_POLL_S = 1.0  # how often an agent looks whether its controller lives; usually its input ends at once
@@ -63,6 +64,8 @@ def main() -> None:
     """Serves the engine until the controller writes `END`, or is gone; in a worker, does what the engine says."""
     with open(0, "rb", buffering=0, closefd=False) as given:  # nothing of what follows the line is taken from the pipe
         task = AgentTask.parse(given.readline().decode())
+    if os.environ.get(IGNORES_SIGTERM_VARIABLE) == "1":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # processes that it starts inherit this
     own = Path(task.folder, task.name)
     own.mkdir(mode=0o700)
     arguments = warm_parent.fork(warm_parent.socket_path(own), task.imports, task.warm_parent_fd)

@@ -203,6 +203,15 @@ def open_last_whole(
     )
 
 
+def last_saved(folder: str) -> str:
+    """Returns when the last checkpoint of a folder was saved, in words; empty: it has none that can be read."""
+    for path in descriptions(os.path.abspath(folder)):
+        opened = Checkpoint.open(path, verify=False)
+        if isinstance(opened, Checkpoint):
+            return opened.saved_at
+    return ""
+
+
 def problems_of(files: FilesToCheck) -> dict[str, str]:
     """Returns the problems of files, by path."""
     found = {path: problem_with(path, num_bytes, sha256) for path, num_bytes, sha256 in files}

@@ -13,7 +13,7 @@ import time
 from io import TextIOWrapper
 
 LOCK_FILE = "checkpoint.lock"
-_WAITS_S = 300.0
+LOCK_WAITS_S = 300.0
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -31,7 +31,7 @@ class FolderLock:
         TimeoutError: Another process has had it all the time; the message names it.
     """
 
-    def __init__(self, folder: str, waits_s: float = _WAITS_S) -> None:
+    def __init__(self, folder: str, waits_s: float = LOCK_WAITS_S) -> None:
         path = os.path.join(folder, LOCK_FILE)
         self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as it is locked
         until_s = time.monotonic() + waits_s

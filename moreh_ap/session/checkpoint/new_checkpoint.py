@@ -46,7 +46,7 @@ from moreh_ap.session.checkpoint.checkpoint_folder import (
     files_in_use,
 )
 from moreh_ap.session.checkpoint.checkpoint_values import dtype_name
-from moreh_ap.session.checkpoint.folder_lock import FolderLock
+from moreh_ap.session.checkpoint.folder_lock import LOCK_WAITS_S, FolderLock
 from moreh_ap.version import __version__
 
 _OURS = re.compile(
@@ -68,16 +68,17 @@ class NewCheckpoint:
     Args:
         folder: The folder; created if it does not exist.
         keep: How many checkpoints the folder has afterwards, if it had as many.
+        waits_s: How long to wait for another process that saves into the folder.
 
     Raises:
-        OSError: The folder cannot be made, or another process has been saving into it for minutes.
+        OSError: The folder cannot be made, or another process has been saving into it for `waits_s`.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int) -> None:
+    def __init__(self, folder: str | os.PathLike[str], keep: int, waits_s: float = LOCK_WAITS_S) -> None:
         self._folder, self._keep = os.path.abspath(folder), keep
         self._id = uuid.uuid4().hex[:8]
         os.makedirs(self._folder, exist_ok=True)
-        self._lock = FolderLock(self._folder)
+        self._lock = FolderLock(self._folder, waits_s)
         try:
             self._begin()
         except BaseException:

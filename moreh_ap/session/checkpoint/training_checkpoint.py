@@ -44,7 +44,9 @@ from moreh_ap.session.checkpoint.checkpoint_folder import (
 )
 from moreh_ap.session.checkpoint.checkpoint_optimizer import check_groups, describe_optimizer, load_optimizer
 from moreh_ap.session.checkpoint.checkpoint_values import Encoder, decode
+from moreh_ap.session.checkpoint.folder_lock import LOCK_WAITS_S
 from moreh_ap.session.checkpoint.new_checkpoint import NewCheckpoint, seen
+from moreh_ap.session.checkpoint.script_state import restore_random_streams
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import OnWorkers
@@ -87,19 +89,41 @@ def save(
     if keep < 1:
         raise OptionError(f"keep={keep}", "1 or more checkpoints", "moreh_ap.save(folder, model=model, keep=2)")
     with background_save.one_at_a_time():
-        return _begin_save(
-            folder, _by_name(model, "model"), _by_name(optimizer, "optimizer"), extra or {}, keep, background
-        )
+        return _begin_save(folder, model, optimizer, extra or {}, keep, background)
+
+
+def save_automatically(
+    folder: str,
+    *,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    extra: Mapping[str, Any],
+    random: Mapping[str, Any],
+    background: bool,
+    waits_s: float,
+) -> SaveInProgress:
+    """Saves what `save` does, and random streams, which `load` restores.
+
+    Args:
+        folder, model, optimizer, extra, background: As for `save`.
+        random: The streams, as in [Note: two states] of `script_state`.
+        waits_s: How long to wait for another process that saves into the folder.
+    """
+    with background_save.one_at_a_time():
+        return _begin_save(folder, model, optimizer, extra, 2, background, random, waits_s)
 
 
 def _begin_save(
     folder: str | os.PathLike[str],
-    models: dict[str, nn.Module],
-    optimizers: dict[str, Optimizer],
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer] | None,
     extra: Mapping[str, Any],
     keep: int,
     background: bool,
+    random: Mapping[str, Any] | None = None,
+    waits_s: float = LOCK_WAITS_S,
 ) -> SaveInProgress:
+    models, optimizers = _by_name(model, "model"), _by_name(optimizer, "optimizer")
     encoder = Encoder()
     names = _parameter_names(models)
     content: dict[str, Any] = {
@@ -110,11 +134,12 @@ def _begin_save(
         },
         "extra": encoder.encode(dict(extra), "extra"),
         "generator": None,
+        "random": encoder.encode(None if random is None else dict(random), "random"),
     }
     accelerator = device.current()
     if accelerator is not None:
         content["generator"] = accelerator.session.generator.state().hex()
-    new = NewCheckpoint(folder, keep)
+    new = NewCheckpoint(folder, keep, waits_s)
     try:
         write_files = _begin_files(new, encoder.tensors, background)
     except BaseException:
@@ -163,11 +188,10 @@ def load(
         load_optimizer(checkpoint, each_optimizer, name, names)
     accelerator = device.current()
     seen(checkpoint.folder)
-    if accelerator is not None:
-        if optimizers and checkpoint.content["generator"]:
-            accelerator.session.generator.set_state(bytes.fromhex(checkpoint.content["generator"]))
-        if accelerator.in_use():
-            accelerator.session.synchronize()
+    if optimizers:
+        restore_random_streams(checkpoint, extra)
+    if accelerator is not None and accelerator.in_use():
+        accelerator.session.synchronize()
     return extra
 
 

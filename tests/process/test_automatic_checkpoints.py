@@ -1,0 +1,127 @@
+"""Scripts with MOREH_AUTOSAVE that are killed or preempted: they go on from the last checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import resource
+import signal
+import time
+
+import pytest
+import torch
+from user_script import SCRIPTS, UserScript
+
+import moreh_ap
+
+STEPS = 40
+LOSS = re.compile(r"^loss (\d+) (\S+)$", re.MULTILINE)
+PLANS = ["own", "replicate=2", "shard=2"]
+OFTEN = {"MOREH_AUTOSAVE": "saved", "MOREH_AUTOSAVE_MINUTES": "0.005"}
+SELDOM = {"MOREH_AUTOSAVE": "saved", "MOREH_AUTOSAVE_MINUTES": "60"}
+
+
+def losses(out: str) -> dict[int, str]:
+    return {int(step): loss for step, loss in LOSS.findall(out)}
+
+
+def train(cwd, plan, ways="", steps=STEPS, **variables):
+    return UserScript("saves_itself.py", steps, plan, ways, cwd=cwd, **variables)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The losses of each plan, without automatic checkpoints."""
+    found = {}
+    for plan in PLANS:
+        with train(tmp_path_factory.mktemp("whole"), plan) as script:
+            found[plan] = losses(script.succeed())
+    assert all(len(run) == STEPS for run in found.values())
+    return found
+
+
+def goes_on(tmp_path, plan, before, uninterrupted):
+    """Starts the script once more and compares both runs with an uninterrupted one; returns its first step."""
+    with train(tmp_path, plan, **SELDOM) as script:
+        after = losses(script.succeed())
+    first = min(after)
+    expected = uninterrupted[plan]
+    assert before == {step: expected[step] for step in before}
+    assert after == {step: expected[step] for step in range(first, STEPS)}
+    return first
+
+
+@pytest.mark.rotating  # one more plan each
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_killed_run_goes_on(tmp_path, uninterrupted, plan):
+    moment = random.Random(plan).uniform(0, 0.5)
+    with train(tmp_path, plan, SLEEP="0.1", **OFTEN) as script:
+        script.wait_for_output("is saved in")
+        time.sleep(moment)
+        script.process.kill()
+        script.leaves_nothing()
+        before = losses(script.out)
+    first = goes_on(tmp_path, plan, before, uninterrupted)
+    assert 0 < first <= max(before) + 1
+    assert len(list((tmp_path / "saved").glob("checkpoint*.json"))) <= 2
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(("plan", "to"), [*zip(PLANS, ["the script", "the script", "all its processes"])])
+def test_a_preempted_run_loses_no_step(tmp_path, uninterrupted, plan, to):
+    """As Kubernetes does it, which tells the first process, and as Slurm does, which tells all."""
+    with train(tmp_path, plan, SLEEP="0.1", **SELDOM) as script:
+        script.wait_for_output("loss 6 ")
+        for pid in script.processes() if to == "all its processes" else [script.process.pid]:
+            os.kill(pid, signal.SIGTERM)
+        assert script.wait(30) == -signal.SIGTERM, script.err
+        script.leaves_nothing()
+        before = losses(script.out)
+    (step,) = re.findall(r"SIGTERM: step (\d+) is saved in", script.out)
+    assert int(step) == max(before) + 1
+    assert goes_on(tmp_path, plan, before, uninterrupted) == int(step)
+
+
+def test_a_handler_of_the_script_runs_after_the_save(tmp_path, uninterrupted):
+    with train(tmp_path, "replicate=2", "handler", SLEEP="0.1", **SELDOM) as script:
+        script.wait_for_output("loss 6 ")
+        script.process.terminate()
+        assert script.wait(30) == 7, script.err
+        script.leaves_nothing()
+    assert script.out.index("SIGTERM: step") < script.out.index("my handler")
+    goes_on(tmp_path, "replicate=2", losses(script.out), uninterrupted)
+
+
+def test_a_run_that_is_preempted_in_a_long_evaluation_is_saved(tmp_path):
+    with train(tmp_path, "replicate=2", "evaluates", **SELDOM) as script:
+        script.wait_for_output("evaluates")
+        began_s = time.monotonic()
+        script.process.terminate()
+        assert script.wait(30) == -signal.SIGTERM, script.err
+    assert time.monotonic() - began_s < 25
+    assert "SIGTERM: step 21 is saved in" in script.out
+    assert moreh_ap.load(tmp_path / "saved")["steps"] == 21
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    script = f"import resource, signal, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10000, {limit})); "
+    script += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); sys.argv = sys.argv[1:]; "
+    script += "exec(compile(open(sys.argv[0]).read(), sys.argv[0], 'exec'))"
+    with UserScript("-c", script, SCRIPTS / "saves_itself.py", 12, "own", "", cwd=tmp_path, **OFTEN) as run:
+        out = run.succeed()
+    assert len(losses(out)) == 12
+    assert "nothing was saved into" in out and "File too large" in out
+    assert not list((tmp_path / "saved").glob("*.safetensors"))
+
+
+def test_a_folder_of_another_run_is_told(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    moreh_ap.save(tmp_path / "saved", model=model)
+    code = "import torch; torch.moreh.option.enable_advanced_parallelization(plan='replicate=1', autosave='saved')\n"
+    code += "model = torch.nn.Linear(2, 2).cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+    code += "model(torch.ones(2, 2).cuda()).sum().backward(); optimizer.step()"
+    with UserScript("-c", code, cwd=tmp_path) as script:
+        out = script.succeed()
+    assert "has a checkpoint, saved " in out and "which was not loaded" in out
