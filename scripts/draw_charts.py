@@ -6,7 +6,8 @@
 
 Decides how figures look: which colour stands for what, in light and dark, wide and on a phone. Must not know how they
 were measured. `compare` reads docs/reference/manual.json and the scripts of `tutorials/manual`, `memory` the table of
-docs/planner.md, `loss-NAME` the run that the page of a tutorial shows. `chart_words.json` has the words.
+docs/planner.md, `loss-NAME` the run that the page of a tutorial shows, `plan-NAME` what the planner says of its plans
+(`plan_charts.py`). `chart_words.json` has the words.
 
 A chart is text and lines in an SVG; the reader's own fonts draw the text. Colours are named in `COLOURS`, each with
 the one that replaces it where the reader's system is dark.
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import plan_charts
 from compare_manual import MEASURED, changed_lines, concepts_of, lines_of
 from manual_counterparts import COUNTERPARTS, ONE_LINE, SINGLE
 from manual_runs import ratios_of, was_busy
@@ -50,6 +52,13 @@ COLOURS = {
     ONE_LINE_COLOUR: "#8b9bff",
     BY_HAND_COLOUR: "#e5a35c",
     MEASURED_COLOUR: "#4fc59a",
+    "#4477aa": "#6f9fd6",
+    "#66ccee": "#66ccee",
+    "#228833": "#4cb45f",
+    "#ccbb44": "#ccbb44",
+    "#ee6677": "#ee6677",
+    "#aa3377": "#cf63a3",
+    "#bbbbbb": "#8b93a5",
 }
 """Each colour of a chart, and the one in its place where the reader's system is dark."""
 
@@ -100,7 +109,8 @@ def charts() -> list[Chart]:
         Chart("compare", comparison(), draw_comparison, has_narrow=True),
         Chart("memory", tracked_memory(), draw_memory),
     ]
-    return found + [Chart(f"loss-{name}", losses_of(TUTORIALS / f"{name}.md"), draw_losses) for name in RUNS]
+    found += [Chart(f"loss-{name}", losses_of(TUTORIALS / f"{name}.md"), draw_losses) for name in RUNS]
+    return found + [Chart(f"plan-{name}", plan_charts.figures_of(name), draw_plans) for name in RUNS]
 
 
 def comparison() -> list[dict[str, Any]]:
@@ -214,6 +224,15 @@ def draw_losses(run: dict[str, Any], words: Words, narrow: bool) -> Figure:
     axes.set_xlabel(words["step"], color=INK)
     axes.set_ylabel(words["loss"], color=INK)
     axes.legend(frameon=False, labelcolor=INK)
+    return figure
+
+
+def draw_plans(figures: dict[str, Any], words: Words, narrow: bool) -> Figure:
+    """Draws what a device holds under each plan of a tutorial."""
+    figure = _figure(440, plan_charts.height_of(figures))
+    axes = figure.subplots()
+    _plain(axes)
+    plan_charts.draw_bars(axes, figures, words, INK, SOFT)
     return figure
 
 

@@ -71,3 +71,29 @@ def test_a_chart_is_drawn_with_text_and_a_dark_side(charts, language):
         assert f": {colour}" in text, "a rule of the style would find nothing"
     drawn = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", text.split("</style>", 1)[1]))
     assert drawn <= {*charts.COLOURS, "#ffffff"}, "a colour without one for the dark"
+
+
+@pytest.mark.parametrize("language", ["en", "ko"])
+def test_a_chart_of_plans_has_each_plan_whole_and_colours_for_the_dark(charts, language):
+    figures = charts.plan_charts.figures_of("llama3-70b")
+    words = json.loads(charts.WORDS.read_text(encoding="utf-8"))[language]
+    text = charts.svg_of(charts.Chart("plan-any", figures, charts.draw_plans), words, narrow=False)
+    ElementTree.fromstring(text)
+    drawn = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", text.split("</style>", 1)[1]))
+    assert drawn <= {*charts.COLOURS, "#ffffff"}, "a colour without one for the dark"
+    said = "".join(re.findall(r">([^<>]+)</text>", text)).replace(" ", "")
+    for plan in figures["plans"]:
+        assert plan["plan"] in said
+        assert f"{sum(plan['parts'].values()):.1f}GiB" in said
+
+
+def test_bars_are_the_memory_that_the_page_states(charts):
+    chosen, published = charts.plan_charts.figures_of("llama3-70b")["plans"]
+    assert sum(published["parts"].values()) > charts.plan_charts.figures_of("llama3-70b")["memory"]
+    for language in ("", ".ko"):
+        page = (charts.TUTORIALS / f"llama3-70b{language}.md").read_text(encoding="utf-8")
+        assert (
+            f"{sum(chosen['parts'].values()):.1f} GiB" in page and f"{sum(published['parts'].values()):.1f} GiB" in page
+        )
+    with pytest.raises(ValueError, match="no plans"):
+        charts.plan_charts.figures_of("none")
