@@ -32,6 +32,7 @@ NEEDS = {
     "lightning_fabric.py": "lightning",
     "lightning_gan.py": "lightning",
     "lightning_metrics.py": "lightning",
+    "lightning_resumes.py": "lightning",
     "lightning_trainer.py": "lightning",
     "masked_language_model.py": "sentence_transformers",
     "metric_learning.py": "pytorch_metric_learning",
