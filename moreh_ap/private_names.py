@@ -389,5 +389,5 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "The other exit handlers run before a failed save makes the exit status of a script 1.",
         ("atexit._run_exitfuncs", "session/checkpoint"),
     ),
-    *_names("A forked process knows whether it could use a device.", ("torch.cuda._is_in_bad_fork", "runtime/host")),
+    *_names("A forked process knows whether it could use a device.", ("torch.cuda._is_in_bad_fork", "runtime/forking")),
 )

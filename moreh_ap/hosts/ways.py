@@ -17,6 +17,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,7 @@ class ProcessWay:
 
     def __init__(self, command: list[str], environment: Mapping[str, str], address: str = "") -> None:
         self.address = address
+        self._closing = threading.Lock()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed with the process
         self._process = subprocess.Popen(
             command,
@@ -76,8 +78,11 @@ class ProcessWay:
     def last_words(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)  # its last line may be on its way
-        self._errors.seek(0)
-        return "\n".join(self._errors.read().decode(errors="replace").strip().splitlines()[-5:])
+        with self._closing:
+            if self._errors.closed:  # the host was given up meanwhile
+                return ""
+            self._errors.seek(0)
+            return "\n".join(self._errors.read().decode(errors="replace").strip().splitlines()[-5:])
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -87,7 +92,8 @@ class ProcessWay:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._errors.close()
+        with self._closing:
+            self._errors.close()
 
 
 @dataclass

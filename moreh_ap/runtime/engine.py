@@ -135,19 +135,22 @@ class Engine:
         self._num_workers = 0
 
     def start(
-        self, command: Sequence[str], launches: Sequence[Launch], environments: Sequence[Mapping[str, str | None]]
+        self,
+        commands: Sequence[Sequence[str]],
+        launches: Sequence[Launch],
+        environments: Sequence[Mapping[str, str | None]],
     ) -> None:
         """Starts the processes in the background.
 
         Args:
-            command: the arguments of Python with which a worker is started; its launch follows.
+            commands: the arguments of Python with which each worker is started, in rank order; its launch follows.
             launches: what each worker is told on its command line, in rank order; each host has as many.
             environments: variables to set for each worker; None: not to set.
         """
         self._num_workers = len(launches)
         per_host = self._num_workers // self._num_hosts
         self._procs = self._hosts.spawn_procs(
-            per_host={"gpus": per_host}, bootstrap_command=_bootstrap_commands(command, launches, environments)
+            per_host={"gpus": per_host}, bootstrap_command=_bootstrap_commands(commands, launches, environments)
         )
         self._workers: Any = self._procs.spawn(self._name, CommandActor)
         self._watches: Any = self._procs.spawn(f"{self._name}-watch", WatchActor)
@@ -207,14 +210,14 @@ def _place(rank: int, num_hosts: int, per_host: int) -> dict[str, int]:
 
 
 def _bootstrap_commands(
-    words: Sequence[str], launches: Sequence[Launch], environments: Sequence[Mapping[str, str | None]]
+    commands: Sequence[Sequence[str]], launches: Sequence[Launch], environments: Sequence[Mapping[str, str | None]]
 ) -> Callable[[Any], Any]:
     """Returns a function from a place in the mesh to the command that starts a worker there: ours, with its launch,
     followed by what Monarch would have run itself."""
 
     def command(point: Any) -> Any:
         engine_command = ma.default_bootstrap_cmd()
-        engine_command.args = [*words, str(launches[point.rank]), *engine_command.args]
+        engine_command.args = [*commands[point.rank], str(launches[point.rank]), *engine_command.args]
         # The agent's own folder for temporary files is for sockets, and goes with it.
         return engine_command.with_env({"TMPDIR": os.environ.get("TMPDIR"), **environments[point.rank]})
 

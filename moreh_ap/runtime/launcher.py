@@ -22,8 +22,9 @@ from moreh_ap.runtime import engine_variables, worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import Child, RemoteChild
 from moreh_ap.runtime.engine_error import EngineError, start_error
-from moreh_ap.runtime.host import warm_client
-from moreh_ap.runtime.host.agent_process import AgentProcess, is_needed
+from moreh_ap.runtime.forking import warm_client
+from moreh_ap.runtime.forking.early_imports import is_needed
+from moreh_ap.runtime.host.agent_process import AgentProcess
 from moreh_ap.runtime.relay.worker_answer import Answer
 from moreh_ap.runtime.shared_memory import SharedMemory
 from moreh_ap.runtime.worker.actor import WorkerSpec
@@ -132,13 +133,14 @@ class Launcher:
                 from moreh_ap.runtime.engine import Engine  # imports Monarch, which takes a while: beside the script
 
                 engine = Engine(self._agents(), self._answers())
-                command = self._command()
+                self._await_imports()
                 if self._is_stopping():
                     raise Stopping
                 ranks = range(num_workers)
                 # Numbers of descriptors, which the agent keeps open after this process has given them back.
                 self._launches = self._launches or [self._launch(rank) for rank in ranks]
-                engine.start(command, self._launches, [self._environment(rank) for rank in ranks])
+                commands = [self._command(rank) for rank in ranks]
+                engine.start(commands, self._launches, [self._environment(rank) for rank in ranks])
                 self.engine = engine
             except EngineError as error:
                 raise MeshStartError(
@@ -264,8 +266,7 @@ class Launcher:
         """Starts what starts workers."""
         inherited = [self._pid_writer, self._request.shared_memory_fd, *self._output.write_ends()]
         environments = [self._environment(rank) for rank in range(self._request.num_workers)]
-        of_all = set.intersection(*(set(variables.items()) for variables in environments))
-        variables = {name: value for name, value in of_all if value is not None} | dict(self._agent_variables)
+        variables = worker_environment.of_all(environments) | dict(self._agent_variables)
         self._agent = AgentProcess(inherited, self._request.imports, variables)
 
     def _agents(self) -> Sequence[str]:
@@ -277,10 +278,14 @@ class Launcher:
         """Returns where the engine takes answers of other hosts; empty: there are none."""
         return ""
 
-    def _command(self) -> Sequence[str]:
-        """Returns the arguments of Python with which a worker is started, once that can be done in no time."""
+    def _await_imports(self) -> None:
+        """Waits until workers can be started in no time."""
         assert self._agent is not None, "started"
         self._agent.await_imports(self._is_stopping)
+
+    def _command(self, rank: int) -> Sequence[str]:
+        """Returns the arguments of Python with which a worker is started."""
+        assert self._agent is not None, "started"
         return ["-S", warm_client.__file__, self._agent.warm_socket]
 
     def _imports(self) -> tuple[str, ...]:

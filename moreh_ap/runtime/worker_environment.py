@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 
 from moreh_ap.errors import MeshStartError
 
@@ -68,6 +69,12 @@ def worker_environment(
         variables["CUDA_VISIBLE_DEVICES"] = device_ids(num_workers, visible_devices)[rank]
         variables["LOCAL_RANK"] = "0"  # libraries call `set_device` with it: the worker's one device is its device 0
     return variables
+
+
+def of_all(environments: Sequence[Mapping[str, str | None]]) -> dict[str, str]:
+    """Returns the variables that are the same for all of these workers."""
+    same = set.intersection(*(set(variables.items()) for variables in environments))
+    return {name: value for name, value in same if value is not None}
 
 
 def device_ids(num_workers: int, names: str) -> tuple[str, ...]:

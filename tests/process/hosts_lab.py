@@ -15,13 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SSHD = "/usr/sbin/sshd"
 DAEMONS = ("sshd:", SSHD, "sh -c", "slurmd", "slurmstepd", "unshare")
 NETWORK = "10.78.0"
-ADDRESSES = {"c": f"{NETWORK}.1", "a": f"{NETWORK}.2", "b": f"{NETWORK}.3"}
+ADDRESSES = {name: f"{NETWORK}.{number}" for number, name in enumerate("cabde", 1)}
 ROOT = Path(__file__).parents[2]
 MISSING = [
     text
@@ -45,32 +45,38 @@ MISSING_FOR_SLURM = (
 )
 """Why there can be no Slurm."""
 
-_NAME = re.compile(r"mlab(\d+)(sw|[cab])\b")
+_NAME = re.compile(r"mlab(\d+)(sw|[cabde])\b")
 
 
 class Lab:
-    """Two hosts, `a` and `b`, and a controller, `c`, on one bridge.
+    """Hosts `a`, `b` and, if wanted, `d` and `e`, and a controller, `c`, on one bridge.
+
+    Args:
+        names: The hosts.
+        sshd: Further lines of the configuration of a host's sshd.
 
     Attributes:
+        names: The hosts.
         hosts: What a script is given.
         private: A folder that `a` and `c` share, and of which `b` sees nothing.
         shared: A folder that all share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: str = "ab", sshd: Mapping[str, str] | None = None) -> None:
         self._remove_abandoned()
+        self.names, self._sshd = names, sshd or {}
         self.folder = Path(tempfile.mkdtemp(prefix=f"mlab{os.getpid()}-"))
         self.private, self.shared = self.folder / "private", self.folder / "shared"
         self.private.mkdir()
         self.shared.mkdir()
-        self.hosts = f"{ADDRESSES['a']},{ADDRESSES['b']}"
+        self.hosts = ",".join(ADDRESSES[name] for name in names)
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._names: dict[str, str] = {}
         self._slurm: dict[str, str] = {}
         try:
             self._make_network()
             self._make_keys()
-            for host in "ab":
+            for host in names:
                 self._start_sshd(host)
         except BaseException:
             self.close()
@@ -133,7 +139,7 @@ class Lab:
         """Waits until no host runs anything but sshd; returns what is left."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            left = {host: [_command(pid) for pid in self.processes(host)] for host in "ab"}
+            left = {host: [_command(pid) for pid in self.processes(host)] for host in self.names}
             if not any(left.values()) or time.monotonic() > deadline_s:
                 return {host: commands for host, commands in left.items() if commands}
             time.sleep(0.1)
@@ -152,8 +158,8 @@ class Lab:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "br0", "type", "bridge")
         _ip("-n", switch, "link", "set", "br0", "up")
-        for host, address in ADDRESSES.items():
-            name = self.namespace(host)
+        for host in ("c", *self.names):
+            name, address = self.namespace(host), ADDRESSES[host]
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"v{host}", "netns", switch)
@@ -166,7 +172,7 @@ class Lab:
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
             subprocess.run(command, check=True)
         public = (self.folder / "host.pub").read_text()
-        known = "".join(f"[{ADDRESSES[host]}]:2222 {public}" for host in "ab")
+        known = "".join(f"[{ADDRESSES[host]}]:2222 {public}" for host in self.names)
         (self.folder / "known_hosts").write_text(known)
         (self.folder / "sshd_config").write_text(
             f"Port 2222\nHostKey {self.folder}/host\nAuthorizedKeysFile {self.folder}/user.pub\n"
@@ -179,7 +185,9 @@ class Lab:
     def _start_sshd(self, host: str) -> None:
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd does not start without its folder
         mount = f"mount -t tmpfs none {self.private} && " if host == "b" else ""  # seen in this namespace alone
-        command = ["sh", "-c", f"{mount}exec {SSHD} -f {self.folder}/sshd_config -D -e"]
+        configuration = self.folder / f"sshd_config-{host}"
+        configuration.write_text((self.folder / "sshd_config").read_text() + self._sshd.get(host, ""))
+        command = ["sh", "-c", f"{mount}exec {SSHD} -f {configuration} -D -e"]
         self._start_daemon(f"sshd-{host}", host, command, "listening")
 
     def _start_daemon(self, name: str, host: str, command: list[str], ready: str) -> None:
@@ -202,7 +210,7 @@ class Lab:
         """Has all hosts know the address of each name."""
         self._names.update(names)
         lines = "".join(f"{address} {name}\n" for name, address in self._names.items())
-        for host in ADDRESSES:
+        for host in ("c", *self.names):
             folder = Path("/etc/netns", self.namespace(host))  # `ip netns exec` shows it as /etc/hosts
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{lines}")

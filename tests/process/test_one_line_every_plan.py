@@ -172,6 +172,50 @@ def test_a_model_of_one_s_own_whose_residuals_are_outside_of_its_blocks(plan):
     assert_same(*on_both(script))
 
 
+class PickyBlock(nn.Module):
+    def __init__(self, fewest):
+        super().__init__()
+        self.linear, self.fewest = nn.Linear(8, 8), fewest
+
+    def forward(self, h):
+        if len(h) < self.fewest:
+            raise ValueError("too few rows")
+        return self.linear(h).tanh()
+
+
+class PickyModel(nn.Module):
+    """Raises an error for a single row in one of its blocks: on one stage of a pipeline alone."""
+
+    def __init__(self, picky):
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(PickyBlock(fewest=2 if number == picky else 1) for number in range(4))
+
+    def forward(self, x, y):
+        h = self.embed(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return nn.functional.mse_loss(self.head(h), y)
+
+
+@pytest.mark.parametrize("picky", [0, 3])
+def test_rows_that_one_stage_alone_cannot_run_keep_no_other_waiting(accelerator, picky):
+    accelerator("pipeline=2,micro_batches=2")
+    inputs, targets = torch.randn(8, 4), torch.randn(8, 1)
+
+    def script(device):
+        model = PickyModel(picky).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = model(inputs.to(device), targets.to(device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach().cpu(), on_host(model)
+
+    assert_same(*on_both(script))
+
+
 def test_the_same_plan_and_seed_give_the_same_bits_and_another_seed_other_masks(plan):
     def losses(seed):
         torch.manual_seed(0)

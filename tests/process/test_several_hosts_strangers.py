@@ -27,13 +27,16 @@ def agent(credentials: Credentials) -> Iterator[str]:
     connection, serving = HostConnection("localhost", reach("localhost")), []
 
     def heard(message: Message) -> None:
-        serving.append(message.values)
+        if message.kind == "serving":
+            serving.append(message.values)
 
     try:
         connection.on_message = heard
         connection.await_report(60.0)
         connection.ask("listen", 10.0, address=HERE)
-        connection.send("serve", ranks=[0], credentials=asdict(credentials), working_folder="/")
+        connection.send(
+            "serve", ranks=[0], credentials=asdict(credentials), working_folder="/", imports=[], environment={}
+        )
         deadline_s = time.monotonic() + 60.0
         while not serving:
             assert time.monotonic() < deadline_s and connection.lost() is None, connection.lost()

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from moreh_ap.parallelizer.pipeline.schedules import Border
 
 
+class StageFailed(Exception):
+    """An earlier stage of the pipeline raised an error; the text is what it was."""
+
+
 class PipelinedPass(Execution):
     """A forward that has run through all stages, and its backward. See [Note: two ways to run].
 
@@ -68,10 +72,18 @@ class PipelinedPass(Execution):
         self.has_result = stages.axis.rank == stages.last_worker
         self._results: list[Any] = []
         settle(call.module)
+        failure: Exception | None = None
         try:
             with torch.set_grad_enabled(call.grad), reduction or reducing(call), autocasting(call):
                 for number, stage in stages.local.items():
-                    self._run(number, stage, args, dict(kwargs), chunk)
+                    try:
+                        self._run(number, stage, args, dict(kwargs), chunk, failure is not None)
+                    except Exception as error:  # stages that wait for this one are told
+                        failure = failure or error
+                        if not stage.is_last:
+                            _send_failure(stages.axis, (number + 1) % stages.axis.size, failure)
+                if failure is not None:
+                    raise failure
         except BaseException:
             recover(call.module)
             raise
@@ -81,9 +93,12 @@ class PipelinedPass(Execution):
         self.kinds = call.kinds or ("same",) * len(self.outputs)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
 
-    def _run(self, number: int, stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int) -> None:
+    def _run(
+        self, number: int, stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int, has_failed: bool
+    ) -> None:
         axis = self._stages.axis
         received, nesting = ([], None) if number == 0 else _receive(axis, (number - 1) % axis.size, self.call.device)
+        assert not has_failed, "an earlier stage, and so those between it and this one"
         self.call.random.begin(self.call.device, chunk, number)
         result = stage(tuple(received), nesting, args, kwargs)
         if stage.is_last:
@@ -309,9 +324,16 @@ def _send(axis: Axis, place: int, tensors: list[Tensor], nesting: Nesting | None
         dist.send(tensor.detach().contiguous(), group=axis.group, group_dst=place)
 
 
+def _send_failure(axis: Axis, place: int, error: Exception) -> None:
+    told = str(error) if isinstance(error, StageFailed) else f"{type(error).__name__}: {error}"
+    dist.send_object_list([told], group=axis.group, group_dst=place)
+
+
 def _receive(axis: Axis, place: int, device: torch.device) -> tuple[list[Tensor], Nesting]:
     header: list[Any] = [None]
     dist.recv_object_list(header, group=axis.group, group_src=place)
+    if isinstance(header[0], str):
+        raise StageFailed(header[0])
     specs, leaves, is_tensor, packed, lengths = header[0]
     received = []
     for shape, dtype, requires_grad in specs:

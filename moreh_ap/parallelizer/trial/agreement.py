@@ -5,11 +5,25 @@ Decides whose word counts. Must not know what was tried.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_world_size, is_initialized
 
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.pipeline.stages import stages_of
+from moreh_ap.parallelizer.trial.dry_run import Refused
+
+
+class _Trial(Protocol):
+    call: Call
+
+
+_T = TypeVar("_T", bound=_Trial)
+_P = ParamSpec("_P")
 
 
 def everywhere(ok: bool, call: Call) -> bool:
@@ -24,3 +38,25 @@ def worst(number: int, call: Call) -> int:
     largest = torch.tensor(number, device=call.device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest.item())
+
+
+def all_stages_or_none(run: Callable[Concatenate[_T, _P], Any]) -> Callable[Concatenate[_T, _P], Any]:
+    """Has a run in stages raise on every worker what it raises on one. A collective there, and nothing elsewhere.
+
+    What one stage raises for itself alone, about its own blocks, would leave the next one waiting for what it sends.
+    """
+
+    @functools.wraps(run)
+    def together(trial: _T, *args: _P.args, **kwargs: _P.kwargs) -> Any:
+        if not trial.call.grad or stages_of(trial.call.module) is None:
+            return run(trial, *args, **kwargs)
+        done, failure = None, None
+        try:
+            done = run(trial, *args, **kwargs)
+        except Exception as error:  # any error, of the script's forward or of what is put around it
+            failure = error
+        if everywhere(failure is None, trial.call):
+            return done
+        raise failure or Refused("another stage of the pipeline could not run a few rows")
+
+    return together

@@ -14,6 +14,7 @@ from enum import IntEnum
 
 from moreh_ap.errors import MorehError
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.pipelined_forward import StageFailed
 from moreh_ap.parallelizer.data.fsdp import recover
 from moreh_ap.parallelizer.loss.loss_reduction import Diverged
 from moreh_ap.parallelizer.rng.shared_draws import UnsharedDraw
@@ -21,7 +22,7 @@ from moreh_ap.parallelizer.trial.agreement import everywhere, worst
 from moreh_ap.parallelizer.trial.dry_run import Refused
 
 _REFUSALS = (Refused, UnsharedDraw)
-_ON_PURPOSE = (Diverged, MorehError)
+_ON_PURPOSE = (Diverged, MorehError, StageFailed)
 """What else the code of a trial raises on purpose."""
 
 

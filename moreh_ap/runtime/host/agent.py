@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moreh_ap.runtime import bootstrap
-from moreh_ap.runtime.host import warm_parent
+from moreh_ap.runtime.forking import warm_parent
 from moreh_ap.runtime.worker_environment import IGNORES_SIGTERM_VARIABLE
 
 END = b"end\n"

@@ -6,7 +6,6 @@ Decides how an agent is started and ended. Must not know the engine.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import select
 import socket
@@ -16,23 +15,14 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 from moreh_ap.errors import MeshStartError
-from moreh_ap.import_hook import when_import_begins
 from moreh_ap.runtime import engine_variables
+from moreh_ap.runtime.forking.early_imports import EarlyImports
+from moreh_ap.runtime.forking.warm_parent import socket_path
 from moreh_ap.runtime.host.agent import END, AgentTask
 from moreh_ap.runtime.host.private_sockets import run_folder
-from moreh_ap.runtime.host.warm_parent import socket_path
 
 _END_TIMEOUT_S = 5.0
 _POLL_S = 0.1
-
-
-def is_needed(module: str) -> bool:
-    """Returns whether workers should import a module early: the script imports its library, or Python brings it."""
-    return _library(module) in sys.modules or _library(module) in sys.stdlib_module_names
-
-
-def _library(module: str) -> str:
-    return module.partition(".")[0]
 
 
 class AgentProcess:
@@ -53,6 +43,7 @@ class AgentProcess:
         self._address = ""
         self._errors = open(folder / f"{name}.log", "w+")  # noqa: SIM115, closed with the agent
         self._warm_parent, theirs = socket.socketpair()
+        self._imports = EarlyImports(imports, self._tell_warm_parent)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "moreh_ap.runtime.host.agent"],
             stdin=subprocess.PIPE,
@@ -64,16 +55,11 @@ class AgentProcess:
         )
         assert self._process.stdin is not None, "asked for"
         with contextlib.suppress(BrokenPipeError):  # it has ended: `address` says so
-            now = tuple(module for module in imports if is_needed(module))
-            task = AgentTask(os.getpid(), str(folder), name, now, theirs.fileno())
+            task = AgentTask(os.getpid(), str(folder), name, self._imports.now, theirs.fileno())
             self._process.stdin.write(f"{task}\n".encode())
             self._process.stdin.flush()
         theirs.close()
-        self._withdraw = [
-            when_import_begins(_library(module), functools.partial(self._tell_warm_parent, module))
-            for module in imports
-            if module not in now
-        ]
+        self._imports.begin()
 
     def address(self, timeout_s: float) -> str:
         """Returns where the engine of the agent listens, once it does.
@@ -107,15 +93,11 @@ class AgentProcess:
         while not select.select([self._warm_parent], [], [], _POLL_S)[0]:
             if is_stopping():
                 return
-        self._stop_telling()
+        self._imports.stop()
 
     def _tell_warm_parent(self, module: str) -> None:
         with contextlib.suppress(OSError):  # it has ended, or is ready: each worker imports the module itself
             self._warm_parent.sendall(f"{module}\n".encode())
-
-    def _stop_telling(self) -> None:
-        for withdraw in self._withdraw:
-            withdraw()
 
     @property
     def pid(self) -> int:
@@ -138,6 +120,6 @@ class AgentProcess:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-        self._stop_telling()
+        self._imports.stop()
         self._warm_parent.close()
         self._errors.close()

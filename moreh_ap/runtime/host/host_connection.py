@@ -43,6 +43,7 @@ class HostConnection:
         delay_s: How long before it may have been said.
         address: Where the other hosts reach it.
         interface: Its network interface with that address.
+        files: The folder there in which files that it is sent lie.
         usage: What its workers use, as `WorkerUsage.look` said last; empty before.
         on_usage: Told that there is something new.
     """
@@ -51,7 +52,7 @@ class HostConnection:
         self.host, self.name = host, public_name(host)
         self.report = HostReport()
         self.arrived_s = self.delay_s = 0.0
-        self.address = self.interface = ""
+        self.address = self.interface = self.files = ""
         self.on_message: Callable[[Message], None] = lambda message: None
         self.usage: Mapping[str, Any] = {}
         self.on_usage: Callable[[], object] = lambda: None
@@ -214,4 +215,4 @@ class HostConnection:
                 self.send("alive")
 
 
-_UNASKED = ("output", "pid", "exit", "store", "serving")
+_UNASKED = ("output", "pid", "exit", "store", "serving", "warm")

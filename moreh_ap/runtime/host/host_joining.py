@@ -206,7 +206,7 @@ def _look_at_network(found: Hosts, address: str) -> None:
     try:
         listening = on_all(found.connections, lambda one: one.ask("listen", JOIN_S, address=one.address).values)
         for one, values in zip(found.connections, listening):
-            one.interface, ports[one.host] = values["interface"], values["port"]
+            one.interface, one.files, ports[one.host] = values["interface"], values["files"], values["port"]
             seen = values["error"] or f"{one.interface} {one.address}"
             fix = f"ssh {one.host} ip -brief address" if one.host == one.name else "ip -brief address"
             found.rows.append(Row(one.name, "interface", seen, "an address of its own", not values["error"], fix))

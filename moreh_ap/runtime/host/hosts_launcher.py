@@ -11,8 +11,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,13 @@ from moreh_ap.runtime import worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import RemoteChild
 from moreh_ap.runtime.engine_error import EngineError
+from moreh_ap.runtime.forking import warm_client
+from moreh_ap.runtime.forking.early_imports import EarlyImports
 from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 from moreh_ap.runtime.host.host_joining import Hosts, RunCredentials, join, on_all
+from moreh_ap.runtime.host.serving import Serving
 from moreh_ap.runtime.host.store_server import StoreServer
+from moreh_ap.runtime.host.usage_of_hosts import UsageOfHosts
 from moreh_ap.runtime.launcher import POLL_S, Carrier, Launcher, LaunchRequest, Stopping
 from moreh_ap.runtime.relay.command_links import CommandLinks
 from moreh_ap.runtime.shared_memory import SharedMemory
@@ -138,20 +142,6 @@ class HostPool:
         return bool(connection.ask("digest", _DIGEST_S, path=path).values["digest"] == host_files.digest(path))
 
 
-@dataclass
-class _Serving:
-    """What an agent says once its engine listens; see `RemoteAgent._say_serving`."""
-
-    address: str
-    pid_fd: int
-    streams: Mapping[str, Sequence[int]]
-    store: str
-    files: str
-    memory_fd: int
-    commands: str
-    commands_port: int
-
-
 class HostsLauncher(Launcher):
     """Worker processes on several hosts; ranks go host by host.
 
@@ -166,9 +156,12 @@ class HostsLauncher(Launcher):
         self._connections: list[HostConnection] = []  # until agents are asked to serve
         self._answers_at = ""
         self._per_host = request.num_workers // len(pool.hosts)
-        self._served: dict[str, _Serving] = {}
+        self._served: dict[str, Serving] = {}
         self._store_server = StoreServer()
+        self._usage = UsageOfHosts(self._per_host, request.threads_per_worker, request.device_type)
         self._links: CommandLinks | None = None
+        self._early = EarlyImports(request.imports, self._tell_warm_parents)
+        self._warm: set[str] = set()  # hosts that can fork workers
         self._ended = threading.Event()
         super().__init__(request, is_stopping)
 
@@ -186,6 +179,7 @@ class HostsLauncher(Launcher):
 
     def kill(self) -> None:
         self._ended.set()
+        self._early.stop()
         if self._links is not None:
             self._links.close()
         for one in self._connections:
@@ -266,37 +260,58 @@ class HostsLauncher(Launcher):
         for index, one in enumerate(self._connections):
             one.on_message = self._handler(one)
             if index == 0:  # all hosts speak equally often: once for all
-                one.on_usage = lambda: self._pool.on_usage(self._usage())
+                one.on_usage = lambda: self._pool.on_usage(self._usage.of_all(self._connections))
             ranks = [index * self._per_host + rank for rank in range(self._per_host)]
             credentials = asdict(made[one.address])
             with contextlib.suppress(HostLostError):  # `_agents` says so
-                one.send("serve", ranks=ranks, credentials=credentials, working_folder=os.getcwd())
+                one.send(
+                    "serve",
+                    ranks=ranks,
+                    credentials=credentials,
+                    working_folder=os.getcwd(),
+                    imports=self._early.now,
+                    environment=worker_environment.of_all([self._environment(rank) for rank in ranks]),
+                )
                 if again:
                     self._pool.provide(one, again)
+        self._early.begin()
+
+    def _tell_warm_parents(self, module: str) -> None:
+        for one in self._connections:
+            with contextlib.suppress(HostLostError):  # `_await` says so
+                one.send("import", module=module)
 
     def _agents(self) -> Sequence[str]:
+        self._await(self._served, "did not serve")
+        return [self._served[one.host].address for one in self._connections]
+
+    def _await_imports(self) -> None:
+        self._await(self._warm, "did not import what workers need")
+        self._early.stop()
+
+    def _await(self, found: Collection[str], failure: str) -> None:
+        """Waits until all hosts are found."""
         deadline_s = time.monotonic() + self._request.start_timeout_s
-        while len(self._served) < len(self._connections):
+        while len(found) < len(self._connections):
             if self._is_stopping():
                 raise Stopping
             lost = self.find_dead()
             if lost is not None:
                 raise MeshStartError(lost.fact, fix=lost.fix) from lost
             if time.monotonic() > deadline_s:
-                missing = [one.name for one in self._connections if one.host not in self._served]
+                missing = [one.name for one in self._connections if one.host not in found]
                 raise MeshStartError(
-                    f"The agents of {', '.join(missing)} did not serve after {self._request.start_timeout_s:g} s.",
+                    f"The agents of {', '.join(missing)} {failure} after {self._request.start_timeout_s:g} s.",
                     fix=f"moreh-ap doctor --hosts {','.join(missing)}",
                 )
             time.sleep(POLL_S / 5)
-        return [self._served[one.host].address for one in self._connections]
 
     def _answers(self) -> str:
         address = self._answers_at
         return f"tls://[{address}]:0" if ":" in address else f"tls://{address}:0"
 
-    def _command(self) -> Sequence[str]:
-        return ["-m", "moreh_ap.runtime.bootstrap"]
+    def _command(self, rank: int) -> Sequence[str]:
+        return ["-S", warm_client.__file__, self._served[self._host(rank).host].warm]
 
     def _workers_run(self) -> None:
         """Keeps the pipes open: agents send what goes into them."""
@@ -316,15 +331,14 @@ class HostsLauncher(Launcher):
             visible_devices=",".join(one.report.gpus),
             threads_per_worker=request.threads_per_worker,
         )
-        files = self._served[one.host].files
-        path = os.pathsep.join((str(Path(files, host_files.SCRIPT)), local["PYTHONPATH"]))
+        path = os.pathsep.join((str(Path(one.files, host_files.SCRIPT)), local["PYTHONPATH"]))
         return {
             **local,
             worker_environment.WORKER_VARIABLE: str(rank),
             "RANK": str(rank),
             "WORLD_SIZE": str(request.num_workers),
             "PYTHONPATH": path,
-            host_files.FOLDER_VARIABLE: files,
+            host_files.FOLDER_VARIABLE: one.files,
             "GLOO_SOCKET_IFNAME": one.interface,
             "NCCL_SOCKET_IFNAME": one.interface,
             **passed_on(os.environ),
@@ -359,7 +373,9 @@ class HostsLauncher(Launcher):
             elif kind == "store":
                 self._ask_store(one, dict(values), message.payload)
             elif kind == "serving":
-                self._served[one.host] = _Serving(**values)
+                self._served[one.host] = Serving(**values)
+            elif kind == "warm":
+                self._warm.add(one.host)
             elif kind == "pid":
                 self._children[values["rank"]] = RemoteChild(values["pid"])
             elif kind == "exit":
@@ -368,23 +384,6 @@ class HostsLauncher(Launcher):
                 child.ended(values["code"])
 
         return handle
-
-    def _usage(self) -> list[RemoteWorker]:
-        """Returns what the workers of all hosts use, as far as their agents have said it."""
-        is_cpu = self._request.device_type == "cpu"  # of GPUs there are no readings
-        return [
-            RemoteWorker(
-                rank,
-                one.name,
-                pid,
-                used_bytes if is_cpu else None,
-                one.usage["memory_bytes"] // self._per_host if is_cpu else 0,
-                busy if is_cpu else None,
-                min(float(self._request.threads_per_worker), one.report.num_cores / self._per_host) if is_cpu else 1.0,
-            )
-            for one in self._connections
-            for rank, pid, used_bytes, busy in one.usage.get("workers", ())
-        ]
 
     def _ask_store(self, one: HostConnection, values: dict[str, Any], payload: bytes) -> None:
         request = values.pop("request")

@@ -24,9 +24,11 @@ from moreh_ap.hosts.channel import Channel, ChannelError, Message
 from moreh_ap.hosts.credentials import Credentials
 from moreh_ap.hosts.host_report import interfaces, look
 from moreh_ap.runtime import engine_variables
+from moreh_ap.runtime.forking.warm_program import WarmProgram
 from moreh_ap.runtime.host import agent
 from moreh_ap.runtime.host.agent_output import WorkerPipes
 from moreh_ap.runtime.host.private_sockets import run_folder
+from moreh_ap.runtime.host.serving import Serving
 from moreh_ap.runtime.host.store_relay import StoreRelay
 from moreh_ap.runtime.host.worker_usage import WorkerUsage
 from moreh_ap.runtime.relay.command_relay import CommandRelay
@@ -59,6 +61,7 @@ class RemoteAgent:
         self._probe: reachability.Probe | None = None
         self._address = ""
         self._memory_fd = -1
+        self._warm: WarmProgram | None = None
         self._heard_s = time.monotonic()
 
     def run(self) -> None:
@@ -96,6 +99,8 @@ class RemoteAgent:
         kind, values = message.kind, message.values
         if kind == "store" and self._store is not None:
             self._store.answer(message)
+        elif kind == "import" and self._warm is not None:
+            self._warm.tell(values["module"])
         elif kind == "listen":
             self._answer(kind, self._listen(values["address"]))
         elif kind == "reach":
@@ -132,8 +137,9 @@ class RemoteAgent:
         try:
             self._probe = reachability.Probe(address)
         except OSError as error:
-            return {"port": 0, "interface": interface, "error": str(error)}
-        return {"port": self._probe.port, "interface": interface, "error": ""}
+            return {"port": 0, "interface": interface, "files": "", "error": str(error)}
+        files = str(self._files.folder)
+        return {"port": self._probe.port, "interface": interface, "files": files, "error": ""}
 
     def _measure(self, address: str, port: int) -> dict[str, Any]:
         try:
@@ -179,6 +185,9 @@ class RemoteAgent:
         self._memory_fd = make_host_memory()
         self._store = StoreRelay(self._folder, self._tell)
         os.environ.update(engine_variables.of_worker())
+        inherited = [self._pipes.pid_fd, self._memory_fd, *(fd for pair in self._pipes.streams.values() for fd in pair)]
+        environment = {**os.environ, **values["environment"]}  # keys are not in it, nor in that of a worker
+        self._warm = WarmProgram(self._folder, values["imports"], environment, inherited, lambda: self._tell("warm"))
         os.environ["HYPERACTOR_MESH_ORPHAN_TIMEOUT"] = ORPHAN_TIMEOUT
         os.environ["TMPDIR"] = str(self._folder)
         files = Credentials(**values["credentials"]).as_files()
@@ -188,18 +197,19 @@ class RemoteAgent:
         return f"tls://{host}:{reachability.free_port(self._address)}"
 
     def _say_serving(self, address: str) -> None:
-        assert self._pipes is not None and self._store is not None and self._commands is not None, "by `_prepare`"
-        self._tell(
-            "serving",
+        assert self._pipes is not None and self._warm is not None, "by `_prepare`"
+        assert self._store is not None and self._commands is not None, "by `_prepare`"
+        serving = Serving(
             address=address,
             pid_fd=self._pipes.pid_fd,
             streams={str(rank): pair for rank, pair in self._pipes.streams.items()},
             store=self._store.path,
-            files=str(self._files.folder),
+            warm=self._warm.path,
             memory_fd=self._memory_fd,
             commands=self._commands.path,
             commands_port=self._commands.port,
         )
+        self._tell("serving", **asdict(serving))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

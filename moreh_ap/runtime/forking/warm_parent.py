@@ -4,11 +4,12 @@ Decides when it is safe to fork, what a forked worker has of its own, and whose 
 engine, which starts threads when it is imported, nor commands.
 
 [Note: warm parent]
-The agent forks this process before it imports the engine. It imports PyTorch and what else workers import early, once
-for all of them, and listens at a socket in the folder that only this user can enter. The engine starts a program for
-each worker, the client (`warm_client`), and waits for its end; the client asks here for the worker, and ends as the
-worker ends. The kernel ends this process with the agent and the workers with this process, and a worker is killed when
-its client is gone. Where this process has ended or never was, the client becomes the worker and imports for itself.
+The agent forks this process before it imports the engine; that of another host starts it (`warm_program`). It imports
+PyTorch and what else workers import early, once for all of them, and listens at a socket in the folder that only this
+user can enter. The engine starts a program for each worker, the client (`warm_client`), and waits for its end; the
+client asks here for the worker, and ends as the worker ends. The kernel ends this process with the agent and the
+workers with this process, and a worker is killed when its client is gone. Where this process has ended or never was,
+the client becomes the worker and imports for itself.
 
 A process may be forked as long as it has one thread and no device. So a module of another library is imported in a
 forked copy: if the copy is fit to be forked it goes on in place of this process, which waits for it; if it is not, it
@@ -97,9 +98,7 @@ def fork(path: str, imports: Sequence[str], controller_fd: int) -> list[str] | N
         None in the calling process; in a worker, what its bootstrap module is given.
     """
     if _can_serve():
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path)
-        listener.listen(_BACKLOG)
+        listener = _listener(path)
         agent = os.getpid()
         if os.fork() == 0:
             end_with(agent)
@@ -111,6 +110,24 @@ def fork(path: str, imports: Sequence[str], controller_fd: int) -> list[str] | N
         listener.close()
     os.close(controller_fd)
     return None
+
+
+def serve(path: str, imports: Sequence[str], controller_fd: int) -> list[str] | None:
+    """Makes this process the warm parent; see `fork` for the arguments.
+
+    Returns:
+        In a worker, what its bootstrap module is given; None where this process cannot be forked.
+    """
+    if not _can_serve():
+        return None
+    return _WarmParent(_listener(path), socket.socket(fileno=controller_fd)).run(imports)
+
+
+def _listener(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(_BACKLOG)
+    return listener
 
 
 class _WarmParent:

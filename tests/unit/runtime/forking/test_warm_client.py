@@ -13,7 +13,7 @@ import time
 import pytest
 
 from moreh_ap.runtime.bootstrap import Launch
-from moreh_ap.runtime.host import warm_client
+from moreh_ap.runtime.forking import warm_client
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has descriptors of processes")
 

@@ -1,0 +1,1 @@
+"""How workers begin with what one process has imported for all of them."""

@@ -1,0 +1,31 @@
+"""What an agent of another host says once its engine listens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Where everything of a host is that its workers are told.
+
+    Attributes:
+        address: Where the engine listens, with the random name that a controller needs to know.
+        pid_fd: Descriptor to which a worker writes its process id.
+        streams: Descriptors of the output of each worker, by its rank.
+        store: Socket of the store.
+        warm: Socket of the warm parent.
+        memory_fd: Descriptor of the memory that the host's workers share.
+        commands: Socket of commands.
+        commands_port: Port at which the host takes them.
+    """
+
+    address: str
+    pid_fd: int
+    streams: Mapping[str, Sequence[int]]
+    store: str
+    warm: str
+    memory_fd: int
+    commands: str
+    commands_port: int
