@@ -15,3 +15,4 @@ function layOutTables() {
 
 addEventListener("load", layOutTables);
 addEventListener("resize", layOutTables);
+addEventListener("toggle", layOutTables, true); // a table that was folded away had no width
