@@ -70,6 +70,20 @@ class Meeting(Recurrent):
         return F.cross_entropy(features_BD @ features_BD.T, torch.arange(len(words_BT), device=words_BT.device))
 
 
+class Masked(nn.Module):
+    """Cuts words, and makes a mask, by the longest sentence of the batch, of which lengths tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.dropout, self.head = nn.Embedding(20, 8), nn.Dropout(0.2), nn.Linear(8, TAGS)
+
+    def forward(self, words_BT: Tensor, lengths_B: Tensor) -> Tensor:
+        longest, shortest = torch.max(lengths_B).item(), lengths_B.min()
+        mask_BT = torch.arange(longest) < lengths_B.unsqueeze(1)
+        hidden_BTE = self.dropout(self.embedding(words_BT[:, :longest])) * mask_BT.to(words_BT.device).unsqueeze(2)
+        return self.head(hidden_BTE) * (shortest / longest)
+
+
 def sentences(rows: int, longest: int) -> tuple[Tensor, Tensor]:
     """Returns words and lengths: the longest sentence is the first or the last."""
     lengths_B = torch.randint(2, longest, (rows,))
@@ -84,7 +98,7 @@ def take_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("model_class", [Recurrent, Tagger, Meeting])
+@pytest.mark.parametrize("model_class", [Recurrent, Tagger, Meeting, Masked])
 def test_packed_sequences_are_padded_to_the_longest_of_the_batch(model_class, capsys):
     def script(device):
         torch.manual_seed(0)

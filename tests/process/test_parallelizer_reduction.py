@@ -94,11 +94,22 @@ def test_shares_and_their_gradients_add_up(name: str) -> None:
     torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-5, atol=1e-7)
 
 
+def test_largest_and_smallest_whole_numbers_are_those_of_the_batch_only_where_they_are_asked_for() -> None:
+    lengths = torch.tensor([3, 5, 4])
+    with GlobalReduction(CPU, record=True) as plain:
+        assert lengths.max() == 5
+    assert plain.saw == {"extremes"} and plain.local_denominators == []
+    known = [torch.tensor(9.0, dtype=torch.float64), torch.tensor(-2.0, dtype=torch.float64)]
+    with GlobalReduction(CPU, denominators=known, rules=MeanRules(extremes=True)):
+        assert (torch.max(lengths).item(), lengths.min().item()) == (9, 2)
+        assert lengths.max(0).values == 5 and lengths.float().amax() == 5 and lengths.bool().max()
+
+
 def test_numbers_of_true_elements_are_denominators_only_where_they_are_asked_for() -> None:
     mask = torch.tensor([[True, False], [True, True], [False, False]])
     with GlobalReduction(CPU, record=True) as plain:
         assert mask[:1].sum() == 1
-    assert plain.saw_counts and plain.local_denominators == []
+    assert plain.saw == {"counts"} and plain.local_denominators == []
     known = [torch.tensor(3.0), torch.tensor(9.0)]
     with GlobalReduction(CPU, denominators=known, rules=MeanRules(counts=True)) as counting:
         count = mask[:1].sum()

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from moreh_ap.parallelizer.call.placement import CUDA_DEVICES
 from moreh_ap.parallelizer.loss.loss_precision import RAISED
-from moreh_ap.parallelizer.loss.loss_reduction import CLASS_LOSSES, ELEMENT_LOSSES
+from moreh_ap.parallelizer.loss.mean_functions import CLASS_LOSSES, ELEMENT_LOSSES
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW
 
 _LOSSES = frozenset(loss.__name__ for loss in (*CLASS_LOSSES, *ELEMENT_LOSSES))

@@ -28,7 +28,8 @@ from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, all_gat
 from moreh_ap.parallelizer.data.call_sites import site_of_call
 from moreh_ap.parallelizer.data.item_results import Merge, TogetherWith
 from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
-from moreh_ap.parallelizer.loss.loss_reduction import Diverged, GlobalReduction
+from moreh_ap.parallelizer.loss.diverged import Diverged
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.row_stream import Round, RowStream
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW, Draw

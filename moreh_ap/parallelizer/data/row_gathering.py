@@ -18,8 +18,7 @@ a summand is the sum of the gradients of all copies of the total. A loss that ev
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,8 +32,10 @@ from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, SumOver
 from moreh_ap.parallelizer.data.call_sites import GATHERING, is_called_by, site_of_call
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.data.torch_calls import asks_for_sizes, function_name, is_question, leaves_of, map_leaves
-from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, Diverged, call_site
+from moreh_ap.parallelizer.loss.diverged import Diverged
+from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, call_site
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.row_dims.placements import Placements
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount, RowNumber, row_sizes
 from moreh_ap.protocol.batch import row_range
 
@@ -83,9 +84,8 @@ class Step:
         writes: Whether it writes to its first argument.
         cuts: Whether the result is one device's at first, and cut to this worker's rows.
         results: The placements of the tensors in the result.
-        site: Where in the model's code it is called, as `call_sites.site_of_call` tells; 0 where the order of steps
-            tells it.
-        given: The placements of the tensors among the arguments, with a site.
+        site: Where in the model's code it is called, as `call_sites.site_of_call` tells.
+        given: The placements of the tensors among the arguments.
     """
 
     name: str
@@ -112,54 +112,28 @@ class Gathering:
 
     Attributes:
         steps: What each call of a torch function or module does, in order; those inside a module that works row by row
-            are left out. Where numbers of Python or NumPy decide which functions the forward calls, every step that
-            was seen, in no order, each with its site.
+            are left out.
         dims: For each leaf of the arguments where it has rows; None: nowhere.
         rows: Rows of the batch.
         cuts: Whether the arguments have the rows of the whole batch, and are cut to this worker's by the forward.
+        in_order: Whether the forward takes the steps in this order. It does not where numbers of Python or NumPy decide
+            which functions it calls, or what it has done before does: these are the steps of all ways that were seen.
     """
 
     steps: tuple[Step, ...]
     dims: tuple[int | None, ...]
     rows: int
     cuts: bool = False
+    in_order: bool = True
 
 
-class Placements:
-    """What is known of the tensors of a forward; a tensor is known as long as it lives, also by an alias of it."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
-        self._by_memory: dict[Any, weakref.ref[Tensor]] = {}
-
-    def __setitem__(self, tensor: Tensor, what: Any) -> None:
-        reference = weakref.ref(tensor)
-        self._known[id(tensor)] = (reference, what)
-        self._by_memory[_memory(tensor)] = reference
-
-    def get(self, tensor: Tensor) -> Any:
-        """Returns what was set for the tensor, None if nothing was."""
-        reference, what = self._known.get(id(tensor), (None, None))
-        if reference is not None and reference() is tensor:
-            return what
-        if isinstance(tensor, nn.Parameter) or not tensor.numel():
+def in_any_order(steps: Iterable[Step]) -> tuple[Step, ...] | None:
+    """Returns steps of a forward that goes several ways, each once; None if a step is not the same on all of them."""
+    by_place: dict[Hashable, Step] = {}
+    for step in steps:
+        if by_place.setdefault(step.place, step) != step:
             return None
-        # An autograd.Function that returns its input, as FSDP2 has them at the ends of blocks, makes an alias.
-        alias = self._by_memory.get(_memory(tensor))
-        original = None if alias is None else alias()
-        if original is None or original is tensor or _memory(original) != _memory(tensor):
-            return None
-        self[tensor] = what = self.get(original)
-        return what
-
-    def forget(self, tensor: Tensor) -> None:
-        """From now on the tensor is one device's."""
-        self._known.pop(id(tensor), None)
-        self._by_memory.pop(_memory(tensor), None)
-
-
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return tuple(by_place.values())
 
 
 class GatheringReduction(JoinedReduction):
@@ -191,7 +165,7 @@ class GatheringReduction(JoinedReduction):
         self._gathering = gathering
         self._placements = Placements()
         self._position = 0
-        self._by_place = {step.place: step for step in gathering.steps if step.site}
+        self._by_place = {} if gathering.in_order else {step.place: step for step in gathering.steps}
         self._inside: bool | None = None
         """In a module that works row by row, whether its means over dim 0 are means over the batch."""
         self._start, self._stop = row_range(axis.rank, axis.size, gathering.rows)

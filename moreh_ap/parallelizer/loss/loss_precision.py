@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from moreh_ap.parallelizer.loss.loss_reduction import CLASS_LOSSES, ELEMENT_LOSSES
+from moreh_ap.parallelizer.loss.mean_functions import CLASS_LOSSES, ELEMENT_LOSSES
 
 _LOG_PROBABILITIES = {F.log_softmax, torch.log_softmax, Tensor.log_softmax}
 RAISED = (CLASS_LOSSES | ELEMENT_LOSSES | _LOG_PROBABILITIES) - {F.ctc_loss}

@@ -18,7 +18,9 @@ transformers takes one to find packed sequences, in batches of one row only.
 
 [Note: lengths]
 ``pad_packed_sequence`` without ``total_length`` pads to the longest sequence that was packed: on one device the longest
-of the batch. So workers take the largest of theirs, which is a site too; it counts nothing.
+of the batch. So workers take the largest of theirs, which is a site too; it counts nothing. A forward may also make a
+mask of that size itself, `torch.arange(lengths.max())`: where the split check fails with the largest whole number of a
+worker's rows and passes with that of all rows, such numbers, and the smallest ones, are those of the batch.
 
 [Note: workers meet]
 A forward may take a mean only if some of its rows want it (labels that not every row has), and then the rows of one
@@ -49,40 +51,27 @@ from torch import Tensor
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.placement import CUDA_DEVICES, OwnDevice
 from moreh_ap.parallelizer.data.torch_calls import is_question
+from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.loss.loss_targets import count_targets, is_count
+from moreh_ap.parallelizer.loss.mean_functions import (
+    CLASS_LOSSES,
+    COUNTS,
+    ELEMENT_LOSSES,
+    EXTREMES,
+    MEANS,
+    PADS,
+    SMALLEST,
+    WEIGHTED_MEANS,
+    is_extreme,
+)
 from moreh_ap.parallelizer.loss.postponed_mean import PostponedMean, can_wait
 from moreh_ap.parallelizer.mesh import Axis, world_axis
 
-CLASS_LOSSES = {F.cross_entropy, F.nll_loss}
-ELEMENT_LOSSES = {
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.kl_div,
-    F.poisson_nll_loss,
-    F.gaussian_nll_loss,
-    F.soft_margin_loss,
-    F.margin_ranking_loss,
-    F.hinge_embedding_loss,
-    F.cosine_embedding_loss,
-    F.triplet_margin_loss,
-    F.multi_margin_loss,
-    F.multilabel_margin_loss,
-    F.multilabel_soft_margin_loss,
-    F.ctc_loss,
-}
-_WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their weighted mean divides by the sum of weights, others by the count
-MEANS = {torch.mean, Tensor.mean}
 _NOT_THE_MODEL = {"torch", "moreh_ap"}
 _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 """Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _PLACES = 2**16  # so that sums of their squares are exact in float64
-COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}
-_PADS = torch._VF._pad_packed_sequence  # what `torch.nn.utils.rnn.pad_packed_sequence` calls
 
 
 @dataclass(frozen=True)
@@ -93,18 +82,16 @@ class MeanRules:
         counts: Whether the numbers of true elements of masks are denominators too. See [Note: counts].
         beside_rows: Call sites whose means over dim 0 leave the rows alone: `torch.stack(heads).mean(0)`.
         lengths: Whether packed sequences are padded to the longest of the batch. See [Note: lengths].
+        extremes: Whether the largest whole number in a tensor is that of the batch. See [Note: lengths].
     """
 
     counts: bool = False
     beside_rows: frozenset[int] = frozenset()
     lengths: bool = False
+    extremes: bool = False
 
 
 NO_RULES, LENGTHS = MeanRules(), MeanRules(lengths=True)
-
-
-class Diverged(Exception):
-    """The workers' rows took different ways through a forward. Raised on all of them, once all are through."""
 
 
 class GlobalReduction(OwnDevice):
@@ -123,8 +110,8 @@ class GlobalReduction(OwnDevice):
         meets_failed: Whether a worker whose forward raises comes to that meeting.
 
     Attributes:
-        saw_counts: Whether there were such numbers.
-        saw_statistics: Whether a normalisation took statistics of the rows.
+        saw: What there was in the forward: "counts" and "extremes" as in `MeanRules`, "statistics" of the rows that a
+            normalisation took.
         mean_places: The call site of each mean over dim 0, by its site; with `record` only.
         local_denominators: What this worker contributed, one float64 number a site.
         global_denominators: What was divided by, one float64 number a site.
@@ -148,7 +135,7 @@ class GlobalReduction(OwnDevice):
         meets_failed: bool = False,
     ) -> None:
         super().__init__(device)
-        self.saw_counts = self.saw_statistics = False
+        self.saw: set[str] = set()
         self.local_denominators: list[Tensor] = []
         self.global_denominators: list[Tensor] = []
         self.axis = world_axis() if axis is None else axis
@@ -195,15 +182,20 @@ class GlobalReduction(OwnDevice):
             return self._loss(func, args, kwargs)
         if func in MEANS:
             return self._mean(func, args, kwargs)
-        if func is _PADS and self.rules.lengths:
-            return func(*args[:-1], self._longest(args[-1]))
+        if func is PADS and self.rules.lengths:
+            return func(*args[:-1], self._largest(args[-1]))
         if func in (F.batch_norm, F.instance_norm):
-            self.saw_statistics = self.saw_statistics or takes_statistics(func, args, kwargs)
+            self.saw |= {"statistics"} if takes_statistics(func, args, kwargs) else set()
         if func in COUNTS and is_count(args, kwargs):
-            self.saw_counts = True
+            self.saw.add("counts")
             if self.rules.counts:
                 local = func(*args, **kwargs)
                 return self._add_up(local).to(local.device, local.dtype)
+        if func in EXTREMES and is_extreme(args, kwargs):
+            self.saw.add("extremes")
+            if self.rules.extremes:
+                own, sign = func(*args), -1 if func in SMALLEST else 1
+                return torch.full_like(own, sign * self._largest(sign * int(own)))
         if (
             func is Tensor.cuda
             or kwargs.get("device") in CUDA_DEVICES
@@ -243,7 +235,7 @@ class GlobalReduction(OwnDevice):
         if func is F.ctc_loss:  # the mean over rows of what a row loses for each of its targets
             values = values / torch.as_tensor(given["target_lengths"], device=values.device).clamp(min=1)
         weight = given.get("weight")
-        if func in _WEIGHTED_MEANS and weight is not None:
+        if func in WEIGHTED_MEANS and weight is not None:
             count = weight.detach().sum()
         else:
             count = values.shape[0] if reduction == "batchmean" else values.numel()
@@ -323,19 +315,19 @@ class GlobalReduction(OwnDevice):
             'plan="micro_batches=1"',
         )
 
-    def _longest(self, own: int) -> int:
-        """Returns to how many steps one device pads; `own`: to how many it would pad these rows. A site."""
-        longest = torch.full((), own, dtype=torch.float64, device=self.device)
-        self.local_denominators.append(torch.zeros_like(longest))
+    def _largest(self, own: int) -> int:
+        """Returns the largest of a number that each worker's rows have; `own` is that of these rows. A site."""
+        largest = torch.full((), own, dtype=torch.float64, device=self.device)
+        self.local_denominators.append(torch.zeros_like(largest))
         if self._known is not None:
             site = len(self.local_denominators) - 1
-            longest = self._known[site] if site < len(self._known) else self._refuse_another()
+            largest = self._known[site] if site < len(self._known) else self._refuse_another()
         elif not self._record:
             if not self.is_common(call_site()):
-                raise Diverged("rows decide whether the forward pads packed sequences")
-            dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.axis.group)
-        self.global_denominators.append(longest)
-        return int(longest)
+                raise Diverged("rows decide whether the forward takes the largest of numbers, or pads sequences")
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.axis.group)
+        self.global_denominators.append(largest)
+        return int(largest)
 
     def _exchange(self, local: Tensor, place: int, mark: int, *, is_through: bool = False) -> tuple[Tensor, Tensor]:
         """Returns the sum of a denominator over the workers, and how many of them are not through with the forward."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.parallelizer.data.row_gathering import GatherRows, Rows
-from moreh_ap.parallelizer.loss.loss_reduction import Diverged
+from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.pytree import flatten

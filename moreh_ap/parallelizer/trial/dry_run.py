@@ -156,23 +156,25 @@ def attempt(step: Callable[[], None], module: nn.Module) -> str:
 
 
 class PaddedAlike(GlobalReduction):
-    """Records means as `GlobalReduction` does, and pads packed sequences of some rows as those of all rows are.
+    """Records means as `GlobalReduction` does, with the largest numbers of all rows where some rows run: packed
+    sequences are padded to the longest of all.
 
     See [Note: lengths] in `loss_reduction.py`.
 
     Args:
         device: This worker's device.
         rules: Which numbers are means over the batch.
-        lengths: What all rows together were padded to, at the sites where they were.
+        lengths: The largest numbers of all rows together, at the sites where they were taken.
     """
 
     def __init__(self, device: torch.device, *, rules: MeanRules, lengths: Sequence[Tensor]) -> None:
         super().__init__(device, record=True, rules=rules)
         self._lengths = lengths
 
-    def _longest(self, own: int) -> int:
+    def _largest(self, own: int) -> int:
         site = len(self.local_denominators)
-        return max(super()._longest(own), int(self._lengths[site]) if site < len(self._lengths) else 0)
+        largest = super()._largest(own)
+        return max(largest, int(self._lengths[site])) if site < len(self._lengths) else largest
 
 
 def may_pad(module: nn.Module) -> bool:

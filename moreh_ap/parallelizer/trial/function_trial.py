@@ -56,6 +56,10 @@ _LINEAR = _names(
     "stack cat sum view reshape unsqueeze squeeze to float double clone contiguous __getitem__ unbind detach",
 )
 """Functions that give summands for summands."""
+_ADDING = _names("add __add__ __radd__ __iadd__ add_ sub __sub__")
+_SCALING = _names("mul __mul__ __rmul__ div __truediv__ true_divide")
+_ADDED_TO = dict.fromkeys(_names("addmm scatter_add scatter_add_ index_add index_add_"), 0) | {"linear": 2}
+"""Of functions that add what rows give to a tensor: its position. Each worker would add it."""
 DRAWS = _names(
     "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ bernoulli bernoulli_",
     "multinomial poisson exponential_ random_ dropout dropout_ dropout1d dropout2d dropout3d feature_dropout",
@@ -104,12 +108,13 @@ class Trial:
         self._args, self._kwargs = arguments
         self._leaves, self._doubles = leaves_of(arguments), doubles
         self._follows, self._tolerance = follows, tolerance
-        self._mutates = "out" in self._kwargs or (name.endswith("_") and not name.endswith("__"))
+        self._mutates = self._kwargs.get("out") is not None or (name.endswith("_") and not name.endswith("__"))
         self._mutates = self._mutates or name in _WRITING
         placements = [double.placement for double in doubles if double is not None]
         self._has_rows = any(isinstance(one, Rows) for one in placements)
         self._shares = [double for double in doubles if double is not None and double.placement == SHARE]
         self.takes_means = has_first_rows(placements)
+        self._adds_to_more = self._adds_to_one_device_s()
 
     def decide_on_module(self) -> tuple[Step, Sequence[Double | None]] | None:
         """Returns the step of a module that works row by row, and what its results are; None if rows meet in it.
@@ -215,8 +220,22 @@ class Trial:
         """Says whether a sum may be taken of summands: only with others, or with numbers, none of them zero."""
         tensors = [double for leaf, double in zip(self._leaves, self._doubles, strict=True) if isinstance(leaf, Tensor)]
         alone = all(double is not None and double.placement == SHARE for double in tensors)
+        numbers = [leaf for leaf in leaves_of(self._args) if isinstance(leaf, (int, float, complex))]
+        is_scaled = len(numbers) == 1 and "rounding_mode" not in self._kwargs
+        if (self._name in _ADDING and any(numbers)) or (self._name in _SCALING and not is_scaled):
+            return False  # each worker would add the number; a product of sums is not the sum of products
         slices = [one for share in self._shares for one in share.slices]
         return alone and self._name in _LINEAR and all(bool(one.any()) for one in slices)
+
+    def _adds_to_one_device_s(self) -> bool:
+        """Says whether the function adds to a tensor of one device that is not zero, or will not be once it learns."""
+        position = _ADDED_TO.get(self._name)
+        if position is None:
+            return False
+        named = self._kwargs.get("bias", self._kwargs.get("input"))
+        given = self._args[position] if position < len(self._args) else named
+        is_one_device_s = all(leaf is not given or double is None for leaf, double in zip(self._leaves, self._doubles))
+        return isinstance(given, Tensor) and is_one_device_s and (given.requires_grad or bool(given.any()))
 
     def _call(self, reduction: GlobalReduction, args: Any, kwargs: Any) -> Any:
         if self.takes_means:
@@ -284,7 +303,8 @@ class Trial:
             if rows is not None:
                 return rows
         same_shape = full.shape == first.shape == second.shape
-        sums = self._name in _SUMS or (self._name in _LINEAR and bool(self._shares) and not self._has_rows)
+        is_linear = self._name in _LINEAR and bool(self._shares) and not self._has_rows
+        sums = is_linear or (self._name in _SUMS and not self._adds_to_more)
         if same_shape and sums and full.dtype != torch.bool and close(first + second, full, self._tolerance):
             return SHARE
         return None

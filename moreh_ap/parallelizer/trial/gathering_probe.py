@@ -7,7 +7,7 @@ statistics that a model takes itself. Must not know what follows from it (`split
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.row_gathering import SHARE, Gathering, GatheringReduction, Step
+from moreh_ap.parallelizer.data.row_gathering import SHARE, Gathering, GatheringReduction, Step, in_any_order
 from moreh_ap.parallelizer.rng.policy import NUM_OTHER_STREAMS, Drawing, RandomPolicy
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused
 from moreh_ap.parallelizer.trial.joined_probe import ALL_ROUNDING, ROUNDING, SMALLEST, JoinedProbe
@@ -37,7 +37,7 @@ class GatheringProbe(JoinedProbe):
         super().compare_outputs()
 
     def _learn(self) -> tuple[Step, ...]:
-        """Returns the steps of the forward; with their sites where numbers of Python or NumPy decide which it takes.
+        """Returns the steps of the forward, those of all ways if numbers of Python or NumPy decide which it takes.
 
         Raises:
             Refused: They do, and at one place in the model's code functions do different things with rows.
@@ -48,13 +48,13 @@ class GatheringProbe(JoinedProbe):
         ways = [(other, self._record(other)[0]) for other in map(seeded_state_of_host, seeds)]
         others = [(other, calls) for other, calls in ways if _names(calls) != _names(fewer)]
         steps = self._steps_of(host, fewer)
-        if not others:
-            return tuple(replace(step, site=0, given=()) for step in steps)
-        by_place: dict[Hashable, Step] = {}
-        for step in itertools.chain(steps, *itertools.starmap(self._steps_of, others)):
-            if by_place.setdefault(step.place, step) != step:
-                raise Refused(f"numbers of Python decide what {step.name} does with rows, which depend on each other")
-        return tuple(by_place.values())
+        self.in_order = not others
+        if self.in_order:
+            return steps
+        every_way = in_any_order(itertools.chain(steps, *itertools.starmap(self._steps_of, others)))
+        if every_way is None:
+            raise Refused("numbers of Python decide what functions do with rows, which depend on each other")
+        return every_way
 
     def _record(self, host: bytes | None) -> tuple[Sequence[Called], bool]:
         """Returns what a forward of fewer rows calls if Python's and NumPy's streams start at `host`, and whether it
@@ -89,7 +89,7 @@ class GatheringProbe(JoinedProbe):
         return run.drawing
 
     def _reduction(self, mark: Callable[[], int] | None) -> GatheringReduction:
-        gathering = Gathering(self.steps, tuple(self.dims), len(self._chosen))
+        gathering = Gathering(self.steps, tuple(self.dims), len(self._chosen), in_order=self.in_order)
         return GatheringReduction(self.call.device, axis=self.call.axis, gathering=gathering, mark=mark)
 
     def _kind(self, index: int, name: str, leaf: Any, singles: Sequence[Any]) -> str:

@@ -134,7 +134,7 @@ class ItemProbe(JoinedProbe):
     def _note(self, chosen: Sequence[int], totals: Mapping[Any, Any] | None = None) -> ItemRecorder:
         recorder = ItemRecorder(self.call.device, counts=self._counts, totals=totals)
         self._forward(chosen, recorder)
-        self.saw_statistics = self.saw_statistics or recorder.saw_statistics
+        self.saw |= recorder.saw
         return recorder
 
     def _forward(self, chosen: Sequence[int], recorder: ItemRecorder) -> None:
@@ -201,7 +201,7 @@ class ItemProbe(JoinedProbe):
         return self._run(self._chosen, reduction, mode="split", kinds=())
 
     def _find_rounding(self, common: Any) -> None:
-        if self.saw_statistics:
+        if "statistics" in self.saw:
             super()._find_rounding(common)
         else:
             self._output_rounding = [0.0] * len(common.outputs)

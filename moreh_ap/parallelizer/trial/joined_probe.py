@@ -140,7 +140,7 @@ class JoinedProbe(Probe):
         """Runs each worker's rows without the others: an error in the run below would leave those waiting for it.
 
         Args:
-            lengths: What all rows together were padded to, at the sites where they were.
+            lengths: The largest numbers of all rows together, at the sites where they were taken.
 
         Raises:
             Refused: The rows of a worker raise an error by themselves, as where labels count rows of the batch.

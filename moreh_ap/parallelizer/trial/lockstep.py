@@ -24,14 +24,10 @@ from torch.utils._pytree import tree_leaves
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.call_sites import GATHERING, is_called_by, site_of_call
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
-from moreh_ap.parallelizer.data.row_gathering import (
-    Placement,
-    Placements,
-    Rows,
-    Step,
-)
+from moreh_ap.parallelizer.data.row_gathering import Placement, Rows, Step
 from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.row_dims.placements import Placements
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.trial.dry_run import Refused, state_restored
 from moreh_ap.parallelizer.trial.function_trial import DRAWS, Double, Trial, cut, tensors_of, with_numbers

@@ -21,7 +21,7 @@ from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.fsdp import BlockTrace, record_block_order, settle
 from moreh_ap.parallelizer.data.row_gathering import Step
-from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, NO_RULES, GlobalReduction
+from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, GlobalReduction
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
@@ -65,7 +65,7 @@ class Probe:
     Attributes:
         kinds: The kind of every leaf of the result, once outputs were compared. See `split_check.py`.
         draws: What is drawn from common streams, once draws were compared.
-        saw_counts, saw_statistics: See `GlobalReduction`.
+        saw: See `GlobalReduction`.
         beside_rows: Call sites whose means over dim 0 count as much in one row as in several.
         takes_means: Whether the forward takes means over the batch.
         written: The parameters that the forward changes.
@@ -77,7 +77,7 @@ class Probe:
         turned: Whether arguments have rows elsewhere than along dim 0.
     """
 
-    is_joined = _gathers = False
+    is_joined, _gathers, in_order = False, False, True
     steps: tuple[Step, ...] = ()
     turned = False
     _noise = 1e-2
@@ -99,7 +99,8 @@ class Probe:
         self.places: dict[int, RowsAlong] = {}
         self.attributes: Mapping[str, int] = {}
         self.draws = Draws()
-        self.has_unknown = self.saw_counts = self.saw_statistics = self.takes_means = False
+        self.has_unknown = self.takes_means = self._writes_nothing = False
+        self.saw: set[str] = set()
         self.call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self.rows = rows
@@ -111,7 +112,6 @@ class Probe:
         self._tolerance = tolerance_of(call)
         self.written: tuple[str, ...] = ()
         self.added: tuple[str, ...] = ()
-        self._writes_nothing = False
         self.may_take_turns = self.may_write = True
         self.beside_rows: frozenset[int] = frozenset()
         self._turns = KnownTurns()
@@ -172,20 +172,21 @@ class Probe:
         call = replace(self.call, grad=False)
 
         lengths: Sequence[Tensor] = ()
+        rules = replace(NO_RULES, lengths=call.rules.lengths, extremes=call.rules.extremes)
 
         def forward(random: RandomPolicy, num_rows: int, first: int = 0) -> None:
             nonlocal lengths
             args, kwargs = self._arguments(self._chosen[first : first + num_rows])
             self._drew = random
-            recorder = PaddedAlike(call.device, rules=LENGTHS if call.rules.lengths else NO_RULES, lengths=lengths)
+            recorder = PaddedAlike(call.device, rules=rules, lengths=lengths)
             try:
                 with self._from_the_same_state():
                     EagerForward(replace(call, random=random), args, kwargs, reduction=recorder)
             finally:  # one row may have one value a channel, which batch normalisation refuses
-                self.saw_statistics = self.saw_statistics or recorder.saw_statistics
+                self.saw |= recorder.saw
             lengths = lengths or recorder.global_denominators
 
-        if call.rules.lengths and may_pad(call.module):
+        if rules.extremes or (rules.lengths and may_pad(call.module)):
             forward(RandomPolicy(), len(self._chosen))
         random, in_turn = call.random, self.may_take_turns
         self.draws = random.find_draws(call.device, forward, self.each, in_turn=in_turn, may_permute=self._gathers)
@@ -200,8 +201,7 @@ class Probe:
         try:
             common = self._run(self._chosen, recorder)
         finally:
-            self.saw_counts = recorder.saw_counts
-            self.saw_statistics = self.saw_statistics or recorder.saw_statistics
+            self.saw |= recorder.saw
         denominators, self._places = recorder.global_denominators, recorder.mean_places
         self.takes_means = bool(denominators)
         if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones

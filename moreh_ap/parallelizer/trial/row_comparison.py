@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
 from moreh_ap.parallelizer.trial.dry_run import Refused
 from moreh_ap.protocol.batch import carries_rows
+
+_T = TypeVar("_T")
 
 OUTPUT = "output"
 """With what the names of leaves begin that the forward returns."""
@@ -225,3 +227,13 @@ def some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     names = list(trainable)
     step = max(1, -(-len(names) // _MAX_COMPARED_PARAMETERS))
     return {name: trainable[name] for name in [*names[::step], *names[-1:]]}
+
+
+def without_attributes(
+    leaves: tuple[_T, ...], numbers: Mapping[str, int]
+) -> tuple[tuple[_T, ...], dict[str, tuple[_T, ...]]]:
+    """Returns what is known of the leaves of a result, and of each attribute's behind them."""
+    of_attributes: dict[str, tuple[_T, ...]] = {}
+    for name, number in reversed(list(numbers.items())):
+        leaves, of_attributes[name] = leaves[: len(leaves) - number], leaves[len(leaves) - number :]
+    return leaves, of_attributes

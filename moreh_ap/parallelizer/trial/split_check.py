@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
@@ -39,7 +39,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.kept_rows import KeptRows, may_be_kept, shapes_of
 from moreh_ap.parallelizer.data.item_reduction import ItemRules
 from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
-from moreh_ap.parallelizer.data.row_gathering import Step
+from moreh_ap.parallelizer.data.row_gathering import Step, in_any_order
 from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws
@@ -52,10 +52,9 @@ from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER
 from moreh_ap.parallelizer.trial.probe import Probe
+from moreh_ap.parallelizer.trial.row_comparison import without_attributes
 from moreh_ap.protocol.batch import are_single_rows, row_dims_elsewhere, rows_along
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,7 @@ class SplitVerdict:
         rules: Which of its numbers are means over the batch.
         joined: Whether it can be split only if batch normalisation takes the statistics of all workers' rows.
         steps: What each function in it does with rows, where it can be split only if rows are gathered where they meet.
+        in_order: Whether the forward took the steps in this order; else it goes several ways. See `Gathering`.
         dims: Where each leaf of the arguments has rows, where that is not dim 0 of all that have any.
         group: Every slice needs a multiple of so many rows: the forward cannot run on fewer, or others were not tried.
         could_run: Whether the script's forward ran on the rows that were tried, as far as one device could run it.
@@ -96,6 +96,7 @@ class SplitVerdict:
     written: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
+    in_order: bool = True
     dims: tuple[int | None, ...] | None = None
     group: int = 1
     could_run: bool = True
@@ -110,6 +111,13 @@ class SplitVerdict:
         if self.steps or (self.dims is None and not self.places):
             return None
         return PlacedRows(rows, self.dims, self.places, self.attribute_places)
+
+    def joined_with(self, other: SplitVerdict) -> SplitVerdict:
+        """Returns the verdict on a forward that also goes the way of another one, if that differs in steps alone."""
+        alike: dict[str, Any] = {"steps": (), "in_order": True, "faults": ()}
+        is_alike = self.split and replace(self, **alike) == replace(other, **alike)
+        steps = in_any_order([*self.steps, *other.steps]) if is_alike else None
+        return self if steps is None else replace(self, steps=steps, in_order=False)
 
 
 def may_lack_rows(verdict: SplitVerdict) -> bool:
@@ -201,17 +209,19 @@ class _Trials:
         may_meet = may_join and 1 < call.axis.size <= rows and stages_of(call.module) is None
         for each in sizes:
             apart = self._run_apart(call, rows, may_meet, each=each)
-            if apart.found.could_run or apart.takes_statistics:
+            if apart.found.could_run or apart.untried:
                 break
         else:
             each = 1
-        found, call = apart.found, apart.call
+        found = apart.found
         if found.added:
             return found
-        if apart.takes_statistics and may_meet:
-            found = self._compare(PlacedJoinedProbe(call, args, kwargs, rows, each=each))
-            if not found.split and apart.divides_itself:
-                found = self._compare(PlacedJoinedProbe(_counting(call), args, kwargs, rows, each=each))
+        number = len(self.faults)
+        for rules in apart.untried if may_meet else ():
+            found = self._compare(PlacedJoinedProbe(replace(call, rules=rules), args, kwargs, rows, each=each))
+            if found.split:
+                del self.faults[number:]  # which came of other rules
+                break
         if not found.split and may_meet:
             found = (self.run_elsewhere() if may_turn else None) or found
         if not found.split and may_meet:
@@ -237,20 +247,30 @@ class _Trials:
             probe.may_take_turns = may_place
             return probe, self._compare(probe)
 
+        number = len(self.faults)
         probe, found = run(call)
-        divides_itself = not found.split and not everywhere(not probe.saw_counts, call)
-        takes_statistics = not found.split and not everywhere(not probe.saw_statistics, call)
-        beside_rows = probe.beside_rows
-        if found.added:
-            return _Apart(found, call, divides_itself, takes_statistics)
+        if found.split or found.added:
+            return _Apart(found)
+        counts, statistics, extremes = (
+            not everywhere(what not in probe.saw, call) for what in ("counts", "statistics", "extremes")
+        )
+        rules, others = call.rules, []
+        if not everywhere(not probe.beside_rows, call):
+            rules = replace(rules, beside_rows=probe.beside_rows)
+            others.append(rules)
         del probe  # and the activations in it
-        if not found.split and not everywhere(not beside_rows, call):
-            call = replace(call, rules=replace(call.rules, beside_rows=beside_rows))
-            if not takes_statistics:
-                _, found = run(call)
-        if not found.split and divides_itself and not takes_statistics:  # its reason, too, says more
-            _, found = run(_counting(call))
-        return _Apart(found, call, divides_itself, takes_statistics)
+        others += [replace(rules, extremes=True)] if extremes and may_place else []
+        others += [replace(one, counts=True) for one in (rules, *others[-1:])] if counts else []
+        if statistics:
+            return _Apart(found, (rules, *(other for other in others if other != rules)))
+        for other in others:
+            _, again = run(replace(call, rules=other))
+            if again.split or not other.extremes:  # its reason, too, says more
+                found = again
+            if found.split:
+                del self.faults[number:]
+                break
+        return _Apart(found)
 
     def run_elsewhere(self) -> SplitVerdict | None:
         """Tries rows that lie elsewhere than along dim 0 by themselves; None if that is not right."""
@@ -321,20 +341,12 @@ class _Apart(NamedTuple):
 
     Attributes:
         found: The verdict.
-        call: What was tried last, with its rules but for counts.
-        divides_itself: Whether the forward, which cannot be split so, divides by a count.
-        takes_statistics: Whether it takes statistics of the rows.
+        untried: Which of the forward's numbers may be those of the batch, where it cannot be split so and takes
+            statistics of the rows; empty otherwise.
     """
 
     found: SplitVerdict
-    call: Call
-    divides_itself: bool
-    takes_statistics: bool
-
-
-def _counting(call: Call) -> Call:
-    """Returns the call with counts of what is true in a mask as numbers of the batch."""
-    return replace(call, rules=replace(call.rules, counts=True))
+    untried: tuple[MeanRules, ...] = ()
 
 
 def clear_gradients(call: Call) -> None:
@@ -345,9 +357,7 @@ def clear_gradients(call: Call) -> None:
 
 def compare(probe: Probe) -> SplitVerdict:
     call = probe.call
-    steps = [probe.compare_draws, probe.compare_outputs]
-    steps += [probe.compare_gradients] if call.grad else []
-    for step in steps:
+    for step in (probe.compare_draws, probe.compare_outputs, *([probe.compare_gradients] if call.grad else [])):
         tried = try_out(step, probe.run_again, call)
         if tried.outcome is not Outcome.DONE:
             return SplitVerdict(
@@ -365,24 +375,14 @@ def compare(probe: Probe) -> SplitVerdict:
             "results that the last stage computes, calls under torch.no_grad(), or plans with pipeline=1",
             'plan="shard=2"',
         )
-    kinds, attributes = _without_attributes(probe.kinds, probe.attributes)
+    kinds, attributes = without_attributes(probe.kinds, probe.attributes)
     last = _of_last_stage(kinds, call)
     found = SplitVerdict(True, last, "", probe.takes_means, call.rules, probe.is_joined, probe.draws, attributes)
     if probe.places or probe.turned:
         each_leaf = tuple(map(probe.places.get, range(len(probe.kinds))))
-        places, of_attributes = _without_attributes(each_leaf, probe.attributes)
+        places, of_attributes = without_attributes(each_leaf, probe.attributes)
         found = replace(found, means=True, places=places, attribute_places=of_attributes)
-    return replace(found, written=probe.written, steps=probe.steps)
-
-
-def _without_attributes(
-    leaves: tuple[_T, ...], numbers: Mapping[str, int]
-) -> tuple[tuple[_T, ...], dict[str, tuple[_T, ...]]]:
-    """Returns what is known of the leaves of a result, and of each attribute's behind them."""
-    of_attributes: dict[str, tuple[_T, ...]] = {}
-    for name, number in reversed(list(numbers.items())):
-        leaves, of_attributes[name] = leaves[: len(leaves) - number], leaves[len(leaves) - number :]
-    return leaves, of_attributes
+    return replace(found, written=probe.written, steps=probe.steps, in_order=probe.in_order)
 
 
 def _of_last_stage(kinds: tuple[str, ...], call: Call) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -47,6 +48,7 @@ from moreh_ap.runtime.worker.worker_model import WorkerModel
 _NOT_CUT = "The batch is not cut into micro-batches"
 _DRAWN_APART = "Random numbers inside the model (dropout) are not those of one device: each device draws its own"
 _MAX_PREPARED = 256
+_MOST_WAYS = 3  # that are learned of a forward beyond the first
 
 
 class Roles(NamedTuple):
@@ -125,6 +127,7 @@ class CallPreparation:
         self._gathering: dict[Hashable, Sequence[int | None]] = {}
         """Where each leaf of the arguments has rows, of kinds whose verdicts are those of certain sizes."""
         self._reads_of: dict[Hashable, tuple[str, ...]] = {}
+        self._earlier: dict[Hashable, list[SplitVerdict]] = {}  # before a forward took another way
         self._drops = draws_random_numbers(model.module)
         self._faults: tuple[str, ...] = ()
         """Tracebacks of errors in the trials of the call that is being prepared."""
@@ -221,8 +224,8 @@ class CallPreparation:
             call = replace(call, extensions=(kept, *call.extensions))
         if verdict.steps:
             assert rows is not None
-            gathering = Gathering(verdict.steps, verdict.dims or first_dims, rows, cuts=verdict.dims is not None)
-            call = replace(call, gathering=gathering)
+            dims, cuts = verdict.dims or first_dims, verdict.dims is not None
+            call = replace(call, gathering=Gathering(verdict.steps, dims, rows, cuts, verdict.in_order))
         note = ". ".join(filter(None, (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")))
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
         num_own = 0 if call.lacks_rows else None if share is None else share.stop - share.start
@@ -244,9 +247,14 @@ class CallPreparation:
         )
         return self.prepared[key]
 
-    def compute_unsplit(self, prepared: PreparedCall, reason: object) -> None:
-        """From now on calls of this kind are computed whole by every worker."""
-        self._verdicts[prepared.kind] = SplitVerdict(False, (), f"{UNSPLIT}: {reason}")
+    def try_otherwise(self, prepared: PreparedCall, reason: object) -> None:
+        """From now on calls of this kind are computed whole by every worker, unless a forward that gathers rows took
+        another way than when it was tried (layers that set themselves up in a first call): then it is tried anew."""
+        earlier = self._earlier.setdefault(prepared.kind, [])
+        if prepared.call.gathering is not None and len(earlier) < _MOST_WAYS:
+            earlier.append(self._verdicts.pop(prepared.kind))
+        else:
+            self._verdicts[prepared.kind] = SplitVerdict(False, (), f"{UNSPLIT}: {reason}")
         self.prepared.clear()
 
     def _cuts_heads(self, nesting: Nesting, local: list[bool]) -> Callable[[list[Tensor]], list[Tensor]] | None:
@@ -349,7 +357,8 @@ class CallPreparation:
                 verdict = replace(verdict, reason=f"{what}: {verdict.reason}")
             if verdict.steps:
                 self._gathering.setdefault(kind, verdict.dims or first_dims)
-            self._verdicts[self._kind_of_verdict(kind, leaves)] = verdict
+            same_kind = self._kind_of_verdict(kind, leaves)
+            self._verdicts[same_kind] = reduce(SplitVerdict.joined_with, self._earlier.get(same_kind, ()), verdict)
         verdict = self._verdicts[self._kind_of_verdict(kind, leaves)]
         if verdict.group > 1 and rows % (workers * pieces * verdict.group):
             reason = f"{UNSPLIT}: its {rows} rows cannot be dealt out in groups of {verdict.group}"
@@ -389,12 +398,3 @@ class CallPreparation:
                 allowed="Plans with replicate alone, in float32, for such a model.",
                 fix=f'...(plan="replicate={plan.num_devices}", mixed_precision=False)',
             )
-
-
-def changes_buffers(divergence: Exception) -> ExactnessError:
-    """Returns the error of a forward whose rows took different ways, when it cannot be computed once more."""
-    return ExactnessError(
-        f"{divergence}, and it changes buffers",
-        "such a forward without buffers that it changes",
-        "MOREH_NUM_DEVICES=1 python train.py",
-    )

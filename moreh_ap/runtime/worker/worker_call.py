@@ -16,7 +16,7 @@ from torch import Tensor
 from moreh_ap.errors import ExactnessError
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.call.execution import Execution
-from moreh_ap.parallelizer.loss.loss_reduction import Diverged
+from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.rng.policy import RandomPolicy, current_streams
 from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, gathered
 from moreh_ap.parallelizer.trial.dry_run import StateBefore
@@ -52,7 +52,7 @@ from moreh_ap.protocol.pytree import pickle_treespec
 from moreh_ap.protocol.script_code.written_files import WRITTEN
 from moreh_ap.runtime.worker.answers.late_replies import LateReply
 from moreh_ap.runtime.worker.cache_arguments import without_cache
-from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles, changes_buffers
+from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.row_shard_store import RowShard
 from moreh_ap.runtime.worker.second_derivatives import KIND_OF_GRADIENT, differentiate
@@ -114,17 +114,18 @@ class CallCommands:
         may_be_undone = prepared.kind not in preparation.run_once or gathers_or_writes
         before = StateBefore(model.module, preparation.written) if may_be_undone else None
         versions = [tensor._version for tensor in model.module.buffers()]
-        try:
-            run = self._run(prepared, arrived, random)
-        except Diverged as divergence:
-            if before is not None:
-                before.put_back()
-            elif versions != [tensor._version for tensor in model.module.buffers()]:
-                raise changes_buffers(divergence) from divergence
-            preparation.compute_unsplit(prepared, divergence)
-            prepared = preparation.prepare(key, signature, command, arrived.whole(), local, random)
-            assert isinstance(prepared, PreparedCall)
-            run = self._run(prepared, arrived, random)  # where one worker's rows raised, this raises on all
+        run = None
+        while run is None:  # whole at last: where one worker's rows raised, that raises on all
+            try:
+                run = self._run(prepared, arrived, random)
+            except Diverged as divergence:
+                if before is not None:
+                    before.put_back()
+                elif versions != [tensor._version for tensor in model.module.buffers()]:
+                    raise divergence.after_changes() from divergence
+                preparation.try_otherwise(prepared, divergence)
+                prepared = preparation.prepare(key, signature, command, arrived.whole(), local, random)
+                assert isinstance(prepared, PreparedCall)
         if before is not None:
             added = before.members.added()
             if added:

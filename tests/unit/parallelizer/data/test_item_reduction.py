@@ -13,7 +13,8 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward, reducing
 from moreh_ap.parallelizer.data import item_reduction
 from moreh_ap.parallelizer.data.item_reduction import LARGEST, OWN, PER_ITEM, SUM, ItemReduction, ItemRules
-from moreh_ap.parallelizer.loss.loss_reduction import Diverged, GlobalReduction
+from moreh_ap.parallelizer.loss.diverged import Diverged
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
 
 CPU = torch.device("cpu")

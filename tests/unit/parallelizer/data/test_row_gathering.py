@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moreh_ap.parallelizer.data.row_gathering import Placements, Rows
+from moreh_ap.parallelizer.data.row_gathering import Rows, Step, in_any_order
+from moreh_ap.parallelizer.row_dims.placements import Placements
 
 
 @pytest.mark.parametrize(("placement", "wanted"), [(Rows(0), [2, 3, 4, 5]), (Rows(0, 2), [1, 2, 4, 5])])
@@ -34,3 +35,9 @@ def test_a_tensor_is_known_with_its_aliases_until_it_is_gone():
     assert placements.get(torch.ones(3)) is None
     placements.forget(tensor)
     assert placements.get(tensor) is None
+
+
+def test_steps_of_several_ways_are_told_apart_by_their_places():
+    one, other = Step("exp", site=1, results=(Rows(0),)), Step("exp", site=2, gathers=True)
+    assert in_any_order([one, other, one]) == (one, other)
+    assert in_any_order([one, Step("exp", site=1, gathers=True)]) is None

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moreh_ap.parallelizer.loss import postponed_mean
-from moreh_ap.parallelizer.loss.loss_reduction import Diverged, GlobalReduction
+from moreh_ap.parallelizer.loss.diverged import Diverged
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.patching import Patches
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moreh_ap.parallelizer.loss.loss_reduction import Diverged
+from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong, find_rows
 

@@ -58,6 +58,7 @@ def test_what_workers_have_of_a_result(forward, name, placement):
     [
         (lambda x: x @ x.t(), "matmul"),
         (lambda x: x.var(0), "var"),
+        (lambda x: torch.norm(x, p=2), "norm"),  # PyTorch adds out=None
         (lambda x: x.softmax(0), "softmax"),
         (lambda x: x.sort(dim=0), "sort"),
         (lambda x: x.relu().max(), "max"),
@@ -99,6 +100,31 @@ def test_summands_are_added_up_before_anything_but_sums():
     steps = learn(lambda x: x.mean(0).square())
     assert steps["square"].adds_up
     assert steps["square"].results == (None,)
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (lambda x: x.mean(0) + 1e-9, "add"),
+        (lambda x: 1e-9 + x.mean(0), "add"),
+        (lambda x: x.mean(0) - 1e-9, "sub"),
+        (lambda x: x.sum() * (x * 1e-9).sum(), "mul"),
+        (lambda x: x.square().sum() / (x * 1e-9).sum(), "div"),
+    ],
+)
+def test_what_each_worker_would_add_is_added_once_however_small_it_is(forward, name):
+    steps = learn(forward)
+    found = [step for key, step in steps.items() if name in key]
+    assert found and all(step.adds_up for step in found[-1:])
+
+
+@pytest.mark.parametrize("kind", [torch.zeros, lambda *size: nn.Parameter(torch.zeros(*size))])
+def test_what_rows_give_is_added_to_zeros_on_each_worker_and_to_a_weight_of_zeros_once(kind):
+    places, weight = torch.tensor([0, 1, 0, 2, 1]), kind(3, 4)
+    added = learn(lambda x: weight.index_add(0, places[: len(x)] + (x[:, 0] * 0).long(), x))["index_add"]
+    product = learn(lambda x: torch.addmm(weight[:, :3], x.t()[:3], x[:, :3]))["addmm"]
+    is_weight = isinstance(weight, nn.Parameter)
+    assert (added.gathers, product.gathers) == (is_weight, is_weight)
 
 
 def test_a_sum_of_zeros_may_be_anything():

@@ -1,0 +1,17 @@
+"""What is raised where the rows of different workers take different ways through a forward."""
+
+from __future__ import annotations
+
+from moreh_ap.errors import ExactnessError
+
+
+class Diverged(Exception):
+    """The workers' rows took different ways through a forward. Raised on all of them, once all are through."""
+
+    def after_changes(self) -> ExactnessError:
+        """Returns the error of such a forward that cannot be computed once more, since it changes buffers."""
+        return ExactnessError(
+            f"{self}, and it changes buffers",
+            "such a forward without buffers that it changes",
+            "MOREH_NUM_DEVICES=1 python train.py",
+        )
