@@ -138,6 +138,12 @@ def untouched(module: nn.Module) -> Iterator[None]:
                 param.grad = grad
 
 
+def clear_gradients(module: nn.Module) -> None:
+    """Removes what a trial has left."""
+    for param in module.parameters():
+        param.grad = None
+
+
 class Refused(Exception):
     """A forward does not do what was tried with it; the text says why."""
 

@@ -31,12 +31,12 @@ from moreh_ap.parallelizer.data.item_results import gathered
 from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.trial.agreement import everywhere
-from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt, untouched
+from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt, clear_gradients, untouched
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.item_rules import find_counts, find_merge, find_rules, find_sizes
 from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
 from moreh_ap.parallelizer.trial.row_comparison import names_of, random_weight
-from moreh_ap.parallelizer.trial.split_check import SplitVerdict, clear_gradients, compare
+from moreh_ap.parallelizer.trial.split_check import SplitVerdict, compare
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.objects.batch_items import Arguments, Items
 
@@ -60,7 +60,7 @@ def check_items(call: Call, items: Items) -> SplitVerdict:
             found = compare(probe)
             if found.split or not probe.saw_counted:
                 break
-            clear_gradients(call)
+            clear_gradients(call.module)
         zeros = zeros_of(call.module)
         if found.split and not everywhere(not zeros, call):  # see `hidden_terms.py`
             with filled(zeros):

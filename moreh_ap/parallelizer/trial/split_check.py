@@ -46,7 +46,7 @@ from moreh_ap.parallelizer.rng.policy import Draws
 from moreh_ap.parallelizer.row_dims.placed_probe import PlacedJoinedProbe, PlacedProbe
 from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong
 from moreh_ap.parallelizer.trial.agreement import everywhere
-from moreh_ap.parallelizer.trial.dry_run import untouched
+from moreh_ap.parallelizer.trial.dry_run import clear_gradients, untouched
 from moreh_ap.parallelizer.trial.fault_finding import Outcome, try_out
 from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
@@ -218,9 +218,9 @@ class _Trials:
             return found
         number = len(self.faults)
         for rules in apart.untried if may_meet else ():
-            found = self._compare(PlacedJoinedProbe(replace(call, rules=rules), args, kwargs, rows, each=each))
+            probe = PlacedJoinedProbe(replace(call, rules=rules), args, kwargs, rows, each=each)
+            found = self._compare_under_rules(probe, number)
             if found.split:
-                del self.faults[number:]  # which came of other rules
                 break
         if not found.split and may_meet:
             found = (self.run_elsewhere() if may_turn else None) or found
@@ -242,12 +242,13 @@ class _Trials:
         """Tries rows by themselves: as they are, and with other of the forward's numbers as means over the batch."""
         kind = PlacedProbe if may_place else Probe
 
+        number = len(self.faults)
+
         def run(call: Call) -> tuple[Probe, SplitVerdict]:
             probe = kind(call, self._args, self._kwargs, rows, dims, each)
             probe.may_take_turns = may_place
-            return probe, self._compare(probe)
+            return probe, self._compare_under_rules(probe, number)
 
-        number = len(self.faults)
         probe, found = run(call)
         if found.split or found.added:
             return _Apart(found)
@@ -268,7 +269,6 @@ class _Trials:
             if again.split or not other.extremes:  # its reason, too, says more
                 found = again
             if found.split:
-                del self.faults[number:]
                 break
         return _Apart(found)
 
@@ -284,8 +284,17 @@ class _Trials:
                 return replace(found, dims=tuple(dims))
         return None
 
+    def _compare_under_rules(self, probe: Probe, first: int) -> SplitVerdict:
+        """Compares one of several ways to take numbers; `first` is how many faults there were before them. Errors of
+        others came of their rules, where this one is right, and those of this one of counts or extremes of the batch."""
+        number = len(self.faults)
+        found = self._compare(probe)
+        if found.split or probe.call.rules.counts or probe.call.rules.extremes:
+            del self.faults[first if found.split else number :]
+        return found
+
     def _compare(self, probe: Probe) -> SplitVerdict:
-        clear_gradients(self._call)
+        clear_gradients(self._call.module)
         probe.may_write = self._may_write
         found = compare(probe)
         if "count" in found.kinds and not (self._may_write and stages_of(self._call.module) is None):
@@ -300,7 +309,7 @@ class _Trials:
         zeros = zeros_of(self._call.module)
         if everywhere(not zeros, self._call):
             return found
-        clear_gradients(self._call)
+        clear_gradients(self._call.module)
         with filled(zeros):
             call = replace(probe.call, grad=False)
             other = type(probe)(call, self._args, self._kwargs, probe.rows, probe.dims, probe.each)
@@ -347,12 +356,6 @@ class _Apart(NamedTuple):
 
     found: SplitVerdict
     untried: tuple[MeanRules, ...] = ()
-
-
-def clear_gradients(call: Call) -> None:
-    """Removes what a trial has left."""
-    for param in call.module.parameters():
-        param.grad = None
 
 
 def compare(probe: Probe) -> SplitVerdict:
