@@ -286,7 +286,7 @@ class _Trials:
 
     def _compare_under_rules(self, probe: Probe, first: int) -> SplitVerdict:
         """Compares one of several ways to take numbers; `first` is how many faults there were before them. Errors of
-        others came of their rules, where this one is right, and those of this one of counts or extremes of the batch."""
+        others came of their rules where this one is right, and its own of counts or extremes where they are not."""
         number = len(self.faults)
         found = self._compare(probe)
         if found.split or probe.call.rules.counts or probe.call.rules.extremes:
