@@ -24,7 +24,6 @@ import monarch.actor as ma
 from monarch.config import configure
 
 from moreh_ap.native_output import without_lines
-from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.host import private_sockets
@@ -53,23 +52,15 @@ _side = WorkerSide()
 
 
 class CommandActor(ma.Actor):
-    """Executes commands, one after the other, on its own thread."""
+    """Joins the others, and executes commands, one after the other, on its own thread."""
 
     @ma.endpoint
     def join(self, spec: WorkerSpec) -> Wire:
         return to_wire(_side.join(spec))
 
-    @ma.endpoint(instrument=False)
-    def execute(self, number: int, epoch: int, command: tuple[Any, ...]) -> Wire:
-        return to_wire(_side.execute(number, epoch, Packed(*command)))
-
-    @ma.endpoint(explicit_response_port=True, instrument=False)
-    def execute_and_go_on(self, port: ma.Port[Wire], number: int, epoch: int, command: tuple[Any, ...]) -> None:
-        _side.execute_and_go_on(number, epoch, Packed(*command), lambda answer: port.send(to_wire(answer)))
-
     @ma.endpoint
     def serve(self) -> None:
-        """Executes the commands that the agent of this worker's host hands on, until that ends."""
+        """Executes the commands that come over its connection, until that ends."""
         _side.serve()
 
 
@@ -160,22 +151,10 @@ class Engine:
 
     def join(self, specs: Sequence[WorkerSpec]) -> Pending[Answer]:
         """Lets every worker join the process group."""
-        name = "execute_and_go_on" if specs[0].device_type == "cuda" else "execute"
-        self._execute_all, *self._execute_each = (getattr(workers, name) for workers in (self._workers, *self._each))
         return Pending([each.join.call_one(spec) for each, spec in zip(self._each, specs, strict=True)], from_wire)
 
-    def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> Pending[Answer]:
-        """Sends one command to all workers, or each its own."""
-        if isinstance(command, Packed):
-            return Pending([self._execute_all.call(number, epoch, tuple(command))], from_wire)
-        futures = [
-            execute.call_one(number, epoch, tuple(own))
-            for execute, own in zip(self._execute_each, command, strict=True)
-        ]
-        return Pending(futures, from_wire)
-
     def serve(self) -> None:
-        """Has every worker take its commands from the agent of its host from now on. Does not wait."""
+        """Has every worker take its commands from its connection from now on. Does not wait."""
         self._serving = self._workers.serve.call()  # kept: it ends with the workers, of which others tell
 
     def trouble(self, rank: int) -> Pending[Trouble | None]:

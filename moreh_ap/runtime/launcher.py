@@ -26,8 +26,9 @@ from moreh_ap.runtime.forking import warm_client
 from moreh_ap.runtime.forking.early_imports import is_needed
 from moreh_ap.runtime.host.agent_process import AgentProcess
 from moreh_ap.runtime.relay.worker_answer import Answer
+from moreh_ap.runtime.relay.worker_links import WorkerLinks
 from moreh_ap.runtime.shared_memory import SharedMemory
-from moreh_ap.runtime.worker.actor import WorkerSpec
+from moreh_ap.runtime.worker.actor import Trouble, WorkerSpec
 from moreh_ap.runtime.worker_output import WorkerOutput
 
 if TYPE_CHECKING:
@@ -43,10 +44,13 @@ Progress = Callable[[str, int, int], object]
 
 
 class Carrier(Protocol):
-    """What carries commands to workers: the engine, or connections to the agents of their hosts."""
+    """What carries commands to workers: connections to them, or to the agents of their hosts."""
 
     def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> Awaited:
         """Sends one command to all workers, or each its own."""
+
+    def troubles(self) -> Sequence[Trouble]:
+        """Returns the failures of which workers have told, which they do at once."""
 
 
 class Awaited(Protocol):
@@ -101,6 +105,7 @@ class Launcher:
         engine_variables.add(self._variables())  # in this thread, not in the one that imports the engine
         self._agent: AgentProcess | None = None
         self._launches: list[Launch] = []
+        self._links: WorkerLinks | None = None
         self._num_starts = 1
 
     @property
@@ -136,6 +141,7 @@ class Launcher:
                 self._await_imports()
                 if self._is_stopping():
                     raise Stopping
+                self._listen()
                 ranks = range(num_workers)
                 # Numbers of descriptors, which the agent keeps open after this process has given them back.
                 self._launches = self._launches or [self._launch(rank) for rank in ranks]
@@ -182,6 +188,7 @@ class Launcher:
             time.sleep(START_POLL_S)
         for child in self._children.values():
             child.close()
+        self._close_links()
         self._children, self.engine = {}, None
         self._num_starts += 1
         return True
@@ -210,9 +217,14 @@ class Launcher:
             self._agent.end()
         for child in self._children.values():
             child.close()
+        self._close_links()
         self._output.close()
         os.close(self._pid_reader)
         os.close(self._pid_writer)
+
+    def _close_links(self) -> None:
+        if self._links is not None:
+            self._links.close()
 
     def last_words(self, rank: int) -> str:
         """Returns what worker `rank` printed last, for an error message; empty if nothing."""
@@ -243,8 +255,10 @@ class Launcher:
         Raises:
             EngineError: A host cannot be reached.
         """
-        assert self.engine is not None, "workers have joined"
-        return self.engine
+        assert self.engine is not None and self._links is not None, "workers have joined"
+        self._links.let_in()
+        self.engine.serve()
+        return self._links
 
     # -- this machine; `hosts_launcher` has others -----------------------------------------------------------------
 
@@ -288,6 +302,11 @@ class Launcher:
         assert self._agent is not None, "started"
         return ["-S", warm_client.__file__, self._agent.warm_socket]
 
+    def _listen(self) -> None:
+        """Opens the socket to which workers connect for commands."""
+        assert self._agent is not None, "started"
+        self._links = WorkerLinks(str(self._agent.folder / f"commands{self._num_starts}"), self._request.num_workers)
+
     def _imports(self) -> tuple[str, ...]:
         """Returns what a worker should import early."""
         return tuple(filter(is_needed, self._request.imports))
@@ -322,6 +341,8 @@ class Launcher:
             shared_memory_fd=request.shared_memory_fd,
             store_path="" if self._agent is None else str(self._agent.folder / f"store{self._num_starts}"),
             collective_timeout_s=request.collective_timeout_s,
+            commands_path="" if self._links is None else self._links.path,
+            index=rank,
         )
 
     def _await_pids(self, joining: Pending[Answer], on_progress: Progress) -> None:

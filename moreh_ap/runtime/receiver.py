@@ -15,7 +15,6 @@ from moreh_ap.errors import WorkerLostError
 from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.launcher import POLL_S, Awaited, Carrier, Launcher, Stopping
 from moreh_ap.runtime.outcome_resolver import PeersHang
-from moreh_ap.runtime.relay.command_links import CommandLinks
 from moreh_ap.runtime.relay.worker_answer import Answer
 from moreh_ap.runtime.worker.actor import Trouble
 
@@ -77,7 +76,7 @@ class Receiver:
         Does not wait: what is asked in one turn is read in a later one, since a worker that is deep in native code
         answers late.
         """
-        if isinstance(self.carrier, CommandLinks):  # hosts tell by themselves
+        if self.carrier is not None:  # workers tell by themselves
             return next((one.answer for one in self.carrier.troubles() if _explains(one, number, epoch)), None)
         found = None
         for rank in range(len(self._launcher.pids)):

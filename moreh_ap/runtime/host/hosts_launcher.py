@@ -159,7 +159,7 @@ class HostsLauncher(Launcher):
         self._served: dict[str, Serving] = {}
         self._store_server = StoreServer()
         self._usage = UsageOfHosts(self._per_host, request.threads_per_worker, request.device_type)
-        self._links: CommandLinks | None = None
+        self._host_links: CommandLinks | None = None
         self._early = EarlyImports(request.imports, self._tell_warm_parents)
         self._warm: set[str] = set()  # hosts that can fork workers
         self._ended = threading.Event()
@@ -180,8 +180,8 @@ class HostsLauncher(Launcher):
     def kill(self) -> None:
         self._ended.set()
         self._early.stop()
-        if self._links is not None:
-            self._links.close()
+        if self._host_links is not None:
+            self._host_links.close()
         for one in self._connections:
             with contextlib.suppress(HostLostError):
                 one.send("end")
@@ -226,12 +226,12 @@ class HostsLauncher(Launcher):
         places = [(one.address, self._served[one.host].commands_port) for one in self._connections]
         context = context_of(_credentials.variables, is_server=False)
         try:
-            self._links = CommandLinks(places, self._per_host, context, self._has_no_commands)
+            self._host_links = CommandLinks(places, self._per_host, context, self._has_no_commands)
         except EngineError as error:
             raise MeshStartError(str(error), fix=f"moreh-ap doctor --hosts {','.join(self._pool.names)}") from error
-        memory.carry_by(self._links.keep, self._per_host)
+        memory.carry_by(self._host_links.keep, self._per_host)
         self.engine.serve()
-        return self._links
+        return self._host_links
 
     # -- what differs from one machine -----------------------------------------------------------------------------
 
@@ -312,6 +312,9 @@ class HostsLauncher(Launcher):
 
     def _command(self, rank: int) -> Sequence[str]:
         return ["-S", warm_client.__file__, self._served[self._host(rank).host].warm]
+
+    def _listen(self) -> None:
+        """Does nothing: workers connect to the agent of their host."""
 
     def _workers_run(self) -> None:
         """Keeps the pipes open: agents send what goes into them."""

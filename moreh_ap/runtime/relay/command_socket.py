@@ -1,4 +1,4 @@
-"""The worker's part: takes commands from the agent of its host, and answers.
+"""The worker's part: takes commands from the controller of this machine or the agent of its host, and answers.
 
 Decides how a worker connects. Must not know commands, nor how they are executed.
 """
@@ -12,14 +12,14 @@ from moreh_ap.runtime.relay.frames import ANSWER, FAILURE, HELLO, Frame, read, w
 
 
 class CommandSocket:
-    """A connection to the relay of this host.
+    """A connection to what sends commands.
 
     Args:
         path: Its socket.
         index: Which of the host's workers this one is.
 
     Raises:
-        OSError: The agent has ended.
+        OSError: The other side has ended.
     """
 
     def __init__(self, path: str, index: int) -> None:
@@ -29,7 +29,7 @@ class CommandSocket:
         self._reader = self._plain.makefile("rb")
 
     def receive(self) -> Frame | None:
-        """Waits for the next frame; None where the agent has ended."""
+        """Waits for the next frame; None where the other side has ended."""
         return read(self._reader)
 
     def answer(self, command: Frame, parts: Sequence[bytes], *, has_failed: bool) -> None:
@@ -41,7 +41,7 @@ class CommandSocket:
             has_failed: Whether it raised.
 
         Raises:
-            OSError: The agent has ended.
+            OSError: The other side has ended.
         """
         kind = FAILURE if has_failed else ANSWER
         self._plain.sendall(written(kind, command.number, command.epoch, parts))

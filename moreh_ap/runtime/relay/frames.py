@@ -124,7 +124,10 @@ class Sender:
 
     def send(self, kind: int, number: int, epoch: int, parts: Sequence[bytes | memoryview]) -> None:
         """Sends a frame."""
-        data = written(kind, number, epoch, parts)
+        self.send_written(written(kind, number, epoch, parts))
+
+    def send_written(self, data: bytes) -> None:
+        """Sends a frame that `written` has returned."""
         with self._changed:
             self.num_sent += 1
             if self._is_broken:

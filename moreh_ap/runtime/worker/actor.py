@@ -49,7 +49,7 @@ class WorkerSpec:
         store_path: file through which the workers meet, in a folder that only this user can enter.
         store_class: "package.module:Class" of a store, called with path and time-out; empty: PyTorch's for files.
         collective_timeout_s: how long a collective may wait for its peers before it raises.
-        commands_path: where the agent of its host hands on commands; empty: they come with the engine.
+        commands_path: where it connects for commands: to the controller, or to the agent of its host.
         index: which of the workers of its host it is.
     """
 
@@ -142,7 +142,7 @@ class WorkerSide:
         return self._trouble
 
     def serve(self) -> None:
-        """Executes what the agent of this host hands on, until that ends."""
+        """Executes what comes over the connection for commands, until that ends."""
         assert self._commands is not None and self._shared_memory is not None, "the engine delivers join first"
         if self._answers is None:
             self._pack = written_result

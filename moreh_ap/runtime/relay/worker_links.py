@@ -1,0 +1,157 @@
+"""The controller's part on one machine: a connection to each worker, on which commands go and answers come.
+
+Decides which bytes go to which worker, and when all have answered. Must not know commands, nor the engine.
+
+[Note: one reader]
+The thread that waits for answers reads the connections itself, all of them, whichever command it waits for. So an
+answer wakes one thread, and nothing runs while nobody waits. The end of a connection is no news: whoever waits looks
+after the processes anyway, and knows how one ended.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import BinaryIO
+
+from moreh_ap.protocol.encoding import Packed
+from moreh_ap.runtime.engine_error import EngineError
+from moreh_ap.runtime.relay.answers import JoinedAnswers
+from moreh_ap.runtime.relay.frames import COMMAND, FAILURE, Sender, SocketOutgoing, read, written
+from moreh_ap.runtime.relay.worker_values import WorkerAnswers, first_answer
+from moreh_ap.runtime.worker.actor import Trouble
+
+_CONNECT_S = 10.0  # workers that have joined each other have connected before
+_END_S = 10.0  # a process whose connection has ended is seen to be gone long before
+
+
+class LinkedAnswers(JoinedAnswers):
+    """The answers to one command, on their way.
+
+    Args:
+        links: What reads them.
+        count: How many workers answer.
+    """
+
+    def __init__(self, links: WorkerLinks, count: int) -> None:
+        super().__init__([1] * count)
+        self._links = links
+        self._answers: WorkerAnswers | None = None
+
+    def wait(self, timeout_s: float) -> WorkerAnswers:
+        """Returns the answers in rank order. May be called again after a time-out; one thread at a time calls it.
+
+        Raises:
+            TimeoutError: Not all answers are in.
+            EngineError: A worker has ended its connection, and its process seems to live.
+        """
+        if self._answers is None:
+            deadline_s = time.monotonic() + timeout_s
+            while self._left:
+                self._links.read(deadline_s)
+            self._answers = WorkerAnswers(self)
+        return self._answers
+
+
+class WorkerLinks:
+    """Connections to all workers. See [Note: one reader].
+
+    Args:
+        path: Where workers connect, in a folder that only this user can enter.
+        num_workers: How many there will be.
+    """
+
+    def __init__(self, path: str, num_workers: int) -> None:
+        self.path, self._num_workers = path, num_workers
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(num_workers)
+        self._listener.settimeout(_CONNECT_S)
+        self._senders: list[Sender] = []
+        self._readers: dict[int, tuple[int, BinaryIO]] = {}  # by descriptor: rank, and what reads it
+        self._poll = select.poll()
+        self._waiting: dict[int, LinkedAnswers] = {}
+        self._troubles: tuple[Trouble, ...] = ()
+        self._first_end_s: float | None = None
+
+    def let_in(self) -> None:
+        """Takes the connections of the workers, which have joined each other.
+
+        Raises:
+            EngineError: One has not connected.
+        """
+        senders: dict[int, Sender] = {}
+        while len(senders) < self._num_workers:
+            try:
+                plain, _ = self._listener.accept()
+            except OSError as error:
+                missing = sorted(set(range(self._num_workers)) - set(senders))
+                raise EngineError(f"workers {missing} take no commands: {error}") from error
+            # No byte is read ahead of a frame: what is left in the connection is what `poll` tells.
+            reader = io.BufferedReader(io.FileIO(os.dup(plain.fileno()), "rb"), 1)
+            hello = read(reader)
+            if hello is None:
+                reader.close()
+                continue
+            senders[hello.number] = Sender(SocketOutgoing(plain))
+            self._readers[reader.fileno()] = hello.number, reader
+            self._poll.register(reader, select.POLLIN)
+        self._listener.close()
+        self._senders = [senders[rank] for rank in range(self._num_workers)]
+
+    def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> LinkedAnswers:
+        """Sends one command to all workers, or each its own."""
+        pending = self._waiting[number] = LinkedAnswers(self, self._num_workers)
+        if isinstance(command, Packed):
+            frame = written(COMMAND, number, epoch, [pickle.dumps(tuple(command), protocol=5)])
+            for sender in self._senders:
+                sender.send_written(frame)
+        else:
+            for sender, own in zip(self._senders, command, strict=True):
+                sender.send(COMMAND, number, epoch, [pickle.dumps(tuple(own), protocol=5)])
+        return pending
+
+    def troubles(self) -> Sequence[Trouble]:
+        """Returns the failures of workers so far, the last one of each epoch and worker among them."""
+        return self._troubles
+
+    def read(self, deadline_s: float) -> None:
+        """Reads what has arrived, and waits for something to arrive.
+
+        Args:
+            deadline_s: Until when, by the monotonic clock.
+
+        Raises:
+            TimeoutError: Nothing has arrived.
+            EngineError: A connection ended a while ago.
+        """
+        arrived = self._poll.poll(max(0.0, deadline_s - time.monotonic()) * 1e3)
+        if not arrived:
+            if self._first_end_s is not None and time.monotonic() - self._first_end_s > _END_S:
+                raise EngineError("a worker has ended its connection")
+            raise TimeoutError
+        for descriptor, _ in arrived:
+            rank, reader = self._readers[descriptor]
+            frame = read(reader)
+            if frame is None:
+                self._poll.unregister(descriptor)
+                self._first_end_s = self._first_end_s or time.monotonic()
+                continue
+            if frame.kind == FAILURE:
+                trouble = Trouble(frame.number, frame.epoch, first_answer(frame.parts))
+                self._troubles = (*self._troubles[-self._num_workers :], trouble)
+            if self._waiting[frame.number].take(rank, frame.parts):
+                del self._waiting[frame.number]
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._listener.close()
+        for sender in self._senders:
+            sender.close()
+        for _, reader in self._readers.values():
+            reader.close()
