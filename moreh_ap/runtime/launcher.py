@@ -14,10 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
-from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime import engine_variables, worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import Child, RemoteChild
@@ -25,10 +24,11 @@ from moreh_ap.runtime.engine_error import EngineError, start_error
 from moreh_ap.runtime.forking import warm_client
 from moreh_ap.runtime.forking.early_imports import is_needed
 from moreh_ap.runtime.host.agent_process import AgentProcess
+from moreh_ap.runtime.relay.carrier import Carrier
 from moreh_ap.runtime.relay.worker_answer import Answer
 from moreh_ap.runtime.relay.worker_links import WorkerLinks
 from moreh_ap.runtime.shared_memory import SharedMemory
-from moreh_ap.runtime.worker.actor import Trouble, WorkerSpec
+from moreh_ap.runtime.worker.actor import WorkerSpec
 from moreh_ap.runtime.worker_output import WorkerOutput
 
 if TYPE_CHECKING:
@@ -41,28 +41,6 @@ _STOP_TIMEOUT_S = 15.0
 _EXIT_S = 5.0  # how long the end of a script waits for the engine to be there
 
 Progress = Callable[[str, int, int], object]
-
-
-class Carrier(Protocol):
-    """What carries commands to workers: connections to them, or to the agents of their hosts."""
-
-    def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> Awaited:
-        """Sends one command to all workers, or each its own."""
-
-    def troubles(self) -> Sequence[Trouble]:
-        """Returns the failures of which workers have told, which they do at once."""
-
-
-class Awaited(Protocol):
-    """Answers that are on their way."""
-
-    def wait(self, timeout_s: float) -> Sequence[Answer]:
-        """Returns the answers in rank order. May be called again after a time-out.
-
-        Raises:
-            TimeoutError: Not all answers are in.
-            EngineError: An answer will never come.
-        """
 
 
 class Stopping(Exception):

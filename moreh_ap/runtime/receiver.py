@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from moreh_ap.errors import WorkerLostError
 from moreh_ap.runtime.engine_error import EngineError
-from moreh_ap.runtime.launcher import POLL_S, Awaited, Carrier, Launcher, Stopping
+from moreh_ap.runtime.launcher import POLL_S, Launcher, Stopping
 from moreh_ap.runtime.outcome_resolver import PeersHang
+from moreh_ap.runtime.relay.carrier import Awaited, Carrier
 from moreh_ap.runtime.relay.worker_answer import Answer
 from moreh_ap.runtime.worker.actor import Trouble
 

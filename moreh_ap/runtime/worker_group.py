@@ -22,9 +22,10 @@ from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.engine_error import was_too_slow
 from moreh_ap.runtime.future import Reply, SentCommand, told_again
 from moreh_ap.runtime.joining import launch
-from moreh_ap.runtime.launcher import Awaited, Carrier, Launcher, LaunchRequest, Progress, Stopping
+from moreh_ap.runtime.launcher import Launcher, LaunchRequest, Progress, Stopping
 from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang, stopped_error, unexpected_error
 from moreh_ap.runtime.receiver import Receiver
+from moreh_ap.runtime.relay.carrier import Awaited, Carrier
 from moreh_ap.runtime.shared_memory import SharedMemory
 
 __all__ = ["MakeLauncher", "Reply", "WorkerGroup"]

@@ -19,8 +19,8 @@ from moreh_ap.session.session import Session
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 WARM_UP_STEPS = 12  # the first ones build the optimizer's state, and the sixth is compared with its prediction
-MAX_FILES, MAX_CHANGES = 14, 150
-MAX_FILES_OF_WORKER = 17  # 14 until a mean took one collective less, and hosts joined answers
+MAX_FILES, MAX_CHANGES = 15, 150  # 14 until commands went over connections of ours, not through the engine's files
+MAX_FILES_OF_WORKER = 17  # 14 until a mean took one collective less, and commands came over those connections
 
 
 def listed(heading: str) -> list[str]:

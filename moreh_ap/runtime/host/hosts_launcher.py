@@ -34,7 +34,8 @@ from moreh_ap.runtime.host.host_joining import Hosts, RunCredentials, join, on_a
 from moreh_ap.runtime.host.serving import Serving
 from moreh_ap.runtime.host.store_server import StoreServer
 from moreh_ap.runtime.host.usage_of_hosts import UsageOfHosts
-from moreh_ap.runtime.launcher import POLL_S, Carrier, Launcher, LaunchRequest, Stopping
+from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
+from moreh_ap.runtime.relay.carrier import Carrier
 from moreh_ap.runtime.relay.command_links import CommandLinks
 from moreh_ap.runtime.shared_memory import SharedMemory
 from moreh_ap.runtime.worker.actor import WorkerSpec
@@ -66,11 +67,7 @@ class HostPool:
     """
 
     def __init__(
-        self,
-        hosts: Sequence[str],
-        devices: int | None,
-        say: Callable[[str], object],
-        address: str = "127.0.0.1",
+        self, hosts: Sequence[str], devices: int | None, say: Callable[[str], object], address: str = "127.0.0.1"
     ) -> None:
         self.hosts, self._say, self._address = hosts, say, address
         self._per_host = None if devices is None else devices // len(hosts)
@@ -224,14 +221,14 @@ class HostsLauncher(Launcher):
     def carrier(self, memory: SharedMemory) -> Carrier:
         assert self.engine is not None, "workers have joined"
         places = [(one.address, self._served[one.host].commands_port) for one in self._connections]
-        context = context_of(_credentials.variables, is_server=False)
+        shown = context_of(_credentials.variables, is_server=False)
         try:
-            self._host_links = CommandLinks(places, self._per_host, context, self._has_no_commands)
+            self._host_links = links = CommandLinks(places, self._per_host, shown, self._has_no_commands)
         except EngineError as error:
             raise MeshStartError(str(error), fix=f"moreh-ap doctor --hosts {','.join(self._pool.names)}") from error
-        memory.carry_by(self._host_links.keep, self._per_host)
+        memory.carry_by(links.keep, self._per_host)
         self.engine.serve()
-        return self._host_links
+        return links
 
     # -- what differs from one machine -----------------------------------------------------------------------------
 
@@ -358,6 +355,7 @@ class HostsLauncher(Launcher):
             store_class=_STORE,
             commands_path=serving.commands,
             index=rank % self._per_host,
+            is_relayed=True,
         )
 
     def _has_no_commands(self, host: int, why: str) -> None:

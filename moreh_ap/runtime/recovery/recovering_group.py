@@ -23,10 +23,11 @@ from moreh_ap.errors import ExactnessError, MeshStartError, WorkerLostError
 from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.future import SentCommand
 from moreh_ap.runtime.joining import launch
-from moreh_ap.runtime.launcher import POLL_S, Awaited, Carrier
+from moreh_ap.runtime.launcher import POLL_S
 from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang
 from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.recovery.command_log import CommandLog, Logged, ReplayRules
+from moreh_ap.runtime.relay.carrier import Awaited, Carrier
 from moreh_ap.runtime.worker_group import WorkerGroup
 
 _AHEAD = 16  # commands that are told again before the answer to the first of them is waited for

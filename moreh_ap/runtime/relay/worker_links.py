@@ -17,45 +17,45 @@ import select
 import socket
 import time
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.engine_error import EngineError
-from moreh_ap.runtime.relay.answers import JoinedAnswers
 from moreh_ap.runtime.relay.frames import COMMAND, FAILURE, Sender, SocketOutgoing, read, written
-from moreh_ap.runtime.relay.worker_values import WorkerAnswers, first_answer
+from moreh_ap.runtime.relay.worker_answer import Answer
 from moreh_ap.runtime.worker.actor import Trouble
 
 _CONNECT_S = 10.0  # workers that have joined each other have connected before
 _END_S = 10.0  # a process whose connection has ended is seen to be gone long before
 
 
-class LinkedAnswers(JoinedAnswers):
+class LinkedAnswers:
     """The answers to one command, on their way.
 
     Args:
         links: What reads them.
         count: How many workers answer.
+
+    Attributes:
+        answers: In rank order; None where one is not there yet.
+        num_left: How many are not there yet.
     """
 
     def __init__(self, links: WorkerLinks, count: int) -> None:
-        super().__init__([1] * count)
+        self.answers: list[Any] = [None] * count
+        self.num_left = count
         self._links = links
-        self._answers: WorkerAnswers | None = None
 
-    def wait(self, timeout_s: float) -> WorkerAnswers:
+    def wait(self, timeout_s: float) -> Sequence[Answer]:
         """Returns the answers in rank order. May be called again after a time-out; one thread at a time calls it.
 
         Raises:
             TimeoutError: Not all answers are in.
             EngineError: A worker has ended its connection, and its process seems to live.
         """
-        if self._answers is None:
-            deadline_s = time.monotonic() + timeout_s
-            while self._left:
-                self._links.read(deadline_s)
-            self._answers = WorkerAnswers(self)
-        return self._answers
+        if self.num_left:
+            self._links.read_for(self, timeout_s)
+        return self.answers
 
 
 class WorkerLinks:
@@ -120,33 +120,36 @@ class WorkerLinks:
         """Returns the failures of workers so far, the last one of each epoch and worker among them."""
         return self._troubles
 
-    def read(self, deadline_s: float) -> None:
-        """Reads what has arrived, and waits for something to arrive.
-
-        Args:
-            deadline_s: Until when, by the monotonic clock.
+    def read_for(self, awaited: LinkedAnswers, timeout_s: float) -> None:
+        """Reads what arrives until the answers to one command are in.
 
         Raises:
-            TimeoutError: Nothing has arrived.
+            TimeoutError: They are not in after `timeout_s`.
             EngineError: A connection ended a while ago.
         """
-        arrived = self._poll.poll(max(0.0, deadline_s - time.monotonic()) * 1e3)
-        if not arrived:
-            if self._first_end_s is not None and time.monotonic() - self._first_end_s > _END_S:
-                raise EngineError("a worker has ended its connection")
-            raise TimeoutError
-        for descriptor, _ in arrived:
-            rank, reader = self._readers[descriptor]
-            frame = read(reader)
-            if frame is None:
-                self._poll.unregister(descriptor)
-                self._first_end_s = self._first_end_s or time.monotonic()
-                continue
-            if frame.kind == FAILURE:
-                trouble = Trouble(frame.number, frame.epoch, first_answer(frame.parts))
-                self._troubles = (*self._troubles[-self._num_workers :], trouble)
-            if self._waiting[frame.number].take(rank, frame.parts):
-                del self._waiting[frame.number]
+        deadline_s = time.monotonic() + timeout_s
+        while awaited.num_left:
+            arrived = self._poll.poll(max(0.0, deadline_s - time.monotonic()) * 1e3)
+            if not arrived:
+                if self._first_end_s is not None and time.monotonic() - self._first_end_s > _END_S:
+                    raise EngineError("a worker has ended its connection")
+                raise TimeoutError
+            for descriptor, _ in arrived:
+                rank, reader = self._readers[descriptor]
+                frame = read(reader)
+                if frame is None:
+                    self._poll.unregister(descriptor)
+                    self._first_end_s = self._first_end_s or time.monotonic()
+                    continue
+                answer = pickle.loads(frame.parts[0])
+                if frame.kind == FAILURE:
+                    trouble = Trouble(frame.number, frame.epoch, answer)
+                    self._troubles = (*self._troubles[-self._num_workers :], trouble)
+                pending = self._waiting[frame.number]
+                pending.answers[rank] = answer
+                pending.num_left -= 1
+                if not pending.num_left:
+                    del self._waiting[frame.number]
 
     def close(self) -> None:
         """Ends the connections."""

@@ -21,7 +21,7 @@ Each = TypeVar("Each")
 
 
 class _InRankOrder(Sequence[Each]):
-    """One value a worker, made when it is asked for. Equal to the list of these."""
+    """One value a worker, made when it is asked for."""
 
     @overload
     def __getitem__(self, index: int) -> Each: ...
@@ -31,11 +31,6 @@ class _InRankOrder(Sequence[Each]):
         if isinstance(index, slice):
             return [self._of(rank) for rank in range(*index.indices(len(self)))]
         return self._of(range(len(self))[index])
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == other if isinstance(other, list) else NotImplemented
 
     @abstractmethod
     def _of(self, rank: int) -> Each:

@@ -51,6 +51,7 @@ class WorkerSpec:
         collective_timeout_s: how long a collective may wait for its peers before it raises.
         commands_path: where it connects for commands: to the controller, or to the agent of its host.
         index: which of the workers of its host it is.
+        is_relayed: whether that agent joins the answers of its workers.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class WorkerSpec:
     store_class: str = ""
     commands_path: str = ""
     index: int = 0
+    is_relayed: bool = False
 
 
 class WorkerSide:
@@ -143,26 +145,30 @@ class WorkerSide:
 
     def serve(self) -> None:
         """Executes what comes over the connection for commands, until that ends."""
-        assert self._commands is not None and self._shared_memory is not None, "the engine delivers join first"
-        if self._answers is None:
-            self._pack = written_result
-        else:
-            self._pack_late = written_result
+        assert self._spec is not None and self._commands is not None and self._shared_memory is not None, "joined first"
+        if self._spec.is_relayed:
+            if self._answers is None:
+                self._pack = written_result
+            else:
+                self._pack_late = written_result
         while (frame := self._commands.receive()) is not None:
             if frame.kind == MISSING:
                 self._shared_memory.missing.add(frame.number)
                 continue
             command = Packed(*pickle.loads(frame.parts[0]))
-            send = partial(self._send, self._commands, frame)
             if self._answers is None:
-                send(self.execute(frame.number, frame.epoch, command))
+                self._send(frame, self.execute(frame.number, frame.epoch, command))
             else:
-                self.execute_and_go_on(frame.number, frame.epoch, command, send)
+                self.execute_and_go_on(frame.number, frame.epoch, command, partial(self._send, frame))
 
-    @staticmethod
-    def _send(commands: CommandSocket, frame: Frame, answer: Answer) -> None:
-        parts: Any = answer.content if answer.status == DONE else written_other(answer)
-        commands.answer(frame, parts, has_failed=answer.status == FAILED)
+    def _send(self, command: Frame, answer: Answer) -> None:
+        assert self._spec is not None and self._commands is not None, "joined first"
+        parts: Any
+        if not self._spec.is_relayed:
+            parts = [pickle.dumps(answer, protocol=5)]
+        else:
+            parts = answer.content if answer.status == DONE else written_other(answer)
+        self._commands.answer(command, parts, has_failed=answer.status == FAILED)
 
     def _fail(self, number: int, epoch: int, error: BaseException) -> Answer:
         assert self._spec is not None, "set before anything can fail"

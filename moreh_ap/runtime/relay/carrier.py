@@ -1,0 +1,35 @@
+"""What carries commands to workers and their answers back, as those see it who send commands and wait for answers.
+
+Must not know what carries them, nor commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from moreh_ap.protocol.encoding import Packed
+from moreh_ap.runtime.relay.worker_answer import Answer
+from moreh_ap.runtime.worker.actor import Trouble
+
+
+class Carrier(Protocol):
+    """What carries commands to workers: connections to them, or to the agents of their hosts."""
+
+    def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> Awaited:
+        """Sends one command to all workers, or each its own."""
+
+    def troubles(self) -> Sequence[Trouble]:
+        """Returns the failures of which workers have told, which they do at once."""
+
+
+class Awaited(Protocol):
+    """Answers that are on their way."""
+
+    def wait(self, timeout_s: float) -> Sequence[Answer]:
+        """Returns the answers in rank order. May be called again after a time-out.
+
+        Raises:
+            TimeoutError: Not all answers are in.
+            EngineError: An answer will never come.
+        """
