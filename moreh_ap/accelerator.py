@@ -106,7 +106,7 @@ class Accelerator:
             job.has_devices(count, *shares(count))
             made = threading.Event()
             recovers = options.recovery != "off" and pool is None
-            rules = SessionReplayRules(lambda: job.has_workers(workers.pids))
+            rules = SessionReplayRules(lambda: job.others_took_over(workers.pids))
             make = functools.partial(RecoveringWorkerGroup, rules=rules) if recovers else WorkerGroup
 
             def on_progress(stage: str, done: int, total: int) -> None:

@@ -79,6 +79,7 @@ class JobEntry:
         plan: Its plan, as text.
         device_ids: Which GPU each worker has, as CUDA_VISIBLE_DEVICES names it; none for CPU workers.
         remote_workers: Workers on other hosts, which no process of this machine stands for.
+        losses_survived: How often others have taken over from lost workers.
     """
 
     job_id: str
@@ -94,6 +95,7 @@ class JobEntry:
     plan: str = ""
     device_ids: tuple[str, ...] = ()
     remote_workers: tuple[RemoteWorker, ...] = ()
+    losses_survived: int = 0
 
     def is_alive(self) -> bool:
         """Returns whether any of its processes still runs."""
@@ -112,6 +114,9 @@ class Job:
         devices: Number of devices.
         threads_per_worker: CPU threads of each worker.
         device_ids: See `JobEntry`.
+
+    Attributes:
+        losses_survived: See `JobEntry`.
     """
 
     def __init__(
@@ -125,6 +130,7 @@ class Job:
     ) -> None:
         pid = os.getpid()
         self._lock = threading.Lock()
+        self.losses_survived = 0
         self._path = folder() / f"{platform.node()}-{pid}.json"
         self._entry: JobEntry | None = JobEntry(
             job_id=str(pid),
@@ -150,6 +156,13 @@ class Job:
     def has_workers(self, pids: Sequence[int]) -> None:
         """Notes the worker processes, in rank order."""
         self._change(workers=tuple(Process(pid, start_of(pid)) for pid in pids))
+
+    def others_took_over(self, pids: Sequence[int]) -> None:
+        """Notes the worker processes that have taken over from lost ones, in rank order."""
+        self.losses_survived += 1
+        self._change(
+            workers=tuple(Process(pid, start_of(pid)) for pid in pids), losses_survived=self.losses_survived
+        )
 
     def has_remote_workers(self, workers: Sequence[RemoteWorker]) -> None:
         """Notes what workers on other hosts use."""

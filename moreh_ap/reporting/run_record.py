@@ -92,6 +92,7 @@ class RunRecord:
         ending: "running", "finished", or the error that ended the script.
         devices: Name and bytes of each device.
         peak_bytes: What each device held at most; empty if the workers could not be asked.
+        losses_survived: How often others have taken over from lost workers.
         models: The plan of each model.
         steps: Every step.
         slow: What ran slower than it could, with the line of the script.
@@ -108,6 +109,7 @@ class RunRecord:
     ending: str = "running"
     devices: list[dict[str, Any]] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
+    losses_survived: int = 0
     models: list[PlannedModel] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     slow: list[dict[str, str]] = field(default_factory=list)

@@ -249,6 +249,7 @@ class RunReport:
             "system": platform.platform(),
         }
         record.variables = records.shown_variables(os.environ)
+        record.losses_survived = self._session.job.losses_survived
         try:
             cache_files.write_whole(self._folder / records.RECORD_FILE, record.to_json())
             cache_files.write_whole(self._folder / records.PAGE_FILE, page.make(record))

@@ -124,6 +124,7 @@ def _plain_job(job: JobState) -> dict[str, Any]:
         "devices": entry.devices,
         "model": entry.model,
         "plan": entry.plan,
+        "losses_survived": entry.losses_survived,
         "used_bytes": job.used_bytes,
         "workers": [
             {
@@ -157,11 +158,13 @@ def _processes(jobs: list[JobState]) -> Table:
 
 
 def _details(jobs: list[JobState]) -> Table:
-    table = _table("Job ID", "Devices", "Model", "Plan", "Started", "Process")
+    lost = ("Losses Survived",) if any(job.entry.losses_survived for job in jobs) else ()
+    table = _table("Job ID", "Devices", "Model", "Plan", "Started", *lost, "Process")
     for job in jobs:
         entry = job.entry
+        survived = (str(entry.losses_survived),) if lost else ()
         table.add_row(entry.job_id, str(entry.devices), entry.model or _IDLE, entry.plan or _IDLE,
-                      entry.started_at.replace("T", " ")[:19], job.command)  # fmt: skip
+                      entry.started_at.replace("T", " ")[:19], *survived, job.command)  # fmt: skip
     return table
 
 
@@ -178,7 +181,8 @@ def _model_of_all(snapshot: Snapshot) -> str:
 
 def _table(*columns: str, title: str = "") -> Table:
     table = Table(box=box.ASCII_DOUBLE_HEAD, title=title or None, title_justify="right", title_style="", padding=(0, 1))
-    right = ("Memory Usage", "Total Memory", "Utilization", "PID", "Job ID", "Rank", "Temperature", "Power", "Devices")
+    right = ("Memory Usage", "Total Memory", "Utilization", "PID", "Job ID", "Rank", "Temperature", "Power", "Devices",
+             "Losses Survived")  # fmt: skip
     for column in columns:
         cut = column in ("Process", "Plan")
         table.add_column(column, justify="right" if column in right else "left", no_wrap=True,

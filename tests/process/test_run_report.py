@@ -34,6 +34,15 @@ def test_the_report_of_a_run(tmp_path):
     assert (folder / "report.html").read_text() == page.make(record), "the page is made from the JSON"
 
 
+def test_losses_of_workers_are_counted(tmp_path):
+    (tmp_path / "fatal").mkdir()
+    more = {"FATAL_FOLDER": str(tmp_path / "fatal"), "MOREH_RECOVERY": "memory", "MOREH_REPORT": "report"}
+    with UserScript("survive_losses.py", "replicate=2", "forward", cwd=tmp_path, **more) as script:
+        num_lost = script.succeed(timeout_s=280).count("Others took over")
+    assert num_lost >= 1
+    assert run_record.read(tmp_path / "report" / "report.json").losses_survived == num_lost
+
+
 @pytest.mark.parametrize("num_steps", ["0", "3", "9"])
 def test_a_script_that_ends_early_with_an_error_has_a_report_too(tmp_path, num_steps):
     with UserScript("reported.py", num_steps, "fails", cwd=tmp_path, **TWO) as script:

@@ -98,6 +98,16 @@ def test_a_job_that_takes_other_devices_says_so():
     job.close()
 
 
+def test_a_job_says_how_often_others_took_over():
+    job = jobs.Job(0, "", "cpu", 1, 1)
+    job.has_workers([1])
+    for _ in range(2):
+        job.others_took_over([os.getpid()])
+    (found,) = jobs.running_jobs()
+    assert (found.losses_survived, [one.pid for one in found.workers]) == (2, [os.getpid()])
+    job.close()
+
+
 def test_workers_on_other_hosts_are_read_as_they_were_told_and_gone_with_new_workers():
     job = jobs.Job(0, "", "cpu", 2, 1)
     told = [jobs.RemoteWorker(rank, f"node{rank}", 100, 2**30, 2**33, None, 1.0) for rank in range(2)]

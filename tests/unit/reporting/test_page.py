@@ -73,6 +73,14 @@ def test_the_page_has_the_figures(record):
     assert "train.py <lr>" in text and "<lr>" not in html, "what comes from the script is escaped"
 
 
+def test_losses_of_workers_are_counted_on_the_page(record):
+    assert "survived" not in page.make(record)
+    record.losses_survived = 1
+    assert "1 loss of a worker survived" in " ".join(Text(page.make(record)).words)
+    record.losses_survived = 2
+    assert "2 losses of workers survived" in " ".join(Text(page.make(record)).words)
+
+
 def test_the_page_loads_nothing(record):
     html = page.make(record)
     assert not re.search(r"<(script|link|img|iframe)|url\(|@import", html)

@@ -107,3 +107,13 @@ def test_the_hosts_of_workers_are_shown_where_there_are_several():
     assert cells(text, "this one")[:3] == ["0", "0", "this one"]
     assert [one["host"] for one in smi_tables.plain(state(job))["jobs"][0]["workers"]] == [None, "node2"]
     assert "Host" not in printed(smi_tables.physical(state(JobState(entry(), "a", (here,)))))
+
+
+def test_losses_of_workers_are_shown_where_a_job_has_survived_some():
+    job = JobState(entry(losses_survived=3), "train.py", (worker(0, MIB, 0.5),))
+    text = printed(smi_tables.physical(state(job)))
+    assert "Losses Survived" in text
+    assert cells(text, "shard=2")[5:] == ["3", "train.py"]
+    assert smi_tables.plain(state(job))["jobs"][0]["losses_survived"] == 3
+    undisturbed = JobState(entry(), "train.py", (worker(0, MIB, 0.5),))
+    assert "Losses" not in printed(smi_tables.physical(state(undisturbed)))
