@@ -7,8 +7,8 @@
     python scripts/compare_manual.py --measure ddp tp    # renews these
 
 Decides what stands on a page; `manual_words.py` and `manual_words_ko.py` have its words. Must not know how a script is
-read (`manual_sources.py`) or measured (`manual_runs.py`). Lines, differences and concepts come from the files; losses
-and seconds from the JSON.
+read (`manual_sources.py`) or measured (`manual_runs.py`). Lines, differences and concepts come from the files, losses
+from the JSON, step times from the figures of `docs/benchmarks.md` (`step_ratios.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import textwrap
 from pathlib import Path
 
 from manual_counterparts import COUNTERPARTS, ONE_LINE, ONE_LINE_COMMAND, SINGLE, SINGLE_COMMAND, Counterpart
-from manual_runs import Entry, largest_difference, machine_of, measure, ratios_of, run_alone, was_busy
+from manual_runs import Entry, largest_difference, machine_of, measure, run_alone
 from manual_sources import borrowed, changed_lines, code_of, concepts_of, difference
 from manual_words import ENGLISH, Words
 from manual_words_ko import KOREAN
+from step_ratios import step_ratio_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, MEASURED = ROOT / "docs" / "manual-or-one-line.md", ROOT / "docs" / "reference" / "manual.json"
@@ -61,9 +62,8 @@ def page_of(entries: dict[str, Entry], words: Words) -> str:
 
 def _row(counterpart: Counterpart, entry: Entry, words: Words) -> str:
     added, removed = lines_of(counterpart)
-    largest, (median, lowest, highest) = largest_difference(entry), ratios_of(entry)
-    figures = {"median": median, "lowest": lowest, "highest": highest, "load": max(entry["load"])}
-    speed = words.page["busy" if was_busy(entry) else "speed"].format(num_pairs=len(entry["pairs"]), **figures)
+    largest, ratio = largest_difference(entry), step_ratio_of(counterpart.name, entry)
+    speed = words.page["speed"].format(**ratio._asdict()) if ratio else words.page["unknown"]
     link = f"[`{Path(counterpart.path).name}`](#by-hand-{counterpart.name})"
     num_concepts = len(concepts_of(ROOT / counterpart.path))
     return f"| {link} | +{added} -{removed} | {num_concepts} | {largest:.0e} | {speed} |"

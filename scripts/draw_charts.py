@@ -5,7 +5,7 @@
     python scripts/draw_charts.py --check    # writes nothing; exits with 1 if a chart is of other figures
 
 Decides how figures look: which colour stands for what, in light and dark, wide and on a phone. Must not know how they
-were measured. `compare` reads docs/reference/manual.json and the scripts of `tutorials/manual`, `memory` the table of
+were measured. `compare` reads the scripts of `tutorials/manual` and docs/benchmarks.json, `memory` the table of
 docs/planner.md, `loss-NAME` the run that the page of a tutorial shows, `plan-NAME` what the planner says of its plans
 (`plan_charts.py`). `chart_words.json` has the words.
 
@@ -31,10 +31,10 @@ import matplotlib
 import plan_charts
 from compare_manual import MEASURED, changed_lines, concepts_of, lines_of
 from manual_counterparts import COUNTERPARTS, ONE_LINE, SINGLE
-from manual_runs import ratios_of, was_busy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from step_ratios import step_ratio_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CHARTS = ROOT / "docs" / "assets" / "charts"
@@ -62,13 +62,17 @@ COLOURS = {
 }
 """Each colour of a chart, and the one in its place where the reader's system is dark."""
 
-RUNS = ("gpt", "mistral", "llama2", "llama3-70b", "lora")
+RUNS = ("gpt", "mistral", "llama2", "llama3-70b", "lora", "llm")
 """Pages of tutorials that show the losses of a run."""
+
+PLANS = ("gpt", "mistral", "llama2", "llama3-70b", "lora")
+"""Those that show what a device holds under their plans."""
 
 _PIXELS_PER_INCH = 72  # an SVG of matplotlib counts points
 _MARGIN = 0.12  # in inches
 _ROW = re.compile(r"^\| (\S+) \| `([^`]+)` \| (\d+) \| ([\d.]+) \| ([\d.]+) \| [+-][\d.]+% \|$", re.MULTILINE)
 
+_STEP, _LOGGED_STEP = r"step (\d+)/\d+\] loss ([\d.]+)", r"'global_step': (\d+), .*'running_loss': ([\d.]+)"
 _HELD_OUT = r"held-out loss before: ([\d.]+), after: ([\d.]+)"
 
 Words = dict[str, str]
@@ -110,7 +114,7 @@ def charts() -> list[Chart]:
         Chart("memory", tracked_memory(), draw_memory),
     ]
     found += [Chart(f"loss-{name}", losses_of(TUTORIALS / f"{name}.md"), draw_losses) for name in RUNS]
-    return found + [Chart(f"plan-{name}", plan_charts.figures_of(name), draw_plans) for name in RUNS]
+    return found + [Chart(f"plan-{name}", plan_charts.figures_of(name), draw_plans) for name in PLANS]
 
 
 def comparison() -> list[dict[str, Any]]:
@@ -126,8 +130,8 @@ def comparison() -> list[dict[str, Any]]:
         }
     ]
     for counterpart in COUNTERPARTS:
-        entry = entries[counterpart.name]
-        ratio = None if was_busy(entry) else [round(one, 3) for one in ratios_of(entry)]
+        measured = step_ratio_of(counterpart.name, entries[counterpart.name])
+        ratio = [round(one, 3) for one in measured[:3]] if measured else None
         concepts = len(concepts_of(ROOT / counterpart.path))
         rows.append({"name": counterpart.name, "lines": lines_of(counterpart)[0], "concepts": concepts, "ratio": ratio})
     return rows
@@ -141,10 +145,12 @@ def tracked_memory() -> list[list[float]]:
 def losses_of(page: Path) -> dict[str, Any]:
     """Returns steps and losses of the run that a tutorial's page shows, and its held-out losses."""
     text = page.read_text(encoding="utf-8")
+    points = re.findall(_STEP, text) or re.findall(_LOGGED_STEP, text)
+    held_out = re.search(_HELD_OUT, text)
     return {
-        "steps": [int(step) for step in re.findall(r"step (\d+)/\d+\] loss", text)],
-        "losses": [float(loss) for loss in re.findall(r"step \d+/\d+\] loss ([\d.]+)", text)],
-        "held_out": [float(loss) for loss in re.search(_HELD_OUT, text).groups()],  # type: ignore[union-attr]
+        "steps": [int(step) for step, _ in points],
+        "losses": [float(loss) for _, loss in points],
+        "held_out": [float(loss) for loss in held_out.groups()] if held_out else [],
     }
 
 
@@ -218,7 +224,8 @@ def draw_losses(run: dict[str, Any], words: Words, narrow: bool) -> Figure:
     axes = figure.subplots()
     steps = run["steps"]
     axes.plot(steps, run["losses"], color=ONE_LINE_COLOUR, linewidth=1.8, label=words["training"])
-    axes.plot([0, steps[-1]], run["held_out"], "o", color=MEASURED_COLOUR, markersize=8, label=words["held out"])
+    if run["held_out"]:
+        axes.plot([0, steps[-1]], run["held_out"], "o", color=MEASURED_COLOUR, markersize=8, label=words["held out"])
     _plain(axes, grid=True)
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.set_xlabel(words["step"], color=INK)

@@ -69,8 +69,10 @@ weights that loads on one device. Scripts are compared with `{single}`, which kn
 that a script uses.
 - *Losses differ by*: the largest relative difference of any step, of this script and of the one line under the same \
 plan, from `{single_name}`.
-- *Step time*: below 1 the one line is faster; the median over pairs of runs, then their range. Where other work kept \
-the machine busy, a ratio says nothing and is left out; [Measured](benchmarks.md) has others, of a wider model.
+- *Step time*: below 1 the one line is faster; the median over pairs of runs, then the interval that \
+[Measured](benchmarks.md) explains. It is of a wider model (`--hidden 384`, all at once `--hidden 256`).
+
+The losses are of these runs:
 
 {how}
 
@@ -89,8 +91,8 @@ numbers are those of one device.
         "plan": 'Devices share {shared}. For the one line the same is `plan="{plan}"`.',
         "by_hand": "By hand",
         "with_line": "With one line",
-        "speed": "x{median:.2f} ({lowest:.2f} to {highest:.2f}; {num_pairs} pairs)",
-        "busy": "not known: {num_pairs} pairs under a load of {load:.0f}",
+        "speed": "x{median:.2f} ({low:.2f} to {high:.2f}; {num_pairs} pairs)",
+        "unknown": "not measured on an idle machine",
         "machine": "{cores} cores ({processor}), {memory_gib} GiB, CPU workers",
         "places": "or, at the same time in {num_places} places,",
         "know": "A reader has to know:",

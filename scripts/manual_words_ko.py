@@ -36,9 +36,10 @@ KOREAN = Words(
 이상입니다.
 - *손실의 차이*: 이 스크립트의 손실과 같은 플랜을 쓴 한 줄의 손실이 `{single_name}`의 손실에서 벗어난 상대 차이 중, \
 모든 스텝을 통틀어 가장 큰 것입니다.
-- *스텝 시간*: 1보다 작으면 한 줄이 더 빠릅니다. 여러 쌍의 실행에서 얻은 중앙값이며 그 뒤는 범위입니다. 다른 작업으로 \
-장비가 바빴을 때의 비율은 아무것도 말해 주지 않으므로 적지 않습니다. 더 넓은 모델의 비율은 \
-[측정 결과](benchmarks.md)에 있습니다.
+- *스텝 시간*: 1보다 작으면 한 줄이 더 빠릅니다. 여러 쌍의 실행에서 얻은 중앙값이며 그 뒤의 구간은 \
+[측정 결과](benchmarks.md)에서 설명합니다. 더 넓은 모델의 시간입니다(`--hidden 384`, 모두 함께 쓰면 `--hidden 256`).
+
+손실은 다음 실행에서 얻었습니다.
 
 {how}
 
@@ -57,8 +58,8 @@ KOREAN = Words(
         "plan": '장치들이 나누는 것: {shared}. 한 줄에서 같은 플랜은 `plan="{plan}"`입니다.',
         "by_hand": "직접 작성",
         "with_line": "한 줄",
-        "speed": "x{median:.2f} ({lowest:.2f}~{highest:.2f}; {num_pairs}쌍)",
-        "busy": "알 수 없음: 부하 {load:.0f}에서 {num_pairs}쌍",
+        "speed": "x{median:.2f} ({low:.2f}~{high:.2f}; {num_pairs}쌍)",
+        "unknown": "한가한 장비에서 재지 않음",
         "machine": "코어 {cores}개({processor}), {memory_gib} GiB, CPU 워커",
         "places": "또는, {num_places}곳에서 동시에:",
         "know": "읽는 사람이 알아야 하는 것:",

@@ -51,11 +51,11 @@ def main():
         parser.set_defaults(experiment_name="gpt2-embedded", model="gpt2-small-config", dataset="python-functions")
         parser.set_defaults(block_size=128, lr=1e-3, epoch=1, max_steps=100, log_interval=10, ckpt_freq=50)
     args = helpers.parse_arguments(parser)
+
+    # --8<-- [start:load]
     logging.basicConfig(format="[%(asctime)s] %(levelname)s:%(message)s", level=logging.INFO)
     logging.info({name: os.environ[name] for name in SHOWN_VARIABLES if name in os.environ})
     logging.info(args)
-
-    # --8<-- [start:load]
     # The one line
     if not args.no_ap:
         torch.moreh.option.enable_advanced_parallelization(devices=args.devices, plan=args.plan)

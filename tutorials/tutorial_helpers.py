@@ -236,11 +236,13 @@ def start_wandb(args: argparse.Namespace, folder: Path, resumed: bool, dataloade
         import wandb
     except ModuleNotFoundError:
         raise SystemExit("--wandb needs the package wandb, which is not installed: pip install wandb") from None
+    # --8<-- [start:wandb]
     folder.mkdir(parents=True, exist_ok=True)
     name, resume = args.experiment_name, "must" if resumed else None
     config = {"args": vars(args), "training_data_size": len(dataloader.dataset), "num_batches": len(dataloader)}
     return wandb.init(project="moreh-ap-tutorials", dir=folder, name=name, id=name, resume=resume, save_code=True,
                       config=config)  # fmt: skip
+    # --8<-- [end:wandb]
 
 
 def save_checkpoint(folder: Path, state: dict[str, Any], **objects: Any) -> None:
@@ -249,6 +251,7 @@ def save_checkpoint(folder: Path, state: dict[str, Any], **objects: Any) -> None
     `state.json` is replaced in one operation, and older steps are removed after it, so that an interrupted run keeps
     its last checkpoint.
     """
+    # --8<-- [start:checkpoint]
     new = folder / f"step-{state['global_step']}"
     shutil.rmtree(new, ignore_errors=True)  # of an interrupted run
     new.mkdir(parents=True)
@@ -258,6 +261,7 @@ def save_checkpoint(folder: Path, state: dict[str, Any], **objects: Any) -> None
     os.replace(folder / "state.json.new", folder / "state.json")
     for old in set(folder.glob("step-*")) - {new}:
         shutil.rmtree(old)
+    # --8<-- [end:checkpoint]
 
 
 def load_checkpoint(folder: Path, **objects: Any) -> dict[str, Any]:

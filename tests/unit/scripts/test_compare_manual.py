@@ -189,13 +189,11 @@ def test_the_ratio_is_taken_within_pairs(tools):
 def test_a_ratio_of_a_busy_machine_is_not_shown(tools, measured, language):
     words = tools.words[language]
     idle = {name: entry | {"load": [0.5, 3.5], "cores": 2} for name, entry in measured.items()}
-    busy = idle | {"tp": idle["tp"] | {"load": [0.5, 30.0]}}
+    busy = idle | {"deepspeed": idle["deepspeed"] | {"load": [0.5, 30.0]}}
     rows = [re.findall(r"^\| \[.*$", tools.page.page_of(entries, words), re.MULTILINE) for entries in (idle, busy)]
     assert all(re.search(r"\| x\d+\.\d\d \(\d", row) for row in rows[0])
     (changed,) = (row for row in rows[1] if row not in rows[0])
-    num_pairs = len(busy["tp"]["pairs"])
-    said = {"": f"not known: {num_pairs} pairs under a load of 30", ".ko": f"알 수 없음: 부하 30에서 {num_pairs}쌍"}
-    assert "train_tp.py" in changed and changed.endswith(f"| {said[language]} |")
+    assert "train_deepspeed.py" in changed and changed.endswith(f"| {words.page['unknown']} |")
 
 
 def test_pairs_take_turns_and_get_the_same_sizes(tools, monkeypatch):
@@ -217,3 +215,23 @@ def test_pairs_take_turns_and_get_the_same_sizes(tools, monkeypatch):
     assert entry["pairs"] == [{"one_line_s": 0.5, "by_hand_s": 1.0}] * 2
     assert tools.runs.ratios_of(entry) == (0.5, 0.5, 0.5)
     assert tools.words[""].page["machine"].format(**tools.runs.machine_of(entry)) == entry["machine"]
+
+
+def test_step_times_are_those_of_the_measured_page_on_every_page(tools, measured):
+    """One figure, one value: the table of "Measured", the first pages (a test of theirs) and this page."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    titles = {"ddp": "DDP", "fsdp": "FSDP2", "tp": "`train_tp.py`", "pp": "`train_pp.py`", "3d": "`train_3d.py`"}
+    rows = {name: next(row for row in text.splitlines() if f"against {what} |" in row
+                       or f"against torchrun {what} |" in row) for name, what in titles.items()}  # fmt: skip
+    for language in LANGUAGES:
+        page = tools.page.page_of(measured, tools.words[language])
+        for name, row in rows.items():
+            median = re.search(r"x\d\.\d\d", row)[0]
+            assert re.search(rf"^\| \[`train_{name}\.py`\].* \| {median} \(", page, re.MULTILINE), name
+
+
+def test_a_script_without_a_figure_has_its_own_ratio_unless_the_machine_was_busy(tools, measured):
+    entry = {**measured["ddp"], "pairs": [{"one_line_s": 3.0, "by_hand_s": 2.0}], "load": [0.0, 0.0]}
+    assert tools.page.step_ratio_of("other", entry) == (1.5, 1.5, 1.5, 1)
+    assert tools.page.step_ratio_of("other", {**entry, "load": [0.0, 40.0]}) is None
+    assert tools.page.step_ratio_of("ddp", {**entry, "load": [0.0, 40.0]}) is not None
