@@ -99,7 +99,8 @@ test-frameworks: $(INSTALLED)  ## quick starts of other frameworks, FRAMEWORKS="
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 test-saves: $(INSTALLED)  ## kill a hundred runs while they save, and load what they leave (half an hour); KILLS=20 for fewer
-	@MOREH_KILLS=$(or $(KILLS),100) OMP_NUM_THREADS=1 $(PY) -m pytest -q -rf tests/process/test_killed_saves.py
+	@MOREH_KILLS=$(or $(KILLS),100) OMP_NUM_THREADS=1 $(PY) -m pytest -q -rf tests/process/test_killed_saves.py \
+		tests/process/test_automatic_checkpoints.py::test_no_kill_leaves_a_bad_checkpoint
 
 # CPU workers everywhere. tqdm warns of a package for progress bars, which no notebook shows.
 notebooks: $(INSTALLED)  ## run every notebook and compare what it prints with what is in it

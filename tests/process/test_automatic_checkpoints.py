@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import resource
 import signal
 import time
+import warnings
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from user_script import SCRIPTS, UserScript
 import moreh_ap
 
 STEPS = 40
+KILLS = int(os.environ.get("MOREH_KILLS", "10"))
 LOSS = re.compile(r"^loss (\d+) (\S+)$", re.MULTILINE)
 PLANS = ["own", "replicate=2", "shard=2"]
 OFTEN = {"MOREH_AUTOSAVE": "saved", "MOREH_AUTOSAVE_MINUTES": "0.005"}
@@ -114,6 +117,63 @@ def test_a_full_disk_does_not_end_the_training(tmp_path):
     assert len(losses(out)) == 12
     assert "nothing was saved into" in out and "File too large" in out
     assert not list((tmp_path / "saved").glob("*.safetensors"))
+
+
+@pytest.mark.timeout(3600)
+def test_no_kill_leaves_a_bad_checkpoint(tmp_path, uninterrupted):
+    """Killed again and again while checkpoints are saved, at random moments; ``MOREH_KILLS`` says how often."""
+    moments, first_step, during_saves = random.Random(1), 0, 0
+    for _ in range(max(2, KILLS // 5)):
+        with train(tmp_path, "own", steps=100_000, SLEEP="0.01", **OFTEN) as script:
+            script.wait_for_output("is saved in")
+            time.sleep(moments.uniform(0, 0.5))
+            script.process.kill()
+            script.wait()
+            found = losses(script.out)
+            saved = [int(step) for step in re.findall(r"Step (\d+) is saved in", script.out)]
+        assert "damaged" not in script.err
+        assert min(found) == first_step, "it has gone on from the last checkpoint that was complete"
+        expected = uninterrupted["own"]
+        assert all(loss == expected[step] for step, loss in found.items() if step in expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing that was written may be damaged
+            first_step = moreh_ap.load(tmp_path / "saved")["steps"]
+        assert first_step >= max(saved)
+        during_saves += len(list((tmp_path / "saved").glob("*-controller.safetensors"))) > 2
+    assert during_saves or KILLS < 100, "none of the runs was killed while it saved"
+
+
+def test_an_altered_shard_is_named_and_the_generation_before_it_is_loaded(tmp_path, uninterrupted):
+    with train(tmp_path, "shard=2", steps=25, SLEEP="0.1", **OFTEN) as script:
+        before = losses(script.succeed())
+    folder = tmp_path / "saved"
+    content = json.loads((folder / "checkpoint.json").read_text())
+    (file,) = [folder / name for name in content["files"] if "worker1" in name]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    (earlier,) = [json.loads(path.read_text()) for path in folder.glob("checkpoint-*.json")]
+    with train(tmp_path, "shard=2", **SELDOM) as script:
+        after = losses(script.succeed())
+    assert f"{file.name} is damaged: its contents are not what was written" in script.err
+    assert min(after) == earlier["extra"]["steps"] < content["extra"]["steps"]
+    expected = uninterrupted["shard=2"]
+    assert before == {step: expected[step] for step in before}
+    assert after == {step: expected[step] for step in after}
+
+
+def test_two_runs_in_one_folder_train_on_and_leave_a_checkpoint_of_one(tmp_path, uninterrupted):
+    with (
+        train(tmp_path, "own", SLEEP="0.1", **OFTEN) as one,
+        train(tmp_path, "own", SLEEP="0.1", **OFTEN) as two,
+    ):
+        runs = [losses(script.succeed()) for script in (one, two)]
+    assert all(run == {step: uninterrupted["own"][step] for step in run} for run in runs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert 0 < moreh_ap.load(tmp_path / "saved")["steps"] < STEPS
+    told = one.out + one.err + two.out + two.err
+    assert "Another run saves into" in told or "which was not loaded" in told or "has been saving into" in told
 
 
 def test_a_folder_of_another_run_is_told(tmp_path):
