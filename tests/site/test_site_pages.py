@@ -41,6 +41,16 @@ def test_navigation_has_every_page():
     assert source_pages()["en"] <= set(nav_pages())
 
 
+def test_every_title_of_the_navigation_is_translated():
+    """Names of models and methods are the same in both languages."""
+    languages, navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")
+    names = {"GPT", "Mistral", "Llama2", "Llama3 70B", "LoRA", "LLM"}
+    titles = set(re.findall(r'^\s*- "?([^":\n]+)"?:', navigation, re.MULTILINE)) - names
+    assert len(titles) >= 30
+    translated = set(re.findall(r'^ {12}"?([^":\n]+)"?: \S', languages, re.MULTILINE))
+    assert titles - translated == set()
+
+
 def test_build_says_no_warning(site):
     assert [line for line in site.log.splitlines() if line.startswith(("WARNING", "ERROR"))] == []
 
