@@ -9,10 +9,11 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 
@@ -86,11 +87,16 @@ def connect(hosts: Sequence[str], per_host: int | None = None, address: str = "1
     kubernetes.await_agents(pods, os.environ)
     deadline_s = time.monotonic() + JOIN_S
     found = Hosts([], [], script_folder=script_folder())
+    begun: list[HostConnection] = []
+    given_up = threading.Event()
 
     def begin(host: str) -> HostConnection | Row:
         connection = None
         try:
             connection = HostConnection(host, reach(host))
+            begun.append(connection)
+            if given_up.is_set():  # meanwhile
+                connection.end()
             connection.await_report(max(1.0, deadline_s - time.monotonic()))
         except (OSError, HostLostError) as error:
             if connection is not None:
@@ -98,11 +104,22 @@ def connect(hosts: Sequence[str], per_host: int | None = None, address: str = "1
             return joining_checks.unreachable(host, str(error) or type(error).__name__)
         return connection
 
-    for answer in on_all(hosts, begin):
-        if isinstance(answer, Row):
-            found.rows.append(answer)
-        else:
-            found.connections.append(answer)
+    try:
+        for answer in on_all(hosts, begin):
+            if isinstance(answer, Row):
+                found.rows.append(answer)
+            else:
+                found.connections.append(answer)
+        _look_at_all(found, per_host, address)
+    except BaseException:  # Ctrl-C among them: in a notebook, agents would wait for a word for as long as it is open
+        given_up.set()
+        on_all(begun, lambda connection: connection.end())
+        raise
+    return found
+
+
+def _look_at_all(found: Hosts, per_host: int | None, address: str) -> None:
+    """Adds what is to be said of each host, and gives it what it needs."""
     here = look(os.environ)
     kind = "cuda" if found.connections and any(one.report.gpus for one in found.connections) else "cpu"
     wanted = Wanted(here, kind, per_host)
@@ -114,7 +131,6 @@ def connect(hosts: Sequence[str], per_host: int | None = None, address: str = "1
         _send_script(found)
     except HostLostError as error:
         found.rows.append(Row("all", "connection", str(error), "", False, "moreh-ap doctor --hosts ..."))
-    return found
 
 
 def measure_links(found: Hosts) -> list[Row]:
@@ -271,8 +287,30 @@ def _send_script(found: Hosts) -> None:
 
 
 def on_all(things: Sequence, work: Callable) -> list:  # type: ignore[type-arg]
-    """Returns what a function returns for each of the things, called for all at the same time."""
-    if not things:
-        return []
-    with ThreadPoolExecutor(len(things), thread_name_prefix="moreh-join") as threads:
-        return list(threads.map(work, things))
+    """Returns what a function returns for each of the things, called for all at the same time.
+
+    A Ctrl-C does not wait for them, nor does the end of the script: a host that does not answer takes its time.
+
+    Raises:
+        Exception: What the function has raised, for the first of the things if for several.
+    """
+    done: list[Any] = [None] * len(things)
+    errors: list[BaseException | None] = [None] * len(things)
+
+    def run(index: int) -> None:
+        try:
+            done[index] = work(things[index])
+        except BaseException as error:  # for the thread that waits
+            errors[index] = error
+
+    threads = [
+        threading.Thread(target=run, args=(index,), name="moreh-join", daemon=True) for index in range(len(done))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        if error is not None:
+            raise error
+    return done
