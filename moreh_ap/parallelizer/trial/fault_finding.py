@@ -68,8 +68,9 @@ def try_out(step: Callable[[], None], again: Callable[[], None], call: Call) -> 
         recover(call.module)
         own = Outcome.REFUSED if isinstance(error, _ON_PURPOSE) else Outcome.FAULT
         fault = "".join(traceback.format_exception(error)) if own is Outcome.FAULT else ""
+        kind = "" if isinstance(error, StageFailed) else f"{type(error).__name__}: "
         first_line = str(error).partition("\n")[0]
-        reason = f"the forward of a few rows raised {type(error).__name__}: {first_line}"
+        reason = f"the forward of a few rows raised {kind}{first_line}"
     if not everywhere(own is not Outcome.FAULT, call):
         raises_again = not _runs(again, call)  # on every worker: what is sharded is gathered by all at once
         if own is Outcome.FAULT and raises_again:
