@@ -10,6 +10,7 @@ after the processes anyway, and knows how one ended.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -72,6 +73,7 @@ class WorkerLinks:
         self._listener.bind(path)
         self._listener.listen(num_workers)
         self._listener.settimeout(_CONNECT_S)
+        self._sockets: list[socket.socket] = []
         self._senders: list[Sender] = []
         self._readers: dict[int, tuple[int, BinaryIO]] = {}  # by descriptor: rank, and what reads it
         self._poll = select.poll()
@@ -98,6 +100,7 @@ class WorkerLinks:
             if hello is None:
                 reader.close()
                 continue
+            self._sockets.append(plain)
             senders[hello.number] = Sender(SocketOutgoing(plain))
             self._readers[reader.fileno()] = hello.number, reader
             self._poll.register(reader, select.POLLIN)
@@ -156,5 +159,9 @@ class WorkerLinks:
         self._listener.close()
         for sender in self._senders:
             sender.close()
+        for plain in self._sockets:
+            with contextlib.suppress(OSError):  # the worker has ended
+                plain.shutdown(socket.SHUT_RDWR)
+            plain.close()
         for _, reader in self._readers.values():
             reader.close()

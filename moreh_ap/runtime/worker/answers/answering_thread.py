@@ -5,6 +5,7 @@ Decides that answers leave in the order in which their commands were executed. M
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -23,4 +24,6 @@ class AnsweringThread:
 
     def _run(self) -> None:
         while True:
-            self._waiting.get()()
+            send = self._waiting.get()
+            with contextlib.suppress(OSError):  # who takes the answers has ended: what supervises this process ends it
+                send()

@@ -119,3 +119,14 @@ def test_answers_leave_in_order():
     assert left == []
     may_go.set()
     assert done.wait(10) and left == [1, 2]
+
+
+def test_the_end_of_who_takes_answers_is_no_error_of_the_thread_that_sends_them():
+    answers, done = AnsweringThread(), threading.Event()
+
+    def send_to_nobody():
+        raise BrokenPipeError
+
+    answers.put(send_to_nobody)
+    answers.put(done.set)
+    assert done.wait(10)
