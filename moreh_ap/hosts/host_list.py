@@ -21,6 +21,7 @@ KUBERNETES = "kubernetes"
 BY_KUBERNETES = "kubernetes:"
 SSH_VARIABLE = "MOREH_SSH"
 LINK = "docs/several-machines.md"
+_FILE_NAMES = (".txt", ".lst", ".conf", ".cfg")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 # What ssh is given as its destination: a name of its configuration, a host name or an address, with a user or without.
@@ -52,7 +53,17 @@ def parse_hosts(given: object, name: str = "hosts") -> tuple[str, ...]:
     hosts = tuple(entry.strip() for entry in entries if entry.strip())
     if not hosts:
         raise _error(f"{name}={given!r} names no host")
+    if isinstance(given, str) and given.endswith(_FILE_NAMES) and hosts == (given.strip(),):
+        raise _error(f"{name}={given!r} is no file in {os.getcwd()}")
     for host in hosts:
+        address, _, port = host.rpartition(":")
+        if port.isdecimal() and address and ":" not in address and not host.startswith(BY_HAND):
+            raise OptionError(
+                f"{name}: {host!r} has a port, which ssh does not take with the name",
+                f"{address!r}, and the port in ~/.ssh/config or in {SSH_VARIABLE}",
+                f'export {SSH_VARIABLE}="ssh -p {port}"',
+                LINK,
+            )
         if not (_BY_HAND if host.startswith(BY_HAND) else _SSH_NAME).fullmatch(host):
             raise _error(f"{name}: {public_name(host)!r} is no host")
     twice = sorted({public_name(host) for host in hosts if hosts.count(host) > 1})

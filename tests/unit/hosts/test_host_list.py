@@ -31,6 +31,8 @@ def test_a_file_has_a_host_in_each_line_and_remarks(tmp_path):
         ("node1;reboot", "is no host"),
         ("$(reboot)", "is no host"),
         ("tls://10.0.0.2:4000", "'10.0.0.2:4000' is no host"),
+        ("hosts.txt", "hosts='hosts.txt' is no file in "),
+        ("node1,me@node2:2222", "hosts: 'me@node2:2222' has a port"),
     ],
 )
 def test_what_is_no_host_is_refused(given, said):
@@ -38,6 +40,16 @@ def test_what_is_no_host_is_refused(given, said):
         parse_hosts(given)
     assert said in caught.value.fact
     assert caught.value.allowed and caught.value.fix
+
+
+def test_addresses_and_names_with_colons_and_dots_are_hosts():
+    assert parse_hosts("fe80::1%eth0,::1,node1.example.com") == ("fe80::1%eth0", "::1", "node1.example.com")
+
+
+def test_a_port_belongs_to_ssh():
+    with pytest.raises(OptionError) as caught:
+        parse_hosts(["node1:2222"])
+    assert caught.value.fix == 'export MOREH_SSH="ssh -p 2222"'
 
 
 def test_a_log_never_has_the_secrets_of_a_line():
