@@ -29,7 +29,7 @@ from moreh_ap.session import run_report
 from moreh_ap.session.checkpoint.autosave import AutoSave
 from moreh_ap.session.model_registry import ModelRegistry
 from moreh_ap.session.planning import device_count
-from moreh_ap.session.replay_rules import SessionReplayRules
+from moreh_ap.session.replay.replay_rules import SessionReplayRules
 from moreh_ap.session.rng_streams import GpuGenerator, ProcessGenerator
 from moreh_ap.session.session import Session
 from moreh_ap.session.session_backend import SessionBackend
@@ -106,7 +106,7 @@ class Accelerator:
             job.has_devices(count, *shares(count))
             made = threading.Event()
             recovers = options.recovery != "off" and pool is None
-            rules = SessionReplayRules(lambda: job.others_took_over(workers.pids))
+            rules = SessionReplayRules(lambda: job.others_took_over(workers.pids), count)
             make = functools.partial(RecoveringWorkerGroup, rules=rules) if recovers else WorkerGroup
 
             def on_progress(stage: str, done: int, total: int) -> None:

@@ -23,3 +23,14 @@ def memory_limit() -> int:
     except OSError:
         return total
     return min(total, int(text)) if text.isdigit() else total
+
+
+def free_memory() -> int:
+    """Returns the bytes of memory that are free: of the machine's, or of what a container may use."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
+        used = int(_CGROUP_LIMIT.with_name("memory.current").read_text(encoding="ascii"))
+    except OSError:
+        return available
+    return min(available, max(0, int(limit) - used)) if limit.isdigit() else available

@@ -41,3 +41,14 @@ class Settings:
             self._numbers[state] = next(self._next)
         self.number = self._numbers[state]
         return self.number
+
+    def held(self) -> tuple[dict[Hashable, Hashable], int, int]:
+        """Returns the state that the settings are in, for another process; other states are numbered anew there."""
+        last = max(self._numbers.values(), default=0)
+        return dict(self._values), self.number, last
+
+    def put_back(self, held: tuple[dict[Hashable, Hashable], int, int]) -> None:
+        """Takes over what `held` has returned in another process."""
+        self._values, self.number, last = held
+        self._numbers = {hash(frozenset(self._values.items())): self.number} if self.number else {}
+        self._next = count(last + 1)

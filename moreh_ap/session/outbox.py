@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from moreh_ap.protocol.encoding import WorkerTraceback
 from moreh_ap.protocol.messages.calls import Forward
 from moreh_ap.protocol.messages.models import ChangeModule, SetKernelFormats, SetRequiresGrad
-from moreh_ap.protocol.messages.optimizers import BuildOptimizer, LoadOptimizer
+from moreh_ap.protocol.messages.optimizers import BuildOptimizer, LoadOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.state import ClearGradients
 from moreh_ap.protocol.messages.stream import Again, Batch, DefineList
 from moreh_ap.protocol.messages.tensors import StateRef
@@ -222,6 +222,8 @@ class Outbox:
                 self.journal.note(tuple(commands), tuple(posted))
             if self.on_sent is not None:
                 self.on_sent(commands, posted)
+            if self._workers.wanted is not None and self.state.current is not SessionState.REPLAYABLE:
+                commands, posted = self._joined(self._workers.wanted, commands, posted)
             times_restarted = self.times_restarted
             try:
                 reply = self._send(commands, posted)
@@ -234,6 +236,16 @@ class Outbox:
                     promise.lost(error)
                 raise
         self._listen(reply, times_restarted, commands, releases)
+
+    def _joined(self, command: Any, commands: list[Any], posted: list[Posted]) -> tuple[list[Any], list[Posted]]:
+        """Returns a message with one command more, before its first forward: of those behind its last step, if any."""
+        steps = [index for index, one in enumerate(commands) if type(one) is StepOptimizer]
+        first = steps[-1] if steps else 0
+        place = next((index for index in range(first, len(commands)) if type(commands[index]) is Forward), None)
+        if place is None:
+            return commands, posted
+        joined = [*commands[:place], command, *commands[place:]]
+        return joined, [*posted[:place], Posted(self), *posted[place:]]
 
     def recovered(self, error: Exception, times_restarted: int) -> bool:
         """Replays the journal on other workers, if `on_error` provides them; returns whether it did.

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 from user_script import UserScript
 
+from moreh_ap.runtime.recovery import snapshot_timing
+
 SCRIPT = "survive_losses.py"
 TOOK_OVER = re.compile(
-    r"\[info\] Worker \d of 2 \(process \d+\) died: killed by signal 9, Killed\. "
-    r"Others took over: \d+ steps? (?:was|were) computed again, \d+\.\d s"
+    r"\[info\] Worker \d of \d \(process \d+\) died: killed by signal 9, Killed\. "
+    r"Others took over: (\d+) steps? (?:was|were) computed again, \d+\.\d s"
 )
 WITHIN_S = 60.0  # on a machine that does other things, too
 
@@ -29,8 +31,8 @@ def folders() -> Iterator[dict[str, str]]:
         yield {"FATAL_FOLDER": fatal, "TMPDIR": temporary, "MOREH_RECOVERY": "memory"}
 
 
-def survive(folders: dict[str, str], tmp_path: Path, plan: str, *faults: str) -> None:
-    """Runs the script and compares."""
+def survive(folders: dict[str, str], tmp_path: Path, plan: str, *faults: str) -> int:
+    """Runs the script and compares; returns the largest number of steps that were computed again after a loss."""
     with UserScript(SCRIPT, plan, *faults, cwd=tmp_path, **folders) as script:
         out = script.succeed(timeout_s=280)
     for fault in faults:
@@ -41,9 +43,11 @@ def survive(folders: dict[str, str], tmp_path: Path, plan: str, *faults: str) ->
         assert float(seconds) < WITHIN_S
     taken_over = [line for line in out.splitlines() if "died" in line]
     assert len(taken_over) >= len(faults), out
-    assert all(map(TOOK_OVER.fullmatch, taken_over)), taken_over
+    losses = list(map(TOOK_OVER.fullmatch, taken_over))
+    assert all(losses), taken_over
     assert out.count("MoAI Accelerator is ready") == 1, "one line is all that the script sees of a loss"
     leaves_no_files(folders)
+    return max(int(loss[1]) for loss in losses if loss is not None)
 
 
 def leaves_no_files(folders: dict[str, str]) -> None:
@@ -68,6 +72,81 @@ def test_a_worker_that_dies_in_replicated_training_and_again_while_others_take_o
 @pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2,micro_batches=2"])
 def test_a_worker_that_dies_under_plans_that_split_the_model(folders, tmp_path, plan):
     survive(folders, tmp_path, plan, "sent forward", "sent backward", "random")
+
+
+FEW = 4
+"""More steps than a snapshot after every step leaves to be computed again, and fewer than there are without one."""
+
+
+@pytest.mark.parametrize(
+    "plan, faults",
+    [
+        ("shard=2", ("forward", "snapshot", "two", "idle")),
+        ("replicate=2", ("optimizer", "snapshot", "again", "random")),
+    ],
+)
+def test_a_loss_after_snapshots_costs_the_steps_since_the_last_one(folders, tmp_path, plan, faults):
+    assert survive({**folders, "SNAPSHOT_STEPS": "1"}, tmp_path, plan, *faults) <= FEW
+
+
+HYBRID = "shard=2,tensor=2", "replicate=2,pipeline=2"
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2,micro_batches=2", *HYBRID])
+def test_a_loss_after_snapshots_under_plans_that_split_the_model(folders, tmp_path, plan):
+    faults = "sent forward", "sent backward", "random", "idle"
+    assert survive({**folders, "SNAPSHOT_STEPS": "1"}, tmp_path, plan, *faults) <= FEW
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_snapshots_have_all_that_workers_hold(folders, tmp_path, plan):
+    kinds = "attributes", "logits", "two_models", "rarely_quiet"
+    with UserScript("survive_kinds.py", plan, *kinds, cwd=tmp_path, **folders) as script:
+        out = script.succeed(timeout_s=280)
+    found = {name: (int(same), int(all_of)) for name, same, all_of in re.findall(r"(\w+): (\d+) of (\d+) equal", out)}
+    assert list(found) == list(kinds) and all(same == all_of > 7 for same, all_of in found.values()), found
+    steps = [int(loss[1]) for loss in map(TOOK_OVER.fullmatch, out.splitlines()) if loss is not None]
+    assert len(steps) == 4 and max(steps[:2]) <= FEW, "there is a snapshot between any two steps"
+    assert steps[2] <= 3 * FEW, "two steps a turn, and a snapshot in one of its four forwards: 20 without"
+    leaves_no_files(folders)
+
+
+LONG = """
+import os, signal, torch
+from torch import nn
+from moreh_ap import device
+
+torch.moreh.option.enable_advanced_parallelization(plan="shard=2", recovery="memory")
+
+
+def train(place):
+    torch.manual_seed(0)
+    model, generator = nn.Linear(4, 4).to(place), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(620):
+        loss = (model(torch.randn(4, 4, generator=generator).to(place)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 0:
+            loss.item()
+    if place == "cuda":
+        os.kill(device.current().session.workers.pids[0], signal.SIGKILL)
+    return model.weight.detach().cpu()
+
+
+print("largest difference", float((train("cuda") - train("cpu")).abs().max()))
+"""
+
+
+def test_after_many_steps_a_loss_costs_those_since_the_last_snapshot(folders, tmp_path):
+    with UserScript("-c", LONG, cwd=tmp_path, **folders) as script:
+        out = script.succeed(timeout_s=200)
+    (lost,) = [loss for loss in map(TOOK_OVER.fullmatch, out.splitlines()) if loss is not None]
+    assert int(lost[1]) <= snapshot_timing.MOST_STEPS + 20, "the steps of two reads of a loss were on their way"
+    assert "ends the run" not in out
+    assert float(out.rpartition("largest difference")[2]) < 1e-5
 
 
 def test_a_command_that_kills_workers_every_time_ends_the_run(folders, tmp_path):

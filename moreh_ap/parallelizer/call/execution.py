@@ -17,6 +17,12 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.extension import Findings
 from moreh_ap.parallelizer.rng.policy import Drawing
 
+FREED = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Specify retain_graph=True if you need to backward through the graph a second time."
+)
+"""PyTorch's own words."""
+
 
 class Execution(Findings, ABC):
     """One call on this worker, from its forward to its last backward.
@@ -115,3 +121,47 @@ class Execution(Findings, ABC):
             "plans without micro-batches and pipeline",
             'plan="replicate=2"',
         )
+
+
+class PastExecution(Execution):
+    """An execution that no backward goes through any more: what of it may still be read.
+
+    Args:
+        run: The execution, which has computed its outputs.
+    """
+
+    outputs: Sequence[Any] = ()
+
+    def __init__(self, run: Execution) -> None:
+        self.inputs, self.shapes, self.kinds = run.inputs, run.shapes, run.kinds
+        self.differentiable = run.differentiable
+        self.has_result, self.runs_in_stages, self.drew = run.has_result, run.runs_in_stages, run.drew
+        self.outputs = [run.outputs[index] for index in range(len(run.outputs))]
+        self._output_gradients: dict[int, Tensor] = vars(run).get("_output_gradients", {})
+
+    def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
+        """Raises the error of a graph that was freed.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(FREED)
+
+    def watch(self, leaves: Sequence[int]) -> None:
+        """Nothing is watched: the backward that follows raises."""
+
+    def output_gradient(self, leaf: int) -> Tensor | None:
+        """Returns what the last backward has left for a watched leaf."""
+        return self._output_gradients.get(leaf)
+
+    def kind(self, index: int) -> str:
+        """Returns the kind of a leaf."""
+        return self.kinds[index]
+
+    def reached(self, output_grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor, Tensor]]:
+        """Raises the error of a graph that was freed.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(FREED)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import GRADIENT_SYNCS, Call
-from moreh_ap.parallelizer.call.execution import Execution
+from moreh_ap.parallelizer.call.execution import FREED, Execution
 from moreh_ap.parallelizer.call.extension import Forward, extended
 from moreh_ap.parallelizer.call.output_precision import PROMISES, all_converted, shapes_of
 from moreh_ap.parallelizer.call.placement import OwnDevice
@@ -164,11 +164,7 @@ class EagerForward(Execution):
 
     def reached(self, output_grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor, Tensor]]:
         if self._freed:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time (or directly access saved tensors after they have "
-                "already been freed). Specify retain_graph=True if you need to backward through the graph a second "
-                "time."
-            )
+            raise RuntimeError(FREED)
         return [
             (index, result, grad)
             for index, (result, grad) in enumerate(zip(self._results, output_grads, strict=True))

@@ -287,6 +287,13 @@ def recover(module: nn.Module) -> None:
     settle(module)
 
 
+def has_gradients_to_reduce(module: nn.Module) -> bool:
+    """Says whether gradients wait for the last micro-batch of a step. See [Note: every micro-batch]."""
+    groups = [group for submodule in fsdp_modules(module) for group in param_groups(submodule)]
+    waiting = [one for group in groups for one in group.fsdp_params if one.unsharded_accumulated_grad is not None]
+    return bool(waiting) or any(group._partial_reduce_output is not None for group in groups)
+
+
 def param_groups(submodule: FSDPModule) -> list[Any]:
     """Returns the groups of parameters that FSDP2 gathers and reduces together for something that it manages."""
     state = submodule._get_fsdp_state()

@@ -65,7 +65,7 @@ class RecoveringWorkerGroup(WorkerGroup):
     def _send(self, command: SentCommand) -> None:
         if self._log.is_open and command.origin is not None:
             self._log.add(command)
-            self.keeps_commands = self._log.is_open
+            self.keeps_commands, self.wanted = self._log.is_open, self._log.wanted
         self._send_now(command)
 
     def _send_now(self, command: SentCommand) -> None:
@@ -109,9 +109,8 @@ class RecoveringWorkerGroup(WorkerGroup):
         self._log.rules.others_took_over()
         took_s = time.monotonic() - started_s
         steps = f"{num_steps} steps were" if num_steps != 1 else "1 step was"
-        self._log.rules.say(
-            f"{first.fact.partition(chr(10))[0]} Others took over: {steps} computed again, {took_s:.1f} s"
-        )
+        who = first.fact.partition(chr(10))[0].removesuffix(" Its last output:")
+        self._log.rules.say(f"{who} Others took over: {steps} computed again, {took_s:.1f} s")
         return receiver
 
     def _start_others(self) -> tuple[Receiver, int]:

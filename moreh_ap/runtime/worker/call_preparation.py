@@ -123,11 +123,11 @@ class CallPreparation:
         """The parameters that forwards change."""
         self.run_once: set[Hashable] = set()
         """Kinds of calls that were run and added nothing to the model."""
-        self._verdicts: dict[Hashable, SplitVerdict] = {}
-        self._gathering: dict[Hashable, Sequence[int | None]] = {}
+        self.verdicts: dict[Hashable, SplitVerdict] = {}
+        self.gathering: dict[Hashable, Sequence[int | None]] = {}
         """Where each leaf of the arguments has rows, of kinds whose verdicts are those of certain sizes."""
-        self._reads_of: dict[Hashable, tuple[str, ...]] = {}
-        self._earlier: dict[Hashable, list[SplitVerdict]] = {}  # before a forward took another way
+        self.reads_of: dict[Hashable, tuple[str, ...]] = {}
+        self.earlier: dict[Hashable, list[SplitVerdict]] = {}  # before a forward took another way
         self._drops = draws_random_numbers(model.module)
         self._faults: tuple[str, ...] = ()
         """Tracebacks of errors in the trials of the call that is being prepared."""
@@ -250,11 +250,11 @@ class CallPreparation:
     def try_otherwise(self, prepared: PreparedCall, reason: object) -> None:
         """From now on calls of this kind are computed whole by every worker, unless a forward that gathers rows took
         another way than when it was tried (layers that set themselves up in a first call): then it is tried anew."""
-        earlier = self._earlier.setdefault(prepared.kind, [])
+        earlier = self.earlier.setdefault(prepared.kind, [])
         if prepared.call.gathering is not None and len(earlier) < _MOST_WAYS:
-            earlier.append(self._verdicts.pop(prepared.kind))
+            earlier.append(self.verdicts.pop(prepared.kind))
         else:
-            self._verdicts[prepared.kind] = SplitVerdict(False, (), f"{UNSPLIT}: {reason}")
+            self.verdicts[prepared.kind] = SplitVerdict(False, (), f"{UNSPLIT}: {reason}")
         self.prepared.clear()
 
     def _cuts_heads(self, nesting: Nesting, local: list[bool]) -> Callable[[list[Tensor]], list[Tensor]] | None:
@@ -307,15 +307,15 @@ class CallPreparation:
         names = kept.difference(split_passed_state(kwargs)[1])
         if not names:
             return ()
-        if key not in self._reads_of:
-            self._reads_of[key] = tuple(sorted(find_passed_state(call, tuple(args), kwargs, rows, names)))
-        return self._reads_of[key]
+        if key not in self.reads_of:
+            self.reads_of[key] = tuple(sorted(find_passed_state(call, tuple(args), kwargs, rows, names)))
+        return self.reads_of[key]
 
     def _kind_of_verdict(self, kind: Hashable, leaves: Sequence[Any]) -> Hashable:
         """What calls have in common that may be split likewise."""
-        if kind not in self._gathering:
+        if kind not in self.gathering:
             return kind
-        tensors = [(leaf, dim) for leaf, dim in zip(leaves, self._gathering[kind]) if isinstance(leaf, Tensor)]
+        tensors = [(leaf, dim) for leaf, dim in zip(leaves, self.gathering[kind]) if isinstance(leaf, Tensor)]
         sizes = tuple(tuple(size for at, size in enumerate(leaf.shape) if at != dim) for leaf, dim in tensors)
         return kind, sizes
 
@@ -335,17 +335,17 @@ class CallPreparation:
         is_short = self._is_short(rows, call.axis)
         if workers * pieces == 1 or rows is None or (is_short and not self._may_lend_rows(call, rows, wants_grad)):
             reason = f"{UNSPLIT}: {FEWER_ROWS}" if workers > 1 else ""
-            if kind not in self._verdicts:
+            if kind not in self.verdicts:
                 may_turn = is_short and pieces == 1 and not any(local)
                 found = check_elsewhere(call, args, kwargs) if may_turn else None
-                self._verdicts[kind] = found or SplitVerdict(False, (), reason)
-            return self._verdicts[kind]
+                self.verdicts[kind] = found or SplitVerdict(False, (), reason)
+            return self.verdicts[kind]
         leaves = tree_leaves((tuple(args), dict(kwargs)))
-        if self._kind_of_verdict(kind, leaves) not in self._verdicts:
+        if self._kind_of_verdict(kind, leaves) not in self.verdicts:
             verdict = check_split(
                 call, args, kwargs, rows, may_join=pieces == 1, may_turn=not any(local), pieces=pieces
             )
-            self.model.device.give_back(is_start=not self._verdicts)
+            self.model.device.give_back(is_start=not self.verdicts)
             if is_short and not may_lack_rows(verdict):
                 verdict = SplitVerdict(False, (), FEWER_ROWS)
             self._faults = verdict.faults
@@ -356,10 +356,10 @@ class CallPreparation:
                 what = UNSPLIT if workers > 1 else _NOT_CUT
                 verdict = replace(verdict, reason=f"{what}: {verdict.reason}")
             if verdict.steps:
-                self._gathering.setdefault(kind, verdict.dims or first_dims)
+                self.gathering.setdefault(kind, verdict.dims or first_dims)
             same_kind = self._kind_of_verdict(kind, leaves)
-            self._verdicts[same_kind] = reduce(SplitVerdict.joined_with, self._earlier.get(same_kind, ()), verdict)
-        verdict = self._verdicts[self._kind_of_verdict(kind, leaves)]
+            self.verdicts[same_kind] = reduce(SplitVerdict.joined_with, self.earlier.get(same_kind, ()), verdict)
+        verdict = self.verdicts[self._kind_of_verdict(kind, leaves)]
         if verdict.group > 1 and rows % (workers * pieces * verdict.group):
             reason = f"{UNSPLIT}: its {rows} rows cannot be dealt out in groups of {verdict.group}"
             return SplitVerdict(False, (), reason)
@@ -383,11 +383,11 @@ class CallPreparation:
         if items is None or items.count < call.axis.size:
             return kind, verdict
         item_kind = kind, "items", items.differing_sizes()
-        if item_kind not in self._verdicts:
+        if item_kind not in self.verdicts:
             found = check_items(call, items)
             self._faults += found.faults
-            self._verdicts[item_kind] = found if found.split else replace(found, reason=f"{UNSPLIT}: {found.reason}")
-        return item_kind, self._verdicts[item_kind]
+            self.verdicts[item_kind] = found if found.split else replace(found, reason=f"{UNSPLIT}: {found.reason}")
+        return item_kind, self.verdicts[item_kind]
 
     def _require_full_parameters(self, name: str) -> None:
         """Refuse a forward that changes a parameter, where a worker has a part of it, or a forward runs twice."""

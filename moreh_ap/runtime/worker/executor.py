@@ -14,6 +14,7 @@ from moreh_ap.errors import NotComputedError
 from moreh_ap.protocol.encoding import note_done
 from moreh_ap.protocol.messages.checkpoints import ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.optimizers import StepOptimizer
+from moreh_ap.protocol.messages.snapshots import RestoreSnapshot, TakeSnapshot
 from moreh_ap.protocol.messages.state import ReadState, ReleaseState, RunOperation, WriteState
 from moreh_ap.protocol.messages.stream import Again, Batch, DefineList, ImportModules
 from moreh_ap.runtime.worker import worker_patches
@@ -21,13 +22,23 @@ from moreh_ap.runtime.worker.commands.checkpoint_commands import CheckpointComma
 from moreh_ap.runtime.worker.commands.device_commands import DeviceCommands
 from moreh_ap.runtime.worker.commands.model_commands import ModelCommands
 from moreh_ap.runtime.worker.commands.row_shard_commands import RowShardCommands
+from moreh_ap.runtime.worker.commands.snapshot_commands import SnapshotCommands
 from moreh_ap.runtime.worker.commands.state_commands import StateCommands
 from moreh_ap.runtime.worker.commands.tables import Tables
 from moreh_ap.runtime.worker.commands.trace_commands import TraceCommands
 from moreh_ap.runtime.worker.worker_call import CallCommands
 from moreh_ap.runtime.worker.worker_optimizer import OptimizerCommands
 
-_TOUCHES_PARAMETERS = {ReadState, WriteState, ReadCheckpoint, WriteCheckpoint, RunOperation, StepOptimizer}
+_TOUCHES_PARAMETERS = {
+    ReadState,
+    WriteState,
+    ReadCheckpoint,
+    WriteCheckpoint,
+    RunOperation,
+    StepOptimizer,
+    TakeSnapshot,
+    RestoreSnapshot,
+}
 
 
 class WorkerExecutor:
@@ -57,6 +68,7 @@ class WorkerExecutor:
             RowShardCommands,
             CheckpointCommands,
             DeviceCommands,
+            SnapshotCommands,
         )
         for subject in subjects:
             self._handlers.update(subject(self._tables).handlers())

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.loss.later_operations import (
     held,
     in_full,
@@ -226,3 +227,12 @@ def _ref_in(node: Any) -> RowShardRef | OutputRef | None:
 
 def _is_small(shard: RowShard) -> bool:
     return shard.content.shape.numel() * shard.promised.itemsize <= MAX_INLINE_BYTES
+
+
+def met_late(reason: str) -> ExactnessError:
+    """Makes the error for rows that the script computes with already, of a call that turned out to need all of them."""
+    return ExactnessError(
+        f"{reason}, which was found out when the script had already computed with rows of its result.",
+        allowed="A loss that the forward itself takes, or one that is read in every step.",
+        fix="loss = model(**batch).loss",
+    )

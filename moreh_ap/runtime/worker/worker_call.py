@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moreh_ap.errors import ExactnessError
 from moreh_ap.integrations import transformers_worker
-from moreh_ap.parallelizer.call.execution import Execution
+from moreh_ap.parallelizer.call.execution import Execution, PastExecution
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.rng.policy import RandomPolicy, current_streams
 from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, gathered
@@ -47,14 +47,14 @@ from moreh_ap.protocol.messages.tensors import (
     bytes_of,
     pickled_constant,
 )
-from moreh_ap.protocol.process_flags import Flags, set_process_flags
+from moreh_ap.protocol.process_flags import set_process_flags
 from moreh_ap.protocol.pytree import pickle_treespec
 from moreh_ap.protocol.script_code.written_files import WRITTEN
 from moreh_ap.runtime.worker.answers.late_replies import LateReply
 from moreh_ap.runtime.worker.cache_arguments import without_cache
 from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
-from moreh_ap.runtime.worker.row_shard_store import RowShard
+from moreh_ap.runtime.worker.row_shard_store import RowShard, met_late
 from moreh_ap.runtime.worker.second_derivatives import KIND_OF_GRADIENT, differentiate
 from moreh_ap.runtime.worker.worker_model import WorkerModel
 
@@ -65,8 +65,7 @@ class CallCommands:
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
         self._calls: dict[int, WorkerCall] = tables.table()
-        self._signatures: dict[int, DefineSignature] = tables.table()
-        self._flags: Flags | None = None
+        self._signatures = tables.signatures
         tables.calls = self._calls
 
     def handlers(self) -> Handlers:
@@ -99,9 +98,9 @@ class CallCommands:
         model = self._tables.models[signature.owner]
         if command.training is not None:
             model.set_training(command.training)
-        if command.flags != self._flags:
+        if command.flags != self._tables.flags:
             set_process_flags(command.flags)
-            self._flags = command.flags
+            self._tables.flags = command.flags
         has_one_stream = not (command.grad and model.applied.stages is not None)
         random = RandomPolicy.of(command.seed, command.streams, has_one_stream=has_one_stream)
         preparation = self._tables.preparations[signature.owner]
@@ -242,6 +241,11 @@ class WorkerCall:
         self.kind: Hashable = None  # what calls have in common of which the same is true
         self._streams = current_streams() if run.drew else None
         self._moment = model.moment() if model.runs_later else None
+        self.is_past = not any(run.differentiable)  # whether no backward goes through it any more
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickles a call that is past: what of it may be read."""
+        return {**vars(self), "_run": PastExecution(self._run), "_streams": None, "_moment": None}
 
     def _as_then(self) -> AbstractContextManager[None]:
         """Inside, everything is set as at the call, if anything of it is computed only now."""
@@ -278,7 +282,7 @@ class WorkerCall:
         if not has_result:
             return None
         if self._expected == "split" and not self._roles.is_split:
-            raise _met_late(self._roles.note)
+            raise met_late(self._roles.note)
         is_split = self._run.kinds[index] == "rows"
         full = gathered(self.output(index))  # logits may be split by vocabulary
         promised = self._run.shapes[index].dtype
@@ -334,6 +338,7 @@ class WorkerCall:
         local = self._own_gradients(gradients)
         with self._as_then():
             answered = iter(self._run.backward(local, retain_graph=retain_graph))
+        self.is_past = not retain_graph
         self._input_gradients = {index: next(answered) for index, wanted in enumerate(self._roles.wants_grad) if wanted}
 
     def differentiate(self, command: Differentiate, gradients: list[Tensor | RowShard | None]) -> WorkerCall:
@@ -353,7 +358,7 @@ class WorkerCall:
             gradient = next(remaining) if isinstance(shape, Tensor) else None
             is_local = isinstance(gradient, RowShard) and gradient.rows is not None
             if is_local and not self._roles.is_split:
-                raise _met_late(self._roles.note)
+                raise met_late(self._roles.note)
             if isinstance(gradient, RowShard):
                 gradient = gradient.held
             if gradient is not None and rows is not None and kind == "rows" and not is_local:
@@ -388,12 +393,3 @@ class WorkerCall:
             kind = "rows" if self._roles.carried[index] else "share"
         reply = LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, bytes_of(gradient))
         return reply if self._answers else None
-
-
-def _met_late(reason: str) -> ExactnessError:
-    """Makes the error for rows that the script computes with already, of a call that turned out to need all of them."""
-    return ExactnessError(
-        f"{reason}, which was found out when the script had already computed with rows of its result.",
-        allowed="A loss that the forward itself takes, or one that is read in every step.",
-        fix="loss = model(**batch).loss",
-    )

@@ -65,7 +65,7 @@ class WorkerModel:
         self.modules = list(self.module.modules())
         # Whether calls are computed again, or only in their backward.
         self.runs_later = self.plan.recompute != "none" or self.plan.micro_batches > 1 or self.plan.pipeline > 1
-        mesh = build_mesh(self.plan, device.torch_device.type)
+        self.mesh = mesh = build_mesh(self.plan, device.torch_device.type)
         example = self._example(command.example)
         chunked_cross_entropy.use_for(self.module)
         self.applied = apply_plan(self.module, self.plan, mesh, device.torch_device, example, command.compiled)
@@ -92,6 +92,7 @@ class WorkerModel:
         attributes = Attributes(self.module) or None
         self.unseen = None if answers_attributes else attributes
         self._marks = {} if self.unseen is None else self.unseen.marks()
+        self._attributes, self._first_marks = attributes, {} if attributes is None else attributes.marks()
         looks_at_backward = answers_attributes and self.plan.recompute == "none"
         self.faults: list[str] = []  # tracebacks of errors that are ours, of which the script was not told yet
         self.unseen_changes = UnseenChanges(self.module, attributes if looks_at_backward else None)
@@ -149,6 +150,22 @@ class WorkerModel:
         changed = list(self.unseen.changed(self._marks))
         self._marks = self.unseen.marks()
         return changed
+
+    def attributes_since_made(self) -> dict[str, Any]:
+        """Returns attributes that forwards have set or changed since the model was made, by full name."""
+        if self._attributes is None:
+            return {}
+        found = self._attributes.changed(self._first_marks)
+        of_script = {full_name(path, name): value for (path, name), value in self._values.items()}
+        return {name: value for name, value in found.items() if name not in of_script or of_script[name] is not value}
+
+    def set_attributes(self, values: dict[str, Any]) -> None:
+        """Sets attributes as forwards have set them in another process."""
+        for name, value in values.items():
+            path, _, last = name.rpartition(".")
+            vars(self.module.get_submodule(path))[last] = value
+        if self.unseen is not None:
+            self._marks = self.unseen.marks()
 
     def pickled_objects(self, names: tuple[str, ...]) -> dict[str, bytes]:
         """Attributes as they travel to the script, without those that cannot be pickled."""

@@ -7,7 +7,7 @@ is for `norms.py` to know.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ _FUSED_ON_GPUS = (torch.optim.Adam, torch.optim.AdamW)
 """Whose step is one kernel on a GPU where the script has not said how it runs: it reads and writes weights and state
 once, where the default reads and writes them once an operation (a third of its bytes, and rounding differs in the last
 bits)."""
+
+_MADE_ANEW = ("state", "param_groups", "defaults")
+"""Attributes of an optimizer that are not copied as they are."""
 
 
 class OptimizerCommands:
@@ -248,6 +251,33 @@ class WorkerOptimizer:
                 self._optimizer.state[held.tensor] = decoded
                 if self._offloaded is not None:
                     self._offloaded.put_away(held.tensor)
+
+    def held(self) -> dict[str, Any]:
+        """Returns what the optimizer keeps, for another process with the same one."""
+        optimizer = self._optimizer
+        own = {name: value for name, value in vars(optimizer).items() if name not in _MADE_ANEW and name[:1] != "_"}
+        states = [None if held is None else optimizer.state.get(held.tensor) for held in self._parameters]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        return {"own": own, "states": states, "groups": groups}
+
+    def states(self) -> Iterator[tuple[int, str, Tensor, StateShard]]:
+        """Yields the tensors of the state that are laid out like their parameters: number, key, tensor, parameter."""
+        for index, shard in enumerate(self._parameters):
+            if shard is None:
+                continue
+            for key, value in self._optimizer.state.get(shard.tensor, {}).items():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.shape == shard.tensor.shape:
+                    yield index, key, value, shard
+
+    def put_back(self, held: Mapping[str, Any]) -> None:
+        """Takes over what `held` has returned in another process."""
+        vars(self._optimizer).update(held["own"])
+        self._optimizer.state.clear()
+        for shard, state in zip(self._parameters, held["states"]):
+            if shard is not None and state is not None:
+                self._optimizer.state[shard.tensor] = state
+        for group, values in zip(self._optimizer.param_groups, held["groups"]):
+            group.update(values)
 
     def _decode(self, value: Any, held: StateShard) -> Any:
         if isinstance(value, SavedTensor):

@@ -19,6 +19,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moreh_ap import device
+from moreh_ap.runtime.recovery import snapshot_timing
+from moreh_ap.runtime.worker.snapshots.slot_memory import SlotMemory
 
 STEPS, AT = 6, 3
 FOLDER = Path(os.environ["FATAL_FOLDER"])
@@ -31,6 +33,31 @@ def die(folder, place):
         file.unlink()
         time.sleep(0.2)  # the others go on to where they wait for this one
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingOnTheWay(list):
+    """Values of which the second one is never written: the worker dies when all are gone through a third time."""
+
+    times, folder = 0, ""
+
+    def __iter__(self):
+        self.times += 1
+        for index, value in enumerate(super().__iter__()):
+            if (self.times, index) == (3, 1):
+                die(self.folder, "snapshot")
+            yield value
+
+
+def break_snapshots_off(folder):
+    """Has this worker die while it writes its next snapshot, if a file says so."""
+    write = SlotMemory.write
+
+    def write_some(slot, number, description, values):
+        dying = DyingOnTheWay(values)
+        dying.folder = folder
+        write(slot, number, description, dying)
+
+    SlotMemory.write = write_some
 
 
 class Fatal(torch.autograd.Function):
@@ -56,6 +83,8 @@ class Passing(nn.Module):
         die(self.folder, "forward")
         if any(Path(self.folder).glob("optimizer-*")):
             register_optimizer_step_pre_hook(lambda *of_step: die(self.folder, "optimizer"))
+        if any(Path(self.folder).glob("snapshot-*")):
+            break_snapshots_off(self.folder)
         return Fatal.apply(x, self.folder)
 
 
@@ -112,7 +141,7 @@ def train(plan, fault, losses):
         if fault == "random" and step in (1, AT, 4):
             timers.append(kill_soon())
         now = fault if step == AT else ""
-        if now in ("forward", "backward", "optimizer"):
+        if now in ("forward", "backward", "optimizer", "snapshot"):
             (FOLDER / f"{now}-1-0").touch()
         elif now == "two":
             (FOLDER / "backward-0-0").touch()
@@ -163,6 +192,8 @@ def main():
     """FAULT: a place in a step, "two" workers, "again" during recovery, "random", "evaluation", "idle", "for ever"."""
     plan, *faults = sys.argv[1:]
     random.seed(plan)
+    if "SNAPSHOT_STEPS" in os.environ:
+        snapshot_timing.STEPS = int(os.environ["SNAPSHOT_STEPS"])
     torch.moreh.option.enable_advanced_parallelization(plan=plan)
     expected = train(plan, "", [])
     assert expected[0] != expected[-1].sum()

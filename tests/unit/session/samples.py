@@ -37,6 +37,7 @@ class Workers:
     """Stands for a mesh: notes what it is told; the message of number `fails_at` fails."""
 
     keeps_commands = False
+    wanted = None
 
     def __init__(self, fails_at=None):
         self.told, self.fails_at = [], fails_at

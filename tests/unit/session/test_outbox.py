@@ -8,6 +8,7 @@ import torch
 from moreh_ap.errors import NotComputedError
 from moreh_ap.protocol.encoding import WorkerTraceback
 from moreh_ap.protocol.messages.models import ChangeModule, ReleaseModel, SetRequiresGrad
+from moreh_ap.protocol.messages.optimizers import StepOptimizer
 from moreh_ap.protocol.messages.state import ClearGradients
 from moreh_ap.protocol.messages.stream import Again, DefineList, Synchronize
 from moreh_ap.protocol.messages.tensors import OutputRef, StateRef, TensorData
@@ -122,6 +123,29 @@ def test_commands_that_are_kept_own_their_tensors(why):
     kept = [message.commands for message in outbox.journal.messages()] or workers.told
     (((told, other),),) = [[command.tensors for command in commands] for commands in kept]
     assert float(told.tensor().sum()) == (0 if why == "nothing" else 9000) and other == OutputRef(0, 0)
+
+
+def test_what_the_workers_want_goes_in_front_of_the_first_forward_behind_a_step():
+    workers = Workers()
+    outbox, step, call = Outbox(workers), StepOptimizer("optimizer0", {}), forward()
+    noted = []
+    outbox.on_sent = lambda commands, posted: noted.append((list(commands), len(posted)))
+    workers.wanted = "snapshot"
+    outbox.submit(Synchronize())
+    for command in (call, step, call):
+        outbox.post(command)
+    last = outbox.submit(call)
+    outbox.submit(call)
+    assert workers.told == [
+        (Synchronize(),),
+        (call, step, "snapshot", call, call),
+        ("snapshot", call),
+    ]
+    assert [commands for commands, _ in noted][1:] == [[call, step, call, call], [call]], "others are not told of it"
+    assert last._index == 4, "the answer to the last one is the fifth"
+    workers.wanted = None
+    outbox.submit(call)
+    assert workers.told[-1] == (call,)
 
 
 def test_many_gathered_commands_leave_by_themselves():

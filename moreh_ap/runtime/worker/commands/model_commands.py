@@ -30,7 +30,7 @@ class ModelCommands:
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
         self._models = tables.models
-        self._recording: dict[str, ModuleSums] = {}
+        self._recording = tables.recording
 
     def handlers(self) -> Handlers:
         """Returns what executes each command."""

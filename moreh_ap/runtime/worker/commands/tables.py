@@ -5,12 +5,17 @@ Decides how a named tensor is found. Must not know what is done with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from moreh_ap.errors import NotComputedError
+from moreh_ap.parallelizer.call.module_sums import ModuleSums
 from moreh_ap.parallelizer.state.state_shard import StateShard
+from moreh_ap.protocol.messages.calls import DefineSignature
 from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.protocol.process_flags import Flags
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
 from moreh_ap.runtime.worker.row_shard_store import RowShard
 from moreh_ap.runtime.worker.step_clock import StepClock
@@ -24,6 +29,9 @@ Handlers = Mapping[type, Callable[[Any], Any]]
 class HasOutputs(Protocol):
     """A call, as other subjects see it."""
 
+    is_past: bool
+    """Whether no backward goes through it any more."""
+
     def row_shard(self, index: int) -> RowShard | None:
         """Returns this worker's shard of an output; None if it has no result."""
 
@@ -33,6 +41,15 @@ class HasState(Protocol):
 
     def state(self, index: int, key: str, *, fetch: bool = True) -> StateShard | None:
         """Returns one tensor of the state of parameter `index`; None if the parameter is not here."""
+
+    def held(self) -> dict[str, Any]:
+        """Returns what the optimizer keeps, for another process with the same one."""
+
+    def states(self) -> Iterator[tuple[int, str, Tensor, StateShard]]:
+        """Yields the tensors of the state that are laid out like their parameters: number, key, tensor, parameter."""
+
+    def put_back(self, held: Mapping[str, Any]) -> None:
+        """Takes over what `held` has returned in another process."""
 
 
 class Table(dict[Any, Any]):
@@ -61,7 +78,7 @@ class Tables:
 
     def __init__(self, rank: int, world_size: int, device_type: str) -> None:
         self.rank, self.world_size = rank, world_size
-        self._last_error = ""
+        self.last_error = ""
         self.device = WorkerDevice(rank, world_size, device_type)
         self.clock = StepClock(self.device.is_cuda)
         self.models: dict[str, WorkerModel] = self.table()
@@ -71,6 +88,9 @@ class Tables:
         self.row_shards: dict[int, RowShard | None] = self.table()
         self.temporaries: dict[StateRef, StateShard | None] = self.table()
         self.lists: dict[int, tuple[StateRef, ...]] = self.table()
+        self.signatures: dict[int, DefineSignature] = self.table()
+        self.recording: dict[str, ModuleSums] = {}
+        self.flags: Flags | None = None
 
     def table(self) -> Table:
         """Returns an empty table, which says of what is not in it that it was not computed after an error."""
@@ -79,14 +99,14 @@ class Tables:
     def note_error(self, error: BaseException) -> None:
         """Records an error, after which commands were skipped."""
         if not isinstance(error, NotComputedError):
-            self._last_error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self.last_error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def missing(self, name: Any) -> Exception:
         """Returns the error for what is in no table."""
-        if not self._last_error:
+        if not self.last_error:
             return KeyError(name)
         return NotComputedError(
-            f"This value was not computed: the workers had raised {self._last_error}",
+            f"This value was not computed: the workers had raised {self.last_error}",
             allowed="Values that are computed after the error.",
             fix="loss = model(**batch).loss  # anew, with a batch that raises no error",
         )

@@ -6,17 +6,36 @@ from typing import Any
 
 import pytest
 
-from moreh_ap.protocol.encoding import Packed, Place
+from moreh_ap.protocol.encoding import Packed, Place, WorkerTraceback
 from moreh_ap.runtime.future import Reply, SentCommand
-from moreh_ap.runtime.recovery import command_log
-from moreh_ap.runtime.recovery.command_log import CommandLog
+from moreh_ap.runtime.recovery import command_log, snapshot_timing
+from moreh_ap.runtime.recovery.command_log import CommandLog, Noted, Taken
 
 
 class Rules:
-    """A command is a pair: its steps, and the files that it names. Figures are the values themselves."""
+    """A command is a `Noted`. Figures are the values themselves, and what a snapshot answers is a `Taken`."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.dropped: list[tuple[Any, int | None]] = []
+        self.num_asked = 0
+        self.is_closed = False
+
+    def next_snapshot(self) -> Any:
+        self.num_asked += 1
+        return f"snapshot {self.num_asked}"
+
+    def taken(self, command: Any, values: Any) -> Any:
+        return values
+
+    def drop(self, command: Any, num_done: int | None) -> None:
+        self.dropped.append((command, num_done))
+
+    def from_snapshot(self, command: Any) -> Any:
+        return Noted(0, command.files)
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def note(self, command: Any) -> Any:
         return command
@@ -35,7 +54,7 @@ class Rules:
 
 
 def sent(number: int, steps: int = 0, files: tuple[str, ...] = (), payload: Packed | None = None) -> SentCommand:
-    return SentCommand(Reply(), number, 0, False, payload or Packed(b"command"), (steps, files))
+    return SentCommand(Reply(), number, 0, False, payload or Packed(b"command"), Noted(steps, files))
 
 
 @pytest.fixture
@@ -107,3 +126,94 @@ def test_a_file_that_was_written_again_cannot_be_read_again(log, tmp_path):
 
 def test_nothing_is_said_of_losses_before_the_log_is_opened():
     assert CommandLog(Rules()).why_not(1) == "" and not CommandLog(Rules()).is_open
+
+
+def with_snapshot(number: int, files: tuple[str, ...] = ()) -> SentCommand:
+    return SentCommand(Reply(), number, 0, False, Packed(b"snapshot"), Noted(1, files, has_snapshot=True))
+
+
+@pytest.fixture
+def every_third(log, monkeypatch):
+    """A log that wants a snapshot after three steps."""
+    monkeypatch.setattr(snapshot_timing, "STEPS", 3)
+    fresh = CommandLog(Rules())
+    fresh.open()
+    return fresh
+
+
+def test_a_snapshot_stands_for_what_came_before_it_once_all_workers_have_answered(every_third, tmp_path):
+    log, files = every_third, tuple(str(tmp_path / name) for name in "ab")
+    for number in (1, 2):
+        log.add(sent(number, steps=1, files=files[:1]))
+        log.answered(sent(number), ["figures"], None)
+    assert log.wanted is None
+    log.add(sent(3, steps=1))
+    assert log.wanted == "snapshot 1"
+    log.add(with_snapshot(4, files[1:]))
+    log.add(sent(5, steps=1))
+    assert log.wanted is None and log.rules.num_asked == 1, "one at a time"
+    log.answered(sent(3), [], None)
+    assert [one.number for one in log.answered_commands()] == [1, 2, 3], "what is lost now is computed again"
+    log.answered(with_snapshot(4), Taken("", seconds=0.1), None)
+    log.answered(sent(5), ["loss"], None)
+    first, second = log.answered_commands()
+    assert (first.number, first.origin, first.num_steps) == (4, Noted(0, files[1:]), 0)
+    assert (second.number, second.figures, second.num_steps) == (5, ["loss"], 1)
+    assert [one.num_steps for one, _ in log.rules.dropped] == [1, 1, 1]
+    (tmp_path / "a").write_text("the model's file, which is not needed any more")
+    assert log.why_not(6) == ""
+    (tmp_path / "b").write_text("the other one is")
+    assert log.why_not(6).startswith(files[1])
+
+
+def test_of_messages_that_ended_in_an_error_counts_what_was_carried_out(every_third):
+    log, error = every_third, ValueError("a batch")
+    error.__cause__ = WorkerTraceback(0, "", num_done=2)
+    for number in (1, 2, 3):
+        log.add(sent(number, steps=1))
+    log.answered(sent(1), [], None)
+    log.answered(sent(2), [], error)
+    log.answered(sent(3), [], error)  # skipped
+    log.add(with_snapshot(4))
+    log.answered(with_snapshot(4), Taken(""), None)
+    assert [num_done for _, num_done in log.rules.dropped] == [None, 2, 0]
+
+
+def test_without_a_copy_everything_stays_and_the_log_closes_as_before(every_third, monkeypatch):
+    log = every_third
+    monkeypatch.setattr(command_log, "MOST_STEPS", 11)
+    for number in range(1, 19, 2):
+        log.add(sent(number, steps=1))
+        if log.wanted is not None:
+            log.add(with_snapshot(number + 1))
+            log.answered(with_snapshot(number + 1), Taken("a lambda"), None)
+    assert log.rules.num_asked == 2, "after three steps, and after six more"
+    assert log.rules.dropped == [] and log.is_open
+    log.add(sent(20, steps=1))
+    why = "more than 11 steps would have to be computed again (no copy of what workers hold: a lambda)"
+    assert log.why_closed == why
+    assert log.rules.is_closed
+
+
+def test_where_there_is_no_memory_for_copies_that_is_said_once(every_third):
+    log = every_third
+    for number in (1, 2, 3):
+        log.add(sent(number, steps=1))
+    log.add(with_snapshot(4))
+    log.answered(with_snapshot(4), Taken("too large", is_too_large=True), None)
+    for number in range(5, 20):
+        log.add(sent(number, steps=1))
+    assert log.rules.num_asked == 1
+    (line,) = log.rules.said
+    instead = "a worker can be lost in the first 500 steps only"
+    assert line == f"there is no memory for copies of what workers hold: {instead}"
+
+
+def test_a_snapshot_is_due_for_many_bytes_too(monkeypatch):
+    monkeypatch.setattr(command_log, "SNAPSHOT_BYTES", 10)
+    log = CommandLog(Rules())
+    log.open()
+    log.add(sent(1))
+    assert log.wanted is None
+    log.add(sent(2))
+    assert log.wanted == "snapshot 1"

@@ -9,15 +9,17 @@ from moreh_ap.protocol.messages.calls import ForwardReply
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.devices import ReportSteps
 from moreh_ap.protocol.messages.models import BuildModel
-from moreh_ap.protocol.messages.optimizers import LoadOptimizer, StepOptimizer
-from moreh_ap.protocol.messages.state import ReadState
+from moreh_ap.protocol.messages.optimizers import BuildOptimizer, LoadOptimizer, StepOptimizer
+from moreh_ap.protocol.messages.snapshots import STILL_OPEN, TOO_LARGE, RestoreSnapshot, Snapshot, TakeSnapshot
+from moreh_ap.protocol.messages.state import MemoryFile, ReadState
 from moreh_ap.protocol.messages.stream import Again, Batch, Synchronize
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, SavedTensor, StateRef, TensorData, bytes_of
 from moreh_ap.protocol.messages.traces import EndTrace
 from moreh_ap.protocol.tensor_source import TensorSource
-from moreh_ap.session.replay_rules import SessionReplayRules
+from moreh_ap.runtime.recovery.command_log import Noted, Taken
+from moreh_ap.session.replay.replay_rules import SessionReplayRules
 
-RULES = SessionReplayRules(lambda: None)
+RULES = SessionReplayRules(lambda: None, 2)
 STATE = StateRef("model0", "param", "weight")
 
 
@@ -38,9 +40,47 @@ def test_steps_and_the_files_that_commands_name_are_found():
     saved = SavedTensor(torch.float32, (2,), (TensorSource("saved", "weight"),))
     build = BuildModel("model0", b"", "shard=2", {"weight": (TensorSource("a", "weight"), TensorSource("b", "weight"))})
     load = LoadOptimizer("optimizer0", {0: {"exp_avg": saved, "step": 3.0}})
-    assert RULES.note(Batch((build, Again(StepOptimizer("optimizer0", {})), load))) == (1, ["a", "b", "saved"])
-    assert RULES.note(Batch((ReadCheckpoint({STATE: saved}), StepOptimizer("optimizer0", {})))) == (1, ["saved"])
-    assert RULES.note(EndTrace()) == (0, [])
+    assert RULES.note(Batch((build, Again(StepOptimizer("optimizer0", {})), load))) == Noted(1, ("a", "b", "saved"))
+    assert RULES.note(Batch((ReadCheckpoint({STATE: saved}), StepOptimizer("optimizer0", {})))) == Noted(1, ("saved",))
+    assert RULES.note(EndTrace()) == Noted(0)
+
+
+def test_a_snapshot_stands_for_what_came_before_it_in_its_message_too():
+    rules = SessionReplayRules(lambda: None, 2)
+    build, step, forward = BuildModel("model0", b"", "shard=2", {}), StepOptimizer("optimizer0", {}), ReadState(())
+    optimizer = BuildOptimizer("optimizer0", b"", ((STATE,),), {})
+    snapshot = rules.next_snapshot()
+    message = Batch((optimizer, step, snapshot, forward, step))
+    assert rules.note(message) == Noted(2, (), has_snapshot=True)
+    assert RULES.again(message).commands[2] == Synchronize(), "what others copy is not copied again"
+    rules.drop(Batch((build, step)), None)
+    rules.drop(Batch((BuildModel("model1", b"", "shard=2", {}), build)), 0)
+    restore = RestoreSnapshot(snapshot.file, snapshot.number)
+    told = rules.from_snapshot(message)
+    assert told == Batch((build, optimizer, restore, forward, step))
+    second = rules.next_snapshot()
+    assert second.file != snapshot.file
+    rules.drop(told, None)
+    restore = RestoreSnapshot(second.file, second.number)
+    assert rules.from_snapshot(Batch((step, second, step))) == Batch((build, optimizer, restore, step))
+    rules.close()
+
+
+@pytest.mark.parametrize(
+    "problems, taken",
+    [
+        (("", ""), Taken("", seconds=0.5)),
+        (("", STILL_OPEN), Taken(STILL_OPEN, is_passing=True, seconds=0.5)),
+        ((f"{TOO_LARGE}: full", ""), Taken(f"{TOO_LARGE}: full", is_too_large=True, seconds=0.5)),
+        (("a lambda", "a lambda"), Taken("a lambda", seconds=0.5)),
+    ],
+)
+def test_a_copy_counts_if_all_workers_have_it(problems, taken):
+    message = Batch((Synchronize(), TakeSnapshot(MemoryFile(0, 0, ""), 1, 1)))
+    both = [[None, Snapshot("", 9, 0.1, 2.0)], [None, Snapshot("", 9, 0.2, 1.0)]]
+    assert RULES.taken(message, both)[3:] == (0.2, 2.0)
+    first, second = problems
+    assert RULES.taken(message, [[None, Snapshot(first, 1, 0.25)], [None, Snapshot(second, 1, 0.5)]]) == taken
 
 
 def test_small_tensors_of_all_workers_are_kept_of_an_answer():
@@ -73,7 +113,7 @@ def test_only_rounding_is_no_difference(before, after, found):
 
 def test_the_session_is_told_of_new_processes_and_not_by_a_line_of_the_log(capsys):
     told: list[bool] = []
-    rules = SessionReplayRules(lambda: told.append(True))
+    rules = SessionReplayRules(lambda: told.append(True), 2)
     rules.say("a worker that is lost from now on ends the run")
     assert capsys.readouterr().out.count("ends the run\n") == 1 and told == []
     rules.others_took_over()

@@ -1,7 +1,7 @@
 """What workers that take over are told of the commands that those before them have answered, and how answers compare.
 
-Decides which commands are not carried out again, and which differences rounding explains. Must not know when commands
-are kept, nor how workers are replaced (`runtime/recovery`).
+Decides which commands are not carried out again, which ones a snapshot stands for, and which differences rounding
+explains. Must not know when commands are kept and snapshots taken, nor how workers are replaced (`runtime/recovery`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, W
 from moreh_ap.protocol.messages.devices import DescribeDevice, ProbeDevice, ReportMemory, ReportSteps
 from moreh_ap.protocol.messages.models import BuildModel
 from moreh_ap.protocol.messages.optimizers import LoadOptimizer, StepOptimizer
+from moreh_ap.protocol.messages.snapshots import STILL_OPEN, TOO_LARGE, RestoreSnapshot, TakeSnapshot
 from moreh_ap.protocol.messages.stream import Again, Batch, Synchronize
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, SavedTensor, TensorData
 from moreh_ap.protocol.messages.traces import BeginTrace, EndTrace
 from moreh_ap.protocol.tensor_source import TensorSource
+from moreh_ap.runtime.recovery.command_log import Noted, Taken
+from moreh_ap.session.replay.replay_structure import Structure
+from moreh_ap.session.replay.snapshot_slots import SnapshotSlots
 
 Figures = tuple[tuple[torch.dtype, bytes], ...]
 """Values that workers have answered: dtype and bytes of each."""
@@ -36,6 +40,7 @@ _ONCE = (
     ReportSteps,
     BeginTrace,
     EndTrace,
+    TakeSnapshot,
 )
 """What changes nothing that workers hold and is not the same at another time, or writes files of the script."""
 
@@ -45,21 +50,61 @@ class SessionReplayRules:
 
     Args:
         on_others: Called when other workers have taken over.
+        num_workers: How many there are.
     """
 
-    def __init__(self, on_others: Callable[[], object]) -> None:
+    def __init__(self, on_others: Callable[[], object], num_workers: int) -> None:
         self._on_others = on_others
+        self._slots, self._structure = SnapshotSlots(num_workers), Structure()
 
-    def note(self, command: Any) -> tuple[int, Sequence[str]]:
-        """Returns how many optimizer steps a command has, and the files that workers read because of it."""
-        num_steps, files = 0, []
+    def note(self, command: Any) -> Noted:
+        """Returns what has to be known of a command that is kept."""
+        num_steps, files, has_snapshot = 0, [], False
         for one in _each(command):
             kind = type(one)
             if kind is StepOptimizer:
                 num_steps += 1
             elif kind in (BuildModel, ReadCheckpoint, LoadOptimizer):
                 files += [source.file for source in _sources(one)]
-        return num_steps, files
+            elif kind is TakeSnapshot:
+                has_snapshot = True
+        return Noted(num_steps, tuple(files), has_snapshot)
+
+    # -- snapshots -------------------------------------------------------------------------------------------------
+
+    def next_snapshot(self) -> Any:
+        """Returns a command that has workers copy what they hold; None where that is not possible."""
+        return self._slots.next_copy()
+
+    def taken(self, command: Any, values: Sequence[Any]) -> Taken:
+        """Returns how the workers' copies went that a command had them take."""
+        place = _place_of_snapshot(command)
+        answers = [one[place] for one in values]
+        problem = next((one.problem for one in answers if one.problem), "")
+        seconds, since_s = max(one.seconds for one in answers), max(one.since_s for one in answers)
+        return Taken(problem, problem == STILL_OPEN, problem.startswith(TOO_LARGE), seconds, since_s)
+
+    def drop(self, command: Any, num_done: int | None) -> None:
+        """Keeps of a command that a snapshot stands for what has to be told again before it is restored.
+
+        Args:
+            command: The command.
+            num_done: How many commands in it were carried out; None: all.
+        """
+        commands = list(_each(command))[:num_done]
+        restored = [index for index, one in enumerate(commands) if type(one) is RestoreSnapshot]
+        self._structure.add(commands[restored[-1] + 1 :] if restored else commands)  # what is before it is known
+
+    def from_snapshot(self, command: Any) -> Any:
+        """Returns what other workers are told in place of all up to the snapshot in a command, and of its rest."""
+        place = _place_of_snapshot(command)
+        self.drop(replace(command, commands=command.commands[:place]), None)
+        restore = self._slots.completed(command.commands[place])
+        return Batch((*self._structure.commands(), restore, *command.commands[place + 1 :]))
+
+    def close(self) -> None:
+        """Gives the memory of snapshots back."""
+        self._slots.close()
 
     def figures(self, command: Any, values: Sequence[Any]) -> Figures:
         """Returns the small tensors among the answers of all workers to a command."""
@@ -95,6 +140,10 @@ class SessionReplayRules:
     def say(self, line: str) -> None:
         """Prints a line of the log."""
         logger.say(line, logger.NOTICE)
+
+
+def _place_of_snapshot(command: Batch) -> int:
+    return next(index for index, one in enumerate(command.commands) if type(one) is TakeSnapshot)
 
 
 def _each(command: Any) -> Sequence[Any]:

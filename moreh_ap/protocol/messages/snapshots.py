@@ -1,0 +1,53 @@
+"""Copies of what workers hold, in memory that outlives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moreh_ap.protocol.messages.state import MemoryFile
+
+STILL_OPEN = "a backward may still go through a call"
+"""Why there is no copy at the moment: autograd graphs cannot be copied."""
+
+TOO_LARGE = "too large"
+"""Why there is none: it has more bytes than it may have."""
+
+
+@dataclass(frozen=True)
+class TakeSnapshot:
+    """Copy everything that later commands can name into this worker's part of `file`. Answers a `Snapshot`.
+
+    No worker waits for another. What was there before is lost, even where there is a problem.
+
+    number: By which the copy is known.
+    most_bytes: It may have.
+    """
+
+    file: MemoryFile
+    number: int
+    most_bytes: int
+
+
+class Snapshot(NamedTuple):
+    """How a worker's copy went.
+
+    Attributes:
+        problem: Why there is none; empty if there is one.
+        num_bytes: Its size.
+        seconds: What it took.
+        since_s: Seconds since the worker was asked for one before; 0 if it never was.
+    """
+
+    problem: str
+    num_bytes: int = 0
+    seconds: float = 0.0
+    since_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RestoreSnapshot:
+    """Hold what a copy has. Models and optimizers are there already, made by the commands that made them before."""
+
+    file: MemoryFile
+    number: int

@@ -1,0 +1,48 @@
+"""Commands that copy what a worker holds into memory that outlives it, and have another worker take it over."""
+
+from __future__ import annotations
+
+import time
+
+from moreh_ap.protocol.messages.snapshots import TOO_LARGE, RestoreSnapshot, Snapshot, TakeSnapshot
+from moreh_ap.protocol.messages.state import BYTES_PER_WORKER, MemoryFile
+from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
+from moreh_ap.runtime.worker.snapshots.held_state import CannotBeHeld, describe, take_over
+from moreh_ap.runtime.worker.snapshots.slot_memory import SlotMemory
+
+
+class SnapshotCommands:
+    """Executes them."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._slots: dict[tuple[MemoryFile, int], SlotMemory] = {}
+        self._asked_s = 0.0
+
+    def handlers(self) -> Handlers:
+        """Returns what executes each command."""
+        return {TakeSnapshot: self._take, RestoreSnapshot: self._restore}
+
+    def _slot(self, file: MemoryFile, rank: int) -> SlotMemory:
+        if (file, rank) not in self._slots:
+            self._slots[file, rank] = SlotMemory(file, rank * BYTES_PER_WORKER)
+        return self._slots[file, rank]
+
+    def _take(self, command: TakeSnapshot) -> Snapshot:
+        began_s, before_s = time.perf_counter(), self._asked_s
+        self._asked_s = began_s
+        try:
+            description, memory = describe(self._tables)
+            num_bytes = len(description) + sum(one.numel() for one in memory)
+            if num_bytes > command.most_bytes:
+                return Snapshot(TOO_LARGE, num_bytes)
+            self._slot(command.file, self._tables.rank).write(command.number, description, memory)
+        except CannotBeHeld as reason:
+            return Snapshot(str(reason))
+        except OSError as error:
+            return Snapshot(f"{TOO_LARGE}: {error}")
+        since_s = began_s - before_s if before_s else 0.0
+        return Snapshot("", num_bytes, time.perf_counter() - began_s, since_s)
+
+    def _restore(self, command: RestoreSnapshot) -> None:
+        take_over(self._tables, lambda rank: self._slot(command.file, rank).read(command.number))

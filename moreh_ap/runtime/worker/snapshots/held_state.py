@@ -1,0 +1,235 @@
+"""What one worker holds beside what the commands have made that lay out models and make optimizers.
+
+Decides what belongs to a copy of it, when there can be none, and how another worker takes it over. Must not know where
+copies lie.
+
+[Note: what is held]
+Structure is made again by the same commands: modules, plans, process groups, optimizers without their state. All else
+that a later command can name, or that decides what it computes, is copied: values of parameters and buffers, gradients,
+states of optimizers and their hyper-parameters, results of calls, temporaries, row shards, signatures, lists, training
+flags, attributes that forwards have set, random streams, and what trials of calls have found out. Where a verdict of a
+trial cannot be copied, the next call of its kind is tried again.
+
+[Note: copies of others]
+Workers that hold the same shard of a parameter hold the same values of it and of its optimizer's state, bit for bit:
+each gets the same sum of gradients. The first of them writes these into its copy, and the others say whose that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moreh_ap.parallelizer.data.fsdp import has_gradients_to_reduce
+from moreh_ap.parallelizer.state.loading import local_shard
+from moreh_ap.parallelizer.state.state_shard import StateShard
+from moreh_ap.protocol.messages.snapshots import STILL_OPEN
+from moreh_ap.protocol.process_flags import set_process_flags
+from moreh_ap.protocol.rng_state import set_state_of_host, state_of_host
+from moreh_ap.runtime.worker.call_preparation import CallPreparation
+from moreh_ap.runtime.worker.commands.tables import Tables
+from moreh_ap.runtime.worker.snapshots.state_pickling import (
+    Name,
+    StatePickler,
+    StateUnpickler,
+    flat_memory,
+    kept_in_place,
+    names_of,
+)
+from moreh_ap.runtime.worker.worker_model import WorkerModel
+
+_TABLES = ("signatures", "lists", "temporaries", "row_shards", "calls")
+_LESSONS = ("verdicts", "gathering", "reads_of", "earlier", "kept", "run_once")
+
+
+class CannotBeHeld(Exception):
+    """There can be no copy at the moment; the text says why."""
+
+
+def describe(tables: Tables) -> tuple[bytes, list[Tensor]]:
+    """Returns what the worker holds: a description, and the memory beside it.
+
+    Raises:
+        CannotBeHeld: There can be no copy at the moment.
+    """
+    if any(not call.is_past for call in tables.calls.values()):
+        raise CannotBeHeld(STILL_OPEN)
+    if tables.recording:
+        raise CannotBeHeld("a model is being compared with another")
+    held = {
+        "models": {owner: _of_model(model) for owner, model in tables.models.items()},
+        "lessons": {owner: _lessons(preparation) for owner, preparation in tables.preparations.items()},
+        "optimizers": {owner: optimizer.held() for owner, optimizer in tables.optimizers.items()},
+        "tables": {name: dict(getattr(tables, name)) for name in _TABLES},
+        "flags": tables.flags,
+        "last_error": tables.last_error,
+        "streams": (torch.get_rng_state(), state_of_host()),
+        "device": torch.cuda.get_rng_state() if tables.device.is_cuda else None,
+    }
+    file, states = io.BytesIO(), _states(tables)
+    first = {**kept_in_place(tables.models), **{name: local_shard(one) for name, (one, _) in states.items()}}
+    pickler = StatePickler(file, names_of(tables.models), first)
+    try:
+        pickler.dump(held)
+    except Exception as error:  # of any class: objects of the script's code say themselves how they are pickled
+        raise CannotBeHeld(f"{type(error).__name__}: {error}") from error
+    devices = [str(one.device) for one in pickler.memory]
+    writers = {name: _writer(shard) for name, (_, shard) in {**_parameters(tables), **states}.items()}
+    elsewhere = {pickler.place_of[name]: (rank, name) for name, rank in writers.items() if rank is not None}
+    memory = [one[:0] if index in elsewhere else one for index, one in enumerate(pickler.memory)]
+    return pickle.dumps((pickler.place_of, devices, elsewhere, file.getvalue())), memory
+
+
+def take_over(tables: Tables, read: Callable[[int], tuple[bytes, list[Tensor]]]) -> None:
+    """Has this worker hold what the one before it has described.
+
+    Args:
+        tables: Those of this worker, with the same models and optimizers.
+        read: Returns what `describe` has returned on the worker of a rank.
+    """
+    description, memory = read(tables.rank)
+    place_of, devices, elsewhere, pickled = pickle.loads(description)
+    for rank in {rank for rank, _ in elsewhere.values()}:
+        of_other, its_memory = read(rank)
+        its_place_of = pickle.loads(of_other)[0]
+        for index, (writer, name) in elsewhere.items():
+            if writer == rank:
+                memory[index] = its_memory[its_place_of[name]]
+    here = kept_in_place(tables.models)
+    in_place = {index: here[name] for name, index in place_of.items() if name in here}
+    made: dict[int, Tensor] = {}
+
+    def memory_of(index: int) -> Tensor:
+        """Returns memory with the values of before: that of a parameter or a buffer, or memory of its own."""
+        if index not in made:
+            flat = flat_memory(in_place[index]) if index in in_place else None
+            if flat is None or flat.numel() != memory[index].numel():
+                flat = torch.empty(memory[index].numel(), dtype=torch.uint8, device=devices[index])
+            made[index] = flat.copy_(memory[index])
+        return made[index]
+
+    for name, tensor in here.items():  # some that shared memory may not share it here
+        if name in place_of and (flat := flat_memory(tensor)).numel() == memory_of(place_of[name]).numel():
+            flat.copy_(memory[place_of[name]])
+    held = StateUnpickler(pickled, names_of(tables.models), memory_of).load()
+    tables.flags, tables.last_error = held["flags"], held["last_error"]
+    if tables.flags is not None:
+        set_process_flags(tables.flags)
+    for name, entries in held["tables"].items():
+        table = getattr(tables, name)
+        table.clear()
+        table.update(entries)
+    for owner, of_model in held["models"].items():
+        _give_model(tables.models[owner], of_model)
+    for owner, lessons in held["lessons"].items():
+        _give_lessons(tables.preparations[owner], lessons)
+    for owner, of_optimizer in held["optimizers"].items():
+        tables.optimizers[owner].put_back(of_optimizer)
+    stream, of_host = held["streams"]
+    torch.set_rng_state(stream)
+    set_state_of_host(of_host)
+    if held["device"] is not None:
+        torch.cuda.set_rng_state(held["device"])
+
+
+def _parameters(tables: Tables) -> dict[Name, tuple[Tensor, StateShard]]:
+    found: dict[Name, tuple[Tensor, StateShard]] = {}
+    for owner, model in tables.models.items():
+        for name in model.parameters:
+            shard = model.parameter(name)
+            if shard is not None:
+                found["parameter", owner, name] = shard.tensor, shard
+    return found
+
+
+def _states(tables: Tables) -> dict[Name, tuple[Tensor, StateShard]]:
+    """Returns the states of optimizers that are laid out like their parameters, with those."""
+    return {
+        ("state", owner, str(index), key): (value, shard)
+        for owner, optimizer in tables.optimizers.items()
+        for index, key, value, shard in optimizer.states()
+    }
+
+
+def _writer(shard: StateShard) -> int | None:
+    """Returns whose copy has what this worker has of a parameter; None for its own. See [Note: copies of others]."""
+    copies = shard.copies
+    if copies is None or copies.rank == 0:
+        return None
+    return 0 if copies.group is None else dist.get_global_rank(copies.group, 0)
+
+
+def _of_model(model: WorkerModel) -> dict[str, Any]:
+    if has_gradients_to_reduce(model.module):
+        raise CannotBeHeld(STILL_OPEN)
+    return {
+        "gradients": {name: one.grad for name, one in model.parameters.items() if one.grad is not None},
+        "aside": model.gradients_aside,
+        "buffers": {name: one for name, one in model.module.named_buffers() if not one.is_meta},
+        "training": model.training(),
+        "settings": model.settings.held(),
+        "attributes": model.attributes_since_made(),
+        "looked_at": _pickled(model.unseen_changes.known),
+    }
+
+
+def _give_model(model: WorkerModel, held: Mapping[str, Any]) -> None:
+    for name, parameter in model.parameters.items():
+        parameter.grad = held["gradients"].get(name)
+    model.gradients_aside = held["aside"]
+    here = dict(model.module.named_buffers())
+    for name, buffer in held["buffers"].items():
+        own = here.get(name)
+        if own is None or _form_of(own) != _form_of(buffer):  # a forward has put another one in its place
+            path, _, last = name.rpartition(".")
+            setattr(model.module.get_submodule(path), last, buffer)
+    model.set_training(held["training"])
+    model.settings.put_back(held["settings"])
+    model.unseen_changes.known.update(_unpickled(held["looked_at"]))
+    model.set_attributes(held["attributes"])
+
+
+def _form_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _lessons(preparation: CallPreparation) -> dict[str, Any]:
+    """Returns what trials and first calls have taught. See [Note: what is held]."""
+    found: dict[str, Any] = {name: _pickled(_items(getattr(preparation, name))) for name in _LESSONS}
+    name_of = {id(parameter): name for name, parameter in preparation.model.parameters.items()}
+    return {**found, "written": [name_of[id(one)] for one in preparation.written]}
+
+
+def _give_lessons(preparation: CallPreparation, lessons: Mapping[str, Any]) -> None:
+    for name in _LESSONS:
+        getattr(preparation, name).update(_unpickled(lessons[name]))
+    preparation.written = [preparation.model.parameters[name] for name in lessons["written"]]
+
+
+def _items(table: Any) -> Any:
+    return table.items() if isinstance(table, dict) else table
+
+
+def _pickled(entries: Any) -> list[bytes]:
+    """Returns those entries that can be copied, each for itself."""
+    found = []
+    for entry in entries:
+        with contextlib.suppress(pickle.PicklingError, TypeError, AttributeError, RuntimeError):
+            found.append(pickle.dumps(entry))
+    return found
+
+
+def _unpickled(pickled: list[bytes]) -> list[Any]:
+    """Returns those entries whose classes are known here."""
+    found = []
+    for entry in pickled:
+        with contextlib.suppress(pickle.UnpicklingError, TypeError, AttributeError, ImportError):
+            found.append(pickle.loads(entry))
+    return found

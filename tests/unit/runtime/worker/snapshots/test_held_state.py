@@ -1,0 +1,85 @@
+"""What one worker holds, another one takes over: values, what shares memory, and what cannot be copied."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moreh_ap.parallelizer.mesh import Axis, Position
+from moreh_ap.parallelizer.state.state_shard import StateShard
+from moreh_ap.protocol.messages.snapshots import STILL_OPEN
+from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.runtime.worker.commands.tables import Tables
+from moreh_ap.runtime.worker.row_shard_store import RowShard
+from moreh_ap.runtime.worker.snapshots.held_state import CannotBeHeld, describe, take_over
+
+ALONE = Axis(0, 1, None)
+POSITION = Position(*[ALONE] * 5)
+NORM, VIEW = StateRef("model0", "temporary", "1"), StateRef("model0", "temporary", "2")
+
+
+def tables() -> Tables:
+    return Tables(0, 1, "cpu")
+
+
+def moved(before: Tables) -> Tables:
+    after = tables()
+    description, memory = describe(before)
+    take_over(after, lambda rank: (description, [one.clone() for one in memory]))
+    return after
+
+
+def test_tensors_come_back_with_their_form_and_what_shares_memory_goes_on_sharing_it():
+    before = tables()
+    whole = torch.randn(4, 6).t()
+    before.temporaries[NORM] = StateShard(whole, POSITION)
+    before.temporaries[VIEW] = StateShard(whole[1:3], POSITION)
+    before.row_shards[5] = RowShard(torch.randn(3).bfloat16(), ALONE, 3, True, torch.float32)
+    before.row_shards[6] = None
+    after = moved(before)
+    found, view = after.temporaries[NORM].tensor, after.temporaries[VIEW].tensor
+    assert torch.equal(found, whole) and found.stride() == whole.stride()
+    found[2] = 7.0
+    assert torch.equal(view, found[1:3]) and not torch.equal(view, whole[1:3])
+    shard = after.row_shards[5]
+    assert torch.equal(shard.content, before.row_shards[5].content) and shard.promised is torch.float32
+    assert after.row_shards[6] is None
+
+
+def test_random_streams_lists_and_errors_come_along():
+    before = tables()
+    before.lists[3] = (NORM, VIEW)
+    before.note_error(ValueError("a batch"))
+    torch.manual_seed(5)
+    description, memory = describe(before)
+    expected = torch.rand(2)
+    torch.manual_seed(6)
+    after = tables()
+    take_over(after, lambda rank: (description, memory))
+    assert torch.equal(torch.rand(2), expected)
+    assert after.lists == {3: (NORM, VIEW)} and str(after.missing("x")) == str(before.missing("x"))
+
+
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        (lambda: 0, "lambda"),
+        (torch.nn.Linear(1, 1), "a Linear of no model"),
+        (torch.sparse_coo_tensor(size=(2, 2), check_invariants=False), "layout torch.sparse_coo"),
+        (torch.randn(2, dtype=torch.complex64).conj(), "a tensor of class Tensor"),
+    ],
+)
+def test_what_cannot_be_copied_says_what_it_is(content, why):
+    before = tables()
+    before.row_shards[1] = RowShard(content, ALONE, None, True, torch.float32)
+    with pytest.raises(CannotBeHeld, match=why):
+        describe(before)
+
+
+def test_a_call_that_waits_for_its_backward_cannot_be_copied():
+    before = tables()
+    before.calls = {1: SimpleNamespace(is_past=False)}
+    with pytest.raises(CannotBeHeld, match=STILL_OPEN):
+        describe(before)
