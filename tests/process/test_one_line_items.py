@@ -240,6 +240,65 @@ class BagClassifier(nn.Module):
         return self.head(self.dropout(found if dense is None else torch.cat([found, dense], 1)))
 
 
+class OfPackedSequences(nn.Module):
+    """Gets words that the script has packed, and forgets the order of their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.recurrent, self.head = (
+            nn.Embedding(20, 8),
+            nn.LSTM(8, 6, 2, bidirectional=True),
+            nn.Linear(12, 3),
+        )
+
+    def forward(self, packed):
+        embedded = packed._replace(data=self.words(packed.data))
+        _, (states_NBH, _) = self.recurrent(embedded)
+        return self.head(torch.cat([states_NBH[-2], states_NBH[-1]], 1))
+
+
+class OfTables(nn.Module):
+    """A recommender: bags of numbers of several tables, beside numbers of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20, 6, mode="sum") for _ in range(3))
+        self.dense, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, dense_BF, offsets_TB, words):
+        bags = [table(words[k], offsets_TB[k]) for k, table in enumerate(self.tables)]
+        return self.head(torch.tanh(self.dense(dense_BF) * sum(bags)))
+
+
+def sequences_of(rows, longest):
+    return [torch.randint(0, 20, (int(length),)) for length in torch.randint(1, longest, (rows,))]
+
+
+@pytest.mark.parametrize("model_class", [OfPackedSequences, OfTables])
+def test_packed_sequences_and_tables_are_split(model_class):
+    def script(device):
+        torch.manual_seed(0)
+        model = model_class().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        trace = []
+        for rows, longest in ((6, 7), (6, 5), (5, 6)):
+            if model_class is OfPackedSequences:
+                scores = model(nn.utils.rnn.pack_sequence(sequences_of(rows, longest), enforce_sorted=False).to(device))
+            else:
+                tables = [sequences_of(rows, longest) for _ in range(3)]
+                lengths_TB = torch.tensor([[len(one) for one in table] for table in tables])
+                words = [torch.cat(table).to(device) for table in tables]
+                scores = model(torch.randn(rows, 4).to(device), (lengths_TB.cumsum(1) - lengths_TB).to(device), words)
+            loss = F.cross_entropy(scores, torch.randint(0, 3, (rows,)).to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace += [loss.detach(), scores.detach()]
+        return [*trace, *model.state_dict().values()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("is_weighed", [False, True])
 def test_bags_of_words_are_cut_by_their_offsets(is_weighed):
     draws = torch.Generator().manual_seed(0)

@@ -136,6 +136,35 @@ class Routing(TwoEncoders):
         return (lengths_BC.softmax(0) * self.left(y_BF)[:, :3]).sum() / rows, lengths_BC
 
 
+class AsksForGradients(TwoEncoders):
+    """The batch normalisation of a textbook: it takes statistics of its rows wherever there are gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalise = Textbook()
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        result_BD = self.normalise(self.left(x_BF))
+        return F.mse_loss(result_BD, self.right(y_BF)), result_BD
+
+
+class Textbook(nn.Module):
+    """Normalises by averages of earlier batches where there are no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("variance", torch.ones(6))
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return (x_BF - self.mean) / torch.sqrt(self.variance + 1e-3)
+        mean, variance = x_BF.mean(0), ((x_BF - x_BF.mean(0)) ** 2).mean(0)
+        self.mean.mul_(0.9).add_(mean.detach(), alpha=0.1)
+        self.variance.mul_(0.9).add_(variance.detach(), alpha=0.1)
+        return (x_BF - mean) / torch.sqrt(variance + 1e-3)
+
+
 class SetsItselfUp(TwoEncoders):
     """A flow whose first forward takes mean and deviation of its rows, and the others do something else."""
 
@@ -166,6 +195,7 @@ class SetsItselfUp(TwoEncoders):
         OtherRows,
         Routing,
         SetsItselfUp,
+        AsksForGradients,
     ],
 )
 def test_losses_are_those_of_one_device_and_each_worker_computes_its_rows(model_class, capsys):

@@ -125,7 +125,7 @@ class Trial:
         recording = GlobalReduction(self._device, record=True, rules=LENGTHS) if self.takes_means else nullcontext()
         with streams_untouched(device), recording as full:
             args, kwargs = map_leaves(lambda leaf: leaf, (self._args, self._kwargs))  # a module may add to a dict
-            wanted = tensors_of(self._func(*args, **kwargs))
+            wanted = [leaf.detach() for leaf in tensors_of(self._func(*args, **kwargs))]
         denominators = full.global_denominators if full is not None else ()
         for adds_up, for_all in self._ways() if wanted and self._has_rows else ():
             results = []
@@ -134,7 +134,7 @@ class Trial:
                 own = GlobalReduction(self._device, denominators=denominators, rules=LENGTHS)
                 try:
                     with streams_untouched(device), own if self.takes_means else nullcontext():
-                        results.append(tensors_of(self._func(*args, **kwargs)))
+                        results.append([leaf.detach() for leaf in tensors_of(self._func(*args, **kwargs))])
                 except Exception:  # whatever the module raises for such slices: it does not work on them
                     break
             found = self._compare(wanted, results)

@@ -144,7 +144,7 @@ class Lockstep(GlobalReduction):
             self._inside = False
             try:
                 trial = Trial(self.device, self._rows, self._tolerance, call, name, (args, kwargs), doubles, follows)
-                with torch.no_grad(), state_restored(module):
+                with state_restored(module):  # with gradients as in the call: a module may ask whether there are any
                     learned = trial.decide_on_module()
                 if learned is not None:
                     step, found = learned

@@ -1,4 +1,4 @@
-"""What the items of a batch are where no tensor has a row for each: lists of tensors or dicts, and graphs.
+"""What the items of a batch are where no tensor has a row for each: lists of tensors or dicts, graphs.
 
 Decides how many items the arguments of a call have, and which arguments some of them make. Must not know what is
 computed from them.
@@ -8,60 +8,30 @@ A batch of graphs is one large graph whose parts are not connected. An object of
 put together by the library. Tensors alone are one if a vector says to which graph each node belongs, in rising order,
 and a tensor of shape (2, edges) names nodes: whatever counts the nodes has rows of nodes, and so for edges and graphs.
 A plain number that is the count of graphs or of nodes (`batch_size`, `num_nodes`) becomes that of the chosen ones.
-
-[Note: bags]
-Sequences of unequal length may lie one behind the other in one tensor, beside a vector that says where each begins, in
-rising order from 0 (the offsets of `nn.EmbeddingBag`), with the end of the last one behind them or not. Whatever has
-as many entries as all sequences together has an entry for each of theirs.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from moreh_ap.protocol.objects.flat_items import find_bags, find_packed, find_tables
+from moreh_ap.protocol.objects.items import INSIDE, Arguments, Items, has_rows, replaced_in
 from moreh_ap.protocol.passed_state import PASSED_STATE
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class Items(ABC):
-    """The items in the arguments of one call.
-
-    Attributes:
-        count: How many there are.
-    """
-
-    count: int
-    _beside: Mapping[str, Any] = {}
-
-    def select(self, chosen: Sequence[int]) -> Arguments:
-        """Returns the arguments with the chosen items, given in rising order, alone."""
-        args, kwargs = self._select(chosen)
-        return args, {**kwargs, **self._beside}
-
-    @abstractmethod
-    def _select(self, chosen: Sequence[int]) -> Arguments: ...
-
-    def differing_sizes(self) -> tuple[Any, ...]:
-        """Returns for each tensor of an item in which dims the items differ; () where they differ by nature."""
-        return ()
 
 
 def find_items(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Items | None:
     """Returns the items of a batch, None where it is not known to have any; state that is passed along has none."""
     beside = {name: value for name, value in kwargs.items() if name == PASSED_STATE}
     given = tuple(args), {name: value for name, value in kwargs.items() if name not in beside}
-    found = _graph_objects(given) or _listed(given) or _flat_graphs(given) or _bags(given)
+    found: Items | None = _graph_objects(given) or find_packed(given) or find_tables(given)
+    found = found or _listed(given) or _flat_graphs(given) or find_bags(given)
     if found is not None:
-        found._beside = beside
+        found.beside = beside
     return found
 
 
@@ -75,13 +45,11 @@ class ListedItems(Items):
         def choose(value: Any) -> Any:
             if type(value) in (list, tuple) and len(value) == self.count:
                 return type(value)(value[one] for one in chosen)
-            if _has_rows(value, self.count):
+            if has_rows(value, self.count):
                 return value[torch.tensor(list(chosen), device=value.device)]
-            return _INSIDE
+            return INSIDE
 
-        args, kwargs = self._given
-        chosen_args = tuple(_replaced(choose, one) for one in args)
-        return chosen_args, {name: _replaced(choose, one) for name, one in kwargs.items()}
+        return replaced_in(choose, self._given)
 
     def differing_sizes(self) -> tuple[Any, ...]:
         shapes = []
@@ -105,13 +73,11 @@ class GraphObjects(Items):
                 return _joined(value, [value.get_example(one) for one in chosen])
             if type(value) is int and value == self.count:
                 return len(chosen)
-            if _has_rows(value, self.count):
+            if has_rows(value, self.count):
                 return value[torch.tensor(list(chosen), device=value.device)]
-            return _INSIDE
+            return INSIDE
 
-        args, kwargs = self._given
-        chosen_args = tuple(_replaced(choose, one) for one in args)
-        return chosen_args, {name: _replaced(choose, one) for name, one in kwargs.items()}
+        return replaced_in(choose, self._given)
 
 
 class FlatGraphs(Items):
@@ -154,67 +120,6 @@ class FlatGraphs(Items):
         return args, kwargs
 
 
-class Bags(Items):
-    """Sequences one behind the other; see [Note: bags].
-
-    Args:
-        given: The arguments.
-        offsets: Where each begins; has the end of the last one, too, if it is `ended`.
-        total: Entries of all sequences together.
-    """
-
-    def __init__(self, given: Arguments, offsets: Tensor, total: int, *, ended: bool) -> None:
-        self._given, self._offsets, self._total, self._ended = given, offsets, total, ended
-        self.count = len(offsets) - ended
-        self._ends = offsets[1:] if ended else torch.cat([offsets[1:], offsets.new_tensor([total])])
-
-    def _select(self, chosen: Sequence[int]) -> Arguments:
-        bags = torch.tensor(list(chosen), device=self._offsets.device)
-        starts, lengths = self._offsets[bags], self._ends[bags] - self._offsets[bags]
-        ends = lengths.cumsum(0)
-        offsets = torch.cat([ends.new_zeros(1), ends if self._ended else ends[:-1]]).to(self._offsets.dtype)
-        within = torch.arange(int(ends[-1]), device=bags.device) - (ends - lengths).repeat_interleave(lengths)
-        of_size = {self._total: starts.repeat_interleave(lengths) + within, self.count: bags}
-
-        def choose(leaf: Any) -> Any:
-            if leaf is self._offsets:
-                return offsets
-            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] in of_size:
-                return leaf[of_size[leaf.shape[0]]]
-            return leaf
-
-        leaves, spec = tree_flatten(self._given)
-        args, kwargs = tree_unflatten([choose(leaf) for leaf in leaves], spec)
-        return args, kwargs
-
-
-_INSIDE = object()
-"""What a choice says of a value that is kept, but for what it finds inside."""
-
-
-def _replaced(choose: Callable[[Any], Any], value: Any) -> Any:
-    """Returns a value with what `choose` gives in place of the outermost parts that it knows."""
-    found = choose(value)
-    if found is not _INSIDE:
-        return found
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(choose, one) for one in value)
-    if isinstance(value, tuple) and type(value).__bases__ == (tuple,) and not isinstance(value, torch.Size):
-        return type(value)(*(_replaced(choose, one) for one in value))
-    if type(value) is dict:
-        return {key: _replaced(choose, one) for key, one in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        other = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(other, field.name, _replaced(choose, getattr(value, field.name)))
-        return other
-    return value
-
-
-def _has_rows(value: Any, count: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
-
-
 def _listed(given: Arguments) -> ListedItems | None:
     """Returns the items of the first list of tensors; None where tensors are beside it and none has a row for each,
     as where a recurrent network is given a sequence and the pair of its hidden states."""
@@ -228,12 +133,10 @@ def _listed(given: Arguments) -> ListedItems | None:
             return value
         if isinstance(value, Tensor) and value.ndim > 0:
             beside.append(value)
-        return _INSIDE
+        return INSIDE
 
-    args, kwargs = given
-    for one in (*args, *kwargs.values()):
-        _replaced(look, one)
-    if not counts or (beside and not any(_has_rows(tensor, counts[0]) for tensor in beside)):
+    replaced_in(look, given)
+    if not counts or (beside and not any(has_rows(tensor, counts[0]) for tensor in beside)):
         return None
     return ListedItems(given, counts[0])
 
@@ -256,13 +159,11 @@ def _graph_objects(given: Arguments) -> GraphObjects | None:
 
     def look(value: Any) -> Any:
         if isinstance(value, Tensor) or not _is_graph_batch(value):
-            return _INSIDE
+            return INSIDE
         found.append(value)
         return value
 
-    args, kwargs = given
-    for one in (*args, *kwargs.values()):
-        _replaced(look, one)
+    replaced_in(look, given)
     if len(found) != 1 or "ptr" not in found[0] or found[0].num_graphs != len(found[0].ptr) - 1:
         return None
     (batch,) = found
@@ -298,18 +199,3 @@ def _flat_graphs(given: Arguments) -> FlatGraphs | None:
 def _names_graphs(vector: Tensor) -> bool:
     steps = vector.diff()
     return int(vector[0]) == 0 and bool(((steps == 0) | (steps == 1)).all())
-
-
-def _bags(given: Arguments) -> Bags | None:
-    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-    vectors = [leaf for leaf in tensors if leaf.ndim == 1 and leaf.dtype in (torch.int64, torch.int32)]
-    for offsets in (leaf for leaf in vectors if len(leaf) > 1 and _rises_from_0(leaf)):
-        for entries in vectors:
-            total, last = len(entries), int(offsets[-1])
-            if total >= last and total not in (len(offsets), len(offsets) - (total == last)):
-                return Bags(given, offsets, total, ended=total == last)
-    return None
-
-
-def _rises_from_0(vector: Tensor) -> bool:
-    return int(vector[0]) == 0 < int(vector[-1]) and bool((vector.diff() >= 0).all())
