@@ -35,7 +35,7 @@ from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt, cle
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.item_rules import find_counts, find_merge, find_rules, find_sizes
 from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
-from moreh_ap.parallelizer.trial.row_comparison import names_of, random_weight
+from moreh_ap.parallelizer.trial.row_comparison import names_of, random_weight, without_meaning
 from moreh_ap.parallelizer.trial.split_check import SplitVerdict, compare
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.objects.batch_items import Arguments, Items
@@ -182,9 +182,8 @@ class ItemProbe(JoinedProbe):
         together = self._run_shared(self.rules)
         if [_form(leaf) for leaf in together.outputs] != [_form(leaf) for leaf in common.outputs]:
             raise Refused("the results of workers do not go together")
-        numbers = [leaf for leaf in common.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if numbers and all(leaf.ndim == 0 and not leaf for leaf in numbers):
-            raise Refused("the loss of a few items is zero, which shows nothing about more of them")
+        if what := without_meaning(common):
+            raise Refused(f"{what}, which shows nothing about more of them")
         self._singles = [together]
         self.kinds = tuple(together.kinds)
 

@@ -43,6 +43,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     repeats,
     some_parameters,
     tolerance_of,
+    without_meaning,
 )
 from moreh_ap.protocol.batch import row_dims, select_rows_along
 from moreh_ap.protocol.pytree import nest_alike
@@ -222,9 +223,8 @@ class Probe:
             self._kind(index, name, leaf, [outputs[index] for _, outputs in singles])
             for index, (name, leaf) in enumerate(zip(names_of(common), common.outputs, strict=True))
         )
-        numbers = [leaf for leaf in common.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if numbers and all(leaf.ndim == 0 and not local_shard(leaf) for leaf in numbers):
-            raise Refused("the loss of a few rows is zero, which shows nothing about more of them")
+        if what := without_meaning(common):
+            raise Refused(f"{what}, which shows nothing about more of them")
 
     def _repeats(self, common: Execution) -> bool:
         call = replace(self.call, grad=False, random=self._policy(self._chosen))

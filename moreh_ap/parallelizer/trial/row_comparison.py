@@ -145,6 +145,22 @@ def is_unknown(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(local_shard(leaf).isnan().any())
 
 
+def without_meaning(run: Execution) -> str:
+    """Returns in words why what a few rows give compares with anything: losses of zero, or one that is no finite number
+    (the mean of no rows), or no finite number at all; empty where it tells something."""
+    own = run.outputs[: len(run.outputs) - sum(run.attributes.values())]
+    leaves = [leaf for leaf in own if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()]
+    numbers = [local_shard(leaf) for leaf in leaves]
+    if numbers and all(leaf.ndim == 0 and not leaf for leaf in numbers):
+        return "the loss of a few rows is zero"
+    if not numbers or run.runs_in_stages:  # another stage may have the results
+        return ""
+    are_finite = [bool(torch.isfinite(leaf).any()) for leaf in numbers]
+    if not any(are_finite) or not all(one for one, leaf in zip(are_finite, numbers) if leaf.ndim == 0):
+        return "what a few rows give is no finite number"
+    return ""
+
+
 def close(got: Tensor, wanted: Tensor, tolerance: float, noise: float = 0.0) -> bool:
     """Says whether all differences are within `tolerance` of the largest entry wanted, or within `noise`."""
     got, wanted = local_shard(got), local_shard(wanted)

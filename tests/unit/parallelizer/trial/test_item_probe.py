@@ -94,7 +94,7 @@ def test_a_mean_over_items_is_divided_by_all_of_them():
     ("module", "reason", "could_run"),
     [
         (Nothing(), "returns nothing that could be compared", True),
-        (NoLoss(), "the loss of a few items is zero", True),
+        (NoLoss(), "the loss of a few rows is zero", True),
         (Raises(), "raised ValueError: never runs", False),
     ],
 )

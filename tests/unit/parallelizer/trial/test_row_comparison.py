@@ -15,6 +15,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     TOLERANCE_TF32,
     close,
     means_beside_rows,
+    without_meaning,
 )
 
 MODELS = {"linear": nn.Linear(2, 2), "convolution": nn.Conv1d(1, 1, 1), "recurrent": nn.GRU(2, 2)}
@@ -62,3 +63,24 @@ def test_a_mean_that_counts_as_much_in_one_row_as_in_two_is_over_something_else(
     places = {0: heads, 2: batch, 3: 13}  # site 1 is a loss, and one row came to fewer sites
     both, one = ([torch.tensor(count) for count in counts] for counts in ([2.0, loss, 2.0, 2.0], [2.0, 1.0, 1.0]))
     assert means_beside_rows(places, both, one) == {heads}
+
+
+NAN = torch.tensor(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "word"),
+    [
+        ([torch.zeros(())], "zero"),
+        ([NAN, torch.ones(2)], "finite"),
+        ([NAN.expand(2), 3], "finite"),
+        ([torch.tensor([1.0, float("nan")]), NAN.expand(3)], ""),
+        ([torch.zeros(2), 3], ""),
+        ([], ""),
+    ],
+)
+def test_zero_losses_and_nan_say_nothing_about_rows(outputs, word):
+    run = SimpleNamespace(outputs=[*outputs, NAN], attributes={"kept": 1}, runs_in_stages=False)
+    assert word in without_meaning(run) and bool(without_meaning(run)) is bool(word)
+    run.runs_in_stages = True
+    assert "finite" not in without_meaning(run)
