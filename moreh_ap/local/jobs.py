@@ -160,9 +160,7 @@ class Job:
     def others_took_over(self, pids: Sequence[int]) -> None:
         """Notes the worker processes that have taken over from lost ones, in rank order."""
         self.losses_survived += 1
-        self._change(
-            workers=tuple(Process(pid, start_of(pid)) for pid in pids), losses_survived=self.losses_survived
-        )
+        self._change(workers=tuple(Process(pid, start_of(pid)) for pid in pids), losses_survived=self.losses_survived)
 
     def has_remote_workers(self, workers: Sequence[RemoteWorker]) -> None:
         """Notes what workers on other hosts use."""

@@ -177,3 +177,36 @@ def test_micro_batches_would_change_a_parameter_once_each(accelerator, capsys):
     accelerator("replicate=2,micro_batches=2")
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
     assert "the forward changes parameter target" in capsys.readouterr().out
+
+
+class SkipGram(nn.Module):
+    """word2vec with vectors within a norm, which a forward shortens where its rows look them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre, self.context = (nn.Embedding(30, 8, max_norm=1.0) for _ in range(2))
+        self.centre.weight.data.uniform_(-0.56, 0.56)  # a part of the vectors is longer
+        self.context.weight.data.uniform_(-0.06, 0.06)
+
+    def forward(self, centre: Tensor, context: Tensor, others: Tensor) -> Tensor:
+        found, near, far = self.centre(centre), self.context(context), self.context(others)
+        score = F.logsigmoid((found * near).sum(1))
+        return -(score + F.logsigmoid(-torch.bmm(far, found.unsqueeze(2)).squeeze()).sum(1)).mean()
+
+
+def test_a_worker_whose_rows_alone_change_a_parameter_keeps_no_other_waiting(accelerator):
+    def script(device):
+        torch.manual_seed(0)
+        model, losses, generator = SkipGram().to(device), [], torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(4):
+            words = [torch.randint(0, 30, shape, generator=generator).to(device) for shape in ((8,), (8,), (8, 4))]
+            loss = model(*words)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, model.state_dict()
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)

@@ -20,6 +20,7 @@ from moreh_ap.parallelizer.trial.dry_run import Refused
 
 class _Trial(Protocol):
     call: Call
+    is_joined: bool
 
 
 _T = TypeVar("_T", bound=_Trial)
@@ -40,15 +41,18 @@ def worst(number: int, call: Call) -> int:
     return int(largest.item())
 
 
-def all_stages_or_none(run: Callable[Concatenate[_T, _P], Any]) -> Callable[Concatenate[_T, _P], Any]:
-    """Has a run in stages raise on every worker what it raises on one. A collective there, and nothing elsewhere.
+def all_workers_or_none(run: Callable[Concatenate[_T, _P], Any]) -> Callable[Concatenate[_T, _P], Any]:
+    """Has a run in which workers exchange something raise on every worker if it raises on one. A collective there, and
+    nothing elsewhere.
 
-    What one stage raises for itself alone, about its own blocks, would leave the next one waiting for what it sends.
+    What one stage raises for itself alone, about its own blocks, would leave the next one waiting for what it sends. So
+    would what one worker finds of its own rows, where rows meet, leave those that compare theirs with it.
     """
 
     @functools.wraps(run)
     def together(trial: _T, *args: _P.args, **kwargs: _P.kwargs) -> Any:
-        if not trial.call.grad or stages_of(trial.call.module) is None:
+        runs_in_stages = trial.call.grad and stages_of(trial.call.module) is not None
+        if not runs_in_stages and not trial.is_joined:
             return run(trial, *args, **kwargs)
         done, failure = None, None
         try:
@@ -57,6 +61,6 @@ def all_stages_or_none(run: Callable[Concatenate[_T, _P], Any]) -> Callable[Conc
             failure = error
         if everywhere(failure is None, trial.call):
             return done
-        raise failure or Refused("another stage of the pipeline could not run a few rows")
+        raise failure or Refused("another worker could not run a few rows")
 
     return together

@@ -28,7 +28,7 @@ from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.rng.turns import KnownTurns
 from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
 from moreh_ap.parallelizer.state.loading import local_shard
-from moreh_ap.parallelizer.trial.agreement import all_stages_or_none
+from moreh_ap.parallelizer.trial.agreement import all_workers_or_none
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, may_pad, state_restored
 from moreh_ap.parallelizer.trial.host_activations import saved_on_host
 from moreh_ap.parallelizer.trial.row_comparison import (
@@ -336,7 +336,7 @@ class Probe:
             if divided is not None:
                 raise Refused(f"the forward changes parameter {divided}")
 
-    @all_stages_or_none
+    @all_workers_or_none
     def _run(
         self,
         chosen: Sequence[int],

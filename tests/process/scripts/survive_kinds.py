@@ -1,6 +1,6 @@
 """Trains models of several kinds, undisturbed and with a worker that is lost after some snapshots, and compares.
 
-    survive_kinds.py PLAN
+survive_kinds.py PLAN
 """
 
 import os

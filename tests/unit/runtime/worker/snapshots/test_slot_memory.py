@@ -39,7 +39,6 @@ def test_a_copy_that_was_broken_off_is_not_there(file):
     slot = SlotMemory(file, 0)
     slot.write(1, b"whole", [torch.ones(8, dtype=torch.uint8)])
 
-
     with pytest.raises(ValueError, match="snapshot 2 is not there"):
         slot.read(2)
     with pytest.raises(RuntimeError):
