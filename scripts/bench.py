@@ -15,6 +15,7 @@ equal runs. Figures are kept as soon as they are measured: a run that is interru
 from __future__ import annotations
 
 import argparse
+import compileall
 import datetime
 import json
 import os
@@ -138,6 +139,8 @@ def main() -> int:
     if unknown or options.pairs < 1:
         parser.error(f"no figure is called {', '.join(unknown)}: there are {', '.join(FIGURES)}"
                      if unknown else "--pairs is at least 1")  # fmt: skip
+    for name in ("moreh_ap", "scripts", "tutorials"):  # as pip does; a checkout may have been changed since it last ran
+        compileall.compile_dir(ROOT / name, quiet=2)
     begun_s = time.monotonic()
     wanted = [FIGURES[name] for name in FIGURES if name in (options.figures or USUAL)]
     # A figure without runs of its own is measured by those of another, and so is that one.
