@@ -9,6 +9,7 @@ one that is kept. Whoever loads takes the last one that is whole, and says which
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ from moreh_ap.version import __version__
 VERSION = 1
 DESCRIPTION = "checkpoint.json"
 _EARLIER = re.compile(r"checkpoint-(\d{6,})\.json")
+_MOST_LOOKS = 10  # at a folder into which another run saves
 
 FilesToCheck = tuple[tuple[str, int, "str | None"], ...]
 """Path, size in bytes and checksum of files; without a checksum only the size is looked at."""
@@ -171,6 +173,8 @@ def open_last_whole(
 ) -> Checkpoint:
     """Returns the last checkpoint of a folder of which nothing is damaged; a warning names later ones that are.
 
+    What another run removes meanwhile, since it has saved later ones, is no damage: the later ones are looked at.
+
     Args:
         folder: The folder.
         verify: Whether to compare checksums.
@@ -179,17 +183,12 @@ def open_last_whole(
     Raises:
         LoadError: There is no checkpoint, or each is damaged.
     """
-    damages: list[Damage] = []
-    for path in descriptions(os.path.abspath(folder)):
-        opened = Checkpoint.open(path, verify=verify)
-        if isinstance(opened, Damage):
-            damages.append(opened)
-            continue
-        _ALIVE.add(opened)
-        problems = find_problems(opened.files(verify=verify))
-        if problems:
-            damages.append(Damage(*min(problems.items())))
-            continue
+    for _ in range(_MOST_LOOKS):
+        seen = _versions(folder)
+        opened, damages = _last_whole(folder, verify=verify, find_problems=find_problems)
+        if not damages or _versions(folder) == seen:
+            break
+    if opened is not None:
         if damages:
             facts = "; ".join(f"{damage.path} is damaged: {damage.problem}" for damage in damages)
             warnings.warn(f"{facts}. The checkpoint before it is loaded, {opened.saved_at}.", stacklevel=3)
@@ -201,6 +200,35 @@ def open_last_whole(
         "a folder that moreh_ap.save has completed",
         "moreh_ap.save(folder, model=model, optimizer=optimizer)",
     )
+
+
+def _last_whole(
+    folder: str | os.PathLike[str], *, verify: bool, find_problems: Callable[[FilesToCheck], dict[str, str]]
+) -> tuple[Checkpoint | None, list[Damage]]:
+    """Returns the last checkpoint of which nothing is damaged, and what is damaged of later ones."""
+    damages: list[Damage] = []
+    for path in descriptions(os.path.abspath(folder)):
+        opened = Checkpoint.open(path, verify=verify)
+        if isinstance(opened, Damage):
+            damages.append(opened)
+            continue
+        _ALIVE.add(opened)
+        problems = find_problems(opened.files(verify=verify))
+        if problems:
+            damages.append(Damage(*min(problems.items())))
+            continue
+        return opened, damages
+    return None, damages
+
+
+def _versions(folder: str | os.PathLike[str]) -> list[tuple[str, int, int]]:
+    """Returns what changes when something is saved into a folder: which checkpoints it has, and their files."""
+    found = []
+    for path in descriptions(os.path.abspath(folder)):
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(path)
+            found.append((path, status.st_ino, status.st_mtime_ns))
+    return found
 
 
 def last_saved(folder: str) -> str:
