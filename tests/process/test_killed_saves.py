@@ -41,7 +41,7 @@ def test_no_kill_leaves_a_bad_checkpoint(tmp_path, case):
     for _ in range(max(1, round(KILLS * share))):
         with UserScript("saves_until_killed.py", folder, plan, background, cwd=tmp_path) as script:
             # A save in the background is complete once the next one has returned.
-            script.wait_for_output(f"{returned + 1 + bool(background)}\n")
+            script.wait_for_output(f"\n{returned + 1 + bool(background)}\n")
             time.sleep(moments.uniform(0, 0.2))
             script.process.send_signal(signal.SIGKILL)
             script.wait()

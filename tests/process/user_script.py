@@ -101,9 +101,9 @@ class UserScript:
         return self.out
 
     def wait_for_output(self, text: str, timeout_s: float = 150.0) -> None:
-        """Waits until it has printed `text`."""
+        """Waits until it has printed `text`, which may begin with the end of the line before, also of none."""
         deadline_s = time.monotonic() + timeout_s
-        while text not in self.out:
+        while text not in f"\n{self.out}":
             assert self.process.poll() is None, f"ended before it printed {text!r}\n{self.out}\n{self.err}"
             assert time.monotonic() < deadline_s, f"no {text!r} after {timeout_s} s\n{self.out}\n{self.err}"
             time.sleep(0.02)
