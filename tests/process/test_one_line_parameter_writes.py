@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -142,20 +143,30 @@ MODELS = {
 }
 
 
+def trained(model: nn.Module, lr: float, batches: Iterable[Sequence[Tensor]]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Returns the losses of a training by SGD, and what became of the model."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for batch in batches:
+        loss = model(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, model.state_dict()
+
+
+def pictures(device: str, *num_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draws two batches of pictures a step when the step begins."""
+    for rows in num_rows:
+        yield torch.randn(rows, 1, 8, 8).to(device), torch.randn(rows, 1, 8, 8).to(device)
+
+
 @pytest.mark.rotating
 @pytest.mark.parametrize("name", MODELS)
 def test_changed_parameters_are_those_of_one_device_and_each_worker_computes_its_rows(name, accelerator, capsys):
     def script(device):
-        model = MODELS[name]().to(device)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-        losses = []
-        for rows in (8, 8, 5, 8):
-            loss = model(torch.randn(rows, 1, 8, 8).to(device), torch.randn(rows, 1, 8, 8).to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses, model.state_dict()
+        return trained(MODELS[name]().to(device), 0.05, pictures(device, 8, 8, 5, 8))
 
     accelerator("replicate=2")
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
@@ -197,16 +208,10 @@ class SkipGram(nn.Module):
 def test_a_worker_whose_rows_alone_change_a_parameter_keeps_no_other_waiting(accelerator):
     def script(device):
         torch.manual_seed(0)
-        model, losses, generator = SkipGram().to(device), [], torch.Generator().manual_seed(1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for _ in range(4):
-            words = [torch.randint(0, 30, shape, generator=generator).to(device) for shape in ((8,), (8,), (8, 4))]
-            loss = model(*words)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses, model.state_dict()
+        model, generator = SkipGram().to(device), torch.Generator().manual_seed(1)
+        shapes = ((8,), (8,), (8, 4))
+        words = [[torch.randint(0, 30, one, generator=generator).to(device) for one in shapes] for _ in range(4)]
+        return trained(model, 0.5, words)
 
     accelerator("replicate=2")
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
