@@ -121,11 +121,12 @@ def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _make_on_accelerator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    requires_grad = bool(kwargs.pop("requires_grad", False))
-    kwargs.pop("pin_memory", None)
-    kwargs["device"] = "cpu"
-    plain = tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), (args, kwargs))
-    made = func(*plain[0], **plain[1])
+    requires_grad = bool(kwargs.get("requires_grad", False))
+    rest = {name: value for name, value in kwargs.items() if name not in ("requires_grad", "pin_memory")}
+    kwargs = {**rest, "device": "cpu"}
+    if _HANDLERS.get(func) is not _from_data or not isinstance(args[0], (list, tuple)):
+        args, kwargs = _read((args, kwargs))
+    made = func(*args, **kwargs)
     if not isinstance(made, Tensor):
         return made
     source = next((arg for arg in args if isinstance(arg, Tensor)), None)
@@ -171,6 +172,11 @@ def _pack_or_pad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _from_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``torch.tensor([loss, other_loss])``, which PyTorch would read from memory that virtual tensors do not have."""
+    name = "obj" if func is torch.asarray else "data"
+    if name in kwargs:
+        args, kwargs = (kwargs[name], *args), {other: value for other, value in kwargs.items() if other != name}
+    if not args:
+        return func(**kwargs)  # PyTorch has its own error for it
     if type(args[0]) is HostTensor:
         return host_functions.call(func, args, kwargs)
     try:
@@ -178,14 +184,18 @@ def _from_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     except RuntimeError:
         if not has_accelerator_tensor(args):  # long lists of numbers are not searched before they fail
             raise
-    args = (tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args[0]), *args[1:])
-    return _make(func, args, kwargs)
+    return _make(func, _read(args), kwargs)
+
+
+def _read(tree: Any) -> Any:
+    """Returns `tree` with a CPU tensor for each tensor on the accelerator; may wait."""
+    return tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), tree)
 
 
 def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], VirtualTensor) or not args[0].is_cuda:
         return func(*args, **kwargs)
-    given = tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args[1:])
+    given = _read(args[1:])
     return transfers.to_accelerator(torch.empty(0, dtype=args[0].dtype, device="cpu").new(*given))
 
 

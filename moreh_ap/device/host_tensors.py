@@ -6,13 +6,15 @@ run in this process: `session/own_process` does, and says whether new tensors ar
 [Note: host tensors]
 An operation on other virtual tensors takes its way through Python below autograd, some ten microseconds each. A host
 tensor is an ordinary tensor but for its Python class, which says that it is on the accelerator: autograd and the
-operations are PyTorch's own, and what is left is the function mode, which gives results the class. A call of a model or
-a step of an optimizer takes the class off all of its tensors and gives it back at the end, so that nothing of it is
-looked at. A host tensor becomes a handle on another value, or the reverse, in place: the script keeps its object.
+operations are PyTorch's own, and what is left is the function mode, which gives results the class. A step of an
+optimizer takes the class off all of its tensors and gives it back at the end, so that nothing of it is looked at. What
+is asked of a tensor without a tensor for an answer, such as its shape, does not pass the mode. A host tensor becomes a
+handle on another value, or the reverse, in place: the script keeps its object.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -115,6 +117,10 @@ class HostTensor(VirtualTensor):
         """Returns the value as a CPU tensor that shares its memory."""
         return as_ordinary(self)
 
+    def item(self) -> Any:
+        with torch._C.DisableTorchFunction():
+            return torch.Tensor.item(self)
+
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         self._refuse_hook_on_parameter("register_hook")
         return torch.Tensor.register_hook(self, lambda gradient: hook(mark(gradient)))  # type: ignore[no-untyped-call]
@@ -123,6 +129,23 @@ class HostTensor(VirtualTensor):
         """Has backward set `grad` although this tensor is not a leaf."""
         with torch._C.DisableTorchFunction():
             torch.Tensor.retain_grad(self)
+
+
+def _past_the_mode(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of PyTorch's tensors, none of whose results are tensors, that no function mode sees."""
+
+    @functools.wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return answer
+
+
+for _name in ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__bool__"):
+    setattr(HostTensor, _name, _past_the_mode(getattr(torch.Tensor, _name)))
+for _name in ("shape", "dtype", "ndim", "grad_fn", "is_leaf"):
+    setattr(HostTensor, _name, property(_past_the_mode(getattr(torch.Tensor, _name).__get__)))
 
 
 def as_ordinary(tensor: Tensor) -> Tensor:

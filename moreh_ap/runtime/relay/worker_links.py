@@ -99,6 +99,7 @@ class WorkerLinks:
             hello = read(reader)
             if hello is None:
                 reader.close()
+                plain.close()
                 continue
             self._sockets.append(plain)
             senders[hello.number] = Sender(SocketOutgoing(plain))
@@ -120,7 +121,7 @@ class WorkerLinks:
         return pending
 
     def troubles(self) -> Sequence[Trouble]:
-        """Returns the failures of workers so far, the last one of each epoch and worker among them."""
+        """Returns the latest failures of workers, one more than there are workers."""
         return self._troubles
 
     def read_for(self, awaited: LinkedAnswers, timeout_s: float) -> None:

@@ -25,6 +25,15 @@ def test_factories_make_tensors_there(make):
     assert isinstance(make(), VirtualTensor)
 
 
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor])
+def test_data_given_by_name_and_tensors_in_lists(make):
+    x = torch.arange(3.0).cuda()
+    assert make(data=[1.0, 2.0], device="cuda").tolist() == [1, 2] and make(data=[1.0]).device.type == "cpu"
+    assert make(data=x).tolist() == [0, 1, 2]
+    made = make([[x[1]], [x[2]]], device="cuda", dtype=torch.float64)
+    assert isinstance(made, VirtualTensor) and made.dtype == torch.float64 and made.tolist() == [[1], [2]]
+
+
 @pytest.mark.parametrize("where", [(0,), (0, torch.float64), (torch.device("cuda", 0),)])
 def test_a_module_moves_to_a_device_that_is_a_number(where):
     assert torch.nn.Linear(2, 2).to(*where).weight.is_cuda

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from moreh_ap.device import function_mode
 from moreh_ap.device.host_tensors import HOST, HostTensor, as_host, hold, let_go, on_accelerator
 from moreh_ap.device.patches import native_calls
 from moreh_ap.device.tensor import VirtualTensor, place
@@ -325,6 +327,46 @@ def test_a_script_sees_a_tensor_on_the_accelerator():
     assert x.tolist() == x.cpu().tolist() == x.detach().to_host().tolist()
     x.data = torch.ones(2, 3)
     assert float(x.sum()) == 6
+
+
+class Seen(TorchFunctionMode):
+    """Notes the functions of PyTorch that a thread calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_questions_that_no_tensor_answers_cost_what_they_cost_on_the_cpu():
+    x = (host(2, 3) * 2).requires_grad_()
+    with Seen() as seen:
+        assert (x.dim(), x.ndim, x.numel(), x.size(1), x.size(), x.shape) == (2, 2, 6, 3, (2, 3), torch.Size((2, 3)))
+        assert x.dtype == torch.float32 and x.is_floating_point() and not x.is_complex() and x.stride(0) == 3
+        assert x.is_leaf and x.grad_fn is None and x.is_contiguous()
+        x[0]
+    assert seen.names == ["__getitem__"]
+    doubled = (x * 2).sum()
+    assert not doubled.is_leaf and doubled.grad_fn is not None and bool(doubled == doubled.item())
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor])
+def test_tensors_made_of_numbers_and_tensors_in_lists(make):
+    x = host(3)
+    assert make(data=[1.0, 2.0], device="cuda").tolist() == [1, 2]
+    assert type(make(data=x)) is HostTensor and make(data=x).tolist() == x.tolist()
+    for data in ([x[0], x[1]], [[x[0]], [x[1]]], (x[0], 2.0)):
+        made = make(data, device="cuda", dtype=torch.float64)
+        assert type(made) is HostTensor and made.dtype == torch.float64 and made.flatten()[0].item() == x[0].item()
+
+
+def test_a_list_of_numbers_is_read_by_pytorch_alone(monkeypatch):
+    numbers = [0.5] * 4
+    monkeypatch.setattr(function_mode, "tree_map_only", None)
+    assert torch.tensor(numbers, device="cuda").tolist() == numbers
 
 
 def test_a_tensor_on_the_cpu_is_on_another_device():
