@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import logging
 import multiprocessing.util
 import os
@@ -44,6 +45,8 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 _ATTACH_TIMEOUT_S = 15.0  # an agent that listens answers in 0.25 s, on a busy machine too, or never
+_FLUSH_TIMEOUT_S = 0.3  # as Monarch's own handler at exit
+_END_TIMEOUT_S = 5.0
 _transports: list[str] = []
 _transport_lock = threading.Lock()
 
@@ -221,8 +224,18 @@ def _attach(agents: Sequence[str], answers: str) -> Any:
             raise EngineError(f"Timeout: no answer from {places} in {_ATTACH_TIMEOUT_S:g} s") from error
         finally:
             if first:
+                atexit.register(_end_client)  # behind Monarch's own handler, and therefore before it at exit
                 private_sockets.close(private_sockets.abstract_listeners() - before)
         return hosts
+
+
+def _end_client() -> None:
+    """Ends this process's part in Monarch, as its own exit handler would: that one prints a traceback after a second.
+
+    On a busy machine it takes longer, and nothing is lost if it does not end at all: no worker is left.
+    """
+    with contextlib.suppress(TimeoutError):
+        ma.shutdown_context(host_timeout=_FLUSH_TIMEOUT_S).get(timeout=_END_TIMEOUT_S)
 
 
 def _open_transport(address: str) -> None:

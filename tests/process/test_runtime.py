@@ -525,6 +525,30 @@ ENDINGS = {
 }
 
 
+SLOW_END = """
+import monarch.actor
+
+engine, real = sys.modules["monarch._src.actor.actor_mesh"], monarch.actor.shutdown_context
+
+
+class Slow:
+    def __init__(self, future):
+        self.future = future
+
+    def get(self, timeout):
+        self.future.get(timeout)
+        raise TimeoutError  # as where the machine is busy
+
+
+def shut_down(**options):
+    monarch.actor.shutdown_context = engine.shutdown_context = real  # the first call ends it
+    return Slow(real(**options))
+
+
+monarch.actor.shutdown_context = engine.shutdown_context = shut_down
+"""
+
+
 @pytest.mark.parametrize("name", ENDINGS)
 def test_no_process_is_left_however_the_script_ends(name):
     num_workers, body, code = ENDINGS[name]
@@ -546,3 +570,10 @@ def test_no_process_is_left_however_the_script_ends(name):
         assert [line for line in lines if not line.startswith("pids")] == ["a line of the workers"]
     if name in ("sys.exit", "end of script while workers start"):
         assert err == ""
+
+
+def test_an_engine_that_takes_long_to_end_is_not_spoken_of():
+    path = [*sys.path, os.path.dirname(__file__)]
+    text = SCRIPT.format(path=path, executor=EXECUTOR, num_workers=1, body="mesh.wait_ready(60)\n" + SLOW_END)
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
