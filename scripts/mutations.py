@@ -53,8 +53,8 @@ MUTATIONS = [
     Mutation(
         "average",
         "moreh_ap/parallelizer/data/bucketed_allreduce.py",
-        "self._work = dist.all_reduce(self._flat,",
-        "self._work = dist.all_reduce(self._flat.mul_(0.5),",
+        "self._work = start(self._flat)",
+        "self._work = start(self._flat.mul_(0.5))",
         "replicate-llama3",
     ),
     Mutation(

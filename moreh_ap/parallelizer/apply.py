@@ -39,6 +39,7 @@ from moreh_ap.parallelizer.compiling.compiled_blocks import compile_blocks
 from moreh_ap.parallelizer.data import bucketed_allreduce, unused_parameters
 from moreh_ap.parallelizer.data.fsdp import shard, unshardable, uses_fsdp
 from moreh_ap.parallelizer.data.recompute import apply_recompute
+from moreh_ap.parallelizer.group_sums import host_sums
 from moreh_ap.parallelizer.mesh import TENSOR_AXIS, Position
 from moreh_ap.parallelizer.pipeline import stages
 from moreh_ap.parallelizer.pipeline.stages import Stages
@@ -181,6 +182,7 @@ def _spread_over_data(module: nn.Module, plan: Plan, mesh: DeviceMesh, position:
         blocks = [block for root in roots for block in repeated_blocks(root)]
         shard(module, roots, blocks, plan, mesh, plain)
     if position.data.size > 1 and (not uses_fsdp(plan) or plain):
-        bucketed_allreduce.attach(module, group=position.data.group)
+        group = position.data.group
+        bucketed_allreduce.attach(module, group, host_sums(group, mesh.device_type))
     if position.data.size > 1 and uses_fsdp(plan):
         unused_parameters.attach(module, position.data.group)

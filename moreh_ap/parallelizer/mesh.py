@@ -58,6 +58,16 @@ def subgroup(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGr
     return dist.new_group(list(ranks))
 
 
+def own_subgroup(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Returns the one group of these ranks, of which this worker is one. A collective of these the first time."""
+    return _own_subgroup(ranks, dist.distributed_c10d._get_default_group())
+
+
+@functools.cache
+def _own_subgroup(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of the mesh, or several taken together, seen from one worker.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,8 +20,9 @@ from moreh_ap.parallelizer.apply import apply_plan
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.way_to_execute import way_to_execute
-from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
+from moreh_ap.parallelizer.data.bucketed_allreduce import GradientSync, gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import fsdp_modules, param_groups, set_requires_grad, settle
+from moreh_ap.parallelizer.group_sums import host_sums
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import TensorSource, fill, full_tensor, write_tensor
@@ -341,3 +344,43 @@ def through_checkpoints(layer: nn.Linear, rank: int) -> Tensor:
     for _ in range(2):
         hidden = checkpoint(layer, hidden, use_reentrant=True).tanh()
     return hidden.sum()
+
+
+def sum_through_hosts(rank: int, world: int, per_host: int) -> Any:
+    """Returns the gradients of two steps of small buckets on workers of several hosts, and what the ranks of other
+    hosts were sent: elements of each tensor summed over a group.
+
+    In the first step each worker leaves another layer out; the second begins with one that fails on all workers.
+    """
+    summed: list[tuple[int, int]] = []
+    all_reduce = dist.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        summed.append((dist.get_world_size(kwargs["group"]), tensor.numel()))
+        return all_reduce(tensor, *args, **kwargs)
+
+    model = blocks_model()
+    of_hosts = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(per_host))
+    with of_hosts, mock.patch.object(dist, "all_reduce", counted):
+        sync = GradientSync(model, None, host_sums(None, "cpu"), bucket_bytes=4000)
+        for step in range(2):
+            if step:
+                with contextlib.suppress(ZeroDivisionError), sync.sync():
+                    blocks_loss(model, rank, step).backward()
+                    raise ZeroDivisionError
+            with sync.sync():
+                blocks_loss(model, rank, step).backward()
+    return {name: param.grad for name, param in model.named_parameters()}, summed
+
+
+def blocks_model() -> nn.Module:
+    """Returns five layers of different sizes, of which the first is never used."""
+    torch.manual_seed(5)
+    return nn.Sequential(*(nn.Linear(width, 23) for width in (23, 29, 23, 41, 17)))
+
+
+def blocks_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    """Returns the loss of a worker's rows; in the first step it leaves a layer out that others use."""
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    used = [layer for number, layer in enumerate(model) if number not in (0, 0 if step else rank + 1)]
+    return sum(layer(torch.randn(3, layer.in_features, generator=generator)).square().mean() for layer in used)

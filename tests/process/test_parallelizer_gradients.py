@@ -143,3 +143,22 @@ def test_logits_stay_in_bf16_and_are_promised_in_float32(team: Team, plan: str) 
         assert mode == "split"
         assert held == [torch.float32, torch.bfloat16]
         assert promised == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("world, per_host", [(4, 2), (6, 3), (4, 1), (4, 4)])
+def test_sums_through_hosts(team: Team, world: int, per_host: int) -> None:
+    model = jobs.blocks_model()
+    for step in range(2):
+        for rank in range(world):
+            jobs.blocks_loss(model, rank, step).backward()
+    found = team.run(world, jobs.sum_through_hosts, per_host=per_host)
+    for gradients, _ in found:
+        assert_same_gradients(gradients, model)
+        for name, gradient in gradients.items():  # all replicas have the same bits
+            assert gradient is None or torch.equal(gradient, found[0][0][name]), name
+    is_several = 1 < per_host < world
+    trained = sum(p.numel() for p in model.parameters())
+    for _, summed in found:
+        assert {members for members, _ in summed} == {world // per_host if is_several else world}
+        elements = sum(size for _, size in summed) * (per_host if is_several else 1)
+        assert 2 * trained < elements < 2.95 * trained, "two steps, and what the one that failed had started"

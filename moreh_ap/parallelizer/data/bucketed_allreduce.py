@@ -2,7 +2,7 @@
 
 Decides when a gradient is ready to be summed, in which bucket it travels, and how a sum is added to gradients of
 earlier backward calls. Must not know plans, batches or losses: each worker's gradient is already its share of the
-global one, so nothing is divided here.
+global one, so nothing is divided here. In how many exchanges a sum travels between hosts is `group_sums.py`'s matter.
 
 [Note: one backward call]
 Gradients left by earlier backward calls are sums over the workers already and must not be summed again, so `sync`
@@ -24,7 +24,8 @@ took 3.7 to 6.7 ms, filling a used one 4.3 to 4.5 ms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -33,6 +34,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moreh_ap.parallelizer.call.call import attach_gradient_sync
+from moreh_ap.parallelizer.group_sums import HostSums, Sum
 
 BUCKET_BYTES = 25 * 2**20
 """Size of a bucket. Source: default `bucket_cap_mb` of torch.nn.parallel.DistributedDataParallel."""
@@ -46,12 +48,21 @@ class GradientSync:
     Args:
         module: The module; its DTensor parameters are left to whoever sharded them.
         group: The process group to sum over; None is the default group.
+        hosts: What sums over the group host by host; None: one collective does.
         bucket_bytes: Largest bucket, unless one parameter alone is larger.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None,
+        hosts: HostSums | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         self._module = module
-        self._group = group
+        self._group, self._hosts = group, hosts
+        at_once = functools.partial(dist.all_reduce, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        self._start: Callable[[torch.Tensor], Sum] = at_once if hosts is None else hosts.start
         self._bucket_bytes = bucket_bytes
         self._params: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
@@ -81,6 +92,8 @@ class GradientSync:
             done = True
         finally:
             self._active = False
+            if self._hosts is not None and not done:
+                self._hosts.forget()
             for param, grad in zip(self._params, earlier, strict=True):
                 if not done:
                     param.grad = grad
@@ -104,7 +117,7 @@ class GradientSync:
         for hook in self._hooks:
             hook.remove()
         self._params = params
-        self._buckets = _lay_out(params, self._bucket_bytes)
+        self._buckets = _lay_out(params, self._bucket_bytes, 1 if self._hosts is None else self._hosts.multiple)
         self._home = {id(p): bucket for bucket in self._buckets for p in bucket.params}
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in params]
 
@@ -115,13 +128,13 @@ class GradientSync:
         bucket = self._home[id(param)]
         bucket.missing.discard(id(param))
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._buckets[self._next].launch(self._group)
+            self._buckets[self._next].launch(self._start)
             self._next += 1
 
     def _finish(self) -> None:
         """Starts what backward left unstarted, waits for all, and hands out the sums."""
         for bucket in self._buckets[self._next :]:
-            bucket.launch(self._group)
+            bucket.launch(self._start)
         for bucket in self._buckets:
             bucket.collect(self._group)
 
@@ -136,28 +149,34 @@ def _is_plain(param: nn.Parameter) -> bool:
 
 
 class _Bucket:
-    """Some parameters whose gradients travel together in one flat buffer, followed by one flag a parameter."""
+    """Some parameters whose gradients travel together in one flat buffer, followed by one flag a parameter.
 
-    def __init__(self, params: list[nn.Parameter]) -> None:
+    Args:
+        params: The parameters.
+        multiple: The buffer has a multiple of so many elements; what fills it up stands behind the flags.
+    """
+
+    def __init__(self, params: list[nn.Parameter], multiple: int) -> None:
         self.params = params
         self.missing: set[int] = set()
         self._num_elements = sum(p.numel() for p in params)
-        self._work: dist.Work | None = None
+        self._size = -(-(self._num_elements + len(params)) // multiple) * multiple
+        self._work: Sum | None = None
         self._has_grad: list[bool] = []
 
     def start_over(self) -> None:
         """Makes the bucket ready for a backward call. See [Note: a buffer a backward]."""
         self.missing = {id(p) for p in self.params}
         first = self.params[0]
-        self._flat = torch.empty(self._num_elements + len(self.params), dtype=first.dtype, device=first.device)
-        self._flags = self._flat[self._num_elements :]
+        self._flat = torch.empty(self._size, dtype=first.dtype, device=first.device)
+        self._flags = self._flat[self._num_elements :][: len(self.params)]
         self._views: list[torch.Tensor] = []
         offset = 0
         for param in self.params:
             self._views.append(self._flat[offset : offset + param.numel()].view(param.shape))
             offset += param.numel()
 
-    def launch(self, group: dist.ProcessGroup | None) -> None:
+    def launch(self, start: Callable[[torch.Tensor], Sum]) -> None:
         """Copies the gradients into the buffer and starts to sum it."""
         self._has_grad = [p.grad is not None for p in self.params]
         grads = [p.grad for p in self.params if p.grad is not None]
@@ -174,7 +193,7 @@ class _Bucket:
                 self._flags.copy_(torch.tensor(self._has_grad, dtype=self._flags.dtype))
         for param in self.params:
             param.grad = None
-        self._work = dist.all_reduce(self._flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        self._work = start(self._flat)
 
     def collect(self, group: dist.ProcessGroup | None) -> None:
         """Waits for the sum and puts it into `.grad`. See [Note: unused parameters]."""
@@ -193,7 +212,7 @@ class _Bucket:
         del self._flat, self._flags, self._views
 
 
-def _lay_out(params: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+def _lay_out(params: list[nn.Parameter], bucket_bytes: int, multiple: int) -> list[_Bucket]:
     """Returns buckets in the order in which backward is likely to fill them: the last parameter first."""
     buckets: list[_Bucket] = []
     pending: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
@@ -202,17 +221,17 @@ def _lay_out(params: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
         key = (param.dtype, param.device)
         size = param.numel() * param.element_size()
         if key in pending and sizes[key] + size > bucket_bytes:
-            buckets.append(_Bucket(pending.pop(key)))
+            buckets.append(_Bucket(pending.pop(key), multiple))
             sizes[key] = 0
         pending.setdefault(key, []).append(param)
         sizes[key] = sizes.get(key, 0) + size
-    buckets.extend(_Bucket(group) for group in pending.values())
+    buckets.extend(_Bucket(group, multiple) for group in pending.values())
     return buckets
 
 
-def attach(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+def attach(module: nn.Module, group: dist.ProcessGroup | None, hosts: HostSums | None = None) -> None:
     """Makes `gradient_sync_of(module)` a `GradientSync` over `group`."""
-    sync = GradientSync(module, group)
+    sync = GradientSync(module, group, hosts)
     object.__setattr__(module, _ATTRIBUTE, sync)
     attach_gradient_sync(module, sync)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import get_rank, get_world_size, is_initialized
 
+from moreh_ap.parallelizer.group_sums import host_sums
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 
 Exchange = tuple[str, int, int, float, float]
@@ -107,11 +108,14 @@ def _kinds(
     size, rank = get_world_size(group), get_rank(group)
     elements = -(-num_bytes // (4 * size)) * size
     full, shard = torch.ones(elements, device=device), torch.ones(elements // size, device=device)
-    bucket = torch.empty_like(full)
+    bucket, hosts = torch.empty_like(full), host_sums(group, device.type)
 
     def sum_up() -> None:
         bucket.copy_(full)
-        dist.all_reduce(bucket, group=group)
+        if hosts is None:
+            dist.all_reduce(bucket, group=group)
+        else:
+            hosts.start(bucket).wait()
 
     def gather() -> None:
         received = torch.empty_like(full)
