@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -31,16 +30,6 @@ NUM_PLANS = 10
 DEVICES = 4
 
 
-def slow_down(namespace: str, mbit: int) -> str:
-    """Limits what a namespace sends; returns by what."""
-    add = ["tc", "-n", namespace, "qdisc", "replace", "dev", "eth0", "root"]
-    netem = subprocess.run([*add, "netem", "rate", f"{mbit}mbit", "delay", "1ms"], capture_output=True)
-    if netem.returncode == 0:
-        return f"netem, {mbit} Mbit/s and 1 ms"
-    subprocess.run([*add, "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "400ms"], check=True)
-    return f"tbf, {mbit} Mbit/s"
-
-
 def run_in_lab(arguments: argparse.Namespace) -> int:
     """Makes the hosts and runs this script on a third one."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "process"))
@@ -51,7 +40,7 @@ def run_in_lab(arguments: argparse.Namespace) -> int:
         return 2
     lab = Lab()
     try:
-        how = {slow_down(lab.namespace(host), arguments.rate) for host in "ab"}
+        how = {lab.slow_down(host, arguments.rate) for host in "ab"}
         print(f"link between the hosts: {', '.join(how)}", flush=True)
         child = lab.start(Path(__file__).absolute(), "--child", *sys.argv[1:])
         assert child.stdout is not None

@@ -7,6 +7,7 @@ left, even of one whose process was killed: the next lab removes it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -45,7 +46,8 @@ MISSING_FOR_SLURM = (
 )
 """Why there can be no Slurm."""
 
-_NAME = re.compile(r"mlab(\d+)(sw|[cabde])\b")
+_NAME = re.compile(r"mlab(\d+)-(\d+)-(sw|[cabde])\b")
+_NUMBERS = itertools.count()
 
 
 class Lab:
@@ -64,6 +66,7 @@ class Lab:
 
     def __init__(self, names: str = "ab", sshd: Mapping[str, str] | None = None) -> None:
         self._remove_abandoned()
+        self._prefix = f"mlab{os.getpid()}-{next(_NUMBERS)}-"
         self.names, self._sshd = names, sshd or {}
         self.folder = Path(tempfile.mkdtemp(prefix=f"mlab{os.getpid()}-"))
         self.private, self.shared = self.folder / "private", self.folder / "shared"
@@ -84,7 +87,16 @@ class Lab:
 
     def namespace(self, host: str) -> str:
         """Returns the network namespace of a host."""
-        return f"mlab{os.getpid()}{host}"
+        return f"{self._prefix}{host}"
+
+    def slow_down(self, host: str, mbit: int) -> str:
+        """Limits what a host sends; returns by what: netem where the kernel has it, else a token bucket."""
+        add = ["tc", "-n", self.namespace(host), "qdisc", "replace", "dev", "eth0", "root"]
+        netem = subprocess.run([*add, "netem", "rate", f"{mbit}mbit", "delay", "1ms"], capture_output=True)
+        if netem.returncode == 0:
+            return f"netem, {mbit} Mbit/s and 1 ms"
+        subprocess.run([*add, "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "400ms"], check=True)
+        return f"tbf, {mbit} Mbit/s"
 
     def environment(self) -> dict[str, str]:
         """Returns what a script of the controller has in its environment."""
@@ -148,7 +160,7 @@ class Lab:
         """Ends everything of the lab."""
         for daemon in self._daemons:
             daemon.kill()
-        self._remove(f"mlab{os.getpid()}")
+        self._remove(self._prefix)
         for daemon in self._daemons:
             daemon.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -250,7 +262,7 @@ class Lab:
         for line in _ip("netns", "list").splitlines():
             found = _NAME.match(line)
             if found is not None and not os.path.exists(f"/proc/{found[1]}"):
-                self._remove(f"mlab{found[1]}")
+                self._remove(found[0].removesuffix(found[3]))
         for folder in Path(tempfile.gettempdir()).glob("mlab*-*"):
             if not os.path.exists(f"/proc/{folder.name[4:].partition('-')[0]}"):
                 shutil.rmtree(folder, ignore_errors=True)
