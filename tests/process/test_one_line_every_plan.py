@@ -172,24 +172,39 @@ def test_a_model_of_one_s_own_whose_residuals_are_outside_of_its_blocks(plan):
     assert_same(*on_both(script))
 
 
+class PickyBackward(torch.autograd.Function):
+    """Returns its input; has no gradient of few rows."""
+
+    @staticmethod
+    def forward(ctx, h, fewest):
+        ctx.fewest = fewest
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if len(gradient) < ctx.fewest:
+            raise ValueError("too few rows")
+        return gradient, None
+
+
 class PickyBlock(nn.Module):
-    def __init__(self, fewest):
+    def __init__(self, fewest, way):
         super().__init__()
-        self.linear, self.fewest = nn.Linear(8, 8), fewest
+        self.linear, self.fewest, self.way = nn.Linear(8, 8), fewest, way
 
     def forward(self, h):
-        if len(h) < self.fewest:
+        if self.way == "forward" and len(h) < self.fewest:
             raise ValueError("too few rows")
-        return self.linear(h).tanh()
+        return self.linear(PickyBackward.apply(h, self.fewest) if self.way == "backward" else h).tanh()
 
 
 class PickyModel(nn.Module):
-    """Raises an error for a single row in one of its blocks: on one stage of a pipeline alone."""
+    """Raises an error for a single row on one way of one of its blocks: on one stage of a pipeline alone."""
 
-    def __init__(self, picky):
+    def __init__(self, picky, way):
         super().__init__()
         self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
-        self.blocks = nn.ModuleList(PickyBlock(fewest=2 if number == picky else 1) for number in range(4))
+        self.blocks = nn.ModuleList(PickyBlock(2 if number == picky else 1, way) for number in range(4))
 
     def forward(self, x, y):
         h = self.embed(x)
@@ -198,13 +213,14 @@ class PickyModel(nn.Module):
         return nn.functional.mse_loss(self.head(h), y)
 
 
+@pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("picky", [0, 3])
-def test_rows_that_one_stage_alone_cannot_run_keep_no_other_waiting(accelerator, picky):
+def test_rows_that_one_stage_alone_cannot_run_keep_no_other_waiting(accelerator, picky, way):
     accelerator("pipeline=2,micro_batches=2")
     inputs, targets = torch.randn(8, 4), torch.randn(8, 1)
 
     def script(device):
-        model = PickyModel(picky).to(device)
+        model = PickyModel(picky, way).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             loss = model(inputs.to(device), targets.to(device))

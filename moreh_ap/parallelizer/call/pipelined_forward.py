@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class StageFailed(Exception):
-    """An earlier stage of the pipeline raised an error; the text is what it was."""
+    """Another stage of the pipeline raised an error, for which this one waited; the text is what it was."""
 
 
 class PipelinedPass(Execution):
@@ -120,27 +120,49 @@ class PipelinedPass(Execution):
             output_grads: One gradient or None for each leaf of `outputs`; ignored where there is no result.
             retain_graph: Whether another backward may follow.
         """
-        axis = self._stages.axis
+        failure: Exception | None = None
         try:
             for stage, received, returned in reversed(self._ran):
-                if stage.is_last:
-                    roots, grads = _roots(self, self._results, output_grads)
-                else:
-                    roots = [t for t in returned if t.requires_grad]
-                    grads = [torch.empty_like(t) for t in roots]
-                    for grad in grads:
-                        dist.recv(grad, group=axis.group, group_src=(stage.index + 1) % axis.size)
-                if roots:
-                    torch.autograd.backward(roots, grads, retain_graph=retain_graph)
-                for leaf in received:
-                    if leaf.requires_grad:
-                        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
-                        leaf.grad = None
-                        dist.send(grad, group=axis.group, group_dst=(stage.index - 1) % axis.size)
+                wanted = [leaf for leaf in received if leaf.requires_grad]
+                try:
+                    self._go_back(stage, wanted, [t for t in returned if t.requires_grad], output_grads, retain_graph)
+                except Exception as error:  # stages that wait for this one are told
+                    failure = failure or error
+                    if wanted:
+                        _send_failure(self._stages.axis, (stage.index - 1) % self._stages.axis.size, failure)
+            if failure is not None:
+                raise failure
         except BaseException:
             recover(self.call.module)
             raise
         return []
+
+    def _go_back(
+        self,
+        stage: Stage,
+        wanted: list[Tensor],
+        returned: list[Tensor],
+        output_grads: Sequence[Tensor | None],
+        retain_graph: bool,
+    ) -> None:
+        """Runs the backward of one stage: its gradients come from the next, those of `wanted` go to the one before."""
+        axis = self._stages.axis
+        if stage.is_last:
+            roots, grads = _roots(self, self._results, output_grads)
+        else:
+            roots, grads = returned, [torch.empty_like(t) for t in returned]
+            if grads:
+                _receive_header(axis, (stage.index + 1) % axis.size)
+            for grad in grads:
+                dist.recv(grad, group=axis.group, group_src=(stage.index + 1) % axis.size)
+        if roots:
+            torch.autograd.backward(roots, grads, retain_graph=retain_graph)
+        if wanted:
+            dist.send_object_list([None], group=axis.group, group_dst=(stage.index - 1) % axis.size)
+        for leaf in wanted:
+            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+            leaf.grad = None
+            dist.send(grad, group=axis.group, group_dst=(stage.index - 1) % axis.size)
 
 
 class PipelinedForward(MicroBatchedForward):
@@ -329,12 +351,21 @@ def _send_failure(axis: Axis, place: int, error: Exception) -> None:
     dist.send_object_list([told], group=axis.group, group_dst=place)
 
 
-def _receive(axis: Axis, place: int, device: torch.device) -> tuple[list[Tensor], Nesting]:
+def _receive_header(axis: Axis, place: int) -> Any:
+    """Returns what comes before the tensors of a stage.
+
+    Raises:
+        StageFailed: It has failed, and sends none.
+    """
     header: list[Any] = [None]
     dist.recv_object_list(header, group=axis.group, group_src=place)
     if isinstance(header[0], str):
         raise StageFailed(header[0])
-    specs, leaves, is_tensor, packed, lengths = header[0]
+    return header[0]
+
+
+def _receive(axis: Axis, place: int, device: torch.device) -> tuple[list[Tensor], Nesting]:
+    specs, leaves, is_tensor, packed, lengths = _receive_header(axis, place)
     received = []
     for shape, dtype, requires_grad in specs:
         tensor = torch.empty(shape, dtype=dtype, device=device)

@@ -265,15 +265,15 @@ class Probe:
     def _check_denominators(self, common: Sequence[Tensor], apart: Sequence[Sequence[Tensor]]) -> None:
         check_denominators(common, apart)
 
+    @all_workers_or_none
     def _go_back(self, run: EagerForward | PipelinedPass, gradients: Sequence[Tensor | None]) -> None:
         """Runs a backward that leaves the gradients of parameters on each worker."""
         run.accumulate(gradients)
 
     def _backward_apart(self) -> None:
         """Runs the backward of the single runs."""
-        number = len(self._singles)
         for position, single in enumerate(self._singles):
-            self._go_back(single, self._share_of(position, number))
+            self._go_back(single, self._share_of(position, len(self._singles)))
 
     def _share_of(self, position: int, number: int) -> list[Tensor | None]:
         """Returns the gradients of the outputs of one run of several; each has as many rows."""
