@@ -1,7 +1,8 @@
 """The lines of the log and of the dump files: their wording and order, the platform's where it has such lines.
 
-Decides how start-up and the choice of a plan read in the log. Must not know how either is done: every function takes
-what was found and returns text, and only the two writers touch a file. The planner must not know this module.
+Decides how the choice of a plan reads in the log (how the start of workers does: `accelerator/start_log.py`). Must not
+know how it is done: every function takes what was found and returns text, and only the two writers touch a file. The
+planner must not know this module.
 """
 
 from __future__ import annotations
@@ -18,55 +19,6 @@ from moreh_ap.planner.search.ranking import TIE_MARGIN, Ranking
 
 SELECTED_CONFIG_FILE = "advanced_parallelization_selected_config.dump"
 AUTOCONFIG_LOG_FILE = "autoconfig_log.dump"
-
-
-def requesting_line() -> str:
-    """Returns the first line of all, before anything is started."""
-    return "Requesting resources for MoAI Accelerator..."
-
-
-def daemon_line() -> str:
-    """Returns the line for the start of the worker processes."""
-    return "Initializing the worker daemon for MoAI Accelerator"
-
-
-def connecting_line(index: int, total: int, address: str) -> str:
-    """Returns the line for worker `index` of `total`, counted from 1; `address` is `host:port`."""
-    return f"[{index}/{total}] Connecting to resources on the server ({address})..."
-
-
-def links_line() -> str:
-    """Returns the line for joining the process groups."""
-    return "Establishing links to the resources..."
-
-
-def ready_line() -> str:
-    """Returns the line that says the accelerator can be used."""
-    return "MoAI Accelerator is ready to use."
-
-
-def version_line(version: str) -> str:
-    """Returns the line that names our version."""
-    return f"Moreh Version: {version}"
-
-
-def job_line(job_id: int | str) -> str:
-    """Returns the line that names the job."""
-    return f"Moreh Job ID: {job_id}"
-
-
-def startup_lines(addresses: list[str], version: str, job_id: int | str) -> list[str]:
-    """Returns all lines of a start-up whose workers have these addresses, in order."""
-    connecting = [connecting_line(index, len(addresses), address) for index, address in enumerate(addresses, 1)]
-    return [
-        requesting_line(),
-        daemon_line(),
-        *connecting,
-        links_line(),
-        ready_line(),
-        version_line(version),
-        job_line(job_id),
-    ]
 
 
 def choice_lines(choice: Choice) -> list[str]:

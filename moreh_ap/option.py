@@ -1,7 +1,7 @@
 """The one line that users add.
 
 Decides what its arguments are called. Checking them is `moreh_ap.settings`'; everything else begins in
-`moreh_ap.accelerator.enable`, and nothing heavy is imported before that.
+`moreh_ap.accelerator.enabling.enable`, and nothing heavy is imported before that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from moreh_ap import checked_versions
+from moreh_ap.accelerator import enabling
 from moreh_ap.hosts.host_list import parse_hosts
 from moreh_ap.local import logger
 from moreh_ap.plan import Plan
@@ -106,6 +107,4 @@ def enable_advanced_parallelization(
         autosave_folder=check_autosave(autosave),
     )
     checked_versions.warn_if_unchecked(stacklevel=3)
-    from moreh_ap import accelerator
-
-    accelerator.enable(options)
+    enabling.enable(options)

@@ -25,7 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moreh_ap import device
-from moreh_ap.accelerator import enable
+from moreh_ap.accelerator.enabling import enable
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import Task

@@ -57,7 +57,7 @@ def rank(arguments: argparse.Namespace) -> int:
     from transformers import LlamaConfig
 
     from moreh_ap import device
-    from moreh_ap.accelerator import enable
+    from moreh_ap.accelerator.enabling import enable
     from moreh_ap.hosts.host_list import parse_hosts
     from moreh_ap.planner.search.candidate import Candidate
     from moreh_ap.planner.search.plan_search import search

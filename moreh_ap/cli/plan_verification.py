@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moreh_ap import device
-from moreh_ap.accelerator import enable
+from moreh_ap.accelerator.enabling import enable
 from moreh_ap.cli.script_run import run_until_first_call
 from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.integrations import transformers_families

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from moreh_ap import accelerator, device
+from moreh_ap import device
+from moreh_ap.accelerator import enabling, redirection
+from moreh_ap.accelerator.worker_starts import WorkerStarts, resolve_devices
 from moreh_ap.dry.absent_workers import AbsentWorkers, UnlistedJob
 from moreh_ap.dry.unloaded import without_memory
 from moreh_ap.errors import OptionError
@@ -35,7 +37,7 @@ from moreh_ap.planner.search.ranking import Ranking
 from moreh_ap.protocol.messages.devices import DeviceInfo
 from moreh_ap.session.model_registry import ModelRegistry
 from moreh_ap.session.own_process.small_models import SmallModels
-from moreh_ap.session.planning import device_count
+from moreh_ap.session.planning import device_count_records
 from moreh_ap.session.planning.first_call import family_of, rows_of
 from moreh_ap.session.planning.machine_profile import Machine, machine_of, machine_on
 from moreh_ap.session.planning.model_profiling import profile_model, shape_of
@@ -87,7 +89,7 @@ class DryAccelerator:
 
         self.session = Session(options, no_workers, count, count, UnlistedJob(), ProcessGenerator())
         self.models = ModelRegistry(self.session)
-        self._patches = accelerator.redirect(self.session, self.models)
+        self._patches = redirection.redirect(self.session, self.models)
         transformers_dry.install(self._patches, note, without_weights=not with_weights)
         if not with_weights:
             _leave_weights_out(self._patches.group("A dry run needs shapes, and no weights."))
@@ -104,12 +106,12 @@ class DryAccelerator:
 @contextlib.contextmanager
 def dry(cluster: Cluster | None, note: Callable[[str], object], *, with_weights: bool) -> Iterator[None]:
     """Inside, the one line makes a `DryAccelerator`; arguments as for that."""
-    before = accelerator.MAKES.make
-    accelerator.MAKES.make = lambda options: DryAccelerator(options, cluster, with_weights, note)
+    before = enabling.MAKES.make
+    enabling.MAKES.make = lambda options: DryAccelerator(options, cluster, with_weights, note)
     try:
         yield
     finally:
-        accelerator.MAKES.make = before
+        enabling.MAKES.make = before
 
 
 def _leave_weights_out(group: PatchGroup) -> None:
@@ -154,9 +156,9 @@ def _this_machine(options: Options) -> _Place:
             f"moreh-ap plan --devices 8xH100-80GB --hosts {len(options.hosts)} train.py",
             "docs/dry-run.md#devices",
         )
-    _, count = accelerator.resolve_devices(options.devices)
+    _, count = resolve_devices(options.devices)
     alone = replace(options, devices=count, trace_file="", report_folder="", check_steps=0, recovery="off", plan=None)
-    real = accelerator.Accelerator(alone)
+    real = redirection.Accelerator(alone, WorkerStarts(alone))
     try:
         session = real.session
         machine, info = machine_of(session), session.devices()[0]
@@ -232,7 +234,7 @@ def plan_of(first: FirstCall) -> DryPlan:
         def task_on(count: int) -> Task | None:
             return question.limited_task_on(place.fewer(count), choice.ranking.task.corrections)
 
-        least = device_count.LEAST_DEVICES[place.device_type]
+        least = device_count_records.LEAST_DEVICES[place.device_type]
         count = machine.cluster.num_devices
         fewer = faster_on_fewer(choice.chosen.seconds, count, question.rows, task_on, least)
     if fewer is None:

@@ -309,7 +309,7 @@ def main(device: str, place: str) -> None:
             print(json.dumps(run(Case(name, "reference"), device)), flush=True)
         return
     from moreh_ap import device as accelerators
-    from moreh_ap.accelerator import enable
+    from moreh_ap.accelerator.enabling import enable
     from moreh_ap.plan import Plan
     from moreh_ap.settings import Options
 

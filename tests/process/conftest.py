@@ -14,7 +14,7 @@ from hosts_lab import Lab
 from parallelizer_team import Team
 
 from moreh_ap import device
-from moreh_ap.accelerator import enable as enable_accelerator
+from moreh_ap.accelerator.enabling import enable as enable_accelerator
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.session.session import Session

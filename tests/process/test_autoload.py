@@ -83,8 +83,10 @@ def test_hook_adds_less_than_30_ms(site):
 
 def test_environment_enables_without_starting_anything(site, tmp_path):
     shutil.copytree(site, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "moreh_ap/accelerator.py").unlink()
-    (tmp_path / "moreh_ap/accelerator.py").write_text("def enable(options): print('enabled', options.devices)\n")
+    (tmp_path / "moreh_ap/accelerator/enabling.py").unlink()
+    (tmp_path / "moreh_ap/accelerator/enabling.py").write_text(
+        "def enable(options): print('enabled', options.devices)\n"
+    )
     code = "import torch; print('imported')"
     on = run(tmp_path, code, MOREH_ENABLE_ADVANCED_PARALLELIZATION="1", MOREH_NUM_DEVICES="3")
     off = run(tmp_path, code, MOREH_ENABLE_ADVANCED_PARALLELIZATION="0", MOREH_NUM_DEVICES="3")

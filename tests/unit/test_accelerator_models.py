@@ -8,7 +8,8 @@ import platform
 import pytest
 import torch
 
-from moreh_ap import accelerator, accelerator_models, errors
+from moreh_ap import accelerator_models, errors
+from moreh_ap.accelerator import worker_starts
 from moreh_ap.accelerator_models import Accelerators, Supply
 from moreh_ap.flavours import FLAVOURS
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
@@ -79,7 +80,7 @@ def test_gpu_machines_list_all_thirteen_and_cpu_machines_what_fits():
 
 def test_argument_outranks_plan_outranks_variable_outranks_model(monkeypatch):
     def taken(environment=(), **arguments):
-        return accelerator.resolve_devices(resolve_options(dict(environment), **arguments).devices)
+        return worker_starts.resolve_devices(resolve_options(dict(environment), **arguments).devices)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})

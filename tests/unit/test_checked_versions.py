@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import types
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -13,8 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-import moreh_ap
 from moreh_ap import checked_versions
+from moreh_ap.accelerator import enabling
 from moreh_ap.checked_versions import CHECKS, Versions, VersionWarning, find_check
 from moreh_ap.option import enable_advanced_parallelization
 from moreh_ap.toolkit import environment_checks
@@ -28,10 +27,7 @@ OUTSIDE = Versions("3.13.1", "2.14.0+cu130", "5.23.0", "0.7.0")
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     """Sets the versions that are found, and starts no accelerator."""
-    stand_in = types.ModuleType("moreh_ap.accelerator")
-    stand_in.enable = lambda options: None
-    monkeypatch.setitem(sys.modules, "moreh_ap.accelerator", stand_in)
-    monkeypatch.setattr(moreh_ap, "accelerator", stand_in, raising=False)
+    monkeypatch.setattr(enabling, "enable", lambda options: None)
     checked_versions.warn_if_unchecked.cache_clear()
     yield lambda found: monkeypatch.setattr(checked_versions, "installed", lambda: found)
     checked_versions.warn_if_unchecked.cache_clear()

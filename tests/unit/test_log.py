@@ -30,15 +30,6 @@ def test_log_lines_are_the_platforms():
         assert re.fullmatch(pattern, line)
 
 
-def test_start_up_lines():
-    lines = log.startup_lines(["127.0.0.1:5000", "127.0.0.1:5001"], "0.1.0", 42)
-    assert lines[2:4] == [
-        "[1/2] Connecting to resources on the server (127.0.0.1:5000)...",
-        "[2/2] Connecting to resources on the server (127.0.0.1:5001)...",
-    ]
-    assert lines[5] == "MoAI Accelerator is ready to use."
-
-
 def test_selected_config_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = Plan(2, 2, micro_batches=4, precision="bf16")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pathlib
-import sys
-import types
 
 import pytest
 
-import moreh_ap
+from moreh_ap.accelerator import enabling
 from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.option import enable_advanced_parallelization
 from moreh_ap.plan import Plan
@@ -21,10 +19,7 @@ PREFIX = "MOREH_ADVANCED_PARALLELIZATION_"
 def enabled(monkeypatch):
     """The options that reach the accelerator, which is replaced by a list."""
     seen: list[Options] = []
-    stand_in = types.ModuleType("moreh_ap.accelerator")
-    stand_in.enable = seen.append
-    monkeypatch.setitem(sys.modules, "moreh_ap.accelerator", stand_in)
-    monkeypatch.setattr(moreh_ap, "accelerator", stand_in, raising=False)
+    monkeypatch.setattr(enabling, "enable", seen.append)
     for name in ("MAX_PARALLEL_COMPILE_THREADS", "DETAILED_LOG", "MEMORY_USAGE_CORRECTION_RATIO"):
         monkeypatch.delenv(PREFIX + name, raising=False)
     monkeypatch.delenv("MOREH_NUM_DEVICES", raising=False)

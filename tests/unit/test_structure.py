@@ -34,12 +34,13 @@ IMPORTS_IN_FUNCTIONS = {
     ("moreh_ap", "settings"): "not at `import torch`",
     ("moreh_ap", "session.checkpoint.training_checkpoint"): "not at `import torch`",
     ("moreh_ap", "integrations.transformers_import"): "not at `import torch`",
-    ("option", "accelerator"): "not at `import torch`",
     ("integrations.transformers_import", "integrations.adamw"): "not at `import torch`",
     # An optional library: torchmonarch exists for Linux only, and its import takes a while.
     ("runtime.launcher", "runtime.engine"): "optional library: torchmonarch",
     # What only several hosts need.
-    ("accelerator", "runtime.host.hosts_launcher"): "optional: several hosts",
+    ("accelerator.worker_starts", "runtime.host.hosts_launcher"): "optional: several hosts",
+    # Workers begin before it.
+    ("accelerator.enabling", "accelerator.redirection"): "workers import what they need at the same time",
     # A library that is slow to import.
     ("device.values", "parallelizer.state.loading"): "imports torch.distributed.tensor, for reading files alone",
     ("parallelizer.call.pipelined_forward", "parallelizer.pipeline.schedules"): "imports the compiler: 1 s a worker",

@@ -29,24 +29,7 @@ from moreh_ap.session.outbox import Restart
 from moreh_ap.session.planning import device_count_records
 from moreh_ap.session.planning.device_count_records import DeviceRecord
 from moreh_ap.session.session import Session
-from moreh_ap.settings import Options
 from moreh_ap.states import SessionState
-
-LEAST_DEVICES = {"cuda": 1, "cpu": 2}
-"""By the kind of device. Whether one process is faster than workers on CPUs is tried, not predicted
-(`own_process/faster_place.py`)."""
-
-
-def devices_at_start(options: Options, device_type: str, num_devices: int) -> int:
-    """Returns how many workers to start: as many as the script's last run used, without a record all.
-
-    Args:
-        options: The script's options.
-        device_type: "cuda" or "cpu".
-        num_devices: Devices of the accelerator.
-    """
-    record = _record(options, device_type, num_devices)
-    return num_devices if record is None else record.devices
 
 
 def settle_start(session: Session, identity: str) -> None:
@@ -58,7 +41,7 @@ def settle_start(session: Session, identity: str) -> None:
     """
     if not session.uses_fewer_devices or session.outbox.state.current is not SessionState.EMPTY:
         return
-    record = _record(session.options, session.device_type, session.max_devices)
+    record = device_count_records.of_script(session.options, session.device_type, session.max_devices)
     if record is not None and record.model == identity:
         logger.say(log.remembered_devices_line(record.devices, session.max_devices, record.all_s))
         return
@@ -81,12 +64,12 @@ def use_fewer(
     """
     trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in root.parameters())
     is_first = session.outbox.state.current is SessionState.EMPTY and not session.uses_fewer_devices
-    if not (trains and is_first and _is_open(session.options)):
+    if not (trains and is_first and device_count_records.is_open(session.options)):
         return False
-    record = _record(session.options, session.device_type, session.max_devices)
+    record = device_count_records.of_script(session.options, session.device_type, session.max_devices)
     if record is not None and record.model == identity:
         return False  # an earlier run went back to all
-    everything, least = session.max_devices, LEAST_DEVICES[session.device_type]
+    everything, least = session.max_devices, device_count_records.LEAST_DEVICES[session.device_type]
     ranking = faster_on_fewer(all_s, everything, rows, task_on, least)
     if ranking is None:
         return False
@@ -106,20 +89,6 @@ def is_faster_on_all(fewer_s: float, on_all: Ranking) -> bool:
         on_all: Its plans on all devices.
     """
     return bool(on_all.num_fitting) and on_all.best.seconds < fewer_s * (1 - FEWER_MARGIN)
-
-
-def _is_open(options: Options) -> bool:
-    """Returns whether the script leaves the number of devices to us."""
-    return options.devices is None and options.plan is None and not options.hosts
-
-
-def _record(options: Options, device_type: str, num_devices: int) -> DeviceRecord | None:
-    if not _is_open(options):
-        return None
-    record = device_count_records.look_up(device_count_records.script_key(device_type, num_devices))
-    if record is None or record.all_devices != num_devices or record.devices < LEAST_DEVICES[device_type]:
-        return None
-    return record
 
 
 def use_all_next_time(session: Session) -> None:

@@ -14,8 +14,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from moreh_ap.local.cache_files import CacheFile
+from moreh_ap.settings import Options
 
 FILE = CacheFile("device_counts.json")
+
+LEAST_DEVICES = {"cuda": 1, "cpu": 2}
+"""By the kind of device. Whether one process is faster than workers on CPUs is tried, not predicted
+(`own_process/faster_place.py`)."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,39 @@ def look_up(key: str) -> DeviceRecord | None:
         and record.all_s > 0.0
     )
     return record if is_valid else None
+
+
+def is_open(options: Options) -> bool:
+    """Returns whether the script leaves the number of devices to us."""
+    return options.devices is None and options.plan is None and not options.hosts
+
+
+def of_script(options: Options, device_type: str, num_devices: int) -> DeviceRecord | None:
+    """Returns the record of this script, None if there is none that holds for these options and devices.
+
+    Args:
+        options: The script's options.
+        device_type: "cuda" or "cpu".
+        num_devices: Devices of the accelerator.
+    """
+    if not is_open(options):
+        return None
+    record = look_up(script_key(device_type, num_devices))
+    if record is None or record.all_devices != num_devices or record.devices < LEAST_DEVICES[device_type]:
+        return None
+    return record
+
+
+def devices_at_start(options: Options, device_type: str, num_devices: int) -> int:
+    """Returns how many workers to start: as many as the script's last run used, without a record all.
+
+    Args:
+        options: The script's options.
+        device_type: "cuda" or "cpu".
+        num_devices: Devices of the accelerator.
+    """
+    record = of_script(options, device_type, num_devices)
+    return num_devices if record is None else record.devices
 
 
 def keep(key: str, record: DeviceRecord) -> None:

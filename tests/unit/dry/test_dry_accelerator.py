@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moreh_ap import device
-from moreh_ap.accelerator import enable
+from moreh_ap.accelerator.enabling import enable
 from moreh_ap.dry import dry_accelerator
 from moreh_ap.errors import OptionError, UnsupportedError
 from moreh_ap.plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moreh_ap import accelerator
+from moreh_ap.accelerator.worker_starts import WorkerStarts
 from moreh_ap.errors import OptionError, UnsupportedError
 from moreh_ap.runtime import gpu_checks
 from moreh_ap.settings import Options
@@ -42,14 +42,14 @@ def gpus(monkeypatch):
 def test_the_line_refuses_a_driver_that_is_too_old(gpus, monkeypatch):
     monkeypatch.setattr(gpu_checks, "driver_version", lambda: 12080)
     with pytest.raises(OptionError, match=r"CUDA 12\.8"):
-        accelerator.Accelerator(Options())
+        WorkerStarts(Options())
 
 
 def test_the_line_refuses_a_script_with_tensors_on_a_gpu(gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: index * 2**20)
     with pytest.raises(UnsupportedError, match=r"1\.0 MiB of tensors are on cuda:1 already") as error:
-        accelerator.Accelerator(Options())
+        WorkerStarts(Options())
     assert lines(error) == ["Allowed", "Try", "See"]
 
 

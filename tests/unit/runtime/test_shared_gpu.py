@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moreh_ap import accelerator
+from moreh_ap.accelerator import worker_starts
 from moreh_ap.runtime.shared_gpu import StagedWork, gathered
 from moreh_ap.runtime.worker_environment import SHARING_VARIABLE, device_ids
 
@@ -18,7 +18,7 @@ def test_devices_are_dealt_in_turn(monkeypatch):
     assert device_ids(4, "4,6") == ("4", "4", "6", "6")
     assert device_ids(4, "") == ("0", "0", "1", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert accelerator.resolve_devices(2) == ("cuda", 2)
+    assert worker_starts.resolve_devices(2) == ("cuda", 2)
 
 
 def test_without_the_variable_each_worker_has_one_of_its_own(monkeypatch):

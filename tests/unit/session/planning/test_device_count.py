@@ -67,7 +67,7 @@ def use_fewer(session, root=None, all_s=ALL_S):
 
 
 def at_start(**options):
-    return device_count.devices_at_start(Options(**options), "cuda", 8)
+    return device_count_records.devices_at_start(Options(**options), "cuda", 8)
 
 
 def test_fewer_devices_are_used_and_the_next_run_starts_with_them(capsys):
@@ -125,7 +125,7 @@ def test_one_worker_on_the_cpu_is_not_chosen_by_prediction():
     assert 2 <= use_fewer(session) < 8
     record = replace(device_count_records.look_up(device_count_records.script_key("cpu", 8)), devices=1)
     device_count_records.keep(device_count_records.script_key("cpu", 8), record)
-    assert device_count.devices_at_start(Options(), "cpu", 8) == 8
+    assert device_count_records.devices_at_start(Options(), "cpu", 8) == 8
 
 
 def test_a_second_model_gets_all_devices_if_it_is_clearly_faster_there():

@@ -1,0 +1,62 @@
+"""Which accelerator is in force in this process: what the one line makes, and keeps.
+
+Decides what a second call of the line means, and that workers begin before the rest of this package is imported (see
+[Note: ahead] in `worker_starts`). Must not know what an accelerator is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moreh_ap import device
+from moreh_ap.accelerator.worker_starts import WorkerStarts
+from moreh_ap.device import AcceleratorInForce
+from moreh_ap.errors import OptionError
+from moreh_ap.settings import Options
+
+
+def make_accelerator(options: Options) -> AcceleratorInForce:
+    """Returns an `Accelerator`, whose workers are starting; errors are those of `WorkerStarts` and `Accelerator`."""
+    starts = WorkerStarts(options)
+    try:
+        from moreh_ap.accelerator.redirection import Accelerator
+
+        return Accelerator(options, starts)
+    except BaseException:  # Ctrl-C, too
+        starts.close()
+        raise
+
+
+class _Makes:
+    """What the one line makes: an `Accelerator`, unless a dry run says otherwise."""
+
+    make: Callable[[Options], AcceleratorInForce] = staticmethod(make_accelerator)
+
+
+MAKES = _Makes()
+
+
+def enable(options: Options) -> None:
+    """Make "cuda" mean an accelerator with these options; with the same options again, nothing happens.
+
+    Raises:
+        OptionError: If an accelerator with other options is in use already.
+    """
+    in_force = device.current()
+    if in_force is not None:
+        if in_force.options == options:
+            return
+        if in_force.options.hosts != options.hosts:
+            raise OptionError(
+                "The accelerator has other hosts already.",
+                allowed="the hosts of the first call",
+                fix="torch.moreh.option.enable_advanced_parallelization(hosts=...)  # once, before anything else",
+            )
+        if in_force.in_use():
+            raise OptionError(
+                f"The accelerator is in use with {in_force.options}; it cannot take other options now.",
+                allowed="One call, or further calls with the same arguments, before the accelerator is used.",
+                fix="torch.moreh.option.enable_advanced_parallelization(...)  # once, before the first model call",
+            )
+        device.disable()
+    device.put_in_force(MAKES.make(options))
