@@ -75,8 +75,8 @@ def enable_advanced_parallelization(
         report: Whether a report of the run is written when it ends: a page, and the JSON that it is made from. True
             writes it into the folder ``moreh_report``; a path is another folder. Default: `MOREH_REPORT`, else none.
         recovery: "memory" keeps what workers were told, so that others take over where one is lost, and the training
-            goes on with the same numbers; "auto" does so where that is possible, "off" never. Default:
-            `MOREH_RECOVERY`, else "off".
+            goes on with the same numbers; "auto" does so in runs that are long enough for it to cost next to nothing,
+            "off" never. Default: `MOREH_RECOVERY`, else "off".
         autosave: A folder into which checkpoints of all models and optimizers that train are saved every ten minutes
             (`MOREH_AUTOSAVE_MINUTES`) and at SIGTERM; `moreh_ap.load` loads the last one. Default: `MOREH_AUTOSAVE`,
             else none.

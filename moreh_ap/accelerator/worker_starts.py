@@ -125,7 +125,8 @@ class WorkerStarts:
             launcher = functools.partial(Launcher, agent_variables={IGNORES_SIGTERM_VARIABLE: "1"})
         make: Callable[..., WorkerGroup] = WorkerGroup
         if self._recovers:
-            make = functools.partial(RecoveringWorkerGroup, rules=self.make_rules(self, count))
+            is_frugal = self._options.recovery == "auto"
+            make = functools.partial(RecoveringWorkerGroup, rules=self.make_rules(self, count), is_frugal=is_frugal)
         workers = self.current = make(
             count,
             device_type=self.device_type,

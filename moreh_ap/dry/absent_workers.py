@@ -26,7 +26,8 @@ class AbsentWorkers(WorkerGroup):
 
     def __init__(self, info: DeviceInfo, num_workers: int, device_type: str) -> None:
         self.num_workers, self.device_type, self.shares_memory = num_workers, device_type, True
-        self.num_waits, self.keeps_commands, self.wanted, self._info = 0, False, None, info
+        self.num_waits, self.keeps_commands, self.keeps_values = 0, False, False
+        self.wanted, self._info = None, info
 
     @property
     def pids(self) -> list[int]:

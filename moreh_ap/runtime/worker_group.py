@@ -59,7 +59,7 @@ class WorkerGroup:
     Attributes:
         num_workers: how many.
         num_waits: how often a caller had to wait for a reply that was not there.
-        keeps_commands, wanted: whether commands are kept once they were sent; one that should go with the next forward.
+        keeps_commands, keeps_values, wanted: whether sent commands are noted, with values; what goes with a forward.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class WorkerGroup:
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; it must be at least 1")
         self.num_workers, self.device_type, self.shares_memory = num_workers, device_type, shares_memory
-        self.num_waits, self.keeps_commands, self.wanted = 0, False, None
+        self.num_waits, self.keeps_commands, self.keeps_values, self.wanted = 0, False, False, None
         self._on_progress: Progress = on_progress or (lambda stage, done, total: None)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -308,7 +308,7 @@ class WorkerGroup:
         with self._lock:
             self._carrier = carrier
             for command in self._unsent:
-                self._send(command)
+                WorkerGroup._send(self, command)  # they were noted when they were submitted
             self._unsent.clear()
         self._on_progress("ready", self.num_workers, self.num_workers)
         self._ready.set()

@@ -216,8 +216,10 @@ class Outbox:
             commands += releases
             if not commands:
                 return
-            if self.state.current is SessionState.REPLAYABLE or self._workers.keeps_commands:  # after they were sent
-                commands = [command.owned() if type(command) is Forward else command for command in commands]
+            if self.state.current is SessionState.REPLAYABLE or self._workers.keeps_values:  # after they were sent
+                for index, command in enumerate(commands):
+                    if type(command) is Forward:
+                        commands[index] = command.owned()
             if self.state.current is SessionState.REPLAYABLE:
                 self.journal.note(tuple(commands), tuple(posted))
             if self.on_sent is not None:

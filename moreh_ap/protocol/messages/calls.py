@@ -50,6 +50,11 @@ class Forward:
 
     def owned(self) -> Forward:
         """Returns the same with tensors whose bytes nobody changes (`TensorData.of`)."""
+        for one in self.tensors:
+            if isinstance(one, TensorData) and not isinstance(one.data, bytes):
+                break
+        else:
+            return self
         tensors = tuple([one.owned() if isinstance(one, TensorData) else one for one in self.tensors])
         return replace(self, tensors=tensors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,10 @@ TOO_LARGE = "too large"
 """Why there is none: it has more bytes than it may have."""
 
 
+TOO_LONG = "it would take longer than it may"
+"""Why there is none: nothing was copied, and `Snapshot.seconds` is what it would take."""
+
+
 @dataclass(frozen=True)
 class TakeSnapshot:
     """Copy everything that later commands can name into this worker's part of `file`. Answers a `Snapshot`.
@@ -22,11 +27,13 @@ class TakeSnapshot:
 
     number: By which the copy is known.
     most_bytes: It may have.
+    most_s: Seconds that it may take.
     """
 
     file: MemoryFile
     number: int
     most_bytes: int
+    most_s: float = math.inf
 
 
 class Snapshot(NamedTuple):

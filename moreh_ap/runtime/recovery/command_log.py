@@ -8,6 +8,11 @@ A snapshot is a command in a message like others, whose answers come later. Unti
 each has its copy, commands of before stay: a worker that is lost meanwhile costs what it would have cost. Then one
 message takes the place of all of them, and of the one with the snapshot in it: what makes the structure of models, what
 restores the copy, and what followed the snapshot in its message.
+
+[Note: nothing before the first copy]
+A log of which no one knows whether it will be needed has to cost nothing in a run that is short, or does not train. So
+a frugal one keeps a command until it is answered, and then only what makes the structure of models. It is complete, and
+lost workers can be replaced, once the first snapshot stands for all before it.
 """
 
 from __future__ import annotations
@@ -22,13 +27,19 @@ from typing import Any, NamedTuple, Protocol
 
 from moreh_ap.protocol.encoding import Packed, WorkerTraceback
 from moreh_ap.runtime.future import SentCommand
-from moreh_ap.runtime.recovery.snapshot_timing import SnapshotTiming
+from moreh_ap.runtime.recovery.snapshot_timing import MOST_FRUGAL_STEPS, SnapshotTiming
 
 MOST_BYTES = 1 << 30
 """Of all commands that are kept, batches included."""
 
 MOST_STEPS = 500
-"""So many steps are computed again at most."""
+"""So many steps are computed again at most, where commands are kept from the beginning."""
+
+FRUGAL_STEPS = 4 * MOST_FRUGAL_STEPS
+"""The same where copies are taken as often as their cost allows: those between two copies, and more on their way."""
+
+MOST_FAILED = 24
+"""Where copies cost what they may, and so many in a row were not possible, no more are tried."""
 
 SNAPSHOT_BYTES = 1 << 28
 """A snapshot is taken once so many bytes of commands are kept, however few steps that is."""
@@ -60,6 +71,8 @@ class Taken(NamedTuple):
         is_too_large: Whether there is no memory for copies.
         seconds: What the slowest worker took.
         since_s: Seconds since workers were asked for one before; 0 if they never were.
+        num_bytes: Of the copies of all workers.
+        needed_s: What it would take, where it would take longer than it may; else 0.
     """
 
     problem: str
@@ -67,6 +80,8 @@ class Taken(NamedTuple):
     is_too_large: bool = False
     seconds: float = 0.0
     since_s: float = 0.0
+    num_bytes: int = 0
+    needed_s: float = 0.0
 
 
 class ReplayRules(Protocol):
@@ -75,8 +90,8 @@ class ReplayRules(Protocol):
     def note(self, command: Any) -> Noted:
         """Returns what has to be known of a command that is kept."""
 
-    def next_snapshot(self) -> Any:
-        """Returns a command that has workers copy what they hold; None where that is not possible."""
+    def next_snapshot(self, most_s: float) -> Any:
+        """Returns a command that has workers copy what they hold, if that takes `most_s`; None where it cannot be."""
 
     def taken(self, command: Any, values: Sequence[Any]) -> Taken:
         """Returns how the workers' copies went that a command had them take."""
@@ -105,8 +120,11 @@ class ReplayRules(Protocol):
     def say(self, line: str) -> None:
         """Prints a line of the log."""
 
+    def say_more(self, line: str) -> None:
+        """Prints a line of a detailed log."""
 
-@dataclass
+
+@dataclass(slots=True)
 class Logged:
     """A command that was sent.
 
@@ -139,83 +157,110 @@ class CommandLog:
 
     Args:
         rules: What is known of commands.
+        is_frugal: Whether commands are not kept before the first copy, see [Note: nothing before the first copy], and
+            copies are taken only as often as their cost allows.
 
     Attributes:
-        is_open: Whether commands are kept.
-        why_closed: Why they are not kept any more; empty before the log is opened.
+        is_open: Whether commands are noted.
+        is_complete: Whether others can be told all that the workers were told.
+        why_closed: Why they are not noted any more; empty before the log is opened.
         wanted: A command that should go with the next one, if any: a snapshot is due.
     """
 
-    def __init__(self, rules: ReplayRules) -> None:
-        self.rules = rules
-        self.is_open, self.why_closed = False, ""
+    def __init__(self, rules: ReplayRules, *, is_frugal: bool = False) -> None:
+        self.rules, self._is_frugal = rules, is_frugal
+        self.is_open, self.is_complete, self.why_closed = False, False, ""
         self.wanted: Any = None
         self._lock = threading.Lock()
         self._commands: dict[int, Logged] = {}
-        self._num_bytes = self._num_steps = 0
+        self._num_bytes = self._num_steps = self._last_number = 0
         self._files: dict[str, tuple[int, ...]] = {}
-        self._when_forgotten: list[Callable[[], object]] = []
+        self._when_forgotten: list[tuple[int, Callable[[], object]]] = []
         self._losses: dict[int, deque[float]] = {}
-        self._timing = SnapshotTiming()
+        self._timing = SnapshotTiming(is_frugal=is_frugal)
         self._takes_snapshots, self._snapshot_in, self._problem = True, 0, ""
-        self._most_bytes = SNAPSHOT_BYTES  # are kept before a snapshot is due
+        self._last_error: BaseException | None = None  # of a command that is not kept
+        self._snapshot_bytes = MOST_BYTES if is_frugal else SNAPSHOT_BYTES
+        self._most_bytes = self._snapshot_bytes  # are kept before a snapshot is due
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether commands that are sent next may have to be sent again, with the values that they have now."""
+        return self.is_complete or self._snapshot_in > 0 or self.wanted is not None
 
     def open(self) -> None:
-        """Keeps commands from now on; nothing happens where that was asked for before."""
-        self.is_open = self.is_open or not self.why_closed
+        """Notes commands from now on; nothing happens where that was asked for before."""
+        if not self.is_open and not self.why_closed:
+            self.is_open, self.is_complete = True, not self._is_frugal
 
     def close(self, why: str) -> None:
-        """Forgets all commands, and keeps none from now on."""
+        """Forgets all commands, and notes none from now on."""
         if not self.is_open:
             return
-        self.is_open, self.why_closed, self.wanted = False, why, None
-        self._commands, self._files = {}, {}
-        callbacks, self._when_forgotten = self._when_forgotten, []
-        for callback in callbacks:
-            callback()
+        self.is_open, self.is_complete, self.why_closed, self.wanted = False, False, why, None
+        self._commands, self._files, self._snapshot_in = {}, {}, 0
+        self._forgotten(self._last_number)
         self.rules.close()
 
     def when_forgotten(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` once the log is closed; at once if it is not open."""
-        if self.is_open:
-            self._when_forgotten.append(callback)
+        """Calls `callback` once no command of before is sent again; at once where none can be."""
+        if self.keeps_values:
+            self._when_forgotten.append((self._last_number, callback))
         else:
             callback()
 
+    def _forgotten(self, up_to: int) -> None:
+        """Calls what waits for commands up to a number to be forgotten."""
+        waiting = self._when_forgotten
+        self._when_forgotten = [one for one in waiting if one[0] > up_to]
+        for number, callback in waiting:
+            if number <= up_to:
+                callback()
+
     def add(self, command: SentCommand) -> None:
-        """Keeps a command that is about to be sent; closes the log where it would be too long."""
+        """Notes a command that is about to be sent; closes the log where it would be too long."""
         noted = self.rules.note(command.origin)
-        packed = [command.payload] if isinstance(command.payload, Packed) else command.payload
-        num_bytes = sum(map(_num_bytes, packed))
-        is_each = not isinstance(command.payload, Packed)
-        logged = Logged(
-            command.number, command.epoch, command.recoverable, command.origin, is_each, noted.num_steps, num_bytes
-        )
+        is_each, num_bytes = not isinstance(command.payload, Packed), 0
+        for packed in (command.payload,) if isinstance(command.payload, Packed) else command.payload:
+            num_bytes += len(packed.pickle)
+            for one in packed.buffers:
+                num_bytes += len(one) if isinstance(one, (bytes, memoryview)) else one.num_bytes
+        number, timing = command.number, self._timing
+        logged = Logged(number, command.epoch, command.recoverable, command.origin, is_each, noted.num_steps, num_bytes)
         with self._lock:
             self._num_bytes += num_bytes
             self._num_steps += noted.num_steps
             for file in noted.files:
                 self._files.setdefault(file, _identity(file))
-            self._commands[command.number] = logged
+            self._commands[number] = logged
+            self._last_number = number
         if noted.has_snapshot:
-            self.wanted, self._snapshot_in = None, command.number
-            self._timing.sent()
+            self.wanted, self._snapshot_in = None, number
+            timing.sent()
         elif noted.num_steps:
-            self._timing.stepped(noted.num_steps)
-        if self._num_steps > MOST_STEPS:
-            self._close_full(f"more than {MOST_STEPS} steps would have to be computed again")
+            timing.stepped(noted.num_steps)
+        most_steps = FRUGAL_STEPS if self._is_frugal else MOST_STEPS
+        if self._num_steps > most_steps:
+            self._close_full(f"more than {most_steps} steps would have to be computed again")
         elif self._num_bytes > MOST_BYTES:
             self._close_full(f"more than {MOST_BYTES >> 20} MiB of commands would have to be kept")
-        elif self._takes_snapshots and not self._snapshot_in and self.wanted is None and self._is_due():
-            self.wanted = self.rules.next_snapshot()
+        elif (timing.num_steps >= timing.wanted or self._num_bytes > self._most_bytes) and self._may_ask():
+            self.wanted = self.rules.next_snapshot(timing.most_s())
             self._takes_snapshots = self.wanted is not None
+            if self._is_frugal and not self._takes_snapshots:
+                self.close("there is no memory that outlives a worker on this system")
 
-    def _is_due(self) -> bool:
-        return self._timing.is_due() or self._num_bytes > self._most_bytes
+    def _may_ask(self) -> bool:
+        if not self._takes_snapshots or self._snapshot_in or self.wanted is not None:
+            return False
+        return self._timing.is_affordable()
 
     def _close_full(self, why: str) -> None:
         if self._problem:
             why += f" (no copy of what workers hold: {self._problem})"
+        self._close_and_say(why)
+
+    def _close_and_say(self, why: str) -> None:
         self.close(why)
         self.rules.say(f"a worker that is lost from now on ends the run: {why}")
 
@@ -225,41 +270,78 @@ class CommandLog:
         if logged is None:
             return
         logged.is_answered, logged.error = True, error
+        if not self.is_complete and not 0 < self._snapshot_in <= command.number:
+            self._drop_answered()  # nobody will be told it again
+            return
         if error is None:
             logged.figures = self.rules.figures(logged.origin, values)
         if command.number == self._snapshot_in:
             self._snapshot_in = 0
             if error is None:
                 self._snapshot_ended(logged, self.rules.taken(logged.origin, values))
+            if not self.is_complete:
+                self._drop_answered()
+
+    def _drop_answered(self) -> None:
+        """Keeps of commands that were answered only what makes the structure of models."""
+        with self._lock:
+            answered = [one for one in self._commands.values() if one.is_answered]
+            for one in answered:
+                del self._commands[one.number]
+                self._num_bytes -= one.num_bytes
+                self._num_steps -= one.num_steps
+            if self._files:
+                self._keep_files()
+        self._drop(answered)
+        if self._when_forgotten and answered:
+            self._forgotten(answered[-1].number)
+
+    def _drop(self, commands: Sequence[Logged]) -> None:
+        """Tells the rules what a snapshot stands for, or will."""
+        for one in commands:
+            self.rules.drop(one.origin, None if one.error is None else _num_done(one.error, self._last_error))
+            self._last_error = one.error or self._last_error
+
+    def _keep_files(self) -> None:
+        """Forgets files that workers read because of commands of before. The caller holds the lock."""
+        kept = {file for one in self._commands.values() for file in self.rules.note(one.origin).files}
+        self._files = {file: found for file, found in self._files.items() if file in kept}
 
     def _snapshot_ended(self, logged: Logged, taken: Taken) -> None:
         """Has the snapshot stand for all before it, if every worker has its copy. See [Note: snapshots]."""
-        self._problem = taken.problem
+        self._problem, timing = taken.problem, self._timing
         if taken.problem:
-            self._timing.failed(taken.is_passing)
-            self._most_bytes = self._num_bytes + SNAPSHOT_BYTES // 8
+            timing.failed(taken.is_passing, taken.needed_s)
+            self._most_bytes = self._num_bytes + self._snapshot_bytes // 8
             if taken.is_too_large:
                 self._takes_snapshots = False
+                if self._is_frugal:
+                    self._close_and_say("there is no memory for copies of what workers hold")
+                    return
                 instead = f"a worker can be lost in the first {MOST_STEPS} steps only"
                 self.rules.say(f"there is no memory for copies of what workers hold: {instead}")
+            elif self._is_frugal and timing.num_failed >= MOST_FAILED and not taken.needed_s:
+                self._close_and_say(f"what workers hold cannot be copied: {taken.problem}")
             return
-        self._timing.taken(taken.seconds, taken.since_s)
-        self._most_bytes = SNAPSHOT_BYTES
-        before = [one for number, one in self._commands.items() if number < logged.number]
-        last: BaseException | None = None
-        for one in before:
-            self.rules.drop(one.origin, None if one.error is None else _num_done(one.error, last))
-            last = one.error or last
+        timing.taken(taken.seconds, taken.since_s)
+        if timing.costs_too_much:
+            self._close_and_say(f"a copy of what workers hold takes {taken.seconds:.1f} s, too long for short steps")
+            return
+        self._most_bytes = self._snapshot_bytes
+        self._drop([one for number, one in self._commands.items() if number < logged.number])
         origin = self.rules.from_snapshot(logged.origin)
-        noted = self.rules.note(origin)
-        first = replace(logged, origin=origin, num_steps=noted.num_steps)
+        first = replace(logged, origin=origin, num_steps=self.rules.note(origin).num_steps)
         with self._lock:
             after = {number: one for number, one in self._commands.items() if number > logged.number}
             self._commands = {logged.number: first, **after}
             self._num_bytes = sum(one.num_bytes for one in self._commands.values())
             self._num_steps = sum(one.num_steps for one in self._commands.values())
-            files = {*noted.files, *(file for one in after.values() for file in self.rules.note(one.origin).files)}
-            self._files = {file: found for file, found in self._files.items() if file in files}
+            self._keep_files()
+        if not self.is_complete:
+            self.is_complete = True
+            size = f"{taken.num_bytes / 2**20:.0f} MiB"
+            self.rules.say_more(f"from now on a worker may be lost: copies of what workers hold are taken, {size} each")
+        self._forgotten(logged.number - 1)
 
     def answered_commands(self) -> list[Logged]:
         """Returns the commands that have been answered, oldest first: those behind them have not."""
@@ -288,11 +370,6 @@ def _num_done(error: BaseException, last: BaseException | None) -> int:
     """Returns how many commands of a message were carried out that ended in `error`, after one that ended in `last`."""
     cause = error.__cause__
     return cause.num_done if error is not last and isinstance(cause, WorkerTraceback) else 0
-
-
-def _num_bytes(packed: Packed) -> int:
-    beside = sum(len(one) if isinstance(one, (bytes, memoryview)) else one.num_bytes for one in packed.buffers)
-    return len(packed.pickle) + beside
 
 
 def _identity(file: str) -> tuple[int, ...]:

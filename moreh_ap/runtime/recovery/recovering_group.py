@@ -40,18 +40,19 @@ class RecoveringWorkerGroup(WorkerGroup):
     Args:
         num_workers: How many processes, one a device.
         rules: What the session knows of commands.
+        is_frugal: As for `CommandLog`.
         others: As for `WorkerGroup`.
     """
 
-    def __init__(self, num_workers: int, *, rules: ReplayRules, **others: Any) -> None:
-        self._log = CommandLog(rules)  # first: a thread starts in the other constructor
+    def __init__(self, num_workers: int, *, rules: ReplayRules, is_frugal: bool = False, **others: Any) -> None:
+        self._log = CommandLog(rules, is_frugal=is_frugal)  # first: a thread starts in the other constructor
         super().__init__(num_workers, **others)
 
     def keep_commands(self) -> None:
         """Keeps the commands from now on: the workers have nothing yet that is not in them."""
         with self._lock:
             self._log.open()
-            self.keeps_commands = self._log.is_open
+            self.keeps_commands, self.keeps_values = self._log.is_open, self._log.keeps_values
 
     def when_forgotten(self, callback: Callable[[], object]) -> None:
         """Calls `callback` once no command of before can be sent again."""
@@ -63,22 +64,23 @@ class RecoveringWorkerGroup(WorkerGroup):
         self._log.close("the workers have been closed")
 
     def _send(self, command: SentCommand) -> None:
-        if self._log.is_open and command.origin is not None:
-            self._log.add(command)
-            self.keeps_commands, self.wanted = self._log.is_open, self._log.wanted
-        self._send_now(command)
-
-    def _send_now(self, command: SentCommand) -> None:
-        super()._send(command._replace(origin=None))
+        if command.origin is not None:
+            log = self._log
+            if log.is_open:
+                log.add(command)
+            self.keeps_commands, self.wanted = log.is_open, log.wanted
+            self.keeps_values = log.is_complete or log.keeps_values
+        super()._send(command)
 
     def _complete(self, command: SentCommand, values: Sequence[object], error: BaseException | None) -> None:
-        self._log.answered(command, values, error)
+        if command.origin is not None:
+            self._log.answered(command, values, error)
         super()._complete(command, values, error)
 
     # -- after a loss ----------------------------------------------------------------------------------------------
 
     def _look_for_lost(self) -> None:
-        deadline_s = time.monotonic() + (_DEAD_WITHIN_S if self._log.is_open else 0.0)
+        deadline_s = time.monotonic() + (_DEAD_WITHIN_S if self._log.is_complete else 0.0)
         while True:
             lost = self._launcher.find_dead()
             if lost is not None:
@@ -94,7 +96,7 @@ class RecoveringWorkerGroup(WorkerGroup):
             self._unsent.extendleft(command for command, _ in reversed(self._sent))
             self._sent.clear()
             number = self._unsent[0].number if self._unsent else self._last_number + 1
-        if not self._log.is_open and not self._log.why_closed:
+        if not self._log.is_complete and not self._log.why_closed:
             raise lost
         while True:
             reason = self._log.why_not(number)
@@ -132,7 +134,7 @@ class RecoveringWorkerGroup(WorkerGroup):
         with self._lock:
             self._carrier = carrier
             for command in self._unsent:
-                self._send_now(command)
+                super()._send(command)  # they were noted when they were submitted
             self._unsent.clear()
         return receiver, sum(logged.num_steps for logged in answered)
 

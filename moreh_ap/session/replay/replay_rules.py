@@ -6,6 +6,7 @@ explains. Must not know when commands are kept and snapshots taken, nor how work
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, W
 from moreh_ap.protocol.messages.devices import DescribeDevice, ProbeDevice, ReportMemory, ReportSteps
 from moreh_ap.protocol.messages.models import BuildModel
 from moreh_ap.protocol.messages.optimizers import LoadOptimizer, StepOptimizer
-from moreh_ap.protocol.messages.snapshots import STILL_OPEN, TOO_LARGE, RestoreSnapshot, TakeSnapshot
+from moreh_ap.protocol.messages.snapshots import STILL_OPEN, TOO_LARGE, TOO_LONG, RestoreSnapshot, TakeSnapshot
 from moreh_ap.protocol.messages.stream import Again, Batch, Synchronize
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, SavedTensor, TensorData
 from moreh_ap.protocol.messages.traces import BeginTrace, EndTrace
@@ -44,6 +45,9 @@ _ONCE = (
 )
 """What changes nothing that workers hold and is not the same at another time, or writes files of the script."""
 
+_READS_FILES = (BuildModel, ReadCheckpoint, LoadOptimizer)
+_OF_TENSORS = (LeafReply, TensorData)
+
 
 class SessionReplayRules:
     """The rules of a session. Implements `ReplayRules`.
@@ -59,22 +63,26 @@ class SessionReplayRules:
 
     def note(self, command: Any) -> Noted:
         """Returns what has to be known of a command that is kept."""
-        num_steps, files, has_snapshot = 0, [], False
-        for one in _each(command):
+        commands = command.commands if type(command) is Batch else (command,)
+        num_steps, has_snapshot = 0, False
+        files: tuple[str, ...] = ()
+        for one in commands:
             kind = type(one)
+            if kind is Again:
+                one, kind = one.command, type(one.command)
             if kind is StepOptimizer:
                 num_steps += 1
-            elif kind in (BuildModel, ReadCheckpoint, LoadOptimizer):
-                files += [source.file for source in _sources(one)]
             elif kind is TakeSnapshot:
                 has_snapshot = True
-        return Noted(num_steps, tuple(files), has_snapshot)
+            elif kind in _READS_FILES:
+                files += tuple(source.file for source in _sources(one))
+        return Noted(num_steps, files, has_snapshot)
 
     # -- snapshots -------------------------------------------------------------------------------------------------
 
-    def next_snapshot(self) -> Any:
-        """Returns a command that has workers copy what they hold; None where that is not possible."""
-        return self._slots.next_copy()
+    def next_snapshot(self, most_s: float) -> Any:
+        """Returns a command that has workers copy what they hold, if that takes `most_s`; None where it cannot be."""
+        return self._slots.next_copy(most_s)
 
     def taken(self, command: Any, values: Sequence[Any]) -> Taken:
         """Returns how the workers' copies went that a command had them take."""
@@ -82,7 +90,10 @@ class SessionReplayRules:
         answers = [one[place] for one in values]
         problem = next((one.problem for one in answers if one.problem), "")
         seconds, since_s = max(one.seconds for one in answers), max(one.since_s for one in answers)
-        return Taken(problem, problem == STILL_OPEN, problem.startswith(TOO_LARGE), seconds, since_s)
+        num_bytes = sum(one.num_bytes for one in answers)
+        needed_s = max(one.seconds if one.problem == TOO_LONG else 0.0 for one in answers)
+        is_too_large = problem.startswith(TOO_LARGE)
+        return Taken(problem, problem == STILL_OPEN, is_too_large, seconds, since_s, num_bytes, needed_s)
 
     def drop(self, command: Any, num_done: int | None) -> None:
         """Keeps of a command that a snapshot stands for what has to be told again before it is restored.
@@ -108,11 +119,19 @@ class SessionReplayRules:
 
     def figures(self, command: Any, values: Sequence[Any]) -> Figures:
         """Returns the small tensors among the answers of all workers to a command."""
+        if type(command) is not Batch:
+            values = [(answers,) for answers in values]
         found = []
         for answers in values:
-            for answer in answers if type(command) is Batch else (answers,):
-                if answer is not None:
-                    found += [(leaf.dtype, leaf.data) for leaf in _leaves(answer) if _is_compared(leaf)]
+            for answer in answers:
+                if answer is None:  # most are
+                    continue
+                leaves = answer.leaves if isinstance(answer, ForwardReply) else answer
+                for leaf in leaves if isinstance(leaves, (list, tuple)) else (leaves,):
+                    if not isinstance(leaf, _OF_TENSORS) or leaf.dtype is None or leaf.data is None:
+                        continue
+                    if len(leaf.data) <= MAX_INLINE_BYTES:
+                        found.append((leaf.dtype, leaf.data))
         return tuple(found)
 
     def again(self, command: Any) -> Any:
@@ -141,6 +160,10 @@ class SessionReplayRules:
         """Prints a line of the log."""
         logger.say(line, logger.NOTICE)
 
+    def say_more(self, line: str) -> None:
+        """Prints a line of a detailed log."""
+        logger.say(line, logging.DEBUG)
+
 
 def _place_of_snapshot(command: Batch) -> int:
     return next(index for index, one in enumerate(command.commands) if type(one) is TakeSnapshot)
@@ -164,19 +187,6 @@ def _sources(command: BuildModel | ReadCheckpoint | LoadOptimizer) -> Iterator[T
     for value in values:
         if isinstance(value, SavedTensor):
             yield from value.sources
-
-
-def _leaves(answer: Any) -> Sequence[Any]:
-    if isinstance(answer, ForwardReply):
-        return answer.leaves
-    return answer if isinstance(answer, (list, tuple)) else (answer,)
-
-
-def _is_compared(leaf: Any) -> bool:
-    """Returns whether an answer has the values of a tensor, and few of them."""
-    if not isinstance(leaf, (LeafReply, TensorData)) or leaf.dtype is None or leaf.data is None:
-        return False
-    return len(leaf.data) <= MAX_INLINE_BYTES
 
 
 def _compare(dtype: torch.dtype, old: bytes, new: bytes) -> str:

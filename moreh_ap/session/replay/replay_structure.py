@@ -22,7 +22,6 @@ from moreh_ap.protocol.messages.optimizers import BuildOptimizer, ReleaseOptimiz
 from moreh_ap.protocol.messages.stream import ImportModules
 
 _LASTING = (
-    BuildModel,
     BuildOptimizer,
     ChangeModule,
     ImportModules,
@@ -54,6 +53,8 @@ class Structure:
                 self._commands.append(command)
             elif kind in (SetRequiresGrad, SetKernelFormats, UseCompiledBlocks):
                 self._replace(command)
+            elif kind is BuildModel:  # a copy has the values
+                self._commands.append(replace(command, sources=dict.fromkeys(command.sources, ())))
             elif kind in _LASTING:
                 self._commands.append(command)
 

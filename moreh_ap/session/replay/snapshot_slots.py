@@ -33,12 +33,16 @@ class SnapshotSlots:
         self._complete: tuple[MemoryFile, int] | None = None
         self._most_bytes = 0
 
-    def next_copy(self) -> TakeSnapshot | None:
-        """Returns what has workers write into the slot without a complete copy; None where there are no slots."""
+    def next_copy(self, most_s: float) -> TakeSnapshot | None:
+        """Returns what has workers write into the slot without a complete copy; None where there are no slots.
+
+        Args:
+            most_s: Seconds that it may take.
+        """
         if not self._files and not self._make():
             return None
         free = next(file for file in self._files if self._complete is None or file != self._complete[0])
-        return TakeSnapshot(free, next(_numbers), self._most_bytes)
+        return TakeSnapshot(free, next(_numbers), self._most_bytes, most_s)
 
     def completed(self, copy: TakeSnapshot) -> RestoreSnapshot:
         """Returns what restores a copy that all workers have written; the one before it can be overwritten."""

@@ -36,7 +36,7 @@ class Answer:
 class Workers:
     """Stands for a mesh: notes what it is told; the message of number `fails_at` fails."""
 
-    keeps_commands = False
+    keeps_commands = keeps_values = False
     wanted = None
 
     def __init__(self, fails_at=None):

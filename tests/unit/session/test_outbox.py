@@ -117,7 +117,7 @@ def test_commands_that_are_kept_own_their_tensors(why):
     outbox, batch = Outbox(workers), torch.ones(9000)
     if why == "journal":
         outbox.journal.open()
-    workers.keeps_commands = why == "recovery"
+    workers.keeps_values = why == "recovery"
     outbox.submit(forward(TensorData.of(batch, lend=True), OutputRef(0, 0)))
     batch.zero_()  # by the script
     kept = [message.commands for message in outbox.journal.messages()] or workers.told

@@ -21,8 +21,9 @@ class Rules:
         self.num_asked = 0
         self.is_closed = False
 
-    def next_snapshot(self) -> Any:
+    def next_snapshot(self, most_s: float) -> Any:
         self.num_asked += 1
+        self.most_s = most_s
         return f"snapshot {self.num_asked}"
 
     def taken(self, command: Any, values: Any) -> Any:
@@ -51,6 +52,9 @@ class Rules:
 
     def say(self, line: str) -> None:
         self.said.append(line)
+
+    def say_more(self, line: str) -> None:
+        self.said_more = line
 
 
 def sent(number: int, steps: int = 0, files: tuple[str, ...] = (), payload: Packed | None = None) -> SentCommand:
@@ -217,3 +221,119 @@ def test_a_snapshot_is_due_for_many_bytes_too(monkeypatch):
     assert log.wanted is None
     log.add(sent(2))
     assert log.wanted == "snapshot 1"
+
+
+class Clock:
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(snapshot_timing, "time", made)
+    return made
+
+
+@pytest.fixture
+def frugal(clock) -> CommandLog:
+    made = CommandLog(Rules(), is_frugal=True)
+    made.open()
+    return made
+
+
+def train(log: CommandLog, first: int, last: int) -> None:
+    for number in range(first, last + 1):
+        log.add(sent(number, steps=1))
+        log.answered(sent(number), ["loss"], None)
+
+
+def test_a_frugal_log_keeps_nothing_of_a_run_that_is_short_or_does_not_train(frugal, clock, monkeypatch):
+    monkeypatch.setattr(command_log, "MOST_BYTES", 50)
+    forgotten: list[str] = []
+    for number in range(1, 30):
+        frugal.add(sent(number))
+        frugal.answered(sent(number), ["logits"], None)
+    clock.now_s += 100
+    frugal.when_forgotten(lambda: forgotten.append("files"))
+    train(frugal, 30, 60)
+    assert forgotten == ["files"] and frugal.answered_commands() == [] and len(frugal.rules.dropped) == 60
+    assert frugal.wanted is None and not frugal.keeps_values and not frugal.is_complete and frugal.is_open
+    clock.now_s += snapshot_timing.FIRST_S
+    train(frugal, 61, 61)
+    assert frugal.wanted == "snapshot 1" and frugal.rules.most_s == pytest.approx(0.01 * snapshot_timing.FIRST_S)
+    assert frugal.keeps_values, "what follows a copy may be sent again"
+
+
+def test_a_frugal_log_is_complete_once_the_first_copy_is(frugal, clock):
+    train(frugal, 1, 10)
+    clock.now_s += 10
+    frugal.add(sent(11, steps=1))
+    frugal.add(with_snapshot(12))
+    frugal.when_forgotten(lambda: forgotten.append("of before"))
+    frugal.add(sent(13, steps=1))
+    forgotten: list[str] = []
+    frugal.when_forgotten(lambda: forgotten.append("of after"))
+    frugal.answered(sent(11), ["loss"], None)
+    assert frugal.answered_commands() == [] and not frugal.is_complete
+    frugal.answered(with_snapshot(12), Taken("", seconds=0.05, num_bytes=3 << 20), None)
+    assert frugal.is_complete and forgotten == []
+    assert "3 MiB" in frugal.rules.said_more and frugal.rules.said == []
+    frugal.answered(sent(13), ["loss"], None)
+    assert [one.number for one in frugal.answered_commands()] == [12, 13]
+    assert [one.num_steps for one, _ in frugal.rules.dropped] == [1] * 11
+    frugal.close("over")
+    assert forgotten == ["of before", "of after"]
+
+
+def test_a_frugal_log_waits_until_a_copy_is_cheap_enough(frugal, clock):
+    train(frugal, 1, 10)
+    clock.now_s += 10
+    train(frugal, 11, 11)
+    frugal.add(with_snapshot(12))
+    frugal.answered(with_snapshot(12), Taken("it would take longer", needed_s=2.0), None)
+    assert not frugal.is_complete and not frugal.keeps_values and frugal.answered_commands() == []
+    clock.now_s += 150
+    train(frugal, 13, 30)
+    assert frugal.wanted is None
+    clock.now_s += 50
+    train(frugal, 31, 31)
+    assert frugal.wanted == "snapshot 2" and frugal.rules.most_s > 2.0
+
+
+@pytest.mark.parametrize(
+    "taken, why",
+    [
+        (Taken("too large", is_too_large=True), "there is no memory for copies of what workers hold"),
+        (Taken("a lambda"), "what workers hold cannot be copied: a lambda"),
+        (
+            Taken("", seconds=60.0, since_s=10.0),
+            "a copy of what workers hold takes 60.0 s, too long for short steps",
+        ),
+    ],
+)
+def test_a_frugal_log_says_once_why_there_are_no_copies(frugal, clock, taken, why):
+    number = 0
+    while frugal.is_open:
+        number += 1
+        clock.now_s += 10
+        frugal.add(sent(number, steps=1))
+        frugal.answered(sent(number), [], None)
+        if frugal.wanted is not None:
+            number += 1
+            frugal.add(with_snapshot(number))
+            frugal.answered(with_snapshot(number), taken, None)
+        assert number < 20_000
+    assert frugal.rules.said == [f"a worker that is lost from now on ends the run: {why}"]
+    assert not frugal.keeps_values and not frugal.is_complete and frugal.why_not(number) == why
+
+
+def test_what_was_not_carried_out_before_the_first_copy_makes_no_structure(frugal):
+    error = ValueError("a batch")
+    error.__cause__ = WorkerTraceback(0, "", num_done=2)
+    for number in (1, 2):
+        frugal.add(sent(number))
+        frugal.answered(sent(number), [], error)
+    assert [num_done for _, num_done in frugal.rules.dropped] == [2, 0]

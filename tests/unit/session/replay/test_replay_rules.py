@@ -10,7 +10,14 @@ from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, W
 from moreh_ap.protocol.messages.devices import ReportSteps
 from moreh_ap.protocol.messages.models import BuildModel
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, LoadOptimizer, StepOptimizer
-from moreh_ap.protocol.messages.snapshots import STILL_OPEN, TOO_LARGE, RestoreSnapshot, Snapshot, TakeSnapshot
+from moreh_ap.protocol.messages.snapshots import (
+    STILL_OPEN,
+    TOO_LARGE,
+    TOO_LONG,
+    RestoreSnapshot,
+    Snapshot,
+    TakeSnapshot,
+)
 from moreh_ap.protocol.messages.state import MemoryFile, ReadState
 from moreh_ap.protocol.messages.stream import Again, Batch, Synchronize
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, SavedTensor, StateRef, TensorData, bytes_of
@@ -49,7 +56,7 @@ def test_a_snapshot_stands_for_what_came_before_it_in_its_message_too():
     rules = SessionReplayRules(lambda: None, 2)
     build, step, forward = BuildModel("model0", b"", "shard=2", {}), StepOptimizer("optimizer0", {}), ReadState(())
     optimizer = BuildOptimizer("optimizer0", b"", ((STATE,),), {})
-    snapshot = rules.next_snapshot()
+    snapshot = rules.next_snapshot(9.0)
     message = Batch((optimizer, step, snapshot, forward, step))
     assert rules.note(message) == Noted(2, (), has_snapshot=True)
     assert RULES.again(message).commands[2] == Synchronize(), "what others copy is not copied again"
@@ -58,7 +65,7 @@ def test_a_snapshot_stands_for_what_came_before_it_in_its_message_too():
     restore = RestoreSnapshot(snapshot.file, snapshot.number)
     told = rules.from_snapshot(message)
     assert told == Batch((build, optimizer, restore, forward, step))
-    second = rules.next_snapshot()
+    second = rules.next_snapshot(9.0)
     assert second.file != snapshot.file
     rules.drop(told, None)
     restore = RestoreSnapshot(second.file, second.number)
@@ -69,16 +76,17 @@ def test_a_snapshot_stands_for_what_came_before_it_in_its_message_too():
 @pytest.mark.parametrize(
     "problems, taken",
     [
-        (("", ""), Taken("", seconds=0.5)),
-        (("", STILL_OPEN), Taken(STILL_OPEN, is_passing=True, seconds=0.5)),
-        ((f"{TOO_LARGE}: full", ""), Taken(f"{TOO_LARGE}: full", is_too_large=True, seconds=0.5)),
-        (("a lambda", "a lambda"), Taken("a lambda", seconds=0.5)),
+        (("", ""), Taken("", seconds=0.5, num_bytes=2)),
+        (("", STILL_OPEN), Taken(STILL_OPEN, is_passing=True, seconds=0.5, num_bytes=2)),
+        ((f"{TOO_LARGE}: full", ""), Taken(f"{TOO_LARGE}: full", is_too_large=True, seconds=0.5, num_bytes=2)),
+        ((TOO_LONG, ""), Taken(TOO_LONG, seconds=0.5, num_bytes=2, needed_s=0.25)),
+        (("a lambda", "a lambda"), Taken("a lambda", seconds=0.5, num_bytes=2)),
     ],
 )
 def test_a_copy_counts_if_all_workers_have_it(problems, taken):
     message = Batch((Synchronize(), TakeSnapshot(MemoryFile(0, 0, ""), 1, 1)))
     both = [[None, Snapshot("", 9, 0.1, 2.0)], [None, Snapshot("", 9, 0.2, 1.0)]]
-    assert RULES.taken(message, both)[3:] == (0.2, 2.0)
+    assert RULES.taken(message, both)[3:] == (0.2, 2.0, 18, 0.0)
     first, second = problems
     assert RULES.taken(message, [[None, Snapshot(first, 1, 0.25)], [None, Snapshot(second, 1, 0.5)]]) == taken
 

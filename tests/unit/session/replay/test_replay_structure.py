@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moreh_ap.protocol.messages.models import BuildModel, ChangeModule, ReleaseModel, SetRequiresGrad
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, ReleaseOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.stream import DefineList, ImportModules, Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.protocol.tensor_source import TensorSource
 from moreh_ap.session.replay.replay_structure import Structure
 
 BUILD = BuildModel("model0", b"", "shard=2", {})
@@ -21,6 +24,11 @@ def after(*commands):
 def test_what_computes_is_left_out():
     imports, step = ImportModules(("numpy",)), StepOptimizer("optimizer1", {})
     assert after(imports, BUILD, OPTIMIZER, DefineList(3, ()), step, Synchronize()) == (imports, BUILD, OPTIMIZER)
+
+
+def test_a_model_is_made_without_the_values_that_a_copy_has():
+    (made,) = after(replace(BUILD, sources={"weight": (TensorSource("file", "weight"),)}))
+    assert made == replace(BUILD, sources={"weight": ()})
 
 
 def test_only_the_last_value_of_an_attribute_or_flag_is_set():

@@ -11,21 +11,21 @@ from moreh_ap.session.replay.snapshot_slots import SnapshotSlots
 def test_the_slot_with_the_last_complete_copy_is_not_written(monkeypatch):
     monkeypatch.setattr(snapshot_slots, "free_memory", lambda: 1000)
     slots = SnapshotSlots(num_workers=5)
-    first, again = slots.next_copy(), slots.next_copy()
+    first, again = slots.next_copy(9.0), slots.next_copy(9.0)
     assert first.file == again.file and again.number > first.number, "nobody knows whether the first was written"
     assert first.most_bytes == 40, "of two slots of five workers, 0.4 of what is free"
     restore = slots.completed(again)
     assert (restore.file, restore.number) == (again.file, again.number)
-    others = [slots.next_copy() for _ in range(2)]
+    others = [slots.next_copy(9.0) for _ in range(2)]
     assert all(one.file != again.file for one in others)
     slots.completed(others[1])
-    assert slots.next_copy().file == again.file
+    assert slots.next_copy(9.0).file == again.file
     slots.close()
 
 
 def test_nothing_is_left_once_the_slots_are_closed():
     slots = SnapshotSlots(num_workers=2)
-    descriptor = slots.next_copy().file.descriptor
+    descriptor = slots.next_copy(9.0).file.descriptor
     assert os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:moreh-snapshot-")
     slots.close()
     assert not os.path.exists(f"/proc/self/fd/{descriptor}")
@@ -36,4 +36,4 @@ def test_no_slots_where_files_must_not_be_large(monkeypatch):
         raise OSError(27, "File too large")
 
     monkeypatch.setattr(snapshot_slots.os, "truncate", refuse)
-    assert SnapshotSlots(num_workers=2).next_copy() is None
+    assert SnapshotSlots(num_workers=2).next_copy(9.0) is None
