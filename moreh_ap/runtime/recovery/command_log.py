@@ -195,10 +195,11 @@ class CommandLog:
 
     def close(self, why: str) -> None:
         """Forgets all commands, and notes none from now on."""
-        if not self.is_open:
-            return
-        self.is_open, self.is_complete, self.why_closed, self.wanted = False, False, why, None
-        self._commands, self._files, self._snapshot_in = {}, {}, 0
+        with self._lock:
+            if not self.is_open:
+                return
+            self.is_open, self.is_complete, self.why_closed, self.wanted = False, False, why, None
+            self._commands, self._files, self._snapshot_in = {}, {}, 0
         self._forgotten(self._last_number)
         self.rules.close()
 
@@ -240,9 +241,9 @@ class CommandLog:
         elif noted.num_steps:
             timing.stepped(noted.num_steps)
         most_steps = FRUGAL_STEPS if self._is_frugal else MOST_STEPS
-        if self._num_steps > most_steps:
+        if self.is_complete and self._num_steps > most_steps:
             self._close_full(f"more than {most_steps} steps would have to be computed again")
-        elif self._num_bytes > MOST_BYTES:
+        elif self.is_complete and self._num_bytes > MOST_BYTES:
             self._close_full(f"more than {MOST_BYTES >> 20} MiB of commands would have to be kept")
         elif (timing.num_steps >= timing.wanted or self._num_bytes > self._most_bytes) and self._may_ask():
             self.wanted = self.rules.next_snapshot(timing.most_s())
@@ -332,13 +333,15 @@ class CommandLog:
         origin = self.rules.from_snapshot(logged.origin)
         first = replace(logged, origin=origin, num_steps=self.rules.note(origin).num_steps)
         with self._lock:
+            if not self.is_open:  # closed meanwhile, by what was sent
+                return
             after = {number: one for number, one in self._commands.items() if number > logged.number}
             self._commands = {logged.number: first, **after}
             self._num_bytes = sum(one.num_bytes for one in self._commands.values())
             self._num_steps = sum(one.num_steps for one in self._commands.values())
             self._keep_files()
-        if not self.is_complete:
-            self.is_complete = True
+            was_complete, self.is_complete = self.is_complete, True
+        if not was_complete:
             size = f"{taken.num_bytes / 2**20:.0f} MiB"
             self.rules.say_more(f"from now on a worker may be lost: copies of what workers hold are taken, {size} each")
         self._forgotten(logged.number - 1)

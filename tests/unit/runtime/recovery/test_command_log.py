@@ -253,8 +253,9 @@ def train(log: CommandLog, first: int, last: int) -> None:
 def test_a_frugal_log_keeps_nothing_of_a_run_that_is_short_or_does_not_train(frugal, clock, monkeypatch):
     monkeypatch.setattr(command_log, "MOST_BYTES", 50)
     forgotten: list[str] = []
-    for number in range(1, 30):
+    for number in range(1, 30):  # all are on their way at once
         frugal.add(sent(number))
+    for number in range(1, 30):
         frugal.answered(sent(number), ["logits"], None)
     clock.now_s += 100
     frugal.when_forgotten(lambda: forgotten.append("files"))
