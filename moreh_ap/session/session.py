@@ -21,6 +21,7 @@ from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.calls.call_extensions import CallExtensions
+from moreh_ap.session.calls.lone_losses import LoneLosses
 from moreh_ap.session.outbox import Outbox
 from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.traffic import Traffic
@@ -92,6 +93,7 @@ class Session:
         self.outbox = Outbox(self.workers, leaves_at_once=self.device_type == "cuda")
         self.reader = ReadAhead(self.outbox, self.read_state)
         self.traffic = Traffic()
+        self.lone_losses = LoneLosses(self)
         self.watch: StepObserver | None = None
         self.check: StepCheck | None = None
         self.report: PlanObserver | None = None

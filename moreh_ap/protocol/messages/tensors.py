@@ -276,8 +276,11 @@ class LeafReply:
         return in_order(full, self.order) if self.order else full
 
     @staticmethod
-    def join(replies: Sequence[LeafReply]) -> Tensor:
-        """The tensor of which workers answered their shards, in rank order, laid out in memory as theirs."""
+    def join(replies: Sequence[LeafReply], told: Callable[[Sequence[LeafReply]], object] | None = None) -> Tensor:
+        """The tensor of which workers answered their shards, in rank order, laid out in memory as theirs.
+
+        told: Called with the shares of a loss that is not finite.
+        """
         first, *_ = replies
         if first.kind == "same":  # the first alone sends it
             full = first.tensor()
@@ -285,4 +288,6 @@ class LeafReply:
             full = torch.cat([reply.tensor() for reply in replies])
         else:
             full = torch.stack([reply.tensor() for reply in replies]).sum(0)
+            if told is not None and not full.dim() and not abs(full.item()) < math.inf:
+                told(replies)
         return in_order(full, first.order) if first.order else full

@@ -136,18 +136,18 @@ class Call:
     def read_output(self, index: int) -> Tensor:
         """Returns the full value of output `index`; waits."""
         assert self.reply is not None
-        outbox, read, found = self.session.outbox, ReadOutputs(self.id, (index,)), None
+        session, read, found = self.session, ReadOutputs(self.id, (index,)), None
         if self._is_computed_later and not self.reply.done():
-            found = outbox.submit(read).result()  # one wait for both answers
+            found = session.outbox.submit(read).result()  # one wait for both answers
         answers = self.reply.result()
         if (full := joined_leaf(answers, index) if isinstance(answers, ItemValues) else None) is not None:
             return full
         replies = [reply.leaves[index] for reply in answers if reply is not None]
         if replies[0].data is None:
-            found = found or outbox.submit(read).result()
+            found = found or session.outbox.submit(read).result()
             replies = answered([reply[0] for reply in found])
-            self.session.traffic.moved(sum(len(reply.data or b"") for reply in replies))
-        return LeafReply.join(replies)
+            session.traffic.moved(sum(len(reply.data or b"") for reply in replies))
+        return LeafReply.join(replies, session.lone_losses.look_at)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> Posted:
         """Sends the gradients of the outputs, and returns the promise of the reply (see `messages.Backward`).
