@@ -18,6 +18,8 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from moreh_ap.runtime.hangs import stack_dumps
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -64,6 +66,7 @@ def _redirect_output(launch: Launch) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # as on a terminal: whole lines, at once
     faulthandler.enable()  # a crash in native code leaves its Python stack on standard error
+    stack_dumps.offer()
 
 
 def _import_all(names: tuple[str, ...]) -> None:

@@ -251,7 +251,8 @@ class Launcher:
         """Returns what a worker is called in front of its output and in errors."""
         return f"worker {rank}"
 
-    def _describe(self, rank: int) -> str:
+    def describe(self, rank: int) -> str:
+        """Returns what a worker is called in errors."""
         return f"Worker {rank} of {self._request.num_workers} (process {self._children[rank].pid})"
 
     def _start_agents(self) -> None:
@@ -367,7 +368,7 @@ class Launcher:
         how = (report or "cause unknown") if code is None else _how(code)
         memory = "dmesg | grep -i 'out of memory'  # the system kills for memory: try a smaller batch or model"
         return WorkerLostError(
-            f"{self._describe(rank)} died: {how}.{self.last_words(rank)}",
+            f"{self.describe(rank)} died: {how}.{self.last_words(rank)}",
             fix=memory if code == -signal.SIGKILL else "",
         )
 

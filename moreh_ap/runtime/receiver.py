@@ -1,18 +1,21 @@
 """Waiting for the workers' answers, in such a way that a wait always ends.
 
-Decides when a wait is hopeless: a process died, or one worker failed and the others hang because they wait for it.
+Decides when a wait is hopeless: a process died, a worker hangs, or one failed and the others wait for it.
 Must not know what is done about it, nor what commands mean.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from moreh_ap.errors import WorkerLostError
+from moreh_ap.local import logger
 from moreh_ap.runtime.engine_error import EngineError
+from moreh_ap.runtime.hangs.hang_watch import HangWatch
 from moreh_ap.runtime.launcher import POLL_S, Launcher, Stopping
 from moreh_ap.runtime.outcome_resolver import PeersHang
 from moreh_ap.runtime.relay.carrier import Awaited, Carrier
@@ -37,12 +40,13 @@ class Receiver:
         self._launcher, self._engine, self._is_stopping = launcher, engine, is_stopping
         self.carrier: Carrier | None = None
         self._looks: dict[int, Pending[Trouble | None]] = {}
+        self._hangs = HangWatch()
 
     def receive(self, number: int, epoch: int, pending: Awaited) -> Sequence[Answer]:
         """Waits for the answers of all workers to command `number` of `epoch`, in rank order.
 
         Raises:
-            WorkerLostError: a process died.
+            WorkerLostError: a process died, or hangs.
             PeersHang: a worker failed, and the others have not answered within `GRACE_S`.
             Stopping: the worker group is being closed.
         """
@@ -62,6 +66,8 @@ class Receiver:
             elif now_s - started_s > LOOK_AFTER_S:
                 answer = self._find_failure(number, epoch)
                 failed = (now_s, answer) if answer is not None else None
+                if failed is None:
+                    self._look_for_hang(number)
 
     def look_around(self) -> None:
         """Raises `Stopping` or `WorkerLostError` if there is nothing left to wait for."""
@@ -70,6 +76,24 @@ class Receiver:
         lost = self._launcher.find_dead()
         if lost is not None:
             raise lost
+
+    def _look_for_hang(self, number: int) -> None:
+        """Raises `WorkerLostError` if a worker will never answer a command, with all workers' stacks in the log."""
+        answered = () if self.carrier is None else self.carrier.answered(number)
+        if not answered:
+            return
+        hang = self._hangs.look(number, dict(enumerate(self._launcher.pids)), answered)
+        if hang is None:
+            return
+        for rank, stacks in hang.stacks.items():
+            text = stacks.strip() or "(it does not say)"
+            logger.say(f"{self._launcher.describe(rank)}, its Python stacks:\n{text}", logging.WARNING)
+        raise WorkerLostError(
+            f"{self._launcher.describe(hang.rank)} {hang.how}. The stacks of all workers are in the log.",
+            "workers that answer, however late",
+            "kill -CONT PROCESS  # before, where you have stopped it",
+            "docs/recovery.md#hangs",
+        )
 
     def _find_failure(self, number: int, epoch: int) -> Answer | None:
         """Returns the answer with which a worker failed, in this command or in one because of which it skips this one.

@@ -244,8 +244,8 @@ class HostsLauncher(Launcher):
     def _label(self, rank: int) -> str:
         return f"{self._pool.names[rank // self._per_host]}, worker {rank}"
 
-    def _describe(self, rank: int) -> str:
-        return f"{super()._describe(rank)} on {self._host(rank).name}"
+    def describe(self, rank: int) -> str:
+        return f"{super().describe(rank)} on {self._host(rank).name}"
 
     def _supervisor(self) -> str:
         return "A host's agent"

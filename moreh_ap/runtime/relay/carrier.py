@@ -19,6 +19,9 @@ class Carrier(Protocol):
     def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> Awaited:
         """Sends one command to all workers, or each its own."""
 
+    def answered(self, number: int) -> Sequence[bool]:
+        """Returns by rank whether a worker has answered a command; nothing where that is not known."""
+
     def troubles(self) -> Sequence[Trouble]:
         """Returns the failures of which workers have told, which they do at once."""
 

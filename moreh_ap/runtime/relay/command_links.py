@@ -123,6 +123,10 @@ class CommandLinks:
                 only = ALL_HOSTS if host is None else host
                 sender.send(VALUE, number, only, [start.to_bytes(8, "little"), value])
 
+    def answered(self, number: int) -> Sequence[bool]:
+        """Returns nothing: hosts answer for all their workers at once."""
+        return ()
+
     def troubles(self) -> Sequence[Trouble]:
         """Returns the failures of which hosts have told, which they do at once."""
         return self._troubles

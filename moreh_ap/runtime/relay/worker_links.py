@@ -120,6 +120,11 @@ class WorkerLinks:
                 sender.send(COMMAND, number, epoch, [pickle.dumps(tuple(own), protocol=5)])
         return pending
 
+    def answered(self, number: int) -> Sequence[bool]:
+        """Returns by rank whether a worker has answered a command."""
+        waiting = self._waiting.get(number)
+        return () if waiting is None else [answer is not None for answer in waiting.answers]
+
     def troubles(self) -> Sequence[Trouble]:
         """Returns the latest failures of workers, one more than there are workers."""
         return self._troubles

@@ -6,19 +6,23 @@ A layer of the model kills the worker that it runs in, where a file says so.
 """
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moreh_ap import device
+from moreh_ap.runtime.hangs import hang_watch
 from moreh_ap.runtime.recovery import snapshot_timing
 from moreh_ap.runtime.worker.snapshots.slot_memory import SlotMemory
 
@@ -26,13 +30,32 @@ STEPS, AT = 6, 3
 FOLDER = Path(os.environ["FATAL_FOLDER"])
 
 
-def die(folder, place):
-    """Kills this process if a file says that this worker dies here; of several such files it takes one."""
+def is_told(folder, place):
+    """Returns whether a file says that something happens to this worker here; of several such files it takes one."""
     name = Path("/proc/self/comm").read_text().strip()
     for file in sorted(Path(folder).glob(f"{place}-{name.removeprefix('moreh-worker-')}-*")):
         file.unlink()
+        return True
+    return False
+
+
+def die(folder, place):
+    """Kills this process if a file says that this worker dies here."""
+    if is_told(folder, place):
         time.sleep(0.2)  # the others go on to where they wait for this one
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(folder):
+    """Has this worker be silent, if a file says so: stopped, in a collective of its own, or for 12 s without fault."""
+    if is_told(folder, "stopped"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif is_told(folder, "collective"):
+        dist.recv(torch.empty(1), src=0, tag=77)  # nobody sends it
+    elif is_told(folder, "lock"):  # native code that keeps the interpreter's lock
+        later = subprocess.Popen(["sh", "-c", "sleep 12; echo"], stdout=subprocess.PIPE)
+        assert ctypes.PyDLL(None).read(later.stdout.fileno(), ctypes.create_string_buffer(1), 1) == 1
+        later.wait()
 
 
 class DyingOnTheWay(list):
@@ -81,6 +104,7 @@ class Passing(nn.Module):
 
     def forward(self, x):
         die(self.folder, "forward")
+        stop(self.folder)
         if any(Path(self.folder).glob("optimizer-*")):
             register_optimizer_step_pre_hook(lambda *of_step: die(self.folder, "optimizer"))
         if any(Path(self.folder).glob("snapshot-*")):
@@ -141,7 +165,7 @@ def train(plan, fault, losses):
         if fault == "random" and step in (1, AT, 4):
             timers.append(kill_soon())
         now = fault if step == AT else ""
-        if now in ("forward", "backward", "optimizer", "snapshot"):
+        if now in ("forward", "backward", "optimizer", "snapshot", "stopped", "collective", "lock"):
             (FOLDER / f"{now}-1-0").touch()
         elif now == "two":
             (FOLDER / "backward-0-0").touch()
@@ -189,11 +213,13 @@ def train(plan, fault, losses):
 
 
 def main():
-    """FAULT: a place in a step, "two" workers, "again" during recovery, "random", "evaluation", "idle", "for ever"."""
+    """FAULT: a place in a step, "two" workers, "again" during recovery, "random", "evaluation", "idle", "for ever",
+    or a way to be silent, see `stop`."""
     plan, *faults = sys.argv[1:]
     random.seed(plan)
     if "SNAPSHOT_STEPS" in os.environ:
         snapshot_timing.STEPS = int(os.environ["SNAPSHOT_STEPS"])
+    hang_watch.HANG_S = float(os.environ.get("HANG_S", hang_watch.HANG_S))
     torch.moreh.option.enable_advanced_parallelization(plan=plan)
     expected = train(plan, "", [])
     assert expected[0] != expected[-1].sum()
