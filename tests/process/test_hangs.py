@@ -43,6 +43,7 @@ def test_a_worker_that_hangs_is_replaced_as_if_it_was_lost(folders, tmp_path, pl
     assert sorted(stacks) == [0, 1] and "survive_losses.py" in stacks[1] and "moreh_ap" in stacks[0]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("fault, how", [("stopped", STOPPED), ("collective", IN_RECV)])
 def test_without_recovery_a_hang_is_an_error_that_names_the_worker(folders, tmp_path, fault, how):
     with UserScript(SCRIPT, "shard=2", fault, cwd=tmp_path, **{**folders, "MOREH_RECOVERY": "off"}) as script:
