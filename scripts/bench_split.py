@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Compares a split training step with what the machine can give: two independent processes with half the batch each.
 
-    python scripts/bench_split.py                 # a ResNet-18, three rounds
-    python scripts/bench_split.py --rounds 5 --rows 64
+    python scripts/bench_split.py                 # a ResNet-18 with two sizes of pictures, three rounds
+    python scripts/bench_split.py --rounds 5 --size 64x96
 
 Decides what is trained, and how runs are ordered. In each round one process with one thread takes the whole batch, two
 such processes take half of it each at the same time, and the one line takes the whole batch on two workers with one
@@ -18,18 +18,38 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 WARM_UP_STEPS = 4
-MEASURED_STEPS = 12
-SIDE = 96
+MEASURED_S = 6.0
+MIN_MEASURED_STEPS = 4
 NUM_CLASSES = 10
 
 
-def run(rows: int, *, with_line: bool) -> None:
-    """Trains on `rows` pictures of 3 x 96 x 96; prints the median seconds of a step, and the losses, as JSON."""
+class Size(NamedTuple):
+    """Pictures of a batch, and pixels of each of their sides. Written as ``32x96``."""
+
+    rows: int
+    side: int
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        """Raises a ValueError for what is not two numbers."""
+        rows, side = text.split("x")
+        return cls(int(rows), int(side))
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.side}"
+
+
+SIZES = (Size(32, 96), Size(16, 224))
+
+
+def run(size: Size, *, with_line: bool) -> None:
+    """Trains on pictures of this size; prints the median seconds of a step, and the losses, as JSON."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     if with_line:
@@ -40,9 +60,11 @@ def run(rows: int, *, with_line: bool) -> None:
     device = "cuda" if with_line else "cpu"
     model = ResNetForImageClassification(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # SGD with momentum makes much of rounding here
-    pictures, labels = torch.randn(rows, 3, SIDE, SIDE), torch.randint(0, NUM_CLASSES, (rows,))
-    times_s, losses = [], []
-    for _ in range(WARM_UP_STEPS + MEASURED_STEPS):
+    pictures = torch.randn(size.rows, 3, size.side, size.side)
+    labels = torch.randint(0, NUM_CLASSES, (size.rows,))
+    times_s: list[float] = []
+    losses = []
+    while len(times_s) < WARM_UP_STEPS + MIN_MEASURED_STEPS or sum(times_s[WARM_UP_STEPS:]) < MEASURED_S:
         begin_s = time.perf_counter()
         loss = F.cross_entropy(model(pictures.to(device)).logits, labels.to(device))
         optimizer.zero_grad()
@@ -53,10 +75,10 @@ def run(rows: int, *, with_line: bool) -> None:
     print(json.dumps({"step_s": statistics.median(times_s[WARM_UP_STEPS:]), "losses": losses}), flush=True)
 
 
-def start(rows: int, *arguments: str) -> subprocess.Popen[str]:
+def start(size: Size, *arguments: str) -> subprocess.Popen[str]:
     """Starts a run in a process of its own, with one thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MOREH_NUM_DEVICES": "2"}
-    command = [sys.executable, __file__, "--rows", str(rows), "--run", *arguments]
+    command = [sys.executable, __file__, "--size", str(size), "--run", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -69,30 +91,36 @@ def finish(process: subprocess.Popen[str]) -> dict[str, object]:
     return result
 
 
+def compare(size: Size, number: int) -> float:
+    """Runs a round, prints what it showed, and returns the share of the ceiling that the line reached."""
+    whole = finish(start(size, "plain"))
+    halves = [start(Size(size.rows // 2, size.side), "plain") for _ in range(2)]
+    half_s = max(float(str(finish(half)["step_s"])) for half in halves)
+    line = finish(start(size, "line"))
+    whole_s, line_s = float(str(whole["step_s"])), float(str(line["step_s"]))
+    print(
+        f"round {number}: one process {whole_s:.3f} s, ceiling x{whole_s / half_s:.2f}, "
+        f"the line x{whole_s / line_s:.2f}, {half_s / line_s:.2f} of the ceiling"
+    )
+    differences = [abs(a - b) for a, b in zip(whole["losses"], line["losses"])]  # type: ignore[call-overload]
+    print(f"  largest difference of a loss: {max(differences):.1e}")
+    return half_s / line_s
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=32, help="pictures in a batch")
+    parser.add_argument("--size", type=Size.parse, action="append", help="pictures x pixels of a side, such as 32x96")
     parser.add_argument("--run", choices=("plain", "line"), help="one run, as the rounds make them")
     arguments = parser.parse_args()
+    sizes = arguments.size or SIZES
     if arguments.run:
-        run(arguments.rows, with_line=arguments.run == "line")
+        run(sizes[0], with_line=arguments.run == "line")
         return
-    shares = []
-    for number in range(arguments.rounds):
-        whole = finish(start(arguments.rows, "plain"))
-        halves = [start(arguments.rows // 2, "plain") for _ in range(2)]
-        half_s = max(float(str(finish(half)["step_s"])) for half in halves)
-        line = finish(start(arguments.rows, "line"))
-        whole_s, line_s = float(str(whole["step_s"])), float(str(line["step_s"]))
-        shares.append(half_s / line_s)
-        print(
-            f"round {number + 1}: one process {whole_s:.3f} s, ceiling x{whole_s / half_s:.2f}, "
-            f"the line x{whole_s / line_s:.2f}, {shares[-1]:.2f} of the ceiling"
-        )
-        differences = [abs(a - b) for a, b in zip(whole["losses"], line["losses"], strict=True)]  # type: ignore[call-overload]
-        print(f"  largest difference of a loss: {max(differences):.1e}")
-    print(f"median: {statistics.median(shares):.2f} of the ceiling")
+    for size in sizes:
+        print(f"{size.rows} pictures of {size.side} x {size.side}")
+        shares = [compare(size, number + 1) for number in range(arguments.rounds)]
+        print(f"median: {statistics.median(shares):.2f} of the ceiling")
 
 
 if __name__ == "__main__":
