@@ -69,17 +69,18 @@ class TensorData:
         lend: For a command that is sent before the script goes on, so that a large tensor is not copied here. Whoever
         keeps the command after it was sent keeps what `owned` returns.
         """
-        if tensor.layout is not torch.strided:
-            buffer = io.BytesIO()
-            torch.save(tensor.detach(), buffer)
-            return TensorData(tensor.dtype, tuple(tensor.shape), None, buffer.getvalue(), on_device)
-        tensor = tensor.detach()
-        is_dense = tensor.is_contiguous() or _is_dense(tensor.shape, tensor.stride())
-        dense = tensor if is_dense else tensor.clone(memory_format=torch.preserve_format)
-        flat = dense.as_strided((dense.numel(),), (1,))  # one element may have another stride
-        array = flat.view(torch.uint8).numpy()
-        data: Any = array.view(LentBytes) if lend and array.nbytes >= OUT_OF_BAND_MIN_BYTES else array.tobytes()
-        return TensorData(tensor.dtype, tuple(dense.shape), dense.stride(), data, on_device)
+        with torch._C.DisableTorchFunction():  # the tensor as it is: ten calls that no mode has to look at
+            if tensor.layout is not torch.strided:
+                buffer = io.BytesIO()
+                torch.save(tensor.detach(), buffer)
+                return TensorData(tensor.dtype, tuple(tensor.shape), None, buffer.getvalue(), on_device)
+            tensor = tensor.detach()
+            is_dense = tensor.is_contiguous() or _is_dense(tensor.shape, tensor.stride())
+            dense = tensor if is_dense else tensor.clone(memory_format=torch.preserve_format)
+            flat = dense.as_strided((dense.numel(),), (1,))  # one element may have another stride
+            array = flat.view(torch.uint8).numpy()
+            data: Any = array.view(LentBytes) if lend and array.nbytes >= OUT_OF_BAND_MIN_BYTES else array.tobytes()
+            return TensorData(tensor.dtype, tuple(dense.shape), dense.stride(), data, on_device)
 
     def owned(self) -> TensorData:
         """Return the same with bytes that nobody changes."""

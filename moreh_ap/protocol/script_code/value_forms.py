@@ -161,9 +161,14 @@ def is_of_script(name: str) -> bool:
     file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
     if file is None or name.partition(".")[0] in ("moreh_ap", "moreh"):
         return False
-    installed = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     path = Path(file)
-    return not any(path.is_relative_to(folder) for folder in installed) and "site-packages" not in path.parts
+    return not any(path.is_relative_to(folder) for folder in _installed()) and "site-packages" not in path.parts
+
+
+@functools.cache
+def _installed() -> list[Path]:
+    """Returns the folders of Python's own modules and of installed libraries."""
+    return [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
 # -- what pickle makes of a value --------------------------------------------------------------------------------------
