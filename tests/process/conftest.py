@@ -12,6 +12,7 @@ import torch
 from drop_in_runs import BothInTurn
 from hosts_lab import Lab
 from parallelizer_team import Team
+from user_script import UserScript
 
 from moreh_ap import device
 from moreh_ap.accelerator.enabling import enable as enable_accelerator
@@ -127,9 +128,9 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def alone(lab: Lab) -> object:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> object:
     """What one process computes with `scripts/several_hosts.py`: losses and weights."""
-    results = lab.shared / "alone-results"
-    code, said = lab.run(HERE / "scripts" / "several_hosts.py", results, lab.shared / "nothing", MOREH_HOSTS="")
-    assert code == 0, said
+    results = tmp_path_factory.mktemp("alone") / "results"
+    with UserScript("several_hosts.py", results, "nothing", cwd=results.parent) as script:
+        script.succeed()
     return torch.load(results)[""]

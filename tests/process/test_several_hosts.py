@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hosts_lab import ADDRESSES, MISSING, MISSING_FOR_SLURM, Lab, loopback_agents
 
+import moreh_ap
 from moreh_ap.session.checkpoint.folder_lock import LOCK_FILE
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -43,6 +46,20 @@ def assert_equal_weights(got, expected):
         assert difference < 1e-4, name
 
 
+def loaded_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Returns what one process, this one, loads of a checkpoint."""
+    model = runpy.run_path(str(SCRIPTS / "several_hosts_model.py"))["small_llama"]()
+    moreh_ap.load(checkpoint, model=model)
+    return model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Two agents that were started by hand on loopback, each of which serves one script after the other."""
+    with loopback_agents(tmp_path_factory.mktemp("agents")) as hosts:
+        yield hosts
+
+
 def output_until(process: subprocess.Popen, text: str, timeout_s: float = 120.0) -> str:
     said, deadline_s = "", time.monotonic() + timeout_s
     while text not in said:
@@ -52,8 +69,14 @@ def output_until(process: subprocess.Popen, text: str, timeout_s: float = 120.0)
     return said
 
 
+def run_by_hand(command: list, hosts: str, cache: Path, **variables: str) -> subprocess.CompletedProcess:
+    """Runs a script on agents that were started by hand."""
+    own = {"OMP_NUM_THREADS": "1", "MOREH_AP_CACHE": str(cache), "MOREH_HOSTS": hosts}
+    return subprocess.run(command, env={**os.environ, **own, **variables}, capture_output=True, text=True, timeout=200)
+
+
 @needs_lab
-def test_numbers_of_one_process_by_ssh_with_a_script_and_a_model_that_one_host_lacks(lab):
+def test_numbers_of_one_process_by_ssh_with_a_script_and_a_model_that_one_host_lacks(lab, alone):
     folder = lab.private / "project"
     folder.mkdir()
     for name in ("several_hosts.py", "several_hosts_model.py"):
@@ -68,13 +91,11 @@ def test_numbers_of_one_process_by_ssh_with_a_script_and_a_model_that_one_host_l
     saved = (path.name for path in checkpoint.iterdir() if path.name != LOCK_FILE)
     kinds = sorted(name.partition("-")[2] or name for name in saved)
     assert kinds == ["checkpoint.json", *(f"worker{rank}.safetensors" for rank in SAVED_BY)]  # host b does not share it
-    alone, more = lab.run(script, lab.shared / "alone", checkpoint, cwd=folder, MOREH_HOSTS="")
-    assert alone == 0, more
-    found, expected = torch.load(results), torch.load(lab.shared / "alone")
+    found = torch.load(results)
     for plan in PLANS:
-        assert_equal_runs(found[plan], expected[""])
+        assert_equal_runs(found[plan], alone)
     assert_equal_weights(found["loaded"][1], found[PLANS[-1]][1])  # by the workers of all hosts
-    assert_equal_weights(expected["loaded"][1], found[PLANS[-1]][1])  # in one process
+    assert_equal_weights(loaded_weights(checkpoint), found[PLANS[-1]][1])  # in one process
     code, more = lab.run(script, lab.shared / "one", checkpoint, "load", cwd=folder, MOREH_HOSTS=ADDRESSES["b"])
     assert code == 0, more
     assert_equal_weights(torch.load(lab.shared / "one")["loaded"][1], found[PLANS[-1]][1])  # on one host
@@ -84,33 +105,18 @@ def test_numbers_of_one_process_by_ssh_with_a_script_and_a_model_that_one_host_l
     assert not any(ADDRESSES["a"] in line for line in sent), "host a shares the folder"
 
 
-def test_numbers_of_one_process_with_agents_that_were_started_by_hand(tmp_path):
+def test_numbers_of_one_process_by_hand_and_messages_that_do_not_grow_with_the_workers_of_a_host(
+    by_hand, alone, tmp_path
+):
     plan, results = "tensor=2,replicate=2", tmp_path / "results"
-    script = SCRIPTS / "several_hosts.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MOREH_AP_CACHE": str(tmp_path)}
-    with loopback_agents(tmp_path) as hosts:
-        command = [os.sys.executable, script, results, tmp_path / "checkpoint", plan]
-        done = subprocess.run(
-            command, env={**environment, "MOREH_HOSTS": hosts}, capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        for line in Path(hosts).read_text().split():
-            assert line.rpartition("/")[2] not in done.stdout + done.stderr, "the token is a secret"
-    command = [os.sys.executable, script, tmp_path / "alone", tmp_path / "checkpoint"]
-    subprocess.run(command, env=environment, check=True, timeout=200)
-    found, expected = torch.load(results), torch.load(tmp_path / "alone")
-    assert_equal_runs(found[plan], expected[""])
-    assert_equal_weights(expected["loaded"][1], found[plan][1])
-
-
-def test_a_step_s_messages_do_not_grow_with_the_workers_of_a_host(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MOREH_AP_CACHE": str(tmp_path)}
-    with loopback_agents(tmp_path) as hosts:
-        done = subprocess.run(
-            [os.sys.executable, SCRIPTS / "several_hosts_messages.py"],
-            env={**environment, "MOREH_HOSTS": hosts}, capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
+    command = [os.sys.executable, SCRIPTS / "several_hosts_messages.py", results, tmp_path / "checkpoint", plan]
+    done = run_by_hand(command, by_hand, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+    for line in Path(by_hand).read_text().split():
+        assert line.rpartition("/")[2] not in done.stdout + done.stderr, "the token is a secret"
+    found = torch.load(results)
+    assert_equal_runs(found[plan], alone)
+    assert_equal_weights(loaded_weights(tmp_path / "checkpoint"), found[plan][1])
     counts = re.findall(r"workers (\d) messages (\d+) (\d+) (\d+)", done.stdout)
     assert [workers for workers, *_ in counts] == ["2", "4"]
     for _, messages, sent, received in counts:
@@ -119,14 +125,9 @@ def test_a_step_s_messages_do_not_grow_with_the_workers_of_a_host(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["none", "forward"])
-def test_first_steps_are_compared_with_one_device_on_the_script_s_machine(tmp_path, wrong):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MOREH_AP_CACHE": str(tmp_path), "MOREH_CHECK": "2"}
+def test_first_steps_are_compared_with_one_device_on_the_script_s_machine(by_hand, tmp_path, wrong):
     command = [os.sys.executable, SCRIPTS / "first_steps.py", "--plan", "replicate=2"]
-    with loopback_agents(tmp_path) as hosts:
-        done = subprocess.run(
-            command + (["--wrong", wrong] if wrong != "none" else []),
-            env={**environment, "MOREH_HOSTS": hosts}, capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
+    done = run_by_hand(command + (["--wrong", wrong] if wrong != "none" else []), by_hand, tmp_path, MOREH_CHECK="2")
     if wrong == "none":
         assert "MOREH_CHECK=2: 2 steps compared with one device: outputs within" in done.stdout, done.stderr
         assert done.returncode == 0
@@ -146,16 +147,6 @@ def test_numbers_of_one_process_inside_of_a_slurm_job(lab, alone):
     assert_equal_runs(torch.load(results)[plan], alone)
     code, said = lab.run("-m", "moreh_ap.cli.main", "doctor", "--hosts", "slurm", **slurm)
     assert code == 2 and "this process runs in no Slurm job" in said
-
-
-@needs_lab
-def test_a_large_batch_travels_once_to_each_host(lab):
-    code, said = lab.run(SCRIPTS / "several_hosts_bytes.py")
-    assert code == 0 and "done" in said, said
-    counts = [(int(sent), int(size)) for sent, size in re.findall(r"sent (\d+) of (\d+)", said)]
-    assert len(counts) == 3
-    for sent, size in counts:
-        assert 2 * size < sent < 2.1 * size, "two hosts; each worker of the first would make it three"
 
 
 @needs_lab
@@ -193,9 +184,13 @@ def test_moreh_smi_shows_all_hosts_and_a_lost_one_is_named_and_ends_the_script(l
 
 
 @needs_lab
-def test_a_cut_link_is_a_lost_host(lab):
-    script = lab.start(SCRIPTS / "several_hosts_forever.py")
-    output_until(script, "step 5")
+def test_a_large_batch_travels_once_to_each_host_and_a_cut_link_is_a_lost_host(lab):
+    script = lab.start(SCRIPTS / "several_hosts_bytes.py")
+    said = output_until(script, "done")
+    counts = [(int(sent), int(size)) for sent, size in re.findall(r"sent (\d+) of (\d+)", said)]
+    assert len(counts) == 3
+    for sent, size in counts:
+        assert 2 * size < sent < 2.1 * size, "two hosts; each worker of the first would make it three"
     cut = ["ip", "-n", lab.namespace("sw"), "link", "set", "vb"]
     subprocess.run([*cut, "down"], check=True)
     start_s = time.monotonic()

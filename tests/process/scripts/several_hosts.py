@@ -4,7 +4,6 @@ usage: several_hosts.py RESULTS CHECKPOINT [PLAN... | load]
 """
 
 import sys
-from pathlib import Path
 
 import torch
 from several_hosts_model import small_llama  # beside this script
@@ -38,13 +37,8 @@ def weights(model):
 
 def main(results, checkpoint, *plans):
     if not plans:
-        losses, model, optimizer = train("cpu")
-        found = {"": (losses, weights(model))}
-        if Path(checkpoint, "checkpoint.json").exists():  # of the hosts
-            model, optimizer = small_llama(), None
-            moreh_ap.load(checkpoint, model=model)
-            found["loaded"] = ([], weights(model))
-        torch.save(found, results)
+        losses, model, _ = train("cpu")
+        torch.save({"": (losses, weights(model))}, results)
         return
     torch.moreh.option.enable_advanced_parallelization(devices=2)
     if plans == ("load",):
@@ -54,6 +48,11 @@ def main(results, checkpoint, *plans):
         torch.save({"loaded": ([], weights(model))}, results)
         return
     torch.moreh.option.enable_advanced_parallelization(devices=4)  # other workers, on the same hosts
+    train_on_hosts(results, checkpoint, *plans)
+
+
+def train_on_hosts(results, checkpoint, *plans):
+    """Trains under each plan, saves and loads; on workers that are there."""
     session, found = device.current().session, {}
     for plan in plans:
         with session.trying(Plan.parse(plan)):

@@ -1,4 +1,5 @@
-"""Sends the hosts of MOREH_HOSTS large batches and prints what that took on the network, a value a line.
+"""Sends the hosts of MOREH_HOSTS large batches and prints what that took on the network, a value a line; then it trains
+until it is ended.
 
 usage: several_hosts_bytes.py; within a network namespace with `eth0`.
 """
@@ -46,4 +47,7 @@ for thread in threads:
 for index, losses in found.items():
     for loss in losses:
         assert abs(loss.item() - alone(batches[index][:256]).item()) < 1e-5 * loss.item(), index
-print("done")
+print("done", flush=True)
+while True:
+    model(torch.ones(4, WIDTH).cuda()).backward()
+    model.zero_grad()

@@ -1,13 +1,17 @@
-"""Trains on the hosts of MOREH_HOSTS, with one worker on each and then two, and prints the messages of 20 steps.
+"""Trains on the hosts of MOREH_HOSTS, with one worker on each and then two, and prints the messages of 20 steps. Then
+it goes on as `several_hosts.py`.
 
-usage: several_hosts_messages.py; two hosts.
+usage: several_hosts_messages.py RESULTS CHECKPOINT PLAN...; two hosts.
 """
 
+import sys
 import time
 
+import several_hosts
 import torch
 
 from moreh_ap import device
+from moreh_ap.plan import Plan
 
 
 class Net(torch.nn.Linear):
@@ -49,6 +53,8 @@ def train():
 
 
 for num_workers in (2, 4):
-    torch.moreh.option.enable_advanced_parallelization(plan=f"replicate={num_workers}")
-    train()
     device.disable()
+    torch.moreh.option.enable_advanced_parallelization(devices=num_workers)
+    with device.current().session.trying(Plan.parse(f"replicate={num_workers}")):
+        train()
+several_hosts.train_on_hosts(*sys.argv[1:])
