@@ -33,6 +33,7 @@ pytestmark = pytest.mark.rotating  # one more script each
         ("drop_in_coins.py", 14),
         ("drop_in_own_parameters.py", 24),
         ("drop_in_lazy_heads.py", 20),
+        ("drop_in_all_rows.py", 18),
     ],
 )
 def test_a_public_style_script_prints_the_numbers_of_one_device(both_in_turn, tmp_path, script, losses):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moreh_ap.parallelizer.data.item_reduction import OWN, ItemSites, Place
 from moreh_ap.parallelizer.rng.draw_recording import Drawn, Recording
+from moreh_ap.parallelizer.rng.packed_sequences import lengths_in
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ class ItemRecorder(ItemSites):
         place = self._place(site)
         with Recording() as recording:
             result = func(*args, **kwargs)
-        self.places[place] = Noted("draw", drawn=tuple(recording.drawn))
+        are_packed = lengths_in(getattr(func, "__name__", ""), args) is not None
+        drawn = tuple(replace(draw, are_packed=are_packed) for draw in recording.drawn)
+        self.places[place] = Noted("draw", drawn=drawn)
         return result
 
     def __torch_function__(

@@ -32,7 +32,7 @@ from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.row_stream import Round, RowStream
-from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW, Draw
+from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW, Draw, Share
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.objects.batch_items import find_items
 
@@ -193,6 +193,10 @@ class ItemReduction(ItemSites, JoinedReduction):
         if self._rows is None:
             return func(*args, **kwargs)
         draws = self._rules.draws.get(place)
+        if draws and any(draw.rows is not None and draw.rows.are_packed for draw in draws):
+            self._exchange_at(site)
+            share = Share(*row_range(self.axis.rank, self.axis.size, self._all_items), self._all_items)
+            return self._rows.draw_packed(draws, func, args, kwargs, share)
         if draws:
             return self._rows.draw_rows(draws, func, args, kwargs, lambda own: self._exchange_at(site, [own])[:, 0])
         if self._rows.is_for_each_item(site):

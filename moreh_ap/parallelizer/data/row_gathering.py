@@ -13,14 +13,20 @@ its result is one device's. Summands are added up before they are used for anyth
 The copies of one device's tensor on W workers are W tensors, each of which goes into the share of the loss that its
 worker computes. So the gradient of rows that were gathered is the sum of what the workers found for them, and that of
 a summand is the sum of the gradients of all copies of the total. A loss that every worker computes counts 1/W on each.
+
+[Note: the rest]
+Some forwards do with rows what steps do not tell: go through them in Python, keep a part of them, divide by what is not
+a multiple of their number (`n**2 - n`). What comes before, up to a module with parameters, has steps; the rest runs on
+the rows of all workers, on each of them. A tensor that has this worker's rows is gathered when it is first used there,
+and tells how many rows there are on one device.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,105 +41,12 @@ from moreh_ap.parallelizer.data.torch_calls import asks_for_sizes, function_name
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, call_site
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.rng.refused_draws import RefusedDraws
+from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW
 from moreh_ap.parallelizer.row_dims.placements import Placements
-from moreh_ap.parallelizer.row_dims.row_numbers import RowCount, RowNumber, row_sizes
+from moreh_ap.parallelizer.row_dims.row_numbers import RowFloat, RowNumber, everyone_s, math_of_both, own_of, row_sizes
+from moreh_ap.parallelizer.row_dims.row_steps import REST, SHARE, Gathering, Placement, Rows, Step
 from moreh_ap.protocol.batch import row_range
-
-
-class Rows(NamedTuple):
-    """The rows of a batch slice in a tensor.
-
-    Attributes:
-        dim: Where they are.
-        groups: How often they follow each other along it: more than 1 where tensors with rows were concatenated.
-    """
-
-    dim: int
-    groups: int = 1
-
-    def split(self, tensor: Tensor, rows: int) -> Tensor:
-        """Returns the tensor with (groups, rows, entries of a row) in place of the dim."""
-        return tensor.unflatten(self.dim, (self.groups, rows, -1))
-
-    def merge(self, tensor: Tensor) -> Tensor:
-        """Undoes `split`."""
-        return tensor.flatten(self.dim, self.dim + 2)
-
-    def narrow(self, tensor: Tensor, rows: int, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop` of a tensor that has `rows` of them, as dense in memory as all rows are."""
-        own = self.merge(self.split(tensor, rows).narrow(self.dim + 1, start, stop - start))
-        return own.clone() if self.dim else own
-
-
-SHARE = "share"
-Placement = Rows | str | None
-"""Where a tensor's entries are: its `Rows`, `SHARE`, or None for one device's tensor."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one call of a torch function, or of a module, does, and the same on every worker.
-
-    Attributes:
-        name: The function or module.
-        enters: Whether it is a module in which rows meet: its functions and modules have steps of their own.
-        adds_up: Whether arguments that are summands are added up before.
-        gathers: Whether rows are gathered before.
-        follows: The numbers among the arguments that follow the number of rows.
-        for_all: Whether those numbers have to be the ones of the whole batch, and else of this worker's rows.
-        writes: Whether it writes to its first argument.
-        cuts: Whether the result is one device's at first, and cut to this worker's rows.
-        results: The placements of the tensors in the result.
-        site: Where in the model's code it is called, as `call_sites.site_of_call` tells.
-        given: The placements of the tensors among the arguments.
-    """
-
-    name: str
-    enters: bool = False
-    adds_up: bool = False
-    gathers: bool = False
-    follows: tuple[RowCount, ...] = ()
-    for_all: bool = False
-    writes: bool = False
-    cuts: bool = False
-    results: tuple[Placement, ...] = ()
-    site: int = 0
-    given: tuple[Placement, ...] = ()
-
-    @property
-    def place(self) -> Hashable:
-        """What tells steps apart in a forward that goes several ways: function, line, and where arguments have rows."""
-        return self.name, self.site, self.given
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """What was learned of a forward.
-
-    Attributes:
-        steps: What each call of a torch function or module does, in order; those inside a module that works row by row
-            are left out.
-        dims: For each leaf of the arguments where it has rows; None: nowhere.
-        rows: Rows of the batch.
-        cuts: Whether the arguments have the rows of the whole batch, and are cut to this worker's by the forward.
-        in_order: Whether the forward takes the steps in this order. It does not where numbers of Python or NumPy decide
-            which functions it calls, or what it has done before does: these are the steps of all ways that were seen.
-    """
-
-    steps: tuple[Step, ...]
-    dims: tuple[int | None, ...]
-    rows: int
-    cuts: bool = False
-    in_order: bool = True
-
-
-def in_any_order(steps: Iterable[Step]) -> tuple[Step, ...] | None:
-    """Returns steps of a forward that goes several ways, each once; None if a step is not the same on all of them."""
-    by_place: dict[Hashable, Step] = {}
-    for step in steps:
-        if by_place.setdefault(step.place, step) != step:
-            return None
-    return tuple(by_place.values())
 
 
 class GatheringReduction(JoinedReduction):
@@ -169,6 +82,8 @@ class GatheringReduction(JoinedReduction):
         self._inside: bool | None = None
         """In a module that works row by row, whether its means over dim 0 are means over the batch."""
         self._start, self._stop = row_range(axis.rank, axis.size, gathering.rows)
+        self._of_all_rows = Placements()
+        """What tensors of the rest are on one device, by what they are here."""
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given, spec = tree_flatten((args, kwargs))
@@ -202,13 +117,15 @@ class GatheringReduction(JoinedReduction):
         return self.replay if self._inside else lambda sites: OwnDevice(self.device)
 
     def __enter__(self) -> GatheringReduction:
-        self._modules = seeing_modules(self._call_module)
-        self._modules.__enter__()
+        self._around = ExitStack()
+        self._around.enter_context(seeing_modules(self._call_module))
+        if self._gathering.steps[-1].name == REST:
+            self._around.enter_context(math_of_both())
         super().__enter__()
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        self._modules.__exit__(exc_type, exc_value, traceback)
+        self._around.__exit__(exc_type, exc_value, traceback)
         super().__exit__(exc_type, exc_value, traceback)
 
     def __torch_function__(
@@ -217,6 +134,8 @@ class GatheringReduction(JoinedReduction):
         kwargs = kwargs or {}
         if self._inside is not None:
             return self._run(self._inside, func, args, kwargs)
+        if self._is_in_rest():
+            return self._run_rest(func, args, kwargs)
         if is_question(func):
             return self._asked(func, args, kwargs)
         given = [self._placements.get(leaf) for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -242,8 +161,42 @@ class GatheringReduction(JoinedReduction):
             return super().__torch_function__(func, (), args, kwargs)
         return OwnDevice.__torch_function__(self, func, (), args, kwargs)
 
+    def _is_in_rest(self) -> bool:
+        steps = self._gathering.steps
+        return self._gathering.in_order and self._position < len(steps) and steps[self._position].name == REST
+
+    def _run_rest(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function of the rest of the forward, on the rows of all workers. See [Note: the rest]."""
+        if is_question(func):
+            placement = self._placements.get(args[0]) if asks_for_sizes(func, counts=True) else None
+            if isinstance(placement, Rows):
+                sizes = list(args[0].shape)
+                sizes[placement.dim] = sizes[placement.dim] // (self._stop - self._start) * self._gathering.rows
+                return func(torch.empty(sizes, device="meta"), *args[1:], **kwargs)
+            return func(*args, **kwargs)
+        if function_name(func) in MAY_DRAW:
+            with RefusedDraws("the forward draws where it computes the rows of all workers"):
+                return OwnDevice.__torch_function__(self, func, (), *map_leaves(self._whole, (args, kwargs)))
+        return OwnDevice.__torch_function__(self, func, (), *map_leaves(self._whole, (args, kwargs)))
+
+    def _whole(self, leaf: Any) -> Any:
+        """Returns an argument as one device has it."""
+        placement = self._placements.get(leaf) if isinstance(leaf, Tensor) else None
+        if placement is None:
+            return everyone_s(leaf) if isinstance(leaf, (RowNumber, RowFloat)) else leaf
+        whole = self._of_all_rows.get(leaf)
+        if whole is None:
+            with torch.enable_grad():  # a later use may want the gradient
+                if placement == SHARE:
+                    self._meet_here()
+                    whole = SumOverWorkers.apply(leaf, self.axis)
+                else:
+                    whole = self._gathered(leaf, placement)
+            self._of_all_rows[leaf] = whole
+        return whole
+
     def _call_module(self, call: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._inside is not None:
+        if self._inside is not None or self._is_in_rest():
             return call(*args, **kwargs)
         step = self._next(module_step(module), args, kwargs)
         if step.enters:
@@ -290,8 +243,8 @@ class GatheringReduction(JoinedReduction):
                 placements.append(placement)
             elif position in counts:
                 # A number may come from a tensor that has this worker's rows, or from one that has all.
-                if isinstance(leaf, RowNumber):
-                    return leaf.everyone if step.for_all else int(leaf)
+                if isinstance(leaf, (RowNumber, RowFloat)):
+                    return leaf.everyone if step.for_all else own_of(leaf)
                 if leaf not in (counts[position].of(own), counts[position].of(everyone)):
                     raise Diverged(f"{step.name} gets other numbers than when it was tried on a few rows")
                 return counts[position].of(everyone if step.for_all else own)

@@ -38,9 +38,12 @@ def is_question(func: Callable[..., Any]) -> bool:
     return name in _QUESTIONS or (name.startswith("is_") and name != "is_nonzero")
 
 
-def asks_for_sizes(func: Callable[..., Any]) -> bool:
-    """Says whether a torch function asks a tensor for its sizes, or for one of them."""
+def asks_for_sizes(func: Callable[..., Any], *, counts: bool = False) -> bool:
+    """Says whether a torch function asks a tensor for its sizes, or for one of them; or, if `counts`, how many entries
+    it has."""
     name = getattr(func, "__name__", "")
+    if counts and name in ("numel", "nelement", "__len__"):
+        return True
     return name == "size" or (name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "shape")
 
 

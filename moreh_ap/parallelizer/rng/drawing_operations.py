@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 
-def draws_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def draws_numbers(func: Any, args: Any, kwargs: dict[str, Any], *, anywhere: bool = False) -> bool:
     """Says whether an operation draws on the CPU: from the common stream, or from a generator of the model, of which
-    all workers have a copy in the same state.
+    all workers have a copy in the same state; or, if `anywhere`, on whatever device.
 
     Fused attention is marked as one that draws, and does only with a probability above zero.
     """
-    if torch.Tag.nondeterministic_seeded not in func.tags or not _is_on_cpu(args, kwargs):
+    if torch.Tag.nondeterministic_seeded not in func.tags or not (anywhere or _is_on_cpu(args, kwargs)):
         return False
     names = [argument.name for argument in func._schema.arguments]
     if "dropout_p" not in names:

@@ -10,6 +10,7 @@ where the stream is then. What a loop draws is a round; it ends when every worke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.drawing_operations import shape_drawn
-from moreh_ap.parallelizer.rng.shared_draws import Draw, Share, SharedDraws, Sharing
+from moreh_ap.parallelizer.rng.packed_sequences import lengths_in
+from moreh_ap.parallelizer.rng.routed_rows import WorkerCounts
+from moreh_ap.parallelizer.rng.shared_draws import Counts, Draw, Here, Rows, Share, SharedDraws, Sharing
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,36 @@ class RowStream:
         mode = _Rows(draws, self._axis.rank, rows_of)
         with Sharing(mode):
             return func(*args, **kwargs)
+
+    def draw_packed(self, draws: Sequence[Draw], func: Callable[..., Any], args: Any, kwargs: Any, share: Share) -> Any:
+        """Returns what a recurrent function gives that draws for packed sequences. A collective.
+
+        Args:
+            draws: How the steps lie in what it draws.
+            func: The function.
+            args: Its positional arguments, for this worker's sequences.
+            kwargs: Its keyword arguments, likewise.
+            share: Which of all sequences these are.
+        """
+        counts = WorkerCounts(self._axis, lambda _: True, self._device)
+        lengths = lengths_in(getattr(func, "__name__", ""), args)
+        with Sharing(_Packed(draws, share, counts, lengths)):
+            return func(*args, **kwargs)
+
+
+class _Packed(SharedDraws):
+    """Finds out with the first draw which steps of all sequences are here."""
+
+    def __init__(self, draws: Sequence[Draw], share: Share, counts: Counts, lengths: list[int] | None) -> None:
+        super().__init__(draws, share, counts)
+        self._lengths = lengths
+        self._rows = next(draw.rows for draw in draws if draw.rows is not None)
+        self._here: Here | None = None
+
+    def _rows_of(self, name: str, drawn: Sequence[int], kwargs: dict[str, Any]) -> tuple[Rows, Here]:
+        if self._here is None:
+            self._here = self._packed_here(0, math.prod(drawn[:-1]))
+        return self._rows, self._here
 
 
 class _Rows(SharedDraws):

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moreh_ap.parallelizer.data.row_gathering import GatherRows, Rows
+from moreh_ap.parallelizer.data.row_gathering import GatherRows
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.row_dims.row_steps import Rows
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.pytree import flatten
 

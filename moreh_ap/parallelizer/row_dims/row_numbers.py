@@ -5,11 +5,15 @@ Must not know what the numbers are used for.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+
+from moreh_ap.patching import Patches
 
 
 class RowCount(NamedTuple):
@@ -33,15 +37,15 @@ class RowCount(NamedTuple):
 class RowNumber(int):
     """A whole number that comes from the size of a tensor with this worker's rows, with that of the whole batch.
 
-    What whole-number arithmetic makes of it is another one: `(start + len(x)) % size`. Everything else takes it for
-    the number of this worker.
+    What arithmetic makes of it is another one, or a `RowFloat`: `(start + len(x)) % size`, `n**2 - n`. Everything else
+    takes it for the number of this worker.
 
     Args:
         own: The number of this worker.
         everyone: What one device would have in its place.
     """
 
-    everyone: int
+    everyone: int | float
 
     def __new__(cls, own: int, everyone: int) -> RowNumber:
         """Makes an integer, which is immutable, with the second number beside it."""
@@ -50,27 +54,86 @@ class RowNumber(int):
         return made
 
 
-def _both(function: Callable[..., Any], *, is_turned: bool = False) -> Callable[..., Any]:
-    def operation(self: RowNumber, *others: Any) -> Any:
-        if not all(isinstance(other, int) for other in others):
+class RowFloat(float):
+    """As `RowNumber`, where arithmetic has made a number with a fraction of it: `1 / n`."""
+
+    everyone: int | float
+
+    def __new__(cls, own: float, everyone: float) -> RowFloat:
+        """Makes a number, which is immutable, with the second one beside it."""
+        made = super().__new__(cls, own)
+        made.everyone = everyone
+        return made
+
+
+def own_of(number: Any) -> Any:
+    """Returns the plain number of this worker."""
+    return int(number) if isinstance(number, RowNumber) else float(number) if isinstance(number, RowFloat) else number
+
+
+def everyone_s(number: Any) -> Any:
+    """Returns the plain number of the whole batch; whatever does not follow the rows is everyone's."""
+    return getattr(number, "everyone", number)
+
+
+def of_both(function: Callable[..., Any], *numbers: Any) -> Any:
+    """Returns what a function makes of numbers, for this worker's rows and for those of the whole batch."""
+    own = function(*map(own_of, numbers))
+    if not any(isinstance(number, (RowNumber, RowFloat)) for number in numbers) or not isinstance(own, (int, float)):
+        return own
+    everyone = function(*map(everyone_s, numbers))
+    return RowNumber(own, everyone) if isinstance(own, int) and isinstance(everyone, int) else RowFloat(own, everyone)
+
+
+def _operation(function: Callable[..., Any], *, is_turned: bool = False) -> Callable[..., Any]:
+    def operation(self: Any, *others: Any) -> Any:
+        if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
-        both = [
-            function(*(reversed((one, *rest)) if is_turned else (one, *rest)))
-            for one, rest in (
-                (int(self), [int(other) for other in others]),
-                (self.everyone, [getattr(other, "everyone", other) for other in others]),
-            )
-        ]
-        return RowNumber(*both)
+        return of_both(function, *(reversed((self, *others)) if is_turned else (self, *others)))
 
     return operation
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod"):
-    _function = getattr(operator, _name)
-    setattr(RowNumber, f"__{_name}__", _both(_function))
-    setattr(RowNumber, f"__r{_name}__", _both(_function, is_turned=True))
-RowNumber.__neg__ = _both(operator.neg)  # type: ignore[method-assign]
+def _of_numpy(self: Any, function: Any, method: str, *given: Any, **options: Any) -> Any:
+    if method == "__call__" and not options:
+        return of_both(lambda *numbers: _plain(function(*numbers)), *given)
+    return getattr(function, method)(*map(own_of, given), **options)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+for _kind in (RowNumber, RowFloat):
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        _function = getattr(operator, _name)
+        setattr(_kind, f"__{_name}__", _operation(_function))
+        setattr(_kind, f"__r{_name}__", _operation(_function, is_turned=True))
+    _kind.__neg__ = _operation(operator.neg)  # type: ignore[method-assign]
+    _kind.__array_ufunc__ = _of_numpy  # type: ignore[union-attr]
+
+_OF_MATH = ("log", "log2", "log10", "log1p", "sqrt", "exp", "pow", "ceil", "floor")
+
+
+@contextmanager
+def math_of_both() -> Iterator[None]:
+    """Inside, functions of the module `math` know the numbers of the whole batch, too: `math.log(n)`."""
+    patches = Patches()
+    group = patches.group("Numbers that a forward computes from the number of its rows.")
+    for name in _OF_MATH:
+        group.replace(math, name, _knowing_both(getattr(math, name)))
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _knowing_both(function: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(*numbers: Any) -> Any:
+        """Computes with the number of the whole batch, too."""
+        return of_both(function, *numbers)
+
+    return replacement
 
 
 def row_sizes(size: Any, dim: int, everyone: Callable[[int], int]) -> Any:

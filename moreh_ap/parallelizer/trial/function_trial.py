@@ -23,17 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.row_gathering import (
-    SHARE,
-    Placement,
-    Rows,
-    Step,
-    has_first_rows,
-)
+from moreh_ap.parallelizer.data.row_gathering import has_first_rows
 from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
 from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, GlobalReduction, takes_statistics
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
+from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
 from moreh_ap.parallelizer.trial.dry_run import RECURRENT, Refused
 from moreh_ap.parallelizer.trial.row_comparison import close
 

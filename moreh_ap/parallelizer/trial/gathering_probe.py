@@ -7,17 +7,19 @@ statistics that a model takes itself. Must not know what follows from it (`split
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.row_gathering import SHARE, Gathering, GatheringReduction, Step, in_any_order
+from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
 from moreh_ap.parallelizer.rng.policy import NUM_OTHER_STREAMS, Drawing, RandomPolicy
+from moreh_ap.parallelizer.row_dims.row_steps import REST, SHARE, Gathering, Step, in_any_order
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused
 from moreh_ap.parallelizer.trial.joined_probe import ALL_ROUNDING, ROUNDING, SMALLEST, JoinedProbe
 from moreh_ap.parallelizer.trial.lockstep import Lockstep
@@ -31,6 +33,12 @@ class GatheringProbe(JoinedProbe):
     """Learns where rows meet, then runs as `JoinedProbe` does."""
 
     _gathers, _least_rounding = True, 0.0
+    _lockstep: Lockstep | None = None
+
+    @property
+    def could_run(self) -> bool:
+        """Whether the forward could run on a few of the rows."""
+        return self._lockstep is not None
 
     def compare_outputs(self) -> None:
         self.steps = self._learn()
@@ -42,6 +50,8 @@ class GatheringProbe(JoinedProbe):
         Raises:
             Refused: They do, and at one place in the model's code functions do different things with rows.
         """
+        if self.steps:
+            return self.steps
         host = self.call.random.host
         fewer, draws = self._record(host)
         seeds = range(NUM_OTHER_STREAMS) if draws else ()
@@ -72,8 +82,24 @@ class GatheringProbe(JoinedProbe):
             fewer=(first, fewer),
             tolerance=self._tolerance,
         )
+        self._lockstep = lockstep
         self._forward(number, lockstep, host)
         return tuple(lockstep.steps)
+
+    def beginnings(self) -> Iterator[tuple[Step, ...]]:
+        """Yields steps after which the rest of the forward may run on all rows, the longest first.
+
+        They end behind a module with parameters, and at least half of all parameters are in modules before that.
+        """
+        if self._lockstep is None or not self.in_order or not self._lockstep.ends:
+            return
+        steps, ends = self._lockstep.steps, self._lockstep.ends
+        alone = next((number for number, step in enumerate(steps) if step.meets), len(steps))
+        total = sum(parameter.numel() for parameter in self.call.module.parameters())
+        for last in dict.fromkeys([ends[-1][0], *[end for end, _ in ends if end <= alone][-1:]]):
+            before = {one: one.numel() for end, module in ends if end <= last for one in module.parameters()}
+            if 2 * sum(before.values()) >= total:
+                yield tuple(steps[:last])
 
     @property
     def _num_fewer(self) -> int:
@@ -110,6 +136,31 @@ class GatheringProbe(JoinedProbe):
 
     def _check_denominators(self, common: Sequence[Tensor], apart: Sequence[Sequence[Tensor]]) -> None:
         """Means of what every worker has are no sites on workers; the results are compared in any case."""
+
+
+class InterleavedProbe(GatheringProbe):
+    """As `GatheringProbe`, with rows of other halves of the batch beside each other: of sorted classes, a few rows
+    that are neighbours have one."""
+
+    def _choose_rows(self) -> list[int]:
+        chosen = super()._choose_rows()
+        half = len(chosen) // 2
+        return [one for pair in zip(chosen[:half], chosen[half:], strict=True) for one in pair]
+
+
+def gathering_probes(
+    call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, each: int
+) -> Iterator[GatheringProbe]:
+    """Yields what to try where rows meet: each is to be compared before the next. Arguments as `Probe`'s."""
+    for kind in (GatheringProbe, InterleavedProbe):
+        first = kind(call, args, kwargs, rows, each=each)
+        yield first
+        for steps in first.beginnings():
+            probe = kind(call, args, kwargs, rows, each=each)
+            probe.steps = (*steps, Step(REST))
+            yield probe
+        if first.could_run:
+            break
 
 
 def _names(calls: Sequence[Called]) -> list[str]:

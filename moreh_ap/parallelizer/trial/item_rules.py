@@ -137,6 +137,8 @@ def _draws(whole: Sequence[Drawn], first: Sequence[Drawn], others: Sequence[Draw
 
 
 def _rows(whole: Drawn, first: Drawn, others: Drawn) -> Rows | None:
+    if whole.are_packed:
+        return Rows(0, (0, 1), groups=1, are_packed=True)
     if whole.shape == first.shape == others.shape:
         return None
     if len(whole.shape) == len(first.shape) == len(others.shape):

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.call_sites import GATHERING, is_called_by, site_of_call
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
-from moreh_ap.parallelizer.data.row_gathering import Placement, Rows, Step
 from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.row_dims.placements import Placements
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
+from moreh_ap.parallelizer.row_dims.row_steps import Placement, Rows, Step
 from moreh_ap.parallelizer.trial.dry_run import Refused, state_restored
 from moreh_ap.parallelizer.trial.function_trial import DRAWS, Double, Trial, cut, tensors_of, with_numbers
 from moreh_ap.parallelizer.trial.recorded_calls import Called
@@ -52,7 +52,9 @@ class Lockstep(GlobalReduction):
         tolerance: Which differences are rounding; see `row_comparison.py`.
 
     Attributes:
-        steps: What was learned, once the forward is through.
+        steps: What was learned so far.
+        ends: Behind how many steps the forward was through with a module that has parameters and works row by row,
+            and that module.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Lockstep(GlobalReduction):
     ) -> None:
         super().__init__(device, record=True)
         self.steps: list[Step] = []
+        self.ends: list[tuple[int, nn.Module]] = []
         self._rows = rows
         self._dims = dims
         self._num_fewer, self._fewer_calls = fewer
@@ -153,6 +156,7 @@ class Lockstep(GlobalReduction):
                     self._position = after
                     self._note(step, leaves, doubles)
                     self._place(result, found)
+                    self.ends += [(len(self.steps), module)] if any(True for _ in module.parameters()) else []
                     return result
             finally:
                 self._inside = None

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from moreh_ap.parallelizer.call.call import Call
@@ -20,13 +20,14 @@ from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.fsdp import BlockTrace, record_block_order, settle
-from moreh_ap.parallelizer.data.row_gathering import Step
 from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, GlobalReduction
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.rng.turns import KnownTurns
 from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
+from moreh_ap.parallelizer.row_dims.row_steps import Step
+from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.agreement import all_workers_or_none
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, may_pad, state_restored
@@ -120,17 +121,15 @@ class Probe:
         self._buffers: dict[str, Tensor] = {}
         self._changed_buffers: dict[str, Tensor] = {}
         self._ways: list[BlockTrace] = []
+        self._selected: list[list[int]] = []
         self._singles: list[EagerForward | PipelinedPass] = []
         self._weights: list[Tensor | None] = []
         self._wanted: dict[str, Tensor | None] = {}
 
-    def _select(self, chosen: Sequence[int]) -> list[Any]:
-        return select_rows_along(self._leaves, self.dims, chosen)
-
     def _arguments(self, chosen: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with the chosen rows, which are about to run."""
         self._ran = chosen
-        args, kwargs = tree_unflatten(self._select(chosen), self._spec)
+        args, kwargs = tree_unflatten(select_rows_along(self._leaves, self.dims, chosen), self._spec)
         return args, kwargs
 
     def run_again(self) -> None:
@@ -309,7 +308,8 @@ class Probe:
         """Returns this worker's shard of the gradients of some parameters, and clears all."""
         module = self.call.module
         settle(module)
-        gradients = {name: _local_gradient(param) for name, param in some_parameters(module).items()}
+        found = {name: param.grad for name, param in some_parameters(module).items()}
+        gradients = {name: None if grad is None else local_shard(grad).detach().clone() for name, grad in found.items()}
         for param in module.parameters():
             param.grad = None
         return gradients
@@ -361,7 +361,7 @@ class Probe:
         call = replace(self.call, random=self._policy(chosen), **changes)
         self._drew = call.random.for_probe()
         with self._from_the_same_state():
-            with self._surroundings(), record_block_order(call.module) as way:
+            with self._surroundings(), Selections() as selections, record_block_order(call.module) as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else EagerForward
                 with saved_on_host() if self._exceeds_own_rows() else nullcontext():
@@ -376,6 +376,7 @@ class Probe:
             return done
         after.update(self._state)
         self._ways.append(way)
+        self._selected.append(selections.sizes)
         self._buffers = self._buffers or after
         for name, value in after.items():
             if name not in self._buffers or not self._is_same_buffer(name, value):
@@ -386,15 +387,14 @@ class Probe:
         """Compares how the runs went, the common one first.
 
         Raises:
-            Refused: It depends on the rows, in which order and with how much of them they come to what FSDP2 gathers.
+            Refused: It depends on the rows, in which order and with how much of them they come to what FSDP2 gathers,
+                or which of them count.
         """
+        if not self._gathers and selects_rows(self._selected[0], self._selected[1:]):
+            raise Refused("the forward takes some of the rows, by their values")
         common, first, *others = self._ways
         if [name for name, _ in common] != [name for name, _ in first] or any(way != first for way in others):
             raise Refused(
                 "which blocks a row goes through depends on the row, and a plan that shards gathers a block on all "
                 "devices at once"
             )
-
-
-def _local_gradient(param: nn.Parameter) -> Tensor | None:
-    return None if param.grad is None else local_shard(param.grad).detach().clone()

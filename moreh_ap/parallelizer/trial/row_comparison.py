@@ -253,3 +253,8 @@ def without_attributes(
     for name, number in reversed(list(numbers.items())):
         leaves, of_attributes[name] = leaves[: len(leaves) - number], leaves[len(leaves) - number :]
     return leaves, of_attributes
+
+
+def gathered_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the kinds of a result whose rows are gathered at the end of the forward, as those of such a batch are."""
+    return tuple("same" if kind == "rows" else kind for kind in kinds)

@@ -39,20 +39,20 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.kept_rows import KeptRows, may_be_kept, shapes_of
 from moreh_ap.parallelizer.data.item_reduction import ItemRules
 from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
-from moreh_ap.parallelizer.data.row_gathering import Step, in_any_order
 from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws
 from moreh_ap.parallelizer.row_dims.placed_probe import PlacedJoinedProbe, PlacedProbe
 from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong
+from moreh_ap.parallelizer.row_dims.row_steps import REST, Step, in_any_order
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import clear_gradients, untouched
 from moreh_ap.parallelizer.trial.fault_finding import Outcome, try_out
-from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe
+from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe, gathering_probes
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER
 from moreh_ap.parallelizer.trial.probe import Probe
-from moreh_ap.parallelizer.trial.row_comparison import without_attributes
+from moreh_ap.parallelizer.trial.row_comparison import gathered_kinds, without_attributes
 from moreh_ap.protocol.batch import are_single_rows, row_dims_elsewhere, rows_along
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
 
@@ -116,7 +116,8 @@ class SplitVerdict:
         """Returns the verdict on a forward that also goes the way of another one, if that differs in steps alone."""
         alike: dict[str, Any] = {"steps": (), "in_order": True, "faults": ()}
         is_alike = self.split and replace(self, **alike) == replace(other, **alike)
-        steps = in_any_order([*self.steps, *other.steps]) if is_alike else None
+        has_rest = any(step.name == REST for step in (*self.steps, *other.steps))  # which begins at a number of steps
+        steps = in_any_order([*self.steps, *other.steps]) if is_alike and not has_rest else None
         return self if steps is None else replace(self, steps=steps, in_order=False)
 
 
@@ -225,8 +226,12 @@ class _Trials:
         if not found.split and may_meet:
             found = (self.run_elsewhere() if may_turn else None) or found
         if not found.split and may_meet:
-            gathered = self._compare(GatheringProbe(self._call, args, kwargs, rows, each=each))
-            found = gathered if gathered.split else found
+            number = len(self.faults)
+            for gathering in gathering_probes(self._call, args, kwargs, rows, each):
+                gathered = self._compare_under_rules(gathering, number)
+                if gathered.split:
+                    found = gathered
+                    break
             if may_turn and (not found.split or any(step.gathers for step in found.steps)):
                 found = self._elsewhere() or found
         fewest = FEWEST_A_WORKER if found.joined else 1  # rows that meet may be more than a worker has
@@ -328,8 +333,8 @@ class _Trials:
             found = self._compare(GatheringProbe(call, args, kwargs, rows, dims))
             meet = any(step.gathers for step in found.steps)
             if found.split and not meet:
-                attributes = {name: _gathered(kinds) for name, kinds in found.attributes.items()}
-                return replace(found, dims=tuple(dims), kinds=_gathered(found.kinds), attributes=attributes)
+                attributes = {name: gathered_kinds(kinds) for name, kinds in found.attributes.items()}
+                return replace(found, dims=tuple(dims), kinds=gathered_kinds(found.kinds), attributes=attributes)
         return None
 
 
@@ -338,11 +343,6 @@ def _group_sizes(rows: int, parts: int) -> list[int]:
     each of `parts` gets of a batch."""
     share, rest = divmod(rows, parts)
     return [1, *sorted(size for size in {2, 4, 8, share} if size > 1 and not rest and share and share % size == 0)]
-
-
-def _gathered(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the kinds of a result whose rows are gathered at the end of the forward, as those of such a batch are."""
-    return tuple("same" if kind == "rows" else kind for kind in kinds)
 
 
 class _Apart(NamedTuple):

@@ -5,9 +5,7 @@ computed from them.
 
 [Note: graphs]
 A batch of graphs is one large graph whose parts are not connected. An object of PyTorch Geometric is taken apart and
-put together by the library. Tensors alone are one if a vector says to which graph each node belongs, in rising order,
-and a tensor of shape (2, edges) names nodes: whatever counts the nodes has rows of nodes, and so for edges and graphs.
-A plain number that is the count of graphs or of nodes (`batch_size`, `num_nodes`) becomes that of the chosen ones.
+put together by the library. What tensors alone are one, `flat_graphs.py` says.
 """
 
 from __future__ import annotations
@@ -17,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
+from moreh_ap.protocol.objects.flat_graphs import find_graphs
 from moreh_ap.protocol.objects.flat_items import find_bags, find_packed, find_tables
 from moreh_ap.protocol.objects.items import INSIDE, Arguments, Items, has_rows, replaced_in
+from moreh_ap.protocol.objects.named_items import find_named
 from moreh_ap.protocol.passed_state import PASSED_STATE
 
 
@@ -29,7 +29,7 @@ def find_items(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Items | None
     beside = {name: value for name, value in kwargs.items() if name == PASSED_STATE}
     given = tuple(args), {name: value for name, value in kwargs.items() if name not in beside}
     found: Items | None = _graph_objects(given) or find_packed(given) or find_tables(given)
-    found = found or _listed(given) or _flat_graphs(given) or find_bags(given)
+    found = found or _listed(given) or find_graphs(given) or find_bags(given) or find_named(given)
     if found is not None:
         found.beside = beside
     return found
@@ -78,46 +78,6 @@ class GraphObjects(Items):
             return INSIDE
 
         return replaced_in(choose, self._given)
-
-
-class FlatGraphs(Items):
-    """Graphs in tensors; see [Note: graphs].
-
-    Args:
-        given: The arguments.
-        batch: To which graph each node belongs.
-        edges: The nodes at both ends of each edge.
-    """
-
-    def __init__(self, given: Arguments, batch: Tensor, edges: Tensor) -> None:
-        self._given, self._batch, self._edges = given, batch, edges
-        self.count = int(batch[-1]) + 1
-
-    def _select(self, chosen: Sequence[int]) -> Arguments:
-        graphs = torch.tensor(list(chosen), device=self._batch.device)
-        places = torch.full((self.count,), -1, device=graphs.device)
-        places[graphs] = torch.arange(len(graphs), device=graphs.device)
-        nodes = (places[self._batch] >= 0).nonzero()[:, 0]
-        numbers = torch.full_like(self._batch, -1)
-        numbers[nodes] = torch.arange(len(nodes), device=graphs.device)
-        kept = (numbers[self._edges[0]] >= 0).nonzero()[:, 0]
-        of_size = {len(self._batch): nodes, self._edges.shape[1]: kept, self.count: graphs}
-        counts = {len(self._batch): len(nodes), self.count: len(graphs)}
-
-        def choose(leaf: Any) -> Any:
-            if leaf is self._batch:
-                return places[leaf[nodes]]
-            if leaf is self._edges:
-                return numbers[leaf[:, kept]]
-            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] in of_size:
-                return leaf[of_size[leaf.shape[0]]]
-            if type(leaf) is int and leaf in counts:
-                return counts[leaf]
-            return leaf
-
-        leaves, spec = tree_flatten(self._given)
-        args, kwargs = tree_unflatten([choose(leaf) for leaf in leaves], spec)
-        return args, kwargs
 
 
 def _listed(given: Arguments) -> ListedItems | None:
@@ -179,23 +139,3 @@ def _equal(left: Any, right: Any) -> bool:
         torch.equal(one, two) if isinstance(one, Tensor) and isinstance(two, Tensor) else one is two or one == two
         for one, two in zip(lefts, rights, strict=True)
     )
-
-
-def _flat_graphs(given: Arguments) -> FlatGraphs | None:
-    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-    whole = [leaf for leaf in tensors if leaf.dtype == torch.int64 and leaf.layout is torch.strided and leaf.numel()]
-    vectors = [leaf for leaf in whole if leaf.ndim == 1 and _names_graphs(leaf)]
-    pairs = [leaf for leaf in whole if leaf.ndim == 2 and leaf.shape[0] == 2]
-    for batch in vectors:
-        counts_nodes = any(leaf is not batch and leaf.ndim and leaf.shape[0] == len(batch) for leaf in tensors)
-        for edges in pairs if counts_nodes else ():
-            sizes = {len(batch), edges.shape[1], int(batch[-1]) + 1}
-            is_within = len(sizes) == 3 and edges.min() >= 0 and edges.max() < len(batch)
-            if is_within and torch.equal(batch[edges[0]], batch[edges[1]]):
-                return FlatGraphs(given, batch, edges)
-    return None
-
-
-def _names_graphs(vector: Tensor) -> bool:
-    steps = vector.diff()
-    return int(vector[0]) == 0 and bool(((steps == 0) | (steps == 1)).all())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moreh_ap.parallelizer.data.row_gathering import Rows, Step, in_any_order
 from moreh_ap.parallelizer.row_dims.placements import Placements
+from moreh_ap.parallelizer.row_dims.row_steps import Rows, Step, in_any_order
 
 
 @pytest.mark.parametrize(("placement", "wanted"), [(Rows(0), [2, 3, 4, 5]), (Rows(0, 2), [1, 2, 4, 5])])

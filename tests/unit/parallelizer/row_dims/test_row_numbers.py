@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
-from moreh_ap.parallelizer.row_dims.row_numbers import RowCount, RowNumber, row_sizes
+from moreh_ap.parallelizer.row_dims.row_numbers import (
+    RowCount,
+    RowFloat,
+    RowNumber,
+    everyone_s,
+    math_of_both,
+    own_of,
+    row_sizes,
+)
 
 
 def test_a_count_is_learned_as_a_multiple_of_the_rows():
@@ -25,9 +36,33 @@ def test_arithmetic_of_whole_numbers_goes_on_for_the_whole_batch():
         assert isinstance(found, RowNumber) and (found, found.everyone) == (own, everyone)
 
 
-def test_what_is_no_whole_number_is_that_of_this_worker():
+def test_fractions_go_on_for_the_whole_batch_too():
     rows = RowNumber(4, 8)
-    assert rows / 2 == 2.0 and 0.5 * rows == 2.0 and type(2.5 + rows) is float
+    for found, own, everyone in (
+        (1 / rows, 0.25, 0.125),
+        (rows**-1, 0.25, 0.125),
+        (rows + 2.5, 6.5, 10.5),
+        (1 / (rows**2 - rows), 1 / 12, 1 / 56),
+        (-(rows * 0.5) % 3, 1.0, 2.0),
+        (np.sqrt(rows), 2.0, 8**0.5),
+    ):
+        assert isinstance(found, RowFloat) and (found, found.everyone) == (own, everyone)
+    assert type(own_of(1 / rows)) is float and everyone_s(3) == 3
+
+
+def test_functions_of_the_module_math_know_the_whole_batch_for_a_time():
+    rows, log = RowNumber(4, 8), math.log
+    with math_of_both():
+        found, ceiling = math.log(1000 * rows), math.ceil(rows / 3)
+        assert type(math.log(4)) is float
+    assert (found, found.everyone) == (log(4000), log(8000)) and (ceiling, ceiling.everyone) == (2, 3)
+    assert math.log is log and type(math.log(rows)) is float
+
+
+def test_what_is_no_arithmetic_is_that_of_this_worker():
+    rows = RowNumber(4, 8)
+    assert (np.ones(2) * rows).tolist() == [4.0, 4.0] and type(int(rows / 2)) is int
+    assert type(0.5 * rows) is float  # a float takes any whole number for a plain one
     assert torch.zeros(rows).shape == (4,) and rows == 4 and list(range(rows)) == [0, 1, 2, 3]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moreh_ap.parallelizer.data.row_gathering import Step
+from moreh_ap.parallelizer.row_dims.row_steps import Step
 from moreh_ap.parallelizer.trial.split_check import SplitVerdict
 
 FIRST, SECOND = Step("exp", site=1), Step("sin", site=2)

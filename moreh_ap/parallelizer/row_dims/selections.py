@@ -1,0 +1,63 @@
+"""Whether a forward takes some rows of a batch by their values: the largest losses, a median.
+
+Decides which functions do. Must not know how rows are tried (`trial/probe.py`).
+
+[Note: selections]
+The largest two thirds of all losses are, by chance, often the largest two thirds of each half. So a comparison of a few
+rows does not show whether a forward that selects rows may run on slices of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_SELECT = frozenset({"topk", "kthvalue", "median", "nanmedian", "quantile", "nanquantile", "mode"})
+_SORT = frozenset({"sort", "argsort", "msort"})
+"""These select if the numbers are no lengths, by which rows are sorted before they are packed."""
+_PLACE_OF_DIM = {"topk": 2, "kthvalue": 2, "quantile": 2, "nanquantile": 2}
+_OF_ALL = frozenset({"median", "nanmedian", "quantile", "nanquantile"})
+"""These select among all entries where they are given no dim; the others along the last one."""
+
+
+class Selections(TorchFunctionMode):
+    """While active, notes among how many entries along dim 0 functions select, in order.
+
+    Attributes:
+        sizes: The numbers of entries.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _SELECT or name in _SORT:
+            given = args[0] if args else kwargs.get("input")
+            is_score = isinstance(given, Tensor) and (name in _SELECT or given.is_floating_point())
+            if is_score and given.ndim and _is_along_first(name, given, args, kwargs):
+                self.sizes.append(given.shape[0])
+        return func(*args, **kwargs)
+
+
+def _is_along_first(name: str, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    place = _PLACE_OF_DIM.get(name, 1)
+    dim = kwargs.get("dim", args[place] if place < len(args) else None)
+    if dim is None:
+        return name in _OF_ALL or name == "msort" or given.ndim == 1
+    return type(dim) is int and dim % given.ndim == 0
+
+
+def selects_rows(together: Sequence[int], apart: Sequence[Sequence[int]]) -> bool:
+    """Says whether functions select among rows, given the sizes noted for all rows together and for some apart.
+
+    Where each row is gone through by itself, there are more of them for more rows.
+    """
+    return any(len(one) == len(together) and list(one) != list(together) for one in apart)

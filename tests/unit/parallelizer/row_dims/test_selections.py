@@ -1,0 +1,36 @@
+"""Functions that select entries along the dim with rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
+
+
+@pytest.mark.parametrize(
+    ("select", "sizes"),
+    [
+        (lambda x: x[:, 0].topk(2), [6]),
+        (lambda x: x.topk(2), []),
+        (lambda x: torch.topk(x, 2, dim=0), [6]),
+        (lambda x: x.topk(2, -2), [6]),
+        (lambda x: x.median(), [6]),
+        (lambda x: x.median(1), []),
+        (lambda x: x.quantile(0.5), [6]),
+        (lambda x: x.sort(0), [6]),
+        (lambda x: x.argsort(dim=1), []),
+        (lambda x: x.int().sort(0), []),
+        (lambda x: x.sum(0), []),
+    ],
+)
+def test_what_selects_along_the_first_dim_is_noted(select, sizes):
+    with Selections() as selections:
+        select(torch.rand(6, 4))
+    assert selections.sizes == sizes
+
+
+def test_rows_are_selected_where_fewer_rows_are_fewer_entries():
+    assert selects_rows([6], [[3], [3]]) and selects_rows([6, 5], [[6, 5], [6, 4]])
+    assert not selects_rows([], [[]]) and not selects_rows([9], [[9], [9]])
+    assert not selects_rows([9, 9], [[9], [9]])
