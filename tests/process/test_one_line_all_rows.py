@@ -88,7 +88,7 @@ def batches_of(*rows: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("kind", [HardestInALoop, Numbers, SomeOfTheRows])
 def test_losses_and_weights_are_those_of_one_device_for_any_number_of_rows(kind, capsys):
     batches = batches_of(12, 12, 17, 10)
-    assert_same(*on_both(lambda device: trained(kind, batches, device)))
+    assert_same(*on_both(lambda device: trained(kind, batches, device)), rtol=1e-4, atol=1e-5)
     assert WHOLE not in capsys.readouterr().out
 
 
