@@ -41,9 +41,8 @@ class Selections(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _SELECT or name in _SORT:
             given = args[0] if args else kwargs.get("input")
-            is_score = isinstance(given, Tensor) and (name in _SELECT or given.is_floating_point())
-            if is_score and given.ndim and _is_along_first(name, given, args, kwargs):
-                self.sizes.append(given.shape[0])
+            if isinstance(given, Tensor) and given.ndim and (name in _SELECT or given.is_floating_point()):
+                self.sizes += given.shape[:1] if _is_along_first(name, given, args, kwargs) else ()
         return func(*args, **kwargs)
 
 
