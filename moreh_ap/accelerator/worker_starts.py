@@ -45,8 +45,6 @@ _MADE_S = 5.0  # workers take seconds to be ready, the constructor that starts t
 class WorkerStarts:
     """Starts the workers of an accelerator; the first group of them at once. See [Note: ahead].
 
-    Workers whose commands are kept for others (`recovery`) need the session's rules, so they start with the session.
-
     Args:
         options: What the script asked for.
 
@@ -85,7 +83,7 @@ class WorkerStarts:
         self.make_rules: Callable[[WorkerStarts, int], ReplayRules]
         self.current: WorkerGroup
         self._recovers = options.recovery != "off" and pool is None
-        self._ahead = None if self._recovers else self._start(self.num_used)
+        self._ahead: WorkerGroup | None = self._start(self.num_used)
 
     def shares(self, count: int) -> tuple[int, tuple[str, ...]]:
         """Returns the threads of each of so many workers, and the GPUs that they have."""
@@ -126,7 +124,9 @@ class WorkerStarts:
         make: Callable[..., WorkerGroup] = WorkerGroup
         if self._recovers:
             is_frugal = self._options.recovery == "auto"
-            make = functools.partial(RecoveringWorkerGroup, rules=self.make_rules(self, count), is_frugal=is_frugal)
+            make = functools.partial(
+                RecoveringWorkerGroup, make_rules=lambda: self.make_rules(self, count), is_frugal=is_frugal
+            )
         workers = self.current = make(
             count,
             device_type=self.device_type,

@@ -156,19 +156,21 @@ class CommandLog:
     The thread that submits commands adds them, in the worker group's lock; the one that receives answers does the rest.
 
     Args:
-        rules: What is known of commands.
+        make_rules: Returns what is known of commands, once the first is noted.
         is_frugal: Whether commands are not kept before the first copy, see [Note: nothing before the first copy], and
             copies are taken only as often as their cost allows.
 
     Attributes:
         is_open: Whether commands are noted.
+        rules: What is known of them, from then on.
         is_complete: Whether others can be told all that the workers were told.
         why_closed: Why they are not noted any more; empty before the log is opened.
         wanted: A command that should go with the next one, if any: a snapshot is due.
     """
 
-    def __init__(self, rules: ReplayRules, *, is_frugal: bool = False) -> None:
-        self.rules, self._is_frugal = rules, is_frugal
+    def __init__(self, make_rules: Callable[[], ReplayRules], *, is_frugal: bool = False) -> None:
+        self.rules: ReplayRules
+        self._make_rules, self._is_frugal = make_rules, is_frugal
         self.is_open, self.is_complete, self.why_closed = False, False, ""
         self.wanted: Any = None
         self._lock = threading.Lock()
@@ -191,6 +193,7 @@ class CommandLog:
     def open(self) -> None:
         """Notes commands from now on; nothing happens where that was asked for before."""
         if not self.is_open and not self.why_closed:
+            self.rules = self._make_rules()
             self.is_open, self.is_complete = True, not self._is_frugal
 
     def close(self, why: str) -> None:

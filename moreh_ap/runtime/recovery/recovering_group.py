@@ -39,13 +39,15 @@ class RecoveringWorkerGroup(WorkerGroup):
 
     Args:
         num_workers: How many processes, one a device.
-        rules: What the session knows of commands.
+        make_rules: Returns what the session knows of commands, once they are kept.
         is_frugal: As for `CommandLog`.
         others: As for `WorkerGroup`.
     """
 
-    def __init__(self, num_workers: int, *, rules: ReplayRules, is_frugal: bool = False, **others: Any) -> None:
-        self._log = CommandLog(rules, is_frugal=is_frugal)  # first: a thread starts in the other constructor
+    def __init__(
+        self, num_workers: int, *, make_rules: Callable[[], ReplayRules], is_frugal: bool = False, **others: Any
+    ) -> None:
+        self._log = CommandLog(make_rules, is_frugal=is_frugal)  # first: a thread starts in the other constructor
         super().__init__(num_workers, **others)
 
     def keep_commands(self) -> None:

@@ -43,11 +43,11 @@ def test_workers_that_began_ahead_are_taken_once(made):
     assert starts.start(3) is made[1], "others, for a restart"
 
 
-def test_commands_that_are_kept_need_rules_so_such_workers_start_with_the_session(made):
+def test_workers_whose_commands_will_be_kept_begin_ahead_too_and_get_the_rules_of_the_session_later(made):
     starts = WorkerStarts(Options(devices=2, recovery="memory"))
-    assert not made
     starts.make_rules = lambda starts, count: f"rules of {count}"
-    assert starts.start(2).arguments["rules"] == "rules of 2"
+    assert starts.start(2) is made[0] and made[0].arguments["make_rules"]() == "rules of 2"
+    assert not made[0].arguments["is_frugal"]
 
 
 def test_an_accelerator_that_cannot_be_made_leaves_no_workers(made, monkeypatch):

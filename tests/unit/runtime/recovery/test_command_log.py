@@ -63,7 +63,7 @@ def sent(number: int, steps: int = 0, files: tuple[str, ...] = (), payload: Pack
 
 @pytest.fixture
 def log() -> CommandLog:
-    opened = CommandLog(Rules())
+    opened = CommandLog(Rules)
     opened.open()
     return opened
 
@@ -129,7 +129,7 @@ def test_a_file_that_was_written_again_cannot_be_read_again(log, tmp_path):
 
 
 def test_nothing_is_said_of_losses_before_the_log_is_opened():
-    assert CommandLog(Rules()).why_not(1) == "" and not CommandLog(Rules()).is_open
+    assert CommandLog(Rules).why_not(1) == "" and not CommandLog(Rules).is_open
 
 
 def with_snapshot(number: int, files: tuple[str, ...] = ()) -> SentCommand:
@@ -140,7 +140,7 @@ def with_snapshot(number: int, files: tuple[str, ...] = ()) -> SentCommand:
 def every_third(log, monkeypatch):
     """A log that wants a snapshot after three steps."""
     monkeypatch.setattr(snapshot_timing, "STEPS", 3)
-    fresh = CommandLog(Rules())
+    fresh = CommandLog(Rules)
     fresh.open()
     return fresh
 
@@ -215,7 +215,7 @@ def test_where_there_is_no_memory_for_copies_that_is_said_once(every_third):
 
 def test_a_snapshot_is_due_for_many_bytes_too(monkeypatch):
     monkeypatch.setattr(command_log, "SNAPSHOT_BYTES", 10)
-    log = CommandLog(Rules())
+    log = CommandLog(Rules)
     log.open()
     log.add(sent(1))
     assert log.wanted is None
@@ -239,7 +239,7 @@ def clock(monkeypatch) -> Clock:
 
 @pytest.fixture
 def frugal(clock) -> CommandLog:
-    made = CommandLog(Rules(), is_frugal=True)
+    made = CommandLog(Rules, is_frugal=True)
     made.open()
     return made
 
