@@ -66,6 +66,13 @@ class SomeOfTheRows(Encoder):
         return losses_B.topk(int(0.7 * losses_B.numel())).values.mean()
 
 
+class PerClass(Encoder):
+    """Divides by how many classes the batch has; at first each worker has all of them."""
+
+    def forward(self, x_BF: Tensor, classes_B: Tensor) -> Tensor:
+        return self.encoder(x_BF).square().sum() * self.scale / len(torch.unique(classes_B))
+
+
 def trained(kind: type[Encoder], batches: list[tuple[Tensor, Tensor]], device: str) -> list[Tensor]:
     """Returns the losses and the final weights."""
     torch.manual_seed(0)
@@ -89,6 +96,13 @@ def batches_of(*rows: int) -> list[tuple[Tensor, Tensor]]:
 def test_losses_and_weights_are_those_of_one_device_for_any_number_of_rows(kind, capsys):
     batches = batches_of(12, 12, 17, 10)
     assert_same(*on_both(lambda device: trained(kind, batches, device)), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
+def test_classes_that_each_worker_has_at_first_are_those_of_the_batch_later(capsys):
+    (x, sorted_classes), (other, _) = batches_of(12, 12)
+    batches = [(x, torch.arange(12) % 3), (other, sorted_classes)]
+    assert_same(*on_both(lambda device: trained(PerClass, batches, device)), rtol=1e-4, atol=1e-5)
     assert WHOLE not in capsys.readouterr().out
 
 

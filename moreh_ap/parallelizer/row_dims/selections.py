@@ -3,7 +3,8 @@
 Decides which functions do. Must not know how rows are tried (`trial/probe.py`).
 
 [Note: selections]
-The largest two thirds of all losses are, by chance, often the largest two thirds of each half. So a comparison of a few
+The largest two thirds of all losses are, by chance, often the largest two thirds of each half, and both halves have the
+same classes. So a comparison of a few
 rows does not show whether a forward that selects rows may run on slices of them.
 """
 
@@ -15,11 +16,11 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_SELECT = frozenset({"topk", "kthvalue", "median", "nanmedian", "quantile", "nanquantile", "mode"})
+_SELECT = frozenset({"topk", "kthvalue", "median", "nanmedian", "quantile", "nanquantile", "mode", "unique"})
 _SORT = frozenset({"sort", "argsort", "msort"})
 """These select if the numbers are no lengths, by which rows are sorted before they are packed."""
-_PLACE_OF_DIM = {"topk": 2, "kthvalue": 2, "quantile": 2, "nanquantile": 2}
-_OF_ALL = frozenset({"median", "nanmedian", "quantile", "nanquantile"})
+_PLACE_OF_DIM = {"topk": 2, "kthvalue": 2, "quantile": 2, "nanquantile": 2, "unique": 4}
+_OF_ALL = frozenset({"median", "nanmedian", "quantile", "nanquantile", "unique"})
 """These select among all entries where they are given no dim; the others along the last one."""
 
 

@@ -21,6 +21,8 @@ from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
         (lambda x: x.sort(0), [6]),
         (lambda x: x.argsort(dim=1), []),
         (lambda x: x.int().sort(0), []),
+        (lambda x: torch.unique(x.int()), [6]),
+        (lambda x: x.unique(dim=1), []),
         (lambda x: x.sum(0), []),
     ],
 )
