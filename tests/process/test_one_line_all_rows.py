@@ -99,10 +99,19 @@ def test_losses_and_weights_are_those_of_one_device_for_any_number_of_rows(kind,
     assert WHOLE not in capsys.readouterr().out
 
 
-def test_classes_that_each_worker_has_at_first_are_those_of_the_batch_later(capsys):
+class PerPresentClass(Encoder):
+    """The same by a mask of the classes that there are."""
+
+    def forward(self, x_BF: Tensor, classes_B: Tensor) -> Tensor:
+        present = F.one_hot(classes_B, 3).sum(0) > 0
+        return self.encoder(x_BF).square().sum() * self.scale / present.sum()
+
+
+@pytest.mark.parametrize("kind", [PerClass, PerPresentClass])
+def test_classes_that_each_worker_has_at_first_are_those_of_the_batch_later(kind, capsys):
     (x, sorted_classes), (other, _) = batches_of(12, 12)
     batches = [(x, torch.arange(12) % 3), (other, sorted_classes)]
-    assert_same(*on_both(lambda device: trained(PerClass, batches, device)), rtol=1e-4, atol=1e-5)
+    assert_same(*on_both(lambda device: trained(kind, batches, device)), rtol=1e-4, atol=1e-5)
     assert WHOLE not in capsys.readouterr().out
 
 

@@ -73,7 +73,16 @@ class JoinedProbe(Probe):
         workers = self.call.axis.size
         each = max(self.each, min(MOST_A_WORKER, MAX_ROWS // workers))
         number = workers * min(each, self.rows // workers)
-        return [place * self.rows // number for place in range(number)]
+        chosen = [place * self.rows // number for place in range(number)]
+        return chosen if self._gathers else self._sorted_by_class(chosen)
+
+    def _sorted_by_class(self, chosen: list[int]) -> list[int]:
+        """Returns rows in the order of their classes, if they have any: workers that all have the same classes would
+        not show that a forward asks which ones the batch has."""
+        for leaf, dim in zip(self._leaves, self.dims, strict=True):
+            if dim == 0 and leaf.ndim == 1 and leaf.dtype == torch.int64:
+                return sorted(chosen, key=leaf.tolist().__getitem__)
+        return chosen
 
     def _find_rounding(self, common: EagerForward | PipelinedPass) -> None:
         """Runs the same rows with inputs that differ in the last digits. See [Note: rounding].
