@@ -45,8 +45,8 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 _ATTACH_TIMEOUT_S = 15.0  # an agent that listens answers in 0.25 s, on a busy machine too, or never
-_FLUSH_TIMEOUT_S = 0.3  # as Monarch's own handler at exit
-_END_TIMEOUT_S = 5.0
+_FLUSH_S = 0.02  # each of two flushes at the end, when nobody is left to whom the engine could send anything
+_SHUTDOWN_S = 1.0  # as Monarch's own exit handler has it
 _transports: list[str] = []
 _transport_lock = threading.Lock()
 
@@ -224,18 +224,19 @@ def _attach(agents: Sequence[str], answers: str) -> Any:
             raise EngineError(f"Timeout: no answer from {places} in {_ATTACH_TIMEOUT_S:g} s") from error
         finally:
             if first:
-                atexit.register(_end_client)  # behind Monarch's own handler, and therefore before it at exit
+                atexit.register(_shut_down)  # before Monarch's handler, which finds nothing left to do
                 private_sockets.close(private_sockets.abstract_listeners() - before)
         return hosts
 
 
-def _end_client() -> None:
-    """Ends this process's part in Monarch, as its own exit handler would: that one prints a traceback after a second.
+def _shut_down() -> None:
+    """Shuts the engine down at the end of this process, after all workers and agents have ended.
 
-    On a busy machine it takes longer, and nothing is lost if it does not end at all: no worker is left.
+    Monarch's own exit handler waits 0.3 s for each of two flushes to peers that are gone, and prints a traceback where a
+    busy machine takes longer than a second.
     """
-    with contextlib.suppress(TimeoutError):
-        ma.shutdown_context(host_timeout=_FLUSH_TIMEOUT_S).get(timeout=_END_TIMEOUT_S)
+    with contextlib.suppress(TimeoutError):  # this process ends
+        ma.shutdown_context(host_timeout=_FLUSH_S).get(timeout=_SHUTDOWN_S)
 
 
 def _open_transport(address: str) -> None:
