@@ -232,8 +232,8 @@ def _attach(agents: Sequence[str], answers: str) -> Any:
 def _shut_down() -> None:
     """Shuts the engine down at the end of this process, after all workers and agents have ended.
 
-    Monarch's own exit handler waits 0.3 s for each of two flushes to peers that are gone, and prints a traceback where a
-    busy machine takes longer than a second.
+    Monarch's own exit handler waits 0.3 s for each of two flushes to peers that are gone, and prints a traceback where
+    a busy machine takes longer than a second.
     """
     with contextlib.suppress(TimeoutError):  # this process ends
         ma.shutdown_context(host_timeout=_FLUSH_S).get(timeout=_SHUTDOWN_S)

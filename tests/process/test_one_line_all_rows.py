@@ -107,6 +107,20 @@ class PerPresentClass(Encoder):
         return self.encoder(x_BF).square().sum() * self.scale / present.sum()
 
 
+class PerPresentLabel(Encoder):
+    """The same of labels that are written as zeros and ones."""
+
+    def forward(self, x_BF: Tensor, labels_BC: Tensor) -> Tensor:
+        return self.encoder(x_BF).square().sum() * self.scale / (labels_BC.sum(0) > 0).sum()
+
+
+def test_labels_that_each_worker_has_at_first_are_those_of_the_batch_later(capsys):
+    (x, sorted_classes), (other, _) = batches_of(12, 12)
+    batches = [(x, F.one_hot(torch.arange(12) % 3).float()), (other, F.one_hot(sorted_classes).float())]
+    assert_same(*on_both(lambda device: trained(PerPresentLabel, batches, device)), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", [PerClass, PerPresentClass])
 def test_classes_that_each_worker_has_at_first_are_those_of_the_batch_later(kind, capsys):
     (x, sorted_classes), (other, _) = batches_of(12, 12)

@@ -32,7 +32,7 @@ from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, attempt
 from moreh_ap.parallelizer.trial.probe import Probe, Result
-from moreh_ap.parallelizer.trial.row_comparison import close
+from moreh_ap.parallelizer.trial.row_comparison import close, sort_by_class
 from moreh_ap.protocol.pytree import pickle_treespec, unpickle_treespec
 
 MAX_ROWS = 16
@@ -74,15 +74,9 @@ class JoinedProbe(Probe):
         each = max(self.each, min(MOST_A_WORKER, MAX_ROWS // workers))
         number = workers * min(each, self.rows // workers)
         chosen = [place * self.rows // number for place in range(number)]
-        return chosen if self._gathers else self._sorted_by_class(chosen)
-
-    def _sorted_by_class(self, chosen: list[int]) -> list[int]:
-        """Returns rows in the order of their classes, if they have any: workers that all have the same classes would
-        not show that a forward asks which ones the batch has."""
-        for leaf, dim in zip(self._leaves, self.dims, strict=True):
-            if dim == 0 and leaf.ndim == 1 and leaf.dtype == torch.int64:
-                return sorted(chosen, key=leaf.tolist().__getitem__)
-        return chosen
+        if self._gathers:
+            return chosen
+        return sort_by_class([leaf for leaf, dim in zip(self._leaves, self.dims, strict=True) if dim == 0], chosen)
 
     def _find_rounding(self, common: EagerForward | PipelinedPass) -> None:
         """Runs the same rows with inputs that differ in the last digits. See [Note: rounding].

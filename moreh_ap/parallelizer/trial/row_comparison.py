@@ -35,6 +35,8 @@ TOLERANCE_TF32 = 4e-3
 script says otherwise: for another number of rows the library may choose a kernel that does not."""
 
 _MAX_COMPARED_PARAMETERS = 24
+_MOST_CLASSES = 4096
+"""Entries of a row that may be labels: more are a picture, or a text."""
 _CLASS_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
@@ -215,6 +217,27 @@ def choose_rows(leaves: Sequence[Any], rows: int, *, may_pad: bool = False) -> l
     chosen = [order[0], order[-1]]
     longest = _longest(leaves, rows) if may_pad else ()
     return sorted({*chosen, *longest, *_complete_classes(leaves, rows, chosen)})
+
+
+def sort_by_class(leaves: Sequence[Tensor], chosen: Sequence[int]) -> list[int]:
+    """Returns rows with those next to each other that have a class in common, or labels, whatever these are written as.
+
+    Workers that all have the same classes would not show that a forward asks which ones the batch has. Classes are in
+    the tensors in which fewer rows differ than there are.
+
+    Args:
+        leaves: Tensors with a row of the batch for each entry of their first dim.
+        chosen: Rows.
+    """
+    classes: list[list[tuple[float, ...]]] = []
+    for leaf in leaves:
+        if leaf[0].numel() <= _MOST_CLASSES and not leaf.is_complex():
+            of_rows = [tuple(leaf[row].flatten().tolist()) for row in chosen]
+            if 1 < len(set(of_rows)) < len(chosen):
+                classes.append(of_rows)
+    classes.sort(key=lambda of_rows: len(set(of_rows)))
+    order = sorted(range(len(chosen)), key=lambda place: [of_rows[place] for of_rows in classes])
+    return [chosen[place] for place in order]
 
 
 def _longest(leaves: Sequence[Any], rows: int) -> list[int]:

@@ -15,6 +15,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     TOLERANCE_TF32,
     close,
     means_beside_rows,
+    sort_by_class,
     without_meaning,
 )
 
@@ -84,3 +85,14 @@ def test_zero_losses_and_nan_say_nothing_about_rows(outputs, word):
     assert word in without_meaning(run) and bool(without_meaning(run)) is bool(word)
     run.runs_in_stages = True
     assert "finite" not in without_meaning(run)
+
+
+def test_rows_of_a_class_are_next_to_each_other_whatever_it_is_written_as():
+    inputs, classes = torch.randn(6, 3), torch.tensor([2, 0, 1, 2, 0, 1])
+    assert sort_by_class([inputs, classes], range(6)) == [1, 4, 2, 5, 0, 3]
+    assert sort_by_class([inputs, torch.nn.functional.one_hot(classes).float()], [0, 1, 3, 4]) == [0, 3, 1, 4]
+    assert sort_by_class([classes, classes > 0], range(6)) == [1, 4, 2, 5, 0, 3], "the coarser one first"
+
+
+def test_rows_without_classes_stay_in_order():
+    assert sort_by_class([torch.randn(4, 3), torch.ones(4), torch.zeros(4, 3, 64, 64)], [3, 0, 2]) == [3, 0, 2]
