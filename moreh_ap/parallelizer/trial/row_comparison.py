@@ -223,13 +223,16 @@ def sort_by_class(leaves: Sequence[Tensor], chosen: Sequence[int]) -> list[int]:
     """Returns rows with those next to each other that have a class in common, or labels, whatever these are written as.
 
     Workers that all have the same classes would not show that a forward asks which ones the batch has. Classes are in
-    the tensors in which fewer rows differ than there are.
+    the tensors in which fewer rows differ than there are. Rows in the order of their lengths stay in it, since a
+    forward may pack them.
 
     Args:
         leaves: Tensors with a row of the batch for each entry of their first dim.
         chosen: Rows.
     """
     classes: list[list[tuple[float, ...]]] = []
+    if any(map(_is_in_order, leaves)):
+        return list(chosen)
     for leaf in leaves:
         if leaf[0].numel() <= _MOST_CLASSES and not leaf.is_complex():
             of_rows = [tuple(leaf[row].flatten().tolist()) for row in chosen]
@@ -238,6 +241,14 @@ def sort_by_class(leaves: Sequence[Tensor], chosen: Sequence[int]) -> list[int]:
     classes.sort(key=lambda of_rows: len(set(of_rows)))
     order = sorted(range(len(chosen)), key=lambda place: [of_rows[place] for of_rows in classes])
     return [chosen[place] for place in order]
+
+
+def _is_in_order(leaf: Tensor) -> bool:
+    """Returns whether rows have one whole number each, and come in the order of these."""
+    if leaf.numel() != len(leaf) or leaf.dtype not in _CLASS_DTYPES:
+        return False
+    numbers = leaf.flatten().tolist()
+    return len(set(numbers)) > 1 and numbers in (sorted(numbers), sorted(numbers, reverse=True))
 
 
 def _longest(leaves: Sequence[Any], rows: int) -> list[int]:

@@ -96,3 +96,8 @@ def test_rows_of_a_class_are_next_to_each_other_whatever_it_is_written_as():
 
 def test_rows_without_classes_stay_in_order():
     assert sort_by_class([torch.randn(4, 3), torch.ones(4), torch.zeros(4, 3, 64, 64)], [3, 0, 2]) == [3, 0, 2]
+
+
+def test_rows_that_come_in_the_order_of_their_lengths_keep_it():
+    lengths, classes = torch.tensor([9, 7, 7, 2]), torch.tensor([1, 0, 1, 0])
+    assert sort_by_class([classes, lengths], range(4)) == [0, 1, 2, 3]
