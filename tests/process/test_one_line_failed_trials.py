@@ -104,6 +104,24 @@ def test_a_forward_that_runs_on_the_whole_batch_alone_is_computed_whole(accelera
         model(torch.randn(8, 6).cuda())
 
 
+class LongestFirst(nn.Linear):
+    """Is given a pair, which is no list of two items."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        x_BF, lengths_B = pair
+        if lengths_B[0] != 8:
+            raise ValueError("the longest is not the first")
+        return super().forward(x_BF)
+
+
+def test_what_is_said_of_a_pair_of_tensors_is_what_stopped_its_rows(accelerator):
+    accelerator("replicate=2", strict=True)
+    model = LongestFirst(6, 2).cuda()
+    lengths = torch.tensor([8, 3, 7, 2, 6, 1, 5, 4]).cuda()
+    with pytest.raises(UnsplitError, match=r"the longest is not the first\. As 2 items: .*: not enough"):
+        model((torch.randn(8, 6).cuda(), lengths))
+
+
 def test_a_fault_of_ours_is_a_warning_with_its_traceback(accelerator):
     accelerator("replicate=2")
     with pytest.warns(TrialWarning, match="RaisesUnderOurModes on a few rows failed by a fault of moreh_ap") as warned:

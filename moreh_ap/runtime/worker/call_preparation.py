@@ -39,7 +39,7 @@ from moreh_ap.protocol.messages.calls import (
     Forward,
     ReadsAttributes,
 )
-from moreh_ap.protocol.objects.batch_items import find_items
+from moreh_ap.protocol.objects.batch_items import Arguments, find_items
 from moreh_ap.protocol.passed_state import PASSED_STATE, names_with_rows
 from moreh_ap.protocol.pytree import Nesting
 from moreh_ap.runtime.worker.cache_arguments import cache_tensors, without_cache
@@ -129,8 +129,7 @@ class CallPreparation:
         self.reads_of: dict[Hashable, tuple[str, ...]] = {}
         self.earlier: dict[Hashable, list[SplitVerdict]] = {}  # before a forward took another way
         self._drops = draws_random_numbers(model.module)
-        self._faults: tuple[str, ...] = ()
-        """Tracebacks of errors in the trials of the call that is being prepared."""
+        self._faults: tuple[str, ...] = ()  # tracebacks of errors in the trials of the call that is being prepared
 
     @as_written()
     def prepare(
@@ -185,7 +184,7 @@ class CallPreparation:
             return AddsMembers(verdict.added)
         item_kind: Hashable = None
         if not verdict.split and axis.size > 1 and not any(local) and not any(command.wants_grad):
-            item_kind, verdict = self._verdict_on_items(kind, call, args, kwargs, verdict)
+            item_kind, verdict = self._verdict_on_items(kind, call, (args, kwargs), rows, verdict)
         if not verdict.split and rows is not None and axis.size > 1:
             names = names_with_rows(model.module, rows, leaves[0])
             if reads := self._reads((kind, "rows"), names, call, args, kwargs, rows):
@@ -366,27 +365,28 @@ class CallPreparation:
         return verdict
 
     def _verdict_on_items(
-        self, kind: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], verdict: SplitVerdict
+        self, kind: Hashable, call: Call, given: Arguments, rows: int | None, verdict: SplitVerdict
     ) -> tuple[Hashable, SplitVerdict]:
         """Whether calls like this one may be split by items, and what such calls have in common.
 
         Args:
             kind: What calls have in common of which the same is true.
             call: What is to run.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            given: Its positional and its keyword arguments.
+            rows: Rows of the batch; None if no input has rows.
             verdict: What is true of it if there are no items, or if they cannot be computed apart.
         """
         plan = self.model.plan
         runs_at_once = plan.tensor == plan.pipeline == plan.micro_batches == 1 and plan.recompute == "none"
-        items = find_items(args, kwargs) if runs_at_once else None
+        items = find_items(*given) if runs_at_once else None
         if items is None or items.count < call.axis.size:
             return kind, verdict
         item_kind = kind, "items", items.differing_sizes()
         if item_kind not in self.verdicts:
             found = check_items(call, items)
             self._faults += found.faults
-            self.verdicts[item_kind] = found if found.split else replace(found, reason=f"{UNSPLIT}: {found.reason}")
+            before = UNSPLIT if rows is None else f"{verdict.reason}. As {items.count} items"
+            self.verdicts[item_kind] = found if found.split else replace(found, reason=f"{before}: {found.reason}")
         return item_kind, self.verdicts[item_kind]
 
     def _require_full_parameters(self, name: str) -> None:
