@@ -266,3 +266,21 @@ def test_what_a_pipeline_cannot_do_is_refused_with_a_reason(accelerator):
     with pytest.raises(UnsupportedError, match="earlier stages"):
         model(**batch(0, "cuda"), output_hidden_states=True)
     assert model(**batch(0, "cuda")).loss.item() > 0  # and the accelerator goes on
+
+
+class Score(nn.Linear):
+    """Returns a view."""
+
+    def forward(self, x_BF):
+        return super().forward(x_BF).squeeze(-1)
+
+
+def test_a_model_that_returns_a_view_is_no_reason_for_a_warning_of_fsdp2(accelerator, capfd):
+    def script(device):
+        model = Score(4, 1).to(device)
+        model(torch.ones(4, 4, device=device)).square().mean().backward()
+        return gradients(model)
+
+    accelerator("shard=2")
+    assert_same(*on_both(script))
+    assert "Warning" not in "".join(capfd.readouterr())

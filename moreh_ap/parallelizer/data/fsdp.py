@@ -21,6 +21,8 @@ summed over replicas, too, after every micro-batch. Other parameters (`unshardab
 from __future__ import annotations
 
 import collections
+import re
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -110,6 +112,9 @@ def shard(
             layer.register_forward_hook(_own_outputs)
             _shard_one(layer, mp_policy=MixedPrecisionPolicy(compute, inner.reduce_dtype, None, False), **options)
         _shard_one(root, mp_policy=inner, **options)
+        # What a root returns is copied into an answer: nothing in this process changes it in place.
+        name = re.escape(type(root).__name__)
+        warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({name}\) returned a view tensor")
         watch(root, layers)
         if compute is not None and getattr(root, "is_last", True):
             root.register_forward_hook(results_in(compute, torch.float32))
