@@ -100,9 +100,8 @@ class WorkerStarts:
         return self._start(count)
 
     def close(self) -> None:
-        """Ends workers that began ahead and were never asked for."""
-        if self._ahead is not None:
-            self._ahead.close()
+        """Ends the workers, whoever has them: for an accelerator that cannot be made."""
+        self.current.close()
 
     def _start(self, count: int) -> WorkerGroup:
         logger.say(start_log.requesting_line())

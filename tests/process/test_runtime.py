@@ -572,7 +572,7 @@ def test_no_process_is_left_however_the_script_ends(name):
         assert err == ""
 
 
-def test_an_engine_that_takes_long_to_end_is_not_spoken_of():
+def test_an_engine_that_takes_long_to_end_prints_nothing():
     path = [*sys.path, os.path.dirname(__file__)]
     text = SCRIPT.format(path=path, executor=EXECUTOR, num_workers=1, body="mesh.wait_ready(60)\n" + SLOW_END)
     ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)

@@ -4,8 +4,7 @@ Decides which functions do. Must not know how rows are tried (`trial/probe.py`).
 
 [Note: selections]
 The largest two thirds of all losses are, by chance, often the largest two thirds of each half, and both halves have the
-same classes. So a comparison of a few
-rows does not show whether a forward that selects rows may run on slices of them.
+same classes. So a comparison of a few rows does not show whether a forward that selects rows may run on slices of them.
 """
 
 from __future__ import annotations

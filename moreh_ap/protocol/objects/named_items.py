@@ -63,7 +63,8 @@ def find_named(given: Arguments) -> NamedItems | None:
             continue
         last, others = int(_numbers(names)[-1]), [leaf for leaf in tensors if leaf is not names and leaf.ndim]
         counts = [len(leaf) for leaf in others if len(leaf) > last and (names.ndim == 2 or len(leaf) != len(names))]
-        if not counts and names.ndim == 1 and any(len(leaf) == len(names) for leaf in others):
+        # Numbers alone say how many items there are, unless they are something else that rises, such as times.
+        if not counts and names.ndim == 1 and last < len(names) and any(len(leaf) == len(names) for leaf in others):
             counts = [last + 1]
         if counts and all(len(leaf) in (counts[0], len(names)) for leaf in others):
             return NamedItems(given, names, counts[0])
@@ -78,6 +79,8 @@ def _name_items(numbers: Tensor) -> bool:
     """Says whether numbers rise from 0 or above, and are whole, with several entries for one of them."""
     if len(numbers) < 2 or numbers.dtype in (torch.bool, torch.uint8) or numbers.is_complex():
         return False
-    is_whole = not numbers.is_floating_point() or bool((numbers == numbers.floor()).all())
+    if numbers.is_floating_point() and not bool((numbers.isfinite() & (numbers == numbers.floor())).all()):
+        return False
     steps = numbers.diff()
-    return is_whole and int(numbers[0]) >= 0 < int(numbers[-1]) and bool((steps >= 0).all() and (steps == 0).any())
+    begins_and_rises = int(numbers[0]) >= 0 and int(numbers[-1]) > 0 and bool((steps >= 0).all())
+    return begins_and_rises and bool((steps == 0).any())

@@ -60,6 +60,17 @@ def test_an_accelerator_that_cannot_be_made_leaves_no_workers(made, monkeypatch)
     assert [group.is_closed for group in made] == [True]
 
 
+def test_an_accelerator_that_fails_after_it_has_taken_its_workers_leaves_none_either(made, monkeypatch):
+    def take_and_refuse(self, options, starts):
+        starts.start(starts.num_used)
+        raise ValueError
+
+    monkeypatch.setattr(redirection.Accelerator, "__init__", take_and_refuse)
+    with pytest.raises(ValueError):
+        enabling.make_accelerator(Options(devices=2))
+    assert [group.is_closed for group in made] == [True]
+
+
 def test_workers_begin_before_the_session_and_the_planner_are_imported():
     code = (
         "import sys, torch; from moreh_ap.accelerator import worker_starts;"

@@ -39,3 +39,14 @@ def test_points_go_with_the_cloud_that_a_vector_names():
 @pytest.mark.parametrize("numbers", [[0, 2, 1], [0, 1, 2], [0.0, 0.5, 1.0], [0, 0, 0], [-1, 0, 0], [0, 0, 9]])
 def test_numbers_that_fall_or_name_nothing_are_no_names(numbers):
     assert find_named(((torch.rand(4, 2), torch.tensor(numbers)), {})) is None
+
+
+@pytest.mark.parametrize("numbers", [[0.0, 0.0, float("inf")], [0.0, -float("inf"), 0.0], [0.0, 0.0, float("nan")]])
+def test_numbers_that_are_not_finite_are_no_names(numbers):
+    mask = torch.tensor(numbers)
+    assert find_named(((torch.rand(3, 2), mask), {})) is None
+    assert find_named(((torch.rand(4, 2), mask[:, None].expand(-1, 3)), {})) is None
+
+
+def test_times_are_no_names():
+    assert find_named(((torch.rand(3, 2), torch.tensor([0, 0, 1_700_000_000])), {})) is None
