@@ -25,6 +25,8 @@ LOOKING = {
 
 TURNS = {
     ("moreh_ap.runtime.engine", "Pending.wait"),
+    ("moreh_ap.runtime.relay.worker_links", "LinkedAnswers.wait"),
+    ("moreh_ap.runtime.relay.worker_links", "WorkerLinks.read_for"),
     ("moreh_ap.runtime.worker_group", "WorkerGroup._receive_next"),
     ("moreh_ap.runtime.worker_group", "WorkerGroup.is_stopped"),
 }
