@@ -1,7 +1,7 @@
 """Marks tests by the folder they are in, hides GPUs from them, and deals files to lanes.
 
 Of the tests marked `rotating`, which repeat a case for one more model, script, plan or way to end, CI runs one part of
-five, the next one every day. ``MOREH_CI_PART=2`` runs the second part; without the variable all of them run.
+eight, the next one every day. ``MOREH_CI_PART=2`` runs the second part; without the variable all of them run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 ONE_LANE = ("tests/site/", "tests/process/test_several_hosts")
 """How the paths of files begin that share a fixture which is expensive to make: one process of pytest runs them all."""
 
-NUM_PARTS = 5
+NUM_PARTS = 8
 """Of the tests marked `rotating`."""
 
 # All tests have CPU workers wherever they run, as continuous integration does. Only the processes that tests in

@@ -44,7 +44,7 @@ def why_not(place: str) -> str:
             return ""  # a CPU worker stands in
         return f"needs {workers} GPUs, there {'is' if gpus == 1 else 'are'} {gpus}"
     if place == "shared by four" and gpus == 0 and os.environ.get("MOREH_CI_PART", "1") != "1":
-        return "four CPU workers stand in on one day of five"
+        return "four CPU workers stand in on one day of eight"
     return ""
 
 
