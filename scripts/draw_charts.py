@@ -65,7 +65,7 @@ COLOURS = {
 RUNS = ("gpt", "mistral", "llama2", "llama3-70b", "lora", "llm")
 """Pages of tutorials that show the losses of a run."""
 
-PLANS = ("gpt", "mistral", "llama2", "llama3-70b", "lora")
+PLANS = ("gpt", "mistral", "llama2", "llama3-70b", "lora", "llm")
 """Those that show what a device holds under their plans."""
 
 _PIXELS_PER_INCH = 72  # an SVG of matplotlib counts points

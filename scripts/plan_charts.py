@@ -40,6 +40,9 @@ def figures_of(tutorial: str) -> dict[str, Any]:
         task, chosen = answer_for(*question)
         published = next(plan for model, _, rows, plan, _ in SPEEDS if (model, rows) == (question[0], rows_of_step))
         answers = {"chosen": (task, chosen), "published": (task, evaluate_plan(task, Plan.parse(published)))}
+    elif tutorial == "llm":
+        machines = [f"{devices}xA100-40GB" for devices in (1, 4, 8)]
+        answers = {devices: answer_for("GPT-2-XL", devices, 64, 1024) for devices in machines}
     elif tutorial == "lora":
         answers = {
             "adapters": answer_for("Mistral-7B", "1xA100-40GB", 16, 1024, 16),
