@@ -26,7 +26,8 @@ from moreh_ap.parallelizer.group_sums import host_sums
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import TensorSource, fill, full_tensor, write_tensor
-from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_split
+from moreh_ap.parallelizer.trial.split_check import check_split
+from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.batch import row_range, slice_rows
 

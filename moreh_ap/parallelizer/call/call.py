@@ -31,6 +31,7 @@ from moreh_ap.parallelizer.mesh import Axis, world_axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows
 from moreh_ap.parallelizer.row_dims.row_steps import Gathering
+from moreh_ap.parallelizer.statistics.batch_parts import Part
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Call:
         kinds: The kind of every leaf of the result, where it is known. See [Note: kinds].
         rules: Which numbers of the forward are means over the batch.
         joined: Whether batch normalisation takes the statistics of all workers' rows (`batch_statistics.py`).
+        parts: The normalisations that take those of parts of the batch instead, which workers have whole.
         gathering: Where rows are gathered inside the forward; None: nowhere.
         placed: Where arguments and results have rows that do not lie along dim 0 of all of them; None: nowhere.
         items: What the forward does with the items of a batch whose tensors have no rows; None: it has rows.
@@ -70,6 +72,7 @@ class Call:
     kinds: tuple[str, ...] | None = None
     rules: MeanRules = NO_RULES
     joined: bool = False
+    parts: tuple[Part, ...] = ()
     gathering: Gathering | None = None
     placed: PlacedRows | None = None
     items: ItemRules | None = None

@@ -34,6 +34,7 @@ from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.routed_rows import WorkerCounts
 from moreh_ap.parallelizer.rng.turns import WorkerTurns
+from moreh_ap.parallelizer.statistics.batch_parts import BatchParts
 from moreh_ap.protocol.objects.returned_arguments import place_of
 from moreh_ap.protocol.pytree import flatten
 
@@ -242,6 +243,8 @@ def reducing(call: Call) -> AbstractContextManager[Any]:
         kind: Callable[..., GlobalReduction] = JoinedReduction if call.joined else GlobalReduction
         if call.lacks_rows:
             kind = partial(LentRows, kinds=call.kinds or ())
+        if call.parts:
+            kind = partial(JoinedReduction, parts=BatchParts(call.parts, call.module))
         return kind(
             call.device,
             axis=call.axis,

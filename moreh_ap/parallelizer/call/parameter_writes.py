@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
 from moreh_ap.parallelizer.data.outer_layers import unnoticed
+from moreh_ap.plan import Plan
 
 _IS_REPLACED = "_moreh_is_replaced"
 
@@ -149,3 +150,17 @@ def _refuse_gradient(name: str) -> None:
         allowed="Parameters that forward replaces and that no loss depends on; or a change in place.",
         fix=f"with torch.no_grad(): self.{name}.copy_(value)",
     )
+
+
+def require_full_parameters(module: nn.Module, plan: Plan, name: str) -> None:
+    """Refuses a forward that changes a parameter, where a worker has a part of it, or a forward runs twice.
+
+    Raises:
+        UnsupportedError: The plan does one of these.
+    """
+    if fsdp_roots(module) or plan.tensor > 1 or plan.pipeline > 1 or plan.recompute != "none":
+        raise UnsupportedError(
+            f"forward changes the parameter {name} itself, which plan={str(plan)!r} splits or computes twice.",
+            allowed="Plans with replicate alone, in float32, for such a model.",
+            fix=f'...(plan="replicate={plan.num_devices}", mixed_precision=False)',
+        )

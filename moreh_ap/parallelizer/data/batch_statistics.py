@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,29 +26,54 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.loss_reduction import EMBEDS, NORMALISES, GlobalReduction, takes_statistics
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.statistics.batch_parts import BatchParts
+from moreh_ap.parallelizer.statistics.embedding_norms import with_norms_of_batch
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since PyTorch 2.13
 _BATCH_NORM, _INSTANCE_NORM = inspect.signature(F.batch_norm), inspect.signature(F.instance_norm)
 
 
 class JoinedReduction(GlobalReduction):
-    """A `GlobalReduction` under which batch normalisation takes the statistics of the rows of all workers."""
+    """A `GlobalReduction` under which batch normalisation takes the statistics of the rows of all workers, and
+    embeddings are renormalised by them.
+
+    Args:
+        device: See `GlobalReduction`, as of all other arguments.
+        parts: The normalisations that take the statistics of parts of the batch instead; None: there are none.
+    """
+
+    def __init__(self, device: torch.device, *, parts: BatchParts | None = None, **others: Any) -> None:
+        super().__init__(device, **others)
+        self._parts = parts
+
+    def finish(self, result: Any, settled: Callable[[Any], Any]) -> Any:
+        if self._parts is not None:
+            if self.before_meeting is not None:
+                self.before_meeting()
+            self._parts.put_together(partial(_gather, axis=self.axis))
+        return result
 
     def replay(self, sites: slice) -> JoinedReduction:
         known = self.global_denominators[sites]
-        return JoinedReduction(self.device, axis=self.axis, denominators=known, rules=self.rules)
+        return JoinedReduction(self.device, axis=self.axis, denominators=known, rules=self.rules, parts=self._parts)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (F.batch_norm, F.instance_norm) and self.before_meeting is not None:
+        takes = func in NORMALISES and takes_statistics(func, args, kwargs or {})
+        if takes and self.before_meeting is not None:
             self.before_meeting()
+        if takes and func in EMBEDS:
+            call = with_norms_of_batch(func, args, kwargs or {}, self.axis)
+            return func(*call.args, **call.kwargs)
         if func is F.batch_norm:
             call = _BATCH_NORM.bind(*args, **(kwargs or {}))
             call.apply_defaults()
             if call.arguments["training"]:
+                if self._parts is not None and self._parts.take(call.arguments):
+                    return func(*args, **kwargs or {})
                 return batch_norm(self.axis, call.arguments)
         if func is F.instance_norm:
             result = func(*args, **(kwargs or {}))

@@ -38,6 +38,10 @@ def seeing_modules(on_module: OnModule) -> Iterator[None]:
         patches.undo()
 
 
+OF_MODULES = "module "
+"""With what steps begin that are calls of modules."""
+
+
 def module_step(module: nn.Module) -> str:
     """Returns what a call of the module is called among the steps of a forward."""
-    return f"module {type(module).__name__}"
+    return f"{OF_MODULES}{type(module).__name__}"

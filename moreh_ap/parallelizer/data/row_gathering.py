@@ -242,6 +242,8 @@ class GatheringReduction(JoinedReduction):
                     return self._gathered(leaf, placement)
                 placements.append(placement)
             elif position in counts:
+                if counts[position].is_of_one_size:
+                    return leaf.everyone if isinstance(leaf, (RowNumber, RowFloat)) else counts[position].added
                 # A number may come from a tensor that has this worker's rows, or from one that has all.
                 if isinstance(leaf, (RowNumber, RowFloat)):
                     return leaf.everyone if step.for_all else own_of(leaf)

@@ -70,6 +70,9 @@ from moreh_ap.parallelizer.mesh import Axis, world_axis
 _NOT_THE_MODEL = {"torch", "moreh_ap"}
 _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 """Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
+EMBEDS = frozenset({F.embedding, F.embedding_bag})
+NORMALISES = EMBEDS | {F.batch_norm, F.instance_norm}
+"""Functions that may take something of all rows; see `takes_statistics`."""
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _PLACES = 2**16  # so that sums of their squares are exact in float64
 
@@ -111,7 +114,7 @@ class GlobalReduction(OwnDevice):
 
     Attributes:
         saw: What there was in the forward: "counts" and "extremes" as in `MeanRules`, "statistics" of the rows that a
-            normalisation took.
+            normalisation took; see `takes_statistics`.
         mean_places: The call site of each mean over dim 0, by its site; with `record` only.
         local_denominators: What this worker contributed, one float64 number a site.
         global_denominators: What was divided by, one float64 number a site.
@@ -184,7 +187,7 @@ class GlobalReduction(OwnDevice):
             return self._mean(func, args, kwargs)
         if func is PADS and self.rules.lengths:
             return func(*args[:-1], self._largest(args[-1]))
-        if func in (F.batch_norm, F.instance_norm):
+        if func in NORMALISES:
             self.saw |= {"statistics"} if takes_statistics(func, args, kwargs) else set()
         if func in COUNTS and is_count(args, kwargs):
             self.saw.add("counts")
@@ -383,7 +386,10 @@ def _summed_in(values: Tensor) -> torch.dtype | None:
 
 
 def takes_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Says whether a normalisation takes statistics of its input into its result or into running ones."""
+    """Says whether a normalisation takes statistics of its input into its result or into running ones, or which rows of
+    an embedding it renormalises."""
+    if func in EMBEDS:
+        return kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None
     if func is F.batch_norm:
         return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
     running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)

@@ -21,15 +21,21 @@ class RowCount(NamedTuple):
 
     Attributes:
         position: Of the number, counted over all leaves of the arguments.
-        multiple: Of the number of rows.
+        multiple: Of the number of rows. 0: it follows that in another way (`int(1.25 * len(x) / experts)`), and is
+            known for all rows of one batch only.
         added: What is added to that.
     """
 
     position: int
     multiple: int
-    added: int = 0
+    added: int | float = 0
 
-    def of(self, rows: int) -> int:
+    @property
+    def is_of_one_size(self) -> bool:
+        """Whether the number is known for batches of one size only."""
+        return not self.multiple
+
+    def of(self, rows: int) -> int | float:
         """Returns the number for so many rows."""
         return self.multiple * rows + self.added
 

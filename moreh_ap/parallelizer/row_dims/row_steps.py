@@ -84,6 +84,11 @@ class Step:
         return self.gathers or self.cuts or bool(self.follows) or SHARE in (*self.given, *self.results)
 
     @property
+    def is_of_one_size(self) -> bool:
+        """Whether it gets a number that is known for batches of one size only."""
+        return any(count.is_of_one_size for count in self.follows)
+
+    @property
     def place(self) -> Hashable:
         """What tells steps apart in a forward that goes several ways: function, line, and where arguments have rows."""
         return self.name, self.site, self.given

@@ -5,6 +5,7 @@ Decides which functions do. Must not know how rows are tried (`trial/probe.py`).
 [Note: selections]
 The largest two thirds of all losses are, by chance, often the largest two thirds of each half, and both halves have the
 same classes. So a comparison of a few rows does not show whether a forward that selects rows may run on slices of them.
+Nor does it where a forward counts rows up, to drop those for which an expert has no capacity left: of a few, none is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ _SELECT = frozenset({"topk", "kthvalue", "median", "nanmedian", "quantile", "nan
 _SORT = frozenset({"sort", "argsort", "msort"})
 """These select if the numbers are no lengths, by which rows are sorted before they are packed."""
 _PLACE_OF_DIM = {"topk": 2, "kthvalue": 2, "quantile": 2, "nanquantile": 2, "unique": 4}
+_COUNT_UP = "cumsum"
+"""Counts marks, which are 0 and 1, up: as a rule, how many rows before have gone to an expert. Sums of others are
+offsets."""
 _OF_ALL = frozenset({"median", "nanmedian", "quantile", "nanquantile", "unique"})
 """These select among all entries where they are given no dim; the others along the last one."""
 
@@ -42,6 +46,10 @@ class Selections(TorchFunctionMode):
         if name in _SELECT or name in _SORT:
             given = args[0] if args else kwargs.get("input")
             if isinstance(given, Tensor) and given.ndim and (name in _SELECT or given.is_floating_point()):
+                self.sizes += given.shape[:1] if _is_along_first(name, given, args, kwargs) else ()
+        if name == _COUNT_UP:
+            given = args[0] if args else kwargs["input"]
+            if given.ndim and bool(((given == 0) | (given == 1)).all()):
                 self.sizes += given.shape[:1] if _is_along_first(name, given, args, kwargs) else ()
         return func(*args, **kwargs)
 

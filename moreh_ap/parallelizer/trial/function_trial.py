@@ -29,6 +29,7 @@ from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, GlobalReduction, 
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
+from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
 from moreh_ap.parallelizer.trial.dry_run import RECURRENT, Refused
 from moreh_ap.parallelizer.trial.row_comparison import close
 
@@ -61,8 +62,14 @@ DRAWS = _names(
     "_sample_dirichlet _standard_gamma",
     "alpha_dropout feature_alpha_dropout",
 )
-_REORDERS = _names("argsort flip flipud roll"), _names("__getitem__ index_select take_along_dim gather")
-"""Functions that put rows into another order, by themselves or by indices that have rows. A worker keeps as many."""
+_REORDERS = (
+    _names(
+        "argsort flip flipud roll cumsum cumprod logcumsumexp",
+    ),
+    _names("__getitem__ index_select take_along_dim gather"),
+)
+"""Functions that put rows into another order, or give each what those before it add to it, by themselves or by indices
+that have rows. A worker keeps as many."""
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
@@ -118,22 +125,23 @@ class Trial:
         """
         device = self._device if self._device.type == "cuda" else None
         recording = GlobalReduction(self._device, record=True, rules=LENGTHS) if self.takes_means else nullcontext()
-        with streams_untouched(device), recording as full:
+        with streams_untouched(device), recording as full, Selections() as together:
             args, kwargs = map_leaves(lambda leaf: leaf, (self._args, self._kwargs))  # a module may add to a dict
             wanted = [leaf.detach() for leaf in tensors_of(self._func(*args, **kwargs))]
         denominators = full.global_denominators if full is not None else ()
         for adds_up, for_all in self._ways() if wanted and self._has_rows else ():
-            results = []
+            results, apart = [], (Selections(), Selections())
             for which in (0, 1):
                 args, kwargs = self._slice_of((self._args, self._kwargs), which, adds_up, for_all)
                 own = GlobalReduction(self._device, denominators=denominators, rules=LENGTHS)
                 try:
-                    with streams_untouched(device), own if self.takes_means else nullcontext():
+                    with streams_untouched(device), own if self.takes_means else nullcontext(), apart[which]:
                         results.append([leaf.detach() for leaf in tensors_of(self._func(*args, **kwargs))])
                 except Exception:  # whatever the module raises for such slices: it does not work on them
                     break
             found = self._compare(wanted, results)
-            if found is not None and all(isinstance(double.placement, Rows) for double in found):
+            works = found is not None and not selects_rows(together.sizes, [one.sizes for one in apart])
+            if found is not None and works and all(isinstance(double.placement, Rows) for double in found):
                 return self._step(adds_up, for_all, found), found
         return None
 

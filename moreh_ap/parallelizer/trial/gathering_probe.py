@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from torch import Tensor
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.placement import OwnDevice
+from moreh_ap.parallelizer.data.module_calls import OF_MODULES
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
 from moreh_ap.parallelizer.rng.policy import NUM_OTHER_STREAMS, Drawing, RandomPolicy
+from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import REST, SHARE, Gathering, Step, in_any_order
-from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused
+from moreh_ap.parallelizer.trial.agreement import everywhere
+from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt
 from moreh_ap.parallelizer.trial.joined_probe import ALL_ROUNDING, ROUNDING, SMALLEST, JoinedProbe
 from moreh_ap.parallelizer.trial.lockstep import Lockstep
 from moreh_ap.parallelizer.trial.recorded_calls import Called, NumberRecorder
@@ -34,6 +38,7 @@ class GatheringProbe(JoinedProbe):
 
     _gathers, _least_rounding = True, 0.0
     _lockstep: Lockstep | None = None
+    _few: tuple[Sequence[Called], Sequence[Called]] = (), ()
 
     @property
     def could_run(self) -> bool:
@@ -53,9 +58,9 @@ class GatheringProbe(JoinedProbe):
         if self.steps:
             return self.steps
         host = self.call.random.host
-        fewer, draws = self._record(host)
+        fewer, draws = self._record(host, self._first)
         seeds = range(NUM_OTHER_STREAMS) if draws else ()
-        ways = [(other, self._record(other)[0]) for other in map(seeded_state_of_host, seeds)]
+        ways = [(other, self._record(other, self._first)[0]) for other in map(seeded_state_of_host, seeds)]
         others = [(other, calls) for other, calls in ways if _names(calls) != _names(fewer)]
         steps = self._steps_of(host, fewer)
         self.in_order = not others
@@ -66,24 +71,39 @@ class GatheringProbe(JoinedProbe):
             raise Refused("numbers of Python decide what functions do with rows, which depend on each other")
         return every_way
 
-    def _record(self, host: bytes | None) -> tuple[Sequence[Called], bool]:
-        """Returns what a forward of fewer rows calls if Python's and NumPy's streams start at `host`, and whether it
+    def _record(self, host: bytes | None, chosen: Sequence[int], grad: bool = True) -> tuple[Sequence[Called], bool]:
+        """Returns what a forward of some rows calls if Python's and NumPy's streams start at `host`, and whether it
         draws from them."""
         recorder = NumberRecorder(self.call.device)
-        drawing = self._forward(self._num_fewer, recorder, host)
+        drawing = self._forward(chosen, recorder, host, grad)
         return recorder.calls, drawing.moved_host()
 
+    def steps_of_batch(self) -> tuple[Step, ...] | None:
+        """Returns the steps with the numbers that all rows of the batch have; None if these call other functions.
+
+        A collective; it runs the forward on all rows of the batch, without gradients.
+        """
+        if not self.in_order:
+            return None if any(step.is_of_one_size for step in self.steps) else self.steps
+        calls: list[Sequence[Called]] = []
+        run = partial(self._record, self.call.random.host, range(self.rows), grad=False)
+        failed = bool(attempt(lambda: calls.append(run()[0]), self.call.module))
+        found = None if failed else with_numbers_of(self.steps, calls[0], *self._few, self.rows)
+        return found if everywhere(found is not None, self.call) else None
+
     def _steps_of(self, host: bytes | None, fewer: Sequence[Called]) -> tuple[Step, ...]:
-        number, first = len(self._chosen), self._num_fewer
+        number, first = len(self._chosen), len(self._first)
+        others, _ = self._record(host, self._chosen[-first:])
         lockstep = Lockstep(
             self.call.device,
             rows=(first, number - first),
             dims=self.dims,
             fewer=(first, fewer),
+            others=others,
             tolerance=self._tolerance,
         )
-        self._lockstep = lockstep
-        self._forward(number, lockstep, host)
+        self._lockstep, self._few = lockstep, (fewer, others)
+        self._forward(self._chosen, lockstep, host, self.call.grad)
         return tuple(lockstep.steps)
 
     def beginnings(self) -> Iterator[tuple[Step, ...]]:
@@ -102,16 +122,16 @@ class GatheringProbe(JoinedProbe):
                 yield tuple(steps[:last])
 
     @property
-    def _num_fewer(self) -> int:
-        """How many rows the first of two workers has."""
-        return row_range(0, 2, len(self._chosen))[1]
+    def _first(self) -> list[int]:
+        """The rows that the first of two workers has."""
+        return self._chosen[: row_range(0, 2, len(self._chosen))[1]]
 
-    def _forward(self, number: int, mode: OwnDevice, host: bytes | None) -> Drawing:
-        """Runs the first of the chosen rows under a mode; returns what knows the random numbers that they drew."""
-        args, kwargs = self._arguments(self._chosen[:number])
-        random = RandomPolicy(stream=self.call.random.stream, host=host)
+    def _forward(self, chosen: Sequence[int], mode: OwnDevice, host: bytes | None, grad: bool) -> Drawing:
+        """Runs some rows under a mode; returns what knows the random numbers that they drew."""
+        args, kwargs = self._arguments(chosen)
+        call = replace(self.call, random=RandomPolicy(stream=self.call.random.stream, host=host))
         with self._from_the_same_state(), NoDropout():
-            run = EagerForward(replace(self.call, random=random), args, kwargs, reduction=mode)
+            run = EagerForward(replace(call, grad=grad and call.grad), args, kwargs, reduction=mode)
         return run.drawing
 
     def _reduction(self, mark: Callable[[], int] | None) -> GatheringReduction:
@@ -157,7 +177,7 @@ def gathering_probes(
         yield first
         for steps in first.beginnings():
             probe = kind(call, args, kwargs, rows, each=each)
-            probe.steps = (*steps, Step(REST))
+            probe.steps, probe._few = (*steps, Step(REST)), first._few
             yield probe
         if first.could_run:
             break
@@ -165,3 +185,42 @@ def gathering_probes(
 
 def _names(calls: Sequence[Called]) -> list[str]:
     return [called.name for called in calls]
+
+
+def with_numbers_of(
+    steps: Sequence[Step], calls: Sequence[Called], fewer: Sequence[Called], others: Sequence[Called], rows: int
+) -> tuple[Step, ...] | None:
+    """Returns steps with the numbers of a whole batch, where these follow the number of rows in another way than its
+    multiples do; None if the batch calls other functions than a few rows.
+
+    Args:
+        steps: What was learned of a few rows, in order.
+        calls: What the batch calls.
+        fewer: What fewer rows call.
+        others: What as many other rows call.
+        rows: Rows of the batch.
+    """
+    if len(fewer) != len(others):  # values decide what the forward calls: no number is known to follow the rows so
+        return tuple(steps)
+    found: list[Step] = []
+    position, position_of_fewer = 0, 0
+    for step in steps:
+        if step.name == REST:
+            return (*found, step)
+        if position >= len(calls) or calls[position].name != step.name:
+            return None
+        called, before, again = calls[position], fewer[position_of_fewer], others[position_of_fewer].numbers
+        if not len(called.numbers) == len(before.numbers) == len(again):
+            return None
+        kept = [count for count in step.follows if count.multiple and count.of(rows) == called.numbers[count.position]]
+        known = {count.position for count in kept}
+        changed = [
+            RowCount(place, 0, number)
+            for place, number in enumerate(called.numbers)
+            if number is not None and place not in known and again[place] == before.numbers[place] != number
+        ]
+        found.append(replace(step, follows=(*kept, *changed)))
+        is_one = step.name.startswith(OF_MODULES) and not step.enters
+        position = called.after if is_one else position + 1
+        position_of_fewer = before.after if is_one else position_of_fewer + 1
+    return tuple(found) if position == len(calls) else None

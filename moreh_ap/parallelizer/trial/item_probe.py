@@ -36,7 +36,8 @@ from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.item_rules import find_counts, find_merge, find_rules, find_sizes
 from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
 from moreh_ap.parallelizer.trial.row_comparison import names_of, random_weight, without_meaning
-from moreh_ap.parallelizer.trial.split_check import SplitVerdict, compare
+from moreh_ap.parallelizer.trial.split_check import compare
+from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.objects.batch_items import Arguments, Items
 

@@ -8,11 +8,13 @@ Normalisation by statistics of few values makes differences in the last digits l
 are. A value that comes to the other side of zero that way changes what a ReLU lets through in the backward: gradients
 of a ResNet-18 of 16 small pictures differ by one part in a hundred, of what is the same mathematics. So they are
 compared by their norms here, and with what the same rows give when the inputs differ in the last digits. Statistics
-or a sum that workers would not have exchanged change gradients by far more.
+or a sum that workers would not have exchanged change gradients by far more. Where so much is rounding that nothing is
+shown, the same is tried in float64 (`statistics/float64_trial.py`).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,32 +29,44 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
-from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.data.torch_calls import asks_for_sizes
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction, MeanRules, takes_statistics
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import local_shard
+from moreh_ap.parallelizer.statistics.batch_parts import BatchParts, Part, part_of, tensor_names, whole_parts
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, attempt
 from moreh_ap.parallelizer.trial.probe import Probe, Result
 from moreh_ap.parallelizer.trial.row_comparison import close, sort_by_class
+from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.pytree import pickle_treespec, unpickle_treespec
 
 MAX_ROWS = 16
 FEWEST_A_WORKER, MOST_A_WORKER = 2, 8
 """Rows that run together, and that each worker runs, if the batch has so many. Of two values a channel, normalisation
 leaves the signs; of few it makes large numbers of rounding."""
-_PERTURBATION = 2.0**-20
+_PERTURBATIONS = {torch.float32: 2.0**-20, torch.float64: 2.0**-49}
 ROUNDING = 10.0
-"""How much more than a change of the inputs by `_PERTURBATION` (eight units in the last place) rounding may change."""
+"""How much more than a change of the inputs by `_PERTURBATIONS` (eight units in the last place) rounding may change."""
 ALL_ROUNDING, SMALLEST = 1.0, 1e-30
 _MOST_ROUNDING = 0.05
 """Where rounding is a larger part of a gradient or output, nothing is shown; `ALL_ROUNDING`: where it is all of it."""
 _MOST_ROUNDING_OF_BUFFERS = 0.001
 """The same of a buffer, most of which is its earlier value (momentum 0.1)."""
+_CUTTING = frozenset({"chunk", "split", "tensor_split", "split_with_sizes", "narrow", "unfold", "unbind", "__iter__"})
+_BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 class JoinedProbe(Probe):
-    """The common run, and one run on each worker of its share of the rows. A collective; see `Probe`."""
+    """The common run, and one run on each worker of its share of the rows. A collective; see `Probe`.
+
+    Attributes:
+        parts: Which normalisations take the statistics of parts of the batch.
+        counts_rows: Whether the forward asks how many rows there are, or cuts them, on any worker.
+    """
 
     is_joined = True
+    parts: tuple[Part, ...] = ()
+    counts_rows = False
     _noise = 0.5
     """A bias in front of batch normalisation has a gradient of zero, which is the difference of large sums."""
     _least_rounding = 0.02
@@ -152,20 +166,44 @@ class JoinedProbe(Probe):
         each = len(self._chosen) // axis.size
         args, kwargs = self._arguments(self._chosen[axis.rank * each :][:each])
 
+        alone, reason = self._run_alone(args, kwargs, lengths)
+        numbers = torch.tensor([reason != "", alone.counts_rows], dtype=torch.int64, device=call.device)
+        dist.all_reduce(numbers, group=axis.group)
+        failed, counting = numbers.tolist()
+        self.counts_rows = counting > 0
+        if failed:
+            raise Refused(reason or "the rows of another worker raised an error by themselves")
+
+    def _run_alone(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: Sequence[Tensor]
+    ) -> tuple[_Alone, str]:
+        """Runs some rows without the other workers, and without gradients; returns what was noted, and why they could
+        not run ("": they could)."""
+        call = replace(self.call, random=RandomPolicy(), grad=False)
+        alone = _Alone(call.device, rules=call.rules, lengths=lengths, names=tensor_names(call.module))
+
         def run() -> None:
             with self._from_the_same_state(), NoDropout():
-                alone = replace(call, random=RandomPolicy(), grad=False)
-                EagerForward(alone, args, kwargs, reduction=_Alone(call.device, rules=call.rules, lengths=lengths))
+                EagerForward(call, args, kwargs, reduction=alone)
 
-        reason = attempt(run, call.module)
-        failed = torch.tensor(int(reason != ""), device=call.device)
-        dist.all_reduce(failed, group=axis.group)
-        if failed.item():
-            raise Refused(reason or "the rows of another worker raised an error by themselves")
+        return alone, attempt(run, call.module)
+
+    def find_parts(self) -> tuple[Part, ...] | None:
+        """Returns which normalisations take their statistics of parts of the batch that workers have whole; None if
+        some take those of other rows than a worker's or all. A collective. See [Note: how many parts]."""
+        axis, sizes = self.call.axis, []
+        for start, stop in (row_range(axis.rank, axis.size, self.rows), (0, self.rows)):
+            alone, reason = self._run_alone(*self._arguments(range(start, stop)), ())
+            sizes.append(None if reason else alone.sizes)
+        everyone: list[Any] = [None] * axis.size
+        dist.all_gather_object(everyone, sizes, group=axis.group)
+        own, of_batch = zip(*everyone, strict=True)
+        return None if None in of_batch else whole_parts(of_batch[0], own)
 
     def _reduction(self, mark: Callable[[], int] | None) -> JoinedReduction:
         call = self.call
-        return JoinedReduction(call.device, axis=call.axis, rules=call.rules, mark=mark)
+        parts = BatchParts(self.parts, call.module) if self.parts else None
+        return JoinedReduction(call.device, axis=call.axis, rules=call.rules, mark=mark, parts=parts)
 
     def _go_back(self, run: EagerForward | PipelinedPass, gradients: Sequence[Tensor | None]) -> None:
         run.backward(gradients)
@@ -175,22 +213,55 @@ class JoinedProbe(Probe):
 
 
 class _Alone(PaddedAlike):
-    """Leaves batch normalisation out, which refuses a single value a channel."""
+    """Leaves batch normalisation out, which refuses a single value a channel.
+
+    Args:
+        device, rules, lengths: See `PaddedAlike`.
+        names: Those of the model's tensors.
+
+    Attributes:
+        sizes: Of how many values a channel each normalisation takes its statistics.
+        counts_rows: Whether the forward asks for the sizes of tensors, or cuts them into parts.
+    """
+
+    def __init__(
+        self, device: torch.device, *, rules: MeanRules, lengths: Sequence[Tensor], names: Mapping[int, str]
+    ) -> None:
+        super().__init__(device, rules=rules, lengths=lengths)
+        self.sizes: dict[Part, list[int]] = {}
+        self.counts_rows = False
+        self._names = names
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.counts_rows |= asks_for_sizes(func, counts=True) or cuts_rows(func, args)
         if func is F.batch_norm:
-            return (args[0] if args else (kwargs or {})["input"]).clone()
+            call = _BATCH_NORM.bind(*args, **(kwargs or {}))
+            call.apply_defaults()
+            x = call.arguments["input"]
+            if takes_statistics(func, args, kwargs or {}):
+                sizes = self.sizes.setdefault(part_of(call.arguments, self._names), [])
+                sizes.append(x.numel() // max(1, x.shape[1]))
+            return x.clone()
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def cuts_rows(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Says whether a torch function may cut rows into parts: by its name, or with a slice along dim 0."""
+    name = getattr(func, "__name__", "")
+    if name != "__getitem__":
+        return name in _CUTTING
+    first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    return isinstance(first, slice) and first != slice(None)
 
 
 def _perturbed(leaf: Any) -> Any:
     """Returns a tensor with every other entry a little larger and the rest a little smaller."""
-    if not isinstance(leaf, Tensor) or leaf.dtype not in (torch.float32, torch.float64):
+    if not isinstance(leaf, Tensor) or leaf.dtype not in _PERTURBATIONS:
         return leaf
     signs = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape) % 2 * 2 - 1
-    return leaf + leaf * (signs * _PERTURBATION).to(leaf.dtype)
+    return leaf + leaf * (signs * _PERTURBATIONS[leaf.dtype]).to(leaf.dtype)
 
 
 def is_rounding_of_buffer(got: Tensor, wanted: Tensor, changed: Tensor, tolerance: float, noise: float) -> bool:

@@ -8,7 +8,9 @@ Decides which functions work row by row, of which the slices' results add up, an
 A forward may ask a tensor how many rows it has and do something with that number: make as many labels, divide by it.
 Such numbers are found by running fewer rows before: both runs have the same multiple of the number of rows, or nearly
 that (`len(x) - 1`, by which a covariance is divided). In a call they are left as they are, or made those of the whole
-batch, as the comparison shows.
+batch, as the comparison shows. Others follow the number of rows in another way, `int(1.25 * len(x) / experts)`: they
+differ for fewer rows, and are the same for as many other rows. They are those of the whole batch, which is run for them
+(`gathering_probe.py`).
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class Lockstep(GlobalReduction):
         rows: How many rows each slice has; all of them run.
         dims: For each leaf of the arguments where it has rows; None: nowhere.
         fewer: How many rows ran before, and what they called.
+        others: What as many other rows called.
         tolerance: Which differences are rounding; see `row_comparison.py`.
 
     Attributes:
@@ -65,6 +68,7 @@ class Lockstep(GlobalReduction):
         dims: Sequence[int | None],
         fewer: tuple[int, Sequence[Called]],
         tolerance: float,
+        others: Sequence[Called] = (),
     ) -> None:
         super().__init__(device, record=True)
         self.steps: list[Step] = []
@@ -72,6 +76,7 @@ class Lockstep(GlobalReduction):
         self._rows = rows
         self._dims = dims
         self._num_fewer, self._fewer_calls = fewer
+        self._other_calls = others if len(others) == len(self._fewer_calls) else ()
         self._tolerance = tolerance
         self._position = 0
         self._doubles = Placements()
@@ -192,6 +197,8 @@ class Lockstep(GlobalReduction):
                 added = leaf - multiple * sum(self._rows)
                 if rest == 0 and multiple > 0 and added in _ADDED:
                     counts.append(RowCount(position, int(multiple), int(added)))
+                elif self._other_calls and self._other_calls[self._position].numbers[position:][:1] == [fewer]:
+                    counts.append(RowCount(position, 0, leaf))
         return tuple(counts)
 
     def _of_one_device(
@@ -218,7 +225,7 @@ class Lockstep(GlobalReduction):
 
     def _drawn(self, name: str, follows: tuple[RowCount, ...], result: Tensor) -> Step:
         """Returns the step of a function that draws numbers for all rows: a worker draws those of its own."""
-        sizes = {count.of(sum(self._rows)) for count in follows}
+        sizes = {count.of(sum(self._rows)) for count in follows if not count.is_of_one_size}
         dims = [dim for dim, size in enumerate(result.shape) if size in sizes]
         if len(dims) != 1:
             raise Refused(f"which dim of what {name} draws has the rows is not clear, and rows depend on each other")

@@ -28,10 +28,10 @@ from moreh_ap.parallelizer.rng.turns import KnownTurns
 from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
 from moreh_ap.parallelizer.row_dims.row_steps import Step
 from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
+from moreh_ap.parallelizer.state.host_activations import saved_on_host
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.agreement import all_workers_or_none
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, may_pad, state_restored
-from moreh_ap.parallelizer.trial.host_activations import saved_on_host
 from moreh_ap.parallelizer.trial.row_comparison import (
     check_denominators,
     choose_rows,

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -37,95 +37,23 @@ from torch.utils._pytree import tree_leaves
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.kept_rows import KeptRows, may_be_kept, shapes_of
-from moreh_ap.parallelizer.data.item_reduction import ItemRules
-from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
-from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, MeanRules
+from moreh_ap.parallelizer.loss.loss_reduction import MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws
 from moreh_ap.parallelizer.row_dims.placed_probe import PlacedJoinedProbe, PlacedProbe
-from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong
-from moreh_ap.parallelizer.row_dims.row_steps import REST, Step, in_any_order
+from moreh_ap.parallelizer.statistics.float64_trial import Float64Probe, in_float64, may_run_in_float64, to_float64
+from moreh_ap.parallelizer.statistics.parts_probe import NOT_WHOLE, PartsProbe
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import clear_gradients, untouched
 from moreh_ap.parallelizer.trial.fault_finding import Outcome, try_out
 from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe, gathering_probes
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
-from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER
+from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
 from moreh_ap.parallelizer.trial.row_comparison import gathered_kinds, without_attributes
+from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict
 from moreh_ap.protocol.batch import are_single_rows, row_dims_elsewhere, rows_along
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
-
-
-@dataclass(frozen=True)
-class SplitVerdict:
-    """The verdict on one forward, the same on every worker.
-
-    Attributes:
-        split: Whether slices of the batch give exactly what the whole batch gives.
-        kinds: The kind of every leaf of the result but for attributes; empty where `split` is False.
-        attributes: The kinds of the leaves of each attribute that the forward sets.
-        reason: Why it cannot be split; empty where it can.
-        draws: Of everything drawn from common streams, how the rows lie in it.
-        written: The parameters that the forward itself changes.
-        added: What it adds to the model's modules: layers, buffers, hooks.
-        means: Whether it takes means over the batch.
-        rules: Which of its numbers are means over the batch.
-        joined: Whether it can be split only if batch normalisation takes the statistics of all workers' rows.
-        steps: What each function in it does with rows, where it can be split only if rows are gathered where they meet.
-        in_order: Whether the forward took the steps in this order; else it goes several ways. See `Gathering`.
-        dims: Where each leaf of the arguments has rows, where that is not dim 0 of all that have any.
-        group: Every slice needs a multiple of so many rows: the forward cannot run on fewer, or others were not tried.
-        could_run: Whether the script's forward ran on the rows that were tried, as far as one device could run it.
-        faults: Tracebacks of errors in the trials that are ours, on this worker.
-        items: What it does with items, where no tensor has a row for each. See `item_probe.py`.
-        kept: Names of numbers that have to be those of a worker's rows. See `kept_rows.py`.
-        places: Where each leaf of the result but for attributes has rows that are gathered after the forward; empty
-            where none are. Their kind is "same".
-        attribute_places: The same of the leaves of each attribute.
-    """
-
-    split: bool
-    kinds: tuple[str, ...]
-    reason: str
-    means: bool = True
-    rules: MeanRules = NO_RULES
-    joined: bool = False
-    draws: Draws = field(default_factory=Draws)
-    attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    written: tuple[str, ...] = ()
-    added: tuple[str, ...] = ()
-    steps: tuple[Step, ...] = ()
-    in_order: bool = True
-    dims: tuple[int | None, ...] | None = None
-    group: int = 1
-    could_run: bool = True
-    faults: tuple[str, ...] = ()
-    items: ItemRules | None = None
-    kept: frozenset[str] = frozenset()
-    places: tuple[RowsAlong | None, ...] = ()
-    attribute_places: Mapping[str, tuple[RowsAlong | None, ...]] = field(default_factory=dict)
-
-    def placed(self, rows: int) -> PlacedRows | None:
-        """Returns what has to be cut and gathered around a forward on some of so many rows; None if nothing."""
-        if self.steps or (self.dims is None and not self.places):
-            return None
-        return PlacedRows(rows, self.dims, self.places, self.attribute_places)
-
-    def joined_with(self, other: SplitVerdict) -> SplitVerdict:
-        """Returns the verdict on a forward that also goes the way of another one, if that differs in steps alone."""
-        alike: dict[str, Any] = {"steps": (), "in_order": True, "faults": ()}
-        is_alike = self.split and replace(self, **alike) == replace(other, **alike)
-        has_rest = any(step.name == REST for step in (*self.steps, *other.steps))  # which begins at a number of steps
-        steps = in_any_order([*self.steps, *other.steps]) if is_alike and not has_rest else None
-        return self if steps is None else replace(self, steps=steps, in_order=False)
-
-
-def may_lack_rows(verdict: SplitVerdict) -> bool:
-    """Returns whether what workers do who compute rows of others can be told from what their own would give."""
-    is_plain = verdict.split and not verdict.attributes and not verdict.written and verdict.group == 1
-    is_plain = is_plain and not verdict.draws.are_for_routed and not verdict.places
-    return is_plain and NOTHING_OF.issuperset(verdict.kinds)
 
 
 def check_split(
@@ -217,18 +145,17 @@ class _Trials:
         found = apart.found
         if found.added:
             return found
-        number = len(self.faults)
-        for rules in apart.untried if may_meet else ():
-            probe = PlacedJoinedProbe(replace(call, rules=rules), args, kwargs, rows, each=each)
-            found = self._compare_under_rules(probe, number)
-            if found.split:
-                break
+        if may_meet and apart.untried:
+            found = self._run_joined(apart.untried, each)
         if not found.split and may_meet:
             found = (self.run_elsewhere() if may_turn else None) or found
         if not found.split and may_meet:
             number = len(self.faults)
             for gathering in gathering_probes(self._call, args, kwargs, rows, each):
-                gathered = self._compare_under_rules(gathering, number)
+                gathered = self._of_all_steps(self._compare_under_rules(gathering, number), gathering)
+                if gathered.split and apart.untried:
+                    joined = _Joined(gathered, gathering.draws, gathering.counts_rows)
+                    gathered = self._of_all_rows(joined, apart.untried, each)
                 if gathered.split:
                     found = gathered
                     break
@@ -276,6 +203,56 @@ class _Trials:
             if found.split:
                 break
         return _Apart(found)
+
+    def _run_joined(self, untried: Sequence[MeanRules], each: int) -> SplitVerdict:
+        """Tries rows of which normalisations take statistics: a few of them, in float64 too, and all, where statistics
+        are of parts of the batch."""
+        call = self._call
+        joined = self._try_rules(PlacedJoinedProbe, untried, each)
+        if not joined.found.split and everywhere(may_run_in_float64(call), call):
+            with in_float64(call.module):
+                args, kwargs = to_float64((self._args, self._kwargs))
+                exact = _Trials(call, args, kwargs, self._rows)._try_rules(Float64Probe, untried, each)
+            joined = exact if exact.found.split and exact.draws == joined.draws else joined
+        return self._of_all_rows(joined, untried, each)
+
+    def _try_rules(self, kind: type[JoinedProbe], untried: Sequence[MeanRules], each: int) -> _Joined:
+        """Tries the rows under some rules, until they are right."""
+        number = len(self.faults)
+        for rules in untried:
+            probe = kind(replace(self._call, rules=rules), self._args, self._kwargs, self._rows, each=each)
+            found = self._compare_under_rules(probe, number)
+            if found.split:
+                break
+        return _Joined(found, probe.draws, probe.counts_rows)
+
+    def _of_all_rows(self, joined: _Joined, untried: Sequence[MeanRules], each: int) -> SplitVerdict:
+        """Returns the verdict on all rows of the batch, given that on a few. See [Note: how many parts] in
+        `statistics/batch_parts.py`."""
+        found = joined.found
+        if found.split and not joined.counts_rows:
+            return found
+        parts = PlacedJoinedProbe(self._call, self._args, self._kwargs, self._rows, each=each).find_parts()
+        alike = range(self._rows, self._rows + 1)
+        if parts and not found.steps:
+            return replace(self._try_rules(PartsProbe, untried, each).found, sizes=alike)
+        if found.split and parts == ():
+            return replace(found, sizes=found.sizes or range(self._rows + 1))
+        return SplitVerdict(False, (), NOT_WHOLE, sizes=alike) if found.split else found
+
+    def _of_all_steps(self, found: SplitVerdict, probe: GatheringProbe) -> SplitVerdict:
+        """Returns the verdict on all rows of a batch that gathers, given that on a few. See [Note: numbers] in
+        `lockstep.py`."""
+        if not found.split or not (probe.counts_rows or any(step.is_of_one_size for step in found.steps)):
+            return found
+        steps = probe.steps_of_batch()
+        alike = range(probe.rows, probe.rows + 1)
+        if steps is None:
+            return SplitVerdict(
+                False, (), "all rows of the batch lead to other functions than a few of them", sizes=alike
+            )
+        is_of_one_size = any(step.is_of_one_size for step in steps)
+        return replace(found, steps=steps, sizes=alike if is_of_one_size else range(probe.rows + 1))
 
     def run_elsewhere(self) -> SplitVerdict | None:
         """Tries rows that lie elsewhere than along dim 0 by themselves; None if that is not right."""
@@ -331,7 +308,7 @@ class _Trials:
             if rows is None or rows < call.axis.size:
                 continue
             found = self._compare(GatheringProbe(call, args, kwargs, rows, dims))
-            meet = any(step.gathers for step in found.steps)
+            meet = any(step.gathers or step.is_of_one_size for step in found.steps)
             if found.split and not meet:
                 attributes = {name: gathered_kinds(kinds) for name, kinds in found.attributes.items()}
                 return replace(found, dims=tuple(dims), kinds=gathered_kinds(found.kinds), attributes=attributes)
@@ -356,6 +333,20 @@ class _Apart(NamedTuple):
 
     found: SplitVerdict
     untried: tuple[MeanRules, ...] = ()
+
+
+class _Joined(NamedTuple):
+    """What became of rows of which normalisations take statistics.
+
+    Attributes:
+        found: The verdict.
+        draws: What was drawn for them.
+        counts_rows: Whether the forward asks how many there are, or cuts them.
+    """
+
+    found: SplitVerdict
+    draws: Draws
+    counts_rows: bool
 
 
 def compare(probe: Probe) -> SplitVerdict:
@@ -385,7 +376,8 @@ def compare(probe: Probe) -> SplitVerdict:
         each_leaf = tuple(map(probe.places.get, range(len(probe.kinds))))
         places, of_attributes = without_attributes(each_leaf, probe.attributes)
         found = replace(found, means=True, places=places, attribute_places=of_attributes)
-    return replace(found, written=probe.written, steps=probe.steps, in_order=probe.in_order)
+    parts = probe.parts if isinstance(probe, JoinedProbe) else ()
+    return replace(found, written=probe.written, steps=probe.steps, in_order=probe.in_order, parts=parts)
 
 
 def _of_last_stage(kinds: tuple[str, ...], call: Call) -> tuple[str, ...]:

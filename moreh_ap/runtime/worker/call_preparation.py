@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from moreh_ap.errors import ExactnessError, UnsupportedError
+from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.kept_rows import KeptRows, shapes_of
+from moreh_ap.parallelizer.call.parameter_writes import require_full_parameters
 from moreh_ap.parallelizer.call.reports import Reports
 from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_state, split_passed_state
 from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
@@ -27,7 +28,8 @@ from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.row_dims.row_steps import Gathering
 from moreh_ap.parallelizer.trial.item_probe import check_items
-from moreh_ap.parallelizer.trial.split_check import SplitVerdict, check_elsewhere, check_split, may_lack_rows
+from moreh_ap.parallelizer.trial.split_check import check_elsewhere, check_split
+from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict, may_lack_rows
 from moreh_ap.protocol.batch import carries_rows, row_range, rows_along
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order
@@ -126,6 +128,8 @@ class CallPreparation:
         self.verdicts: dict[Hashable, SplitVerdict] = {}
         self.gathering: dict[Hashable, Sequence[int | None]] = {}
         """Where each leaf of the arguments has rows, of kinds whose verdicts are those of certain sizes."""
+        self.of_one_size: set[Hashable] = set()
+        """Kinds whose verdicts are those of batches of one number of rows."""
         self.reads_of: dict[Hashable, tuple[str, ...]] = {}
         self.earlier: dict[Hashable, list[SplitVerdict]] = {}  # before a forward took another way
         self._drops = draws_random_numbers(model.module)
@@ -217,6 +221,7 @@ class CallPreparation:
             extensions = tuple(extension.knowing(verdict.attributes) for extension in call.extensions)
             call = replace(call, mode="split", kinds=verdict.kinds, means=verdict.means, rules=verdict.rules)
             call = replace(call, joined=verdict.joined, extensions=extensions, placed=verdict.placed(rows))
+            call = replace(call, parts=verdict.parts)
         if verdict.kept:
             assert rows is not None
             kept = KeptRows(verdict.kept, rows, shapes_of(args, kwargs))
@@ -233,7 +238,7 @@ class CallPreparation:
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
         self.prepared[key] = PreparedCall(
-            kind=item_kind if verdict.items is not None else self._kind_of_verdict(kind, leaves),
+            kind=item_kind if verdict.items is not None else self._kind_of_verdict(kind, leaves, command.rows),
             call=call,
             execute=way_to_execute(call, model.plan, rows, meta),
             nesting=nesting,
@@ -310,13 +315,13 @@ class CallPreparation:
             self.reads_of[key] = tuple(sorted(find_passed_state(call, tuple(args), kwargs, rows, names)))
         return self.reads_of[key]
 
-    def _kind_of_verdict(self, kind: Hashable, leaves: Sequence[Any]) -> Hashable:
+    def _kind_of_verdict(self, kind: Hashable, leaves: Sequence[Any], rows: int | None) -> Hashable:
         """What calls have in common that may be split likewise."""
         if kind not in self.gathering:
-            return kind
+            return (kind, rows) if kind in self.of_one_size else kind
         tensors = [(leaf, dim) for leaf, dim in zip(leaves, self.gathering[kind]) if isinstance(leaf, Tensor)]
         sizes = tuple(tuple(size for at, size in enumerate(leaf.shape) if at != dim) for leaf, dim in tensors)
-        return kind, sizes
+        return (kind, sizes, rows) if kind in self.of_one_size else (kind, sizes)
 
     def _verdict(
         self,
@@ -340,7 +345,8 @@ class CallPreparation:
                 self.verdicts[kind] = found or SplitVerdict(False, (), reason)
             return self.verdicts[kind]
         leaves = tree_leaves((tuple(args), dict(kwargs)))
-        if self._kind_of_verdict(kind, leaves) not in self.verdicts:
+        known = self.verdicts.get(self._kind_of_verdict(kind, leaves, rows))
+        if known is None or not known.is_about(rows):
             verdict = check_split(
                 call, args, kwargs, rows, may_join=pieces == 1, may_turn=not any(local), pieces=pieces
             )
@@ -349,16 +355,18 @@ class CallPreparation:
                 verdict = SplitVerdict(False, (), FEWER_ROWS)
             self._faults = verdict.faults
             if verdict.written:
-                self._require_full_parameters(verdict.written[0])
+                require_full_parameters(self.model.module, self.model.plan, verdict.written[0])
                 self.written = list({*self.written, *map(self.model.module.get_parameter, verdict.written)})
             if not verdict.split:
                 what = UNSPLIT if workers > 1 else _NOT_CUT
                 verdict = replace(verdict, reason=f"{what}: {verdict.reason}")
             if verdict.steps:
                 self.gathering.setdefault(kind, verdict.dims or first_dims)
-            same_kind = self._kind_of_verdict(kind, leaves)
-            self.verdicts[same_kind] = reduce(SplitVerdict.joined_with, self.earlier.get(same_kind, ()), verdict)
-        verdict = self.verdicts[self._kind_of_verdict(kind, leaves)]
+            self.of_one_size.update((kind,) if verdict.is_about_one_size else ())
+            same_kind = self._kind_of_verdict(kind, leaves, rows)
+            known = reduce(SplitVerdict.joined_with, self.earlier.get(same_kind, ()), verdict)
+            self.verdicts[same_kind] = known
+        verdict = known
         if verdict.group > 1 and rows % (workers * pieces * verdict.group):
             reason = f"{UNSPLIT}: its {rows} rows cannot be dealt out in groups of {verdict.group}"
             return SplitVerdict(False, (), reason)
@@ -388,13 +396,3 @@ class CallPreparation:
             before = UNSPLIT if rows is None else f"{verdict.reason}. As {items.count} items"
             self.verdicts[item_kind] = found if found.split else replace(found, reason=f"{before}: {found.reason}")
         return item_kind, self.verdicts[item_kind]
-
-    def _require_full_parameters(self, name: str) -> None:
-        """Refuse a forward that changes a parameter, where a worker has a part of it, or a forward runs twice."""
-        plan, is_sharded = self.model.plan, bool(fsdp_roots(self.model.module))
-        if is_sharded or plan.tensor > 1 or plan.pipeline > 1 or plan.recompute != "none":
-            raise UnsupportedError(
-                f"forward changes the parameter {name} itself, which plan={str(plan)!r} splits or computes twice.",
-                allowed="Plans with replicate alone, in float32, for such a model.",
-                fix=f'...(plan="replicate={plan.num_devices}", mixed_precision=False)',
-            )

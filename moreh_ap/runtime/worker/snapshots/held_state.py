@@ -46,7 +46,7 @@ from moreh_ap.runtime.worker.snapshots.state_pickling import (
 from moreh_ap.runtime.worker.worker_model import WorkerModel
 
 _TABLES = ("signatures", "lists", "temporaries", "row_shards", "calls")
-_LESSONS = ("verdicts", "gathering", "reads_of", "earlier", "kept", "run_once")
+_LESSONS = ("verdicts", "gathering", "reads_of", "earlier", "kept", "run_once", "of_one_size")
 
 
 class CannotBeHeld(Exception):

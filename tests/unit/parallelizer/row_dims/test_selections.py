@@ -24,6 +24,10 @@ from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
         (lambda x: torch.unique(x.int()), [6]),
         (lambda x: x.unique(dim=1), []),
         (lambda x: x.sum(0), []),
+        (lambda x: (x > 0.5).cumsum(0), [6]),
+        (lambda x: torch.cumsum((x > 0.5).float(), dim=0), [6]),
+        (lambda x: (x > 0.5).cumsum(1), []),
+        (lambda x: x.cumsum(0), []),
     ],
 )
 def test_what_selects_along_the_first_dim_is_noted(select, sizes):

@@ -15,7 +15,7 @@ from moreh_ap.parallelizer.data.item_reduction import LARGEST, OWN, PER_ITEM, SU
 from moreh_ap.parallelizer.data.item_results import ITEMS, SHARE
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.trial.item_probe import check_items
-from moreh_ap.parallelizer.trial.split_check import SplitVerdict
+from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict
 from moreh_ap.protocol.objects.batch_items import find_items
 
 

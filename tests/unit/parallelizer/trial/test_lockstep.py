@@ -23,10 +23,12 @@ def learn(forward: Callable[[Tensor], object], width: int = 4) -> dict[str, Step
     """Returns the steps of a forward of (5, width) rows by name; the last of a name counts."""
     torch.manual_seed(0)
     x = torch.randn(ROWS, width)
-    fewer, recorder = x[:3].clone(), NumberRecorder(CPU)
-    with recorder:
-        forward(fewer)
-    lockstep = Lockstep(CPU, rows=(3, 2), dims=[0], fewer=(3, recorder.calls), tolerance=2e-5)
+    calls = []
+    for fewer in (x[:3].clone(), x[2:].clone()):
+        with NumberRecorder(CPU) as recorder:
+            forward(fewer)
+        calls.append(recorder.calls)
+    lockstep = Lockstep(CPU, rows=(3, 2), dims=[0], fewer=(3, calls[0]), others=calls[1], tolerance=2e-5)
     lockstep.take((x,), {})
     with lockstep:
         forward(x)
@@ -81,11 +83,33 @@ def test_rows_are_gathered_where_they_meet(forward, name):
         (lambda x: torch.randperm(len(x)).argsort(), "argsort"),
         (lambda x: x.flip(0), "flip"),
         (lambda x: x.roll(1, 0), "roll"),
+        (lambda x: x.cumsum(0), "cumsum"),
     ],
 )
 def test_rows_in_another_order_are_gathered_and_each_worker_goes_on_with_as_many(forward, name):
     step = learn(forward)[name]
     assert (step.gathers, step.cuts, step.results) == (True, True, (Rows(0),))
+
+
+def test_a_number_that_follows_rows_otherwise_than_as_a_multiple_is_that_of_all_rows():
+    """One that comes from values is left alone."""
+    step = learn(lambda x: x.clamp(max=int(1.5 * len(x) / 2)))["clamp"]
+    assert (step.follows, step.results, step.gathers) == ((RowCount(1, 0, 3),), (Rows(0),), False)
+    assert learn(lambda x: x.clamp(max=x.amax().item()))["clamp"].follows == ()
+
+
+class Counting(nn.Module):
+    """Drops rows beyond a place among those of their kind that none of a few rows reaches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = (x[:, :2] > 0).cumsum(0)
+        return x * (place < 100).any(1, keepdim=True)
+
+
+def test_a_module_that_counts_rows_up_is_looked_into():
+    steps = learn(Counting())
+    assert steps["module Counting"].enters and steps["cumsum"].cuts
+    assert steps["mul"].results == (Rows(0),) and not steps["mul"].gathers
 
 
 def test_rows_that_are_chosen_are_all_on_every_worker():
@@ -144,7 +168,7 @@ def test_a_number_may_be_nearly_a_multiple_of_the_number_of_rows():
     steps = learn(lambda x: x.t() @ x / (2 * len(x) - 1))
     assert (steps["div"].follows, steps["div"].for_all) == ((RowCount(1, 2, -1),), True)
     assert RowCount(1, 2, -1).of(8) == 15
-    assert not learn(lambda x: x.t() @ x / (len(x) + 2))["div"].follows
+    assert learn(lambda x: x.t() @ x / (len(x) + 2))["div"].follows == (RowCount(1, 0, 7),)
 
 
 def test_what_is_drawn_for_rows_has_rows():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moreh_ap.parallelizer.trial import host_activations, probe
-from moreh_ap.parallelizer.trial.host_activations import saved_on_host
+from moreh_ap.parallelizer.state import host_activations
+from moreh_ap.parallelizer.state.host_activations import saved_on_host
+from moreh_ap.parallelizer.trial import probe
 
 
 def model():

@@ -1,0 +1,102 @@
+"""What the trials of a forward found: whether its batch may be split, and what has to be known for that.
+
+Decides how that is written down. Must not know how it is found out (`split_check.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moreh_ap.parallelizer.data.item_reduction import ItemRules
+from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
+from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, MeanRules
+from moreh_ap.parallelizer.rng.policy import Draws
+from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong
+from moreh_ap.parallelizer.row_dims.row_steps import REST, Step, in_any_order
+from moreh_ap.parallelizer.statistics.batch_parts import Part
+
+
+@dataclass(frozen=True)
+class SplitVerdict:
+    """The verdict on one forward, the same on every worker.
+
+    Attributes:
+        split: Whether slices of the batch give exactly what the whole batch gives.
+        kinds: The kind of every leaf of the result but for attributes; empty where `split` is False.
+        attributes: The kinds of the leaves of each attribute that the forward sets.
+        reason: Why it cannot be split; empty where it can.
+        draws: Of everything drawn from common streams, how the rows lie in it.
+        written: The parameters that the forward itself changes.
+        added: What it adds to the model's modules: layers, buffers, hooks.
+        means: Whether it takes means over the batch.
+        rules: Which of its numbers are means over the batch.
+        joined: Whether it can be split only if batch normalisation takes the statistics of all workers' rows.
+        steps: What each function in it does with rows, where it can be split only if rows are gathered where they meet.
+        in_order: Whether the forward took the steps in this order; else it goes several ways. See `Gathering`.
+        dims: Where each leaf of the arguments has rows, where that is not dim 0 of all that have any.
+        group: Every slice needs a multiple of so many rows: the forward cannot run on fewer, or others were not tried.
+        could_run: Whether the script's forward ran on the rows that were tried, as far as one device could run it.
+        faults: Tracebacks of errors in the trials that are ours, on this worker.
+        items: What it does with items, where no tensor has a row for each. See `item_probe.py`.
+        kept: Names of numbers that have to be those of a worker's rows. See `kept_rows.py`.
+        places: Where each leaf of the result but for attributes has rows that are gathered after the forward; empty
+            where none are. Their kind is "same".
+        attribute_places: The same of the leaves of each attribute.
+        parts: Which normalisations take the statistics of parts of the batch. See `statistics/batch_parts.py`.
+        sizes: Of batches of how many rows this is true; None: of all.
+    """
+
+    split: bool
+    kinds: tuple[str, ...]
+    reason: str
+    means: bool = True
+    rules: MeanRules = NO_RULES
+    joined: bool = False
+    draws: Draws = field(default_factory=Draws)
+    attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
+    in_order: bool = True
+    dims: tuple[int | None, ...] | None = None
+    group: int = 1
+    could_run: bool = True
+    faults: tuple[str, ...] = ()
+    items: ItemRules | None = None
+    kept: frozenset[str] = frozenset()
+    places: tuple[RowsAlong | None, ...] = ()
+    attribute_places: Mapping[str, tuple[RowsAlong | None, ...]] = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    sizes: range | None = None
+
+    def is_about(self, rows: int | None) -> bool:
+        """Says whether this is true of batches of so many rows."""
+        return self.sizes is None or rows in self.sizes
+
+    @property
+    def is_about_one_size(self) -> bool:
+        """Whether this is true of batches of one size only."""
+        return self.sizes is not None and len(self.sizes) == 1
+
+    def placed(self, rows: int) -> PlacedRows | None:
+        """Returns what has to be cut and gathered around a forward on some of so many rows; None if nothing."""
+        if self.steps or (self.dims is None and not self.places):
+            return None
+        return PlacedRows(rows, self.dims, self.places, self.attribute_places)
+
+    def joined_with(self, other: SplitVerdict) -> SplitVerdict:
+        """Returns the verdict on a forward that also goes the way of another one, if that differs in steps alone."""
+        alike: dict[str, Any] = {"steps": (), "in_order": True, "faults": ()}
+        is_alike = self.split and replace(self, **alike) == replace(other, **alike)
+        has_rest = any(step.name == REST for step in (*self.steps, *other.steps))  # which begins at a number of steps
+        steps = in_any_order([*self.steps, *other.steps]) if is_alike and not has_rest else None
+        return self if steps is None else replace(self, steps=steps, in_order=False)
+
+
+def may_lack_rows(verdict: SplitVerdict) -> bool:
+    """Returns whether what workers do who compute rows of others can be told from what their own would give."""
+    is_plain = verdict.split and not verdict.attributes and not verdict.written and verdict.group == 1
+    is_plain = is_plain and not verdict.draws.are_for_routed and not verdict.places
+    return is_plain and NOTHING_OF.issuperset(verdict.kinds)

@@ -1,0 +1,46 @@
+"""Numbers that follow the number of rows otherwise than as its multiples, as they are for a whole batch."""
+
+from __future__ import annotations
+
+from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
+from moreh_ap.parallelizer.row_dims.row_steps import REST, Step
+from moreh_ap.parallelizer.trial.gathering_probe import with_numbers_of
+from moreh_ap.parallelizer.trial.recorded_calls import Called
+
+STEPS = (Step("arange", follows=(RowCount(0, 1),)), Step("module Router"), Step("lt"), Step("add"))
+
+
+def calls(rows: int, value: float = 0.5, inside: int = 1) -> list[Called]:
+    """Returns what a forward of so many rows calls: labels, a module, a comparison with a capacity, a value added."""
+    modules = [Called("linear", [None], 3 + place) for place in range(inside)]
+    capacity, last = max(2, int(1.25 * rows / 4)), inside + 2
+    return [
+        Called("arange", [rows], 1),
+        Called("module Router", [None], last),
+        *modules,
+        Called("lt", [None, capacity], last + 1),
+        Called("add", [None, value], last + 2),
+    ]
+
+
+def test_a_capacity_is_that_of_the_batch():
+    found = with_numbers_of(STEPS, calls(64, 0.7, inside=3), calls(4), calls(4, 0.6), 64)
+    assert found == (STEPS[0], STEPS[1], Step("lt", follows=(RowCount(1, 0, 20),)), STEPS[3])
+    assert found[2].is_of_one_size and not found[0].is_of_one_size
+
+
+def test_numbers_that_all_rows_do_not_change_are_left_alone():
+    assert with_numbers_of(STEPS, calls(6), calls(4), calls(4), 6) == STEPS
+
+
+def test_what_follows_rows_as_a_multiple_of_few_only_is_that_of_the_batch():
+    capped = calls(64)
+    capped[0].numbers[:] = [48]
+    found = with_numbers_of(STEPS[:1], capped[:1], calls(4)[:1], calls(4)[:1], 64)
+    assert found == (Step("arange", follows=(RowCount(0, 0, 48),)),)
+
+
+def test_a_batch_that_calls_other_functions_is_refused():
+    assert with_numbers_of(STEPS, [*calls(64), Called("mul", [None], 9)], calls(4), calls(4), 64) is None
+    assert with_numbers_of(STEPS, calls(64)[:-1], calls(4), calls(4), 64) is None
+    assert with_numbers_of((*STEPS[:3], Step(REST)), calls(64)[:-1], calls(4), calls(4), 64) is not None
