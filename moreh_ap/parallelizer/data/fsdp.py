@@ -103,6 +103,7 @@ def shard(
         for norm in [submodule for root in roots for submodule in root.modules() if isinstance(submodule, _BatchNorm)]:
             if next(iter(norm.parameters()), None) is not None:  # its running statistics are in float32
                 _shard_one(norm, mp_policy=whole_precision, **options)
+    blocks = [block for root in roots for block in with_own_parameters(root, blocks)]
     for block in blocks:
         block.register_forward_hook(_own_outputs)
         _shard_one(block, mp_policy=inner, **options)
@@ -129,6 +130,22 @@ def shard(
         if plan.data_parallel > 1 or plan.offload != "all":  # FSDP2 copies the gradients of one device to divide them
             submodule.set_gradient_divide_factor(1.0)
         submodule.set_force_sum_reduction_for_comms(True)
+
+
+def with_own_parameters(root: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
+    """Returns the blocks of `root` none of whose parameters another block, or the rest of the model, has too: a
+    parameter belongs to one unit. The others stay with the rest of the model."""
+    owners = collections.Counter(id(parameter) for block in blocks for parameter in block.parameters())
+    inside, rest = {id(block) for block in blocks}, [root]
+    outside: set[int] = set()
+    for module in rest:  # grows
+        outside.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
+        rest += [child for child in module.children() if id(child) not in inside]
+    members = {id(module) for module in root.modules()}
+    own = [block for block in blocks if id(block) in members]
+    return [
+        block for block in own if all(owners[id(one)] == 1 and id(one) not in outside for one in block.parameters())
+    ]
 
 
 def _shard_one(module: nn.Module, **options: Any) -> None:

@@ -64,6 +64,7 @@ class Step:
         results: The placements of the tensors in the result.
         site: Where in the model's code it is called, as `call_sites.site_of_call` tells.
         given: The placements of the tensors among the arguments.
+        is_of_sharding: Whether what gathers parameters (FSDP2) calls it, and not the forward.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Step:
     results: tuple[Placement, ...] = ()
     site: int = 0
     given: tuple[Placement, ...] = ()
+    is_of_sharding: bool = False
 
     @property
     def meets(self) -> bool:

@@ -207,6 +207,9 @@ def with_numbers_of(
     for step in steps:
         if step.name == REST:
             return (*found, step)
+        if step.is_of_sharding:
+            found.append(step)
+            continue
         if position >= len(calls) or calls[position].name != step.name:
             return None
         called, before, again = calls[position], fewer[position_of_fewer], others[position_of_fewer].numbers

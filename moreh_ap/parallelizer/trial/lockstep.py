@@ -79,6 +79,7 @@ class Lockstep(GlobalReduction):
         self._other_calls = others if len(others) == len(self._fewer_calls) else ()
         self._tolerance = tolerance
         self._position = 0
+        self._is_of_sharding = False
         self._doubles = Placements()
         self._inside: bool | None = None
         """In a module that works row by row, whether its means over dim 0 are means over the batch."""
@@ -122,7 +123,8 @@ class Lockstep(GlobalReduction):
         leaves = leaves_of((args, kwargs))
         doubles = self._doubles_of(leaves)
         follows: tuple[RowCount, ...] = ()
-        if not is_called_by(GATHERING):
+        self._is_of_sharding = is_called_by(GATHERING)
+        if not self._is_of_sharding:
             follows = self._following(name, leaves)
             self._position += 1
         elif not any(doubles):
@@ -142,6 +144,7 @@ class Lockstep(GlobalReduction):
     def _call_module(self, call: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside is not None:
             return call(*args, **kwargs)
+        self._is_of_sharding = False
         name = module_step(module)
         leaves = leaves_of((args, kwargs))
         follows = self._following(name, leaves)
@@ -172,7 +175,8 @@ class Lockstep(GlobalReduction):
         """Keeps a step with the place at which the forward took it."""
         placements = [None if double is None else double.placement for double in doubles]
         given = tuple(place for leaf, place in zip(leaves, placements, strict=True) if isinstance(leaf, Tensor))
-        self.steps.append(replace(step, site=site_of_call(), given=given))
+        is_of_sharding = self._is_of_sharding
+        self.steps.append(replace(step, site=site_of_call(), given=given, is_of_sharding=is_of_sharding))
 
     def _place(self, result: Any, found: Sequence[Double | None]) -> None:
         """Keeps what two workers have in place of a result."""
