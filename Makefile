@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: rank-hosts help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-hosts tutorial-lora tutorial-llm test test-unit test-gpu test-frameworks test-saves notebooks test-matrix lint ruff types imports wheel docs docs-sources bench compare clean distclean
+.PHONY: rank-hosts help install tutorials tutorial tutorial-mistral tutorial-llama2 tutorial-llama3-70b tutorial-hosts tutorial-lora tutorial-llm test test-unit test-gpu test-frameworks test-saves test-storm notebooks test-matrix lint ruff types imports wheel docs docs-sources bench compare clean distclean
 
 help:  ## show this text
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 26
@@ -101,6 +101,9 @@ test-frameworks: $(INSTALLED)  ## quick starts of other frameworks, FRAMEWORKS="
 test-saves: $(INSTALLED)  ## kill a hundred runs while they save, and load what they leave (half an hour); KILLS=20 for fewer
 	@MOREH_KILLS=$(or $(KILLS),100) OMP_NUM_THREADS=1 $(PY) -m pytest -q -rf tests/process/test_killed_saves.py \
 		tests/process/test_automatic_checkpoints.py::test_no_kill_leaves_a_bad_checkpoint
+
+test-storm: $(INSTALLED)  ## a hundred random faults while workers train (half an hour); FAULTS=20 for fewer, SEED=7 for those of a seed
+	@$(PY) scripts/storm.py --faults $(or $(FAULTS),100) $(if $(SEED),--seed $(SEED))
 
 # CPU workers everywhere. tqdm warns of a package for progress bars, which no notebook shows.
 notebooks: $(INSTALLED)  ## run every notebook and compare what it prints with what is in it

@@ -18,7 +18,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import monarch.actor as ma
@@ -140,32 +140,51 @@ class Engine:
             commands: the arguments of Python with which each worker is started, in rank order; its launch follows.
             launches: what each worker is told on its command line, in rank order; each host has as many.
             environments: variables to set for each worker; None: not to set.
+
+        Raises:
+            EngineError: An agent has ended.
         """
         self._num_workers = len(launches)
         per_host = self._num_workers // self._num_hosts
-        self._procs = self._hosts.spawn_procs(
-            per_host={"gpus": per_host}, bootstrap_command=_bootstrap_commands(commands, launches, environments)
-        )
-        self._workers: Any = self._procs.spawn(self._name, CommandActor)
-        self._watches: Any = self._procs.spawn(f"{self._name}-watch", WatchActor)
+        with _lost_messages():
+            self._procs = self._hosts.spawn_procs(
+                per_host={"gpus": per_host}, bootstrap_command=_bootstrap_commands(commands, launches, environments)
+            )
+            self._workers: Any = self._procs.spawn(self._name, CommandActor)
+            self._watches: Any = self._procs.spawn(f"{self._name}-watch", WatchActor)
         self._places = [_place(rank, self._num_hosts, per_host) for rank in range(self._num_workers)]
         self._each = [self._workers.slice(**place) for place in self._places]
         self._each_watch = [self._watches.slice(**place) for place in self._places]
 
     def join(self, specs: Sequence[WorkerSpec]) -> Pending[Answer]:
-        """Lets every worker join the process group."""
-        return Pending([each.join.call_one(spec) for each, spec in zip(self._each, specs, strict=True)], from_wire)
+        """Lets every worker join the process group.
+
+        Raises:
+            EngineError: A worker has ended.
+        """
+        with _lost_messages():
+            return Pending([each.join.call_one(spec) for each, spec in zip(self._each, specs, strict=True)], from_wire)
 
     def serve(self) -> None:
-        """Has every worker take its commands from its connection from now on. Does not wait."""
-        self._serving = self._workers.serve.call()  # kept: it ends with the workers, of which others tell
+        """Has every worker take its commands from its connection from now on. Does not wait.
+
+        Raises:
+            EngineError: A worker has ended.
+        """
+        with _lost_messages():
+            self._serving = self._workers.serve.call()  # kept: it ends with the workers, of which others tell
 
     def trouble(self, rank: int) -> Pending[Trouble | None]:
-        """Asks worker `rank`, busy or not, for its last failure."""
-        return Pending(
-            [self._each_watch[rank].trouble.call_one()],
-            lambda wire: None if wire is None else Trouble(wire[0], wire[1], from_wire(wire[2])),
-        )
+        """Asks worker `rank`, busy or not, for its last failure.
+
+        Raises:
+            EngineError: A worker has ended.
+        """
+        with _lost_messages():
+            return Pending(
+                [self._each_watch[rank].trouble.call_one()],
+                lambda wire: None if wire is None else Trouble(wire[0], wire[1], from_wire(wire[2])),
+            )
 
     def cause_of_death(self, rank: int) -> str | None:
         """Returns what is known about the end of worker `rank`'s process, such as "Killed(sig=9)"."""
@@ -183,6 +202,15 @@ class Engine:
             self._procs.stop().get(timeout=timeout_s)
         except Exception:  # the engine may not understand an end that it did not bring about; the kernel's word counts
             _logger.debug("the engine could not end the worker processes in an orderly way", exc_info=True)
+
+
+@contextlib.contextmanager
+def _lost_messages() -> Iterator[None]:
+    """Has what the engine raises inside, since a process is gone to which it should send, be an `EngineError`."""
+    try:
+        yield
+    except Exception as error:  # of classes that the engine does not tell
+        raise EngineError(str(error)) from error
 
 
 def _place(rank: int, num_hosts: int, per_host: int) -> dict[str, int]:

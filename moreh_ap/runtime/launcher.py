@@ -10,13 +10,13 @@ import contextlib
 import os
 import re
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
+from moreh_ap.local.script_end import exit_waits
 from moreh_ap.runtime import engine_variables, worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import Child, RemoteChild
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 POLL_S = 0.1  # how often a wait looks up to see whether it still makes sense
 START_POLL_S = 0.02  # the same while processes start
 _CAUSE_S = 4.0  # how long to wait for somebody to say how a process ended; the engine may never do so
+_COLLECTED_S = 10.0  # how long killed workers may take to be gone; it takes milliseconds
 _STOP_TIMEOUT_S = 15.0
-_EXIT_S = 5.0  # how long the end of a script waits for the engine to be there
 
 Progress = Callable[[str, int, int], object]
 
@@ -91,6 +91,11 @@ class Launcher:
         """Process ids in rank order, as far as known."""
         return [child.pid for _, child in sorted(self._children.items())]
 
+    @property
+    def pids_here(self) -> dict[int, int]:
+        """Process ids of those workers that are on this machine, by rank, as far as known."""
+        return {rank: child.pid for rank, child in sorted(self._children.items()) if isinstance(child, Child)}
+
     def start(self, on_progress: Progress, engine_made: Callable[[], object]) -> tuple[Engine, Pending[Answer]]:
         """Starts the processes and lets them join.
 
@@ -109,7 +114,7 @@ class Launcher:
         on_progress("spawn", 0, num_workers)
         if self._agent is None:
             self._start_agents()
-        with _exit_waits():
+        with exit_waits():
             try:
                 if self._is_stopping():
                     raise Stopping
@@ -133,7 +138,10 @@ class Launcher:
             finally:
                 engine_variables.take_away()
             engine_made()
-        joining = engine.join([self._spec(rank) for rank in range(num_workers)])
+        try:
+            joining = engine.join([self._spec(rank) for rank in range(num_workers)])
+        except EngineError as error:
+            raise start_error(error) from error
         self._await_pids(joining, on_progress)
         self._workers_run()
         on_progress("link", 0, num_workers)
@@ -155,13 +163,15 @@ class Launcher:
         The engine's own end of the old ones is not waited for: it takes seconds where one was killed.
 
         Returns:
-            False if that agent has ended, too; this launcher is of no use then.
+            False if that agent has ended, too, or is stopped; this launcher is of no use then.
         """
         if self._agent is None or self._agent.exit_code() is not None or self.engine is None:
             return False
         self.kill()
+        deadline_s = time.monotonic() + _COLLECTED_S
         while any(child.is_alive() for child in self._children.values()):
-            if self._is_stopping() or self._agent.exit_code() is not None:
+            is_late = time.monotonic() > deadline_s  # what collects them is stopped
+            if is_late or self._is_stopping() or self._agent.exit_code() is not None:
                 return False
             time.sleep(START_POLL_S)
         for child in self._children.values():
@@ -231,11 +241,14 @@ class Launcher:
             memory: Told how workers on other hosts get large values.
 
         Raises:
-            EngineError: A host cannot be reached.
+            MeshStartError: A host cannot be reached, or a worker has ended meanwhile.
         """
         assert self.engine is not None and self._links is not None, "workers have joined"
-        self._links.let_in()
-        self.engine.serve()
+        try:
+            self._links.let_in()
+            self.engine.serve()
+        except EngineError as error:
+            raise start_error(error) from error
         return self._links
 
     # -- this machine; `hosts_launcher` has others -----------------------------------------------------------------
@@ -371,29 +384,6 @@ class Launcher:
             f"{self.describe(rank)} died: {how}.{self.last_words(rank)}",
             fix=memory if code == -signal.SIGKILL else "",
         )
-
-
-@contextlib.contextmanager
-def _exit_waits() -> Iterator[None]:
-    """Has Python wait, should the script end meanwhile, before it runs exit handlers.
-
-    Monarch registers exit handlers while it is imported and attached to. They would run without our `close`, which has
-    to come first, and the next call of the engine would abort. The wait has a limit: an interrupted import may have
-    left its lock with the main thread.
-    """
-    done, main = threading.Event(), threading.main_thread()
-
-    def wait() -> None:  # in a thread that is no daemon, so Python joins it
-        while not done.wait(POLL_S):
-            if not main.is_alive():
-                done.wait(_EXIT_S)
-                return
-
-    threading.Thread(target=wait, name="moreh-exit", daemon=False).start()
-    try:
-        yield
-    finally:
-        done.set()
 
 
 def _how(code: int) -> str:

@@ -79,10 +79,13 @@ class Receiver:
 
     def _look_for_hang(self, number: int) -> None:
         """Raises `WorkerLostError` if a worker will never answer a command, with all workers' stacks in the log."""
-        answered = () if self.carrier is None else self.carrier.answered(number)
+        pids = self._launcher.pids_here
+        answered: Sequence[bool] = [False] * len(pids)  # while workers join each other it is not known
+        if self.carrier is not None:
+            answered = self.carrier.answered(number)
         if not answered:
             return
-        hang = self._hangs.look(number, dict(enumerate(self._launcher.pids)), answered)
+        hang = self._hangs.look(number, pids, answered)
         if hang is None:
             return
         for rank, stacks in hang.stacks.items():
@@ -106,10 +109,10 @@ class Receiver:
         found = None
         for rank in range(len(self._launcher.pids)):
             look = self._looks.get(rank)
-            if look is None:
-                self._looks[rank] = self._engine.trouble(rank)
-                continue
             try:
+                if look is None:
+                    self._looks[rank] = self._engine.trouble(rank)
+                    continue
                 (trouble,) = look.wait(0.0)
             except TimeoutError:
                 continue

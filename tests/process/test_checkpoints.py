@@ -217,9 +217,9 @@ def test_a_failed_save_leaves_the_earlier_checkpoint_and_the_run(accelerator, tm
 
     chosen = uuid.UUID("feedbeef" + "0" * 24)
     monkeypatch.setattr(uuid, "uuid4", lambda: chosen)
-    obstacle = tmp_path / "feedbeef-worker1.safetensors"
-    obstacle.write_text("in the way of one worker alone")
-    with pytest.raises(OSError, match=r"feedbeef-worker1\.safetensors: FileExistsError"):
+    obstacle = tmp_path / "feedbeef-worker1.safetensors~"
+    obstacle.symlink_to(tmp_path / "nowhere" / "file")  # in the way of one worker alone
+    with pytest.raises(OSError, match=r"feedbeef-worker1\.safetensors: FileNotFoundError"):
         run.save(tmp_path)
     assert sorted(os.listdir(tmp_path)) == before
 

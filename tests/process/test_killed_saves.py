@@ -63,4 +63,4 @@ def test_no_kill_leaves_a_bad_checkpoint(tmp_path, case):
 def _unnamed(folder):
     """Files in a folder that no description names: a save was interrupted."""
     text = "".join(path.read_text() for path in folder.glob("checkpoint*.json"))
-    return [path.name for path in folder.iterdir() if path.suffix == ".safetensors" and path.name not in text]
+    return [path.name for path in folder.iterdir() if ".safetensors" in path.name and path.name not in text]

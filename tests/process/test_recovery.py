@@ -6,8 +6,11 @@ is, it says. Losses, norms and weights are compared bit for bit.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -170,6 +173,31 @@ def test_without_recovery_or_before_the_first_copy_a_lost_worker_ends_the_run(fo
         assert "WorkerLostError: Worker 1 of 2" in script.err and "cannot go on" not in script.err
         assert "took over" not in script.out
         script.leaves_nothing()
+
+
+LOST_AT_START = """
+import os, torch
+from torch import nn
+from moreh_ap.runtime.hangs import hang_watch
+
+hang_watch.HANG_S = 2.0
+torch.moreh.option.enable_advanced_parallelization(plan="shard=2")
+torch.manual_seed(0)
+model = nn.Linear(4, 4).cuda()
+print("loss", model(torch.ones(4, 4).cuda()).sum().item())
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_workers_that_are_lost_while_they_join_each_other_are_replaced(folders, tmp_path, sent):
+    with UserScript("-c", LOST_AT_START, cwd=tmp_path, **folders) as script:
+        deadline_s = time.monotonic() + 100
+        while not (found := script.workers()) and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        os.kill(next(iter(found.values())), sent)
+        out = script.succeed(timeout_s=200)
+    lost = r"^\[info\] (?:While the workers were joining each other: Worker \d|A worker process ended while).* Others start"
+    assert len(re.findall(lost, out, re.MULTILINE)) == 1 and "\nloss " in out, out
 
 
 ONE_BUFFER = """

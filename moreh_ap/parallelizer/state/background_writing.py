@@ -22,23 +22,32 @@ from moreh_ap.parallelizer.state.checkpoint_shards import Box, WrittenFile, writ
 
 _ALIGNMENT = 64
 _SUFFIX = ".written"
+_THREAD = "moreh-checkpoint"
 
 
 def write_in_background(path: str, boxes: Sequence[Box]) -> None:
     """Copies boxes into host memory and returns; a thread writes them into a file, as `write_file` does.
 
-    Where there is no memory for the copy, the file is written before this returns.
+    Where there is no memory for the copy, the file is written before this returns. Nothing is done where a worker that was
+    lost since has written the file.
 
     Args:
         path: The file. What was written is found by `what_was_written` once it is complete.
         boxes: What to write.
     """
+    if os.path.exists(path + _SUFFIX):
+        return
     try:
         copies = _copied(boxes)
     except (MemoryError, OSError):
         _write(path, boxes)
         return
-    threading.Thread(target=_write, args=(path, copies), name="moreh-checkpoint").start()
+    threading.Thread(target=_write, args=(path, copies), name=_THREAD).start()
+
+
+def is_going_on() -> bool:
+    """Returns whether this process writes a file in the background."""
+    return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
 def what_was_written(path: str) -> tuple[bool, WrittenFile | None]:
@@ -49,8 +58,13 @@ def what_was_written(path: str) -> tuple[bool, WrittenFile | None]:
             written = pickle.load(file)
     except FileNotFoundError:
         return False, None
-    os.remove(note)
     return True, written
+
+
+def forget_what_was_written(path: str) -> None:
+    """Removes the note, once all workers are through: one that takes over from a lost one does not write again."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path + _SUFFIX)
 
 
 def _write(path: str, boxes: Sequence[Box]) -> None:
@@ -59,9 +73,6 @@ def _write(path: str, boxes: Sequence[Box]) -> None:
         written = write_file(path, boxes)
     except Exception as error:  # of any class: it is raised by the save
         written = WrittenFile(path, 0, "", (), f"{type(error).__name__}: {error}")
-    if written is not None and written.failure:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(path)  # on a full disk the note needs the room
     note = path + _SUFFIX
     with open(note + "~", "wb") as file:
         pickle.dump(written, file)

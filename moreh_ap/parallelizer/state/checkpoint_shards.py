@@ -10,6 +10,7 @@ copy counts. A file is written box by box: no worker holds more than a few megab
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.parallelizer.state.tensor_layout import shard_range
 
 _CHUNK_BYTES = 16 * 1024 * 1024
+_PARTIAL = "~"
 _DIVIDED_BYTES = 2**20
 """From which size on workers with copies of a piece divide its rows: a box costs 100 bytes of a file's header."""
 
@@ -150,10 +152,12 @@ def _to_write(piece: Piece, element_size: int, copies: Axis) -> list[Piece]:
 
 
 def write_file(path: str, boxes: Iterable[Box]) -> WrittenFile | None:
-    """Writes boxes into a new safetensors file that is on the disk when this returns; without boxes, no file.
+    """Writes boxes into a safetensors file that is on the disk when this returns; without boxes, no file.
+
+    It has another name until it is complete, so that a file of this name stays one if the same is written again.
 
     Args:
-        path: The file, which must not be there.
+        path: The file.
         boxes: What to write; `check_dtype` has accepted the dtypes.
 
     Returns:
@@ -163,9 +167,9 @@ def write_file(path: str, boxes: Iterable[Box]) -> WrittenFile | None:
     boxes = list(boxes)
     if not boxes:
         return None
-    header = _header(boxes)
+    header, partial = _header(boxes), path + _PARTIAL
     try:
-        with open(path, "xb") as file:
+        with open(partial, "wb") as file:
             digest = _Digest(file)
             digest.write(header)
             for box in boxes:
@@ -173,7 +177,12 @@ def write_file(path: str, boxes: Iterable[Box]) -> WrittenFile | None:
                     digest.write(chunk.reshape(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
+        os.replace(partial, path)
+    except BaseException as error:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(partial)  # on a full disk others need the room
+        if not isinstance(error, OSError):
+            raise
         return WrittenFile(path, 0, "", (), f"{type(error).__name__}: {error}")
     written = tuple(WrittenBox(box.name, box.key, box.start, box.size) for box in boxes)
     return WrittenFile(path, digest.num_bytes, digest.sha256, written)

@@ -90,6 +90,9 @@ class ReplayRules(Protocol):
     def note(self, command: Any) -> Noted:
         """Returns what has to be known of a command that is kept."""
 
+    def may_copy(self) -> bool:
+        """Returns whether workers may copy what they hold."""
+
     def next_snapshot(self, most_s: float) -> Any:
         """Returns a command that has workers copy what they hold, if that takes `most_s`; None where it cannot be."""
 
@@ -101,6 +104,9 @@ class ReplayRules(Protocol):
 
     def from_snapshot(self, command: Any) -> Any:
         """Returns what is sent to other workers in place of all up to the snapshot in `command`, and of its rest."""
+
+    def behind_snapshot(self, command: Any, values: Sequence[Any]) -> Sequence[Any]:
+        """Returns of a command's results, one a worker, those of what follows the snapshot in it."""
 
     def close(self) -> None:
         """Is called when nothing is kept any more."""
@@ -257,7 +263,7 @@ class CommandLog:
     def _may_ask(self) -> bool:
         if not self._takes_snapshots or self._snapshot_in or self.wanted is not None:
             return False
-        return self._timing.is_affordable()
+        return self._timing.is_affordable() and self.rules.may_copy()
 
     def _close_full(self, why: str) -> None:
         if self._problem:
@@ -282,7 +288,7 @@ class CommandLog:
         if command.number == self._snapshot_in:
             self._snapshot_in = 0
             if error is None:
-                self._snapshot_ended(logged, self.rules.taken(logged.origin, values))
+                self._snapshot_ended(logged, values)
             if not self.is_complete:
                 self._drop_answered()
 
@@ -311,9 +317,10 @@ class CommandLog:
         kept = {file for one in self._commands.values() for file in self.rules.note(one.origin).files}
         self._files = {file: found for file, found in self._files.items() if file in kept}
 
-    def _snapshot_ended(self, logged: Logged, taken: Taken) -> None:
+    def _snapshot_ended(self, logged: Logged, values: Sequence[Any]) -> None:
         """Has the snapshot stand for all before it, if every worker has its copy. See [Note: snapshots]."""
-        self._problem, timing = taken.problem, self._timing
+        taken, timing = self.rules.taken(logged.origin, values), self._timing
+        self._problem = taken.problem
         if taken.problem:
             timing.failed(taken.is_passing, taken.needed_s)
             self._most_bytes = self._num_bytes + self._snapshot_bytes // 8
@@ -334,7 +341,8 @@ class CommandLog:
         self._most_bytes = self._snapshot_bytes
         self._drop([one for number, one in self._commands.items() if number < logged.number])
         origin = self.rules.from_snapshot(logged.origin)
-        first = replace(logged, origin=origin, num_steps=self.rules.note(origin).num_steps)
+        figures = self.rules.figures(origin, self.rules.behind_snapshot(logged.origin, values))
+        first = replace(logged, origin=origin, num_steps=self.rules.note(origin).num_steps, figures=figures)
         with self._lock:
             if not self.is_open:  # closed meanwhile, by what was sent
                 return
@@ -353,21 +361,22 @@ class CommandLog:
         """Returns the commands that have been answered, oldest first: those behind them have not."""
         return [one for one in list(self._commands.values()) if one.is_answered]
 
-    def why_not(self, number: int) -> str:
+    def why_not(self, number: int | None) -> str:
         """Returns why workers that were lost cannot be replaced; empty if they can.
 
         Args:
-            number: The command at which they were lost.
+            number: The command at which they were lost; None: they had answered all.
         """
         if not self.is_open:
             return self.why_closed
-        now_s = time.monotonic()
-        losses = self._losses.setdefault(number, deque())
-        losses.append(now_s)
-        while now_s - losses[0] > LOSSES_WITHIN_S:
-            losses.popleft()
-        if len(losses) > MOST_LOSSES:
-            return f"workers were lost {len(losses)} times at the same command"
+        if number is not None:
+            now_s = time.monotonic()
+            losses = self._losses.setdefault(number, deque())
+            losses.append(now_s)
+            while now_s - losses[0] > LOSSES_WITHIN_S:
+                losses.popleft()
+            if len(losses) > MOST_LOSSES:
+                return f"workers were lost {len(losses)} times at the same command"
         changed = [file for file, before in self._files.items() if _identity(file) != before]
         return f"{changed[0]} has been changed since workers read it" if changed else ""
 

@@ -20,18 +20,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moreh_ap.errors import ExactnessError, MeshStartError, WorkerLostError
+from moreh_ap.local import logger
 from moreh_ap.protocol.encoding import Packed
+from moreh_ap.runtime.engine_error import EngineError, was_too_slow
 from moreh_ap.runtime.future import SentCommand
 from moreh_ap.runtime.joining import launch
 from moreh_ap.runtime.launcher import POLL_S
 from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang
 from moreh_ap.runtime.receiver import Receiver
-from moreh_ap.runtime.recovery.command_log import CommandLog, Logged, ReplayRules
+from moreh_ap.runtime.recovery.command_log import MOST_LOSSES, CommandLog, Logged, ReplayRules
 from moreh_ap.runtime.relay.carrier import Awaited, Carrier
 from moreh_ap.runtime.worker_group import WorkerGroup
 
 _AHEAD = 16  # commands that are told again before the answer to the first of them is waited for
-_DEAD_WITHIN_S = 1.0  # a connection to a process breaks a moment before the process is seen to be gone
+_DEAD_WITHIN_S = 5.0  # a connection to a process breaks before it is seen to be gone: later on a busy machine
 
 
 class RecoveringWorkerGroup(WorkerGroup):
@@ -79,6 +81,21 @@ class RecoveringWorkerGroup(WorkerGroup):
             self._log.answered(command, values, error)
         super()._complete(command, values, error)
 
+    # -- a loss before anything was told ---------------------------------------------------------------------------
+
+    def _start(self) -> Receiver:
+        """Starts the workers; others where some are lost while they join each other."""
+        for _ in range(MOST_LOSSES):
+            try:
+                return super()._start()
+            except MeshStartError as error:
+                was_lost = isinstance(error.__cause__, (EngineError, WorkerLostError))
+                if not was_lost or was_too_slow(error) or self.is_stopped():
+                    raise
+                logger.say(f"{error.fact} Others start in their place", logger.NOTICE)
+                self._prepare_others()
+        return super()._start()
+
     # -- after a loss ----------------------------------------------------------------------------------------------
 
     def _look_for_lost(self) -> None:
@@ -97,7 +114,7 @@ class RecoveringWorkerGroup(WorkerGroup):
             self._carrier = None  # from here on commands wait, until the others know what was answered
             self._unsent.extendleft(command for command, _ in reversed(self._sent))
             self._sent.clear()
-            number = self._unsent[0].number if self._unsent else self._last_number + 1
+            number = self._unsent[0].number if self._unsent else None
         if not self._log.is_complete and not self._log.why_closed:
             raise lost
         while True:
@@ -110,6 +127,7 @@ class RecoveringWorkerGroup(WorkerGroup):
                 break
             except (WorkerLostError, MeshStartError) as another:
                 lost = WorkerLostError(another.fact, another.allowed, another.fix)
+                number = self._last_number if number is None else number  # what is told again may be the cause
         self._log.rules.others_took_over()
         took_s = time.monotonic() - started_s
         steps = f"{num_steps} steps were" if num_steps != 1 else "1 step was"
@@ -119,26 +137,39 @@ class RecoveringWorkerGroup(WorkerGroup):
 
     def _start_others(self) -> tuple[Receiver, int]:
         """Starts other workers and tells them all; returns what receives their answers, and the steps in that."""
-        if not self._launcher.prepare_again():
-            before, self._launcher = self._launcher, self._make_launcher(self._request, self.is_stopped)
-            before.end()
+        self._prepare_others()
         receiver = launch(self._launcher, lambda stage, done, total: None, self._come_first_at_exit, self.is_stopped)
         carrier = receiver.carrier = self._launcher.carrier(self._shared_memory)
         self._resolver = OutcomeResolver()
         answered = self._log.answered_commands()
         on_the_way: deque[tuple[Logged, list[Packed], Awaited]] = deque()
-        for logged in answered:
-            on_the_way.append((logged, *self._tell_again(logged, carrier)))
-            if len(on_the_way) > _AHEAD:
+        try:
+            for logged in answered:
+                on_the_way.append((logged, *self._tell_again(logged, carrier)))
+                if len(on_the_way) > _AHEAD:
+                    self._compare(*on_the_way.popleft(), receiver)
+            while on_the_way:
                 self._compare(*on_the_way.popleft(), receiver)
-        while on_the_way:
-            self._compare(*on_the_way.popleft(), receiver)
+        finally:
+            for _, payload, _ in on_the_way:  # these workers have been lost, too
+                self._release(payload)
         with self._lock:
             self._carrier = carrier
             for command in self._unsent:
                 super()._send(command)  # they were noted when they were submitted
             self._unsent.clear()
         return receiver, sum(logged.num_steps for logged in answered)
+
+    def _prepare_others(self) -> None:
+        """Ends the workers, so that others may be launched."""
+        if not self._launcher.prepare_again():
+            before, self._launcher = self._launcher, self._make_launcher(self._request, self.is_stopped)
+            before.end()
+
+    def _release(self, payload: Sequence[Packed]) -> None:
+        for packed in payload:
+            if packed.buffers:
+                self._shared_memory.release(packed.buffers)
 
     def _tell_again(self, logged: Logged, carrier: Carrier) -> tuple[list[Packed], Awaited]:
         again = self._log.rules.again
@@ -160,11 +191,10 @@ class RecoveringWorkerGroup(WorkerGroup):
             outcome = self._resolver.resolve(logged.epoch, logged.recoverable, answers)
         except PeersHang as hang:
             outcome = self._resolver.resolve_hang(logged.epoch, hang.answer)
+        finally:
+            self._release(payload)
         if outcome.must_stop:
             self._look_for_lost()
-        for packed in payload:
-            if packed.buffers:
-                self._shared_memory.release(packed.buffers)
         if logged.error is None and outcome.error is None:
             found = self._log.rules.difference(logged.figures, self._log.rules.figures(logged.origin, outcome.values))
         elif logged.error is not None and outcome.error is not None:

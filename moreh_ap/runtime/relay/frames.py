@@ -30,6 +30,7 @@ ALL_HOSTS = 0xFFFFFFFF
 _HEAD = struct.Struct("<BQII")  # kind, number, epoch, parts
 _AT_ONCE_BYTES = 1 << 18  # larger frames are left to the thread: encrypting them takes a while
 _MOST_PARTS = 1 << 16
+_READ_BYTES = 1 << 20
 
 
 class Frame(NamedTuple):
@@ -67,6 +68,50 @@ def read(stream: BinaryIO) -> Frame | None:
         return Frame(kind, number, epoch, [data])
     ends = list(itertools.accumulate(sizes, initial=0))
     return Frame(kind, number, epoch, [data[begin:end] for begin, end in itertools.pairwise(ends)])
+
+
+class Arriving:
+    """Frames that arrive on a socket of this machine, read without waiting: their sender may stop in the middle of one.
+
+    Args:
+        plain: The socket.
+    """
+
+    def __init__(self, plain: socket.socket) -> None:
+        self._plain, self._data, self._needed = plain, bytearray(), _HEAD.size
+
+    def take(self) -> list[Frame] | None:
+        """Returns the frames that are complete now; None once the other side has ended, or is no side of this package.
+
+        To be called when the socket is readable.
+        """
+        data = self._data
+        try:
+            part = self._plain.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError:  # the connection broke
+            return None
+        if not part:
+            return None
+        data += part
+        found = []
+        while len(data) >= self._needed:
+            kind, number, epoch, count = _HEAD.unpack_from(data)
+            if count > _MOST_PARTS:
+                return None
+            begin = end = _HEAD.size + 8 * count
+            if len(data) >= begin:
+                sizes = struct.unpack_from(f"<{count}Q", data, _HEAD.size)
+                end += sum(sizes)
+            if len(data) < end:
+                self._needed = end
+                break
+            ends = list(itertools.accumulate(sizes, initial=begin))
+            found.append(Frame(kind, number, epoch, [bytes(data[one:two]) for one, two in itertools.pairwise(ends)]))
+            del data[:end]
+            self._needed = _HEAD.size
+        return found
 
 
 class Outgoing(Protocol):

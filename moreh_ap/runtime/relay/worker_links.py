@@ -11,18 +11,16 @@ after the processes anyway, and knows how one ended.
 from __future__ import annotations
 
 import contextlib
-import io
-import os
 import pickle
 import select
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.engine_error import EngineError
-from moreh_ap.runtime.relay.frames import COMMAND, FAILURE, Sender, SocketOutgoing, read, written
+from moreh_ap.runtime.relay.frames import COMMAND, FAILURE, Arriving, Sender, SocketOutgoing, written
 from moreh_ap.runtime.relay.worker_answer import Answer
 from moreh_ap.runtime.worker.actor import Trouble
 
@@ -75,7 +73,7 @@ class WorkerLinks:
         self._listener.settimeout(_CONNECT_S)
         self._sockets: list[socket.socket] = []
         self._senders: list[Sender] = []
-        self._readers: dict[int, tuple[int, BinaryIO]] = {}  # by descriptor: rank, and what reads it
+        self._readers: dict[int, tuple[int, Arriving]] = {}  # by descriptor: rank, and what arrives
         self._poll = select.poll()
         self._waiting: dict[int, LinkedAnswers] = {}
         self._troubles: tuple[Trouble, ...] = ()
@@ -94,19 +92,27 @@ class WorkerLinks:
             except OSError as error:
                 missing = sorted(set(range(self._num_workers)) - set(senders))
                 raise EngineError(f"workers {missing} take no commands: {error}") from error
-            # No byte is read ahead of a frame: what is left in the connection is what `poll` tells.
-            reader = io.BufferedReader(io.FileIO(os.dup(plain.fileno()), "rb"), 1)
-            hello = read(reader)
-            if hello is None:
-                reader.close()
+            arriving = Arriving(plain)
+            rank = self._rank_of(plain, arriving)
+            if rank is None:
                 plain.close()
                 continue
             self._sockets.append(plain)
-            senders[hello.number] = Sender(SocketOutgoing(plain))
-            self._readers[reader.fileno()] = hello.number, reader
-            self._poll.register(reader, select.POLLIN)
+            senders[rank] = Sender(SocketOutgoing(plain))
+            self._readers[plain.fileno()] = rank, arriving
+            self._poll.register(plain, select.POLLIN)
         self._listener.close()
         self._senders = [senders[rank] for rank in range(self._num_workers)]
+
+    @staticmethod
+    def _rank_of(plain: socket.socket, arriving: Arriving) -> int | None:
+        """Returns which worker has connected; None if it does not say so."""
+        poll = select.poll()
+        poll.register(plain, select.POLLIN)
+        while poll.poll(_CONNECT_S * 1e3) and (frames := arriving.take()) is not None:
+            if frames:
+                return frames[0].number
+        return None
 
     def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> LinkedAnswers:
         """Sends one command to all workers, or each its own."""
@@ -144,21 +150,22 @@ class WorkerLinks:
                     raise EngineError("a worker has ended its connection")
                 raise TimeoutError
             for descriptor, _ in arrived:
-                rank, reader = self._readers[descriptor]
-                frame = read(reader)
-                if frame is None:
+                rank, arriving = self._readers[descriptor]
+                frames = arriving.take()
+                if frames is None:
                     self._poll.unregister(descriptor)
                     self._first_end_s = self._first_end_s or time.monotonic()
                     continue
-                answer = pickle.loads(frame.parts[0])
-                if frame.kind == FAILURE:
-                    trouble = Trouble(frame.number, frame.epoch, answer)
-                    self._troubles = (*self._troubles[-self._num_workers :], trouble)
-                pending = self._waiting[frame.number]
-                pending.answers[rank] = answer
-                pending.num_left -= 1
-                if not pending.num_left:
-                    del self._waiting[frame.number]
+                for frame in frames:
+                    answer = pickle.loads(frame.parts[0])
+                    if frame.kind == FAILURE:
+                        trouble = Trouble(frame.number, frame.epoch, answer)
+                        self._troubles = (*self._troubles[-self._num_workers :], trouble)
+                    pending = self._waiting[frame.number]
+                    pending.answers[rank] = answer
+                    pending.num_left -= 1
+                    if not pending.num_left:
+                        del self._waiting[frame.number]
 
     def close(self) -> None:
         """Ends the connections."""
@@ -169,5 +176,3 @@ class WorkerLinks:
             with contextlib.suppress(OSError):  # the worker has ended
                 plain.shutdown(socket.SHUT_RDWR)
             plain.close()
-        for _, reader in self._readers.values():
-            reader.close()

@@ -36,6 +36,9 @@ class SaveInProgress(Future[None]):
 _lock = threading.RLock()
 _last: SaveInProgress | None = None
 
+awaited: set[str] = set()
+"""Prefixes of the paths of files that workers write in the background, until the save has all of them."""
+
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:

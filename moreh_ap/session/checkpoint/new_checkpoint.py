@@ -50,7 +50,7 @@ from moreh_ap.session.checkpoint.folder_lock import LOCK_WAITS_S, FolderLock
 from moreh_ap.version import __version__
 
 _OURS = re.compile(
-    r"[0-9a-f]{8}-((controller|worker\d+)\.safetensors(\.written~?)?|witness)|checkpoint\.json\.[0-9a-f]{8}"
+    r"[0-9a-f]{8}-((controller|worker\d+)\.safetensors(~|\.written~?)?|witness)|checkpoint\.json\.[0-9a-f]{8}"
 )
 _KNOWN: defaultdict[str, set[str]] = defaultdict(set)
 """The checkpoints of a folder that this process has saved, or found when it loaded, by their ids."""

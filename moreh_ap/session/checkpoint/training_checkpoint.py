@@ -26,7 +26,7 @@ from moreh_ap import device
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import View
 from moreh_ap.errors import LoadError, OptionError
-from moreh_ap.parallelizer.state.background_writing import what_was_written
+from moreh_ap.parallelizer.state.background_writing import forget_what_was_written, what_was_written
 from moreh_ap.parallelizer.state.checkpoint_shards import Box, WrittenFile, check_dtype, write_file
 from moreh_ap.parallelizer.state.loading import Wanted, read
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
@@ -245,20 +245,28 @@ def _begin_files(new: NewCheckpoint, tensors: dict[str, Tensor], background: boo
     witness = "" if shares_folder else new.make_witness()
     path = new.path("worker")
     in_background = background and shares_folder
-    writing = {
-        session: session.outbox.submit(WriteCheckpoint(path, refs, witness, in_background))
-        for session, refs in on_workers.items()
-    }
+    background_save.awaited.update([path] if in_background else [])
+    try:
+        writing = {
+            session: session.outbox.submit(WriteCheckpoint(path, refs, witness, in_background))
+            for session, refs in on_workers.items()
+        }
+    except BaseException:
+        background_save.awaited.discard(path)
+        raise
     groups = {session: session.workers for session in writing}
 
     def write_files() -> list[WrittenFile]:
-        files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
-        for session, posted in writing.items():
-            if in_background:
-                files += _written_by(groups[session], posted, path)
-            else:
-                files += _taken(groups[session], posted.result(), path)
-        return [file for file in files if file is not None]
+        try:
+            files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
+            for session, posted in writing.items():
+                if in_background:
+                    files += _written_by(groups[session], posted, path)
+                else:
+                    files += _taken(groups[session], posted.result(), path)
+            return [file for file in files if file is not None]
+        finally:
+            background_save.awaited.discard(path)
 
     if not background or in_background:
         return write_files
@@ -270,11 +278,8 @@ def _written_by(workers: WorkerGroup, posted: Posted, path: str) -> list[Written
     """Waits, in a thread that is not the script's, for what workers write in the background."""
     waiting = set(range(workers.num_workers))
     files: list[WrittenFile | None] = []
-    processes: list[int] = []  # that have the command; others that take over from them are not told it again
     while waiting:
-        if posted.done() and not processes:
-            processes = workers.pids
-        has_ended = posted.failed() or workers.is_stopped() or (bool(processes) and workers.pids != processes)
+        has_ended = posted.failed() or workers.is_stopped()
         for rank in sorted(waiting):
             is_through, file = what_was_written(f"{path}{rank}.safetensors")
             if is_through:
@@ -284,6 +289,8 @@ def _written_by(workers: WorkerGroup, posted: Posted, path: str) -> list[Written
             raise OSError(f"{path}{min(waiting)}.safetensors: the workers ended, or failed, before they had written it")
         if waiting:
             time.sleep(_POLL_S)
+    for rank in range(workers.num_workers):
+        forget_what_was_written(f"{path}{rank}.safetensors")
     return files
 
 

@@ -26,6 +26,7 @@ from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, Save
 from moreh_ap.protocol.messages.traces import BeginTrace, EndTrace
 from moreh_ap.protocol.tensor_source import TensorSource
 from moreh_ap.runtime.recovery.command_log import Noted, Taken
+from moreh_ap.session.checkpoint import background_save
 from moreh_ap.session.replay.replay_structure import Structure
 from moreh_ap.session.replay.snapshot_slots import SnapshotSlots
 
@@ -80,6 +81,10 @@ class SessionReplayRules:
 
     # -- snapshots -------------------------------------------------------------------------------------------------
 
+    def may_copy(self) -> bool:
+        """Returns whether workers may copy what they hold: no copy has files that they write in the background."""
+        return not background_save.awaited
+
     def next_snapshot(self, most_s: float) -> Any:
         """Returns a command that has workers copy what they hold, if that takes `most_s`; None where it cannot be."""
         return self._slots.next_copy(most_s)
@@ -113,6 +118,11 @@ class SessionReplayRules:
         restore = self._slots.completed(command.commands[place])
         return Batch((*self._structure.commands(), restore, *command.commands[place + 1 :]))
 
+    def behind_snapshot(self, command: Any, values: Sequence[Any]) -> Sequence[Any]:
+        """Returns of a command's results, one a worker, those of what follows the snapshot in it."""
+        place = _place_of_snapshot(command)
+        return [answers[place + 1 :] for answers in values]
+
     def close(self) -> None:
         """Gives the memory of snapshots back."""
         self._slots.close()
@@ -137,8 +147,8 @@ class SessionReplayRules:
     def again(self, command: Any) -> Any:
         """Returns the command, with something that does nothing in place of what is done once."""
         if type(command) is not Batch:
-            return Synchronize() if isinstance(command, _ONCE) else command
-        commands = [Synchronize() if isinstance(one, _ONCE) else one for one in command.commands]
+            return Synchronize() if _is_done_once(command) else command
+        commands = [Synchronize() if _is_done_once(one) else one for one in command.commands]
         return replace(command, commands=tuple(commands))
 
     def difference(self, before: Figures, after: Figures) -> str:
@@ -163,6 +173,13 @@ class SessionReplayRules:
     def say_more(self, line: str) -> None:
         """Prints a line of a detailed log."""
         logger.say(line, logging.DEBUG)
+
+
+def _is_done_once(command: Any) -> bool:
+    """Returns whether a command that was answered is left out: not one whose files those that were lost still wrote."""
+    if type(command) is WriteCheckpoint and command.path in background_save.awaited:
+        return False
+    return isinstance(command, _ONCE)
 
 
 def _place_of_snapshot(command: Batch) -> int:

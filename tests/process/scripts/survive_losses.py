@@ -27,6 +27,7 @@ from moreh_ap.runtime.recovery import snapshot_timing
 from moreh_ap.runtime.worker.snapshots.slot_memory import SlotMemory
 
 STEPS, AT = 6, 3
+LOCK_S = float(os.environ.get("LOCK_S", "12"))
 FOLDER = Path(os.environ["FATAL_FOLDER"])
 
 
@@ -47,13 +48,13 @@ def die(folder, place):
 
 
 def stop(folder):
-    """Has this worker be silent, if a file says so: stopped, in a collective of its own, or for 12 s without fault."""
+    """Has this worker be silent, if a file says so: stopped, in a collective of its own, or for `LOCK_S` without fault."""
     if is_told(folder, "stopped"):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif is_told(folder, "collective"):
         dist.recv(torch.empty(1), src=0, tag=77)  # nobody sends it
     elif is_told(folder, "lock"):  # native code that keeps the interpreter's lock
-        later = subprocess.Popen(["sh", "-c", "sleep 12; echo"], stdout=subprocess.PIPE)
+        later = subprocess.Popen(["sh", "-c", f"sleep {LOCK_S}; echo"], stdout=subprocess.PIPE)
         assert ctypes.PyDLL(None).read(later.stdout.fileno(), ctypes.create_string_buffer(1), 1) == 1
         later.wait()
 

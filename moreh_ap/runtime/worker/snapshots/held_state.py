@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moreh_ap.parallelizer.data.fsdp import has_gradients_to_reduce
+from moreh_ap.parallelizer.state import background_writing
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.snapshots import STILL_OPEN
@@ -63,6 +64,8 @@ def describe(tables: Tables) -> tuple[bytes, list[Tensor]]:
         raise CannotBeHeld(STILL_OPEN)
     if tables.recording:
         raise CannotBeHeld("a model is being compared with another")
+    if background_writing.is_going_on():
+        raise CannotBeHeld("a checkpoint is written in the background")
     held = {
         "models": {owner: _of_model(model) for owner, model in tables.models.items()},
         "lessons": {owner: _lessons(preparation) for owner, preparation in tables.preparations.items()},

@@ -10,7 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from moreh_ap.parallelizer.state import background_writing
-from moreh_ap.parallelizer.state.background_writing import what_was_written, write_in_background
+from moreh_ap.parallelizer.state.background_writing import (
+    forget_what_was_written,
+    is_going_on,
+    what_was_written,
+    write_in_background,
+)
 from moreh_ap.parallelizer.state.checkpoint_shards import Box, WrittenFile
 
 
@@ -33,7 +38,7 @@ def test_what_is_written_is_what_was_there_at_the_call(tmp_path, monkeypatch):
     boxes = [Box.of(name, tensor, tensor.detach) for name, tensor in tensors.items()]
     wanted = [tensor.clone() for tensor in tensors.values()]
     write_in_background(str(path), boxes)
-    assert what_was_written(str(path)) == (False, None)
+    assert what_was_written(str(path)) == (False, None) and is_going_on()
     for tensor in tensors.values():
         tensor.zero_()
     begins.set()
@@ -42,7 +47,9 @@ def test_what_is_written_is_what_was_there_at_the_call(tmp_path, monkeypatch):
     found = load_file(path)
     for box, tensor in zip(written.boxes, wanted, strict=True):
         assert torch.equal(found[box.key], tensor) and found[box.key].dtype == tensor.dtype
-    assert what_was_written(str(path)) == (False, None), "the note is read once"
+    assert not is_going_on()
+    forget_what_was_written(str(path))
+    assert what_was_written(str(path)) == (False, None)
 
 
 def test_nothing_to_write_is_noted_too(tmp_path):
@@ -65,15 +72,24 @@ def test_where_there_is_no_memory_the_file_is_written_at_once(tmp_path, monkeypa
 def test_a_file_that_cannot_be_written_is_removed_and_noted(tmp_path, monkeypatch, error):
     """On a full disk the note needs the room of the file."""
 
-    def fail(path, boxes):
-        Path(path).write_bytes(b"begun")
-        if isinstance(error, OSError):
-            return WrittenFile(path, 0, "", (), f"OSError: {error}")  # as `write_file` tells of the system's refusal
+    def fail():
         raise error
 
-    monkeypatch.setattr(background_writing, "write_file", fail)
+    monkeypatch.setattr(background_writing, "_copied", list)
     tensor, path = torch.ones(3), tmp_path / "one.safetensors"
-    write_in_background(str(path), [Box.of("a", tensor, tensor.detach)])
+    write_in_background(str(path), [Box.of("a", tensor, tensor.detach), Box.of("b", tensor, fail)])
     written = finished(path)
     assert written is not None and written.failure == f"{type(error).__name__}: {error}"
+    forget_what_was_written(str(path))
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_lost_worker_has_left_is_replaced_and_what_it_had_completed_stays(tmp_path):
+    path = tmp_path / "one.safetensors"
+    Path(f"{path}~").write_bytes(b"the beginning of a fi")
+    write_in_background(str(path), [Box.of("a", torch.ones(3), torch.ones(3).detach)])
+    written = finished(path)
+    assert written is not None and not written.failure and path.stat().st_size == written.num_bytes
+    assert load_file(path)["a[0:3]"].tolist() == [1.0, 1.0, 1.0]
+    write_in_background(str(path), [Box.of("a", torch.zeros(3), torch.zeros(3).detach)])
+    assert finished(path) == written and load_file(path)["a[0:3]"].tolist() == [1.0, 1.0, 1.0]

@@ -19,7 +19,10 @@ class Rules:
         self.said: list[str] = []
         self.dropped: list[tuple[Any, int | None]] = []
         self.num_asked = 0
-        self.is_closed = False
+        self.is_closed = self.is_saving = False
+
+    def may_copy(self) -> bool:
+        return not self.is_saving
 
     def next_snapshot(self, most_s: float) -> Any:
         self.num_asked += 1
@@ -34,6 +37,9 @@ class Rules:
 
     def from_snapshot(self, command: Any) -> Any:
         return Noted(0, command.files)
+
+    def behind_snapshot(self, command: Any, values: Any) -> Any:
+        return ["behind it"]
 
     def close(self) -> None:
         self.is_closed = True
@@ -114,6 +120,7 @@ def test_more_than_three_losses_at_one_command_within_ten_minutes_are_too_many(l
     assert log.why_not(5) == "workers were lost 4 times at the same command"
     now[0] += 550  # the three of command 6 are longer ago than ten minutes
     assert log.why_not(6) == "" and log.why_not(7) == ""
+    assert all(log.why_not(None) == "" for _ in range(8)), "no command causes the loss of workers that wait for one"
 
 
 def test_a_file_that_was_written_again_cannot_be_read_again(log, tmp_path):
@@ -162,6 +169,7 @@ def test_a_snapshot_stands_for_what_came_before_it_once_all_workers_have_answere
     log.answered(sent(5), ["loss"], None)
     first, second = log.answered_commands()
     assert (first.number, first.origin, first.num_steps) == (4, Noted(0, files[1:]), 0)
+    assert first.figures == ["behind it"], "what was answered before it in its message is not computed again"
     assert (second.number, second.figures, second.num_steps) == (5, ["loss"], 1)
     assert [one.num_steps for one, _ in log.rules.dropped] == [1, 1, 1]
     (tmp_path / "a").write_text("the model's file, which is not needed any more")
@@ -338,3 +346,14 @@ def test_what_was_not_carried_out_before_the_first_copy_makes_no_structure(fruga
         frugal.add(sent(number))
         frugal.answered(sent(number), [], error)
     assert [num_done for _, num_done in frugal.rules.dropped] == [2, 0]
+
+
+def test_no_copy_is_asked_for_while_files_are_written_that_are_in_none(every_third):
+    log = every_third
+    log.rules.is_saving = True
+    for number in range(1, 6):
+        log.add(sent(number, steps=1))
+    assert log.wanted is None and log.rules.num_asked == 0
+    log.rules.is_saving = False
+    log.add(sent(6, steps=1))
+    assert log.wanted == "snapshot 1"

@@ -6,7 +6,7 @@ import io
 import socket
 import time
 
-from moreh_ap.runtime.relay.frames import COMMAND, Frame, Sender, SocketOutgoing, read, written
+from moreh_ap.runtime.relay.frames import COMMAND, Arriving, Frame, Sender, SocketOutgoing, read, written
 
 
 def test_a_frame_comes_back_and_a_broken_one_is_the_end():
@@ -45,3 +45,33 @@ def test_a_broken_connection_ends_the_thread_and_loses_what_comes_later():
     assert not thread.is_alive()
     sender.send(COMMAND, 1, 0, [b"lost"])
     ours.close()
+
+
+def test_a_frame_that_arrives_in_pieces_is_never_waited_for():
+    ours, theirs = socket.socketpair()
+    arriving = Arriving(ours)
+    data = written(COMMAND, 1, 2, [b"one", b"", b"x" * 3000]) + written(COMMAND, 2, 0, []) + written(COMMAND, 3, 0, [b"y"])
+    found = []
+    for begin in range(0, len(data), 7):
+        theirs.send(data[begin : begin + 7])
+        taken = arriving.take()
+        assert taken is not None
+        found += taken
+    assert found == [Frame(COMMAND, 1, 2, [b"one", b"", b"x" * 3000]), Frame(COMMAND, 2, 0, []), Frame(COMMAND, 3, 0, [b"y"])]
+    assert arriving.take() == [], "there is nothing"
+    theirs.send(data)
+    taken = arriving.take()
+    assert taken is not None and [frame.number for frame in taken] == [1, 2, 3]
+    theirs.send(data[:20])
+    assert arriving.take() == []
+    theirs.close()
+    assert arriving.take() is None
+    ours.close()
+
+
+def test_what_is_no_frame_of_ours_ends_the_connection():
+    ours, theirs = socket.socketpair()
+    theirs.send(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")
+    assert Arriving(ours).take() is None
+    ours.close()
+    theirs.close()

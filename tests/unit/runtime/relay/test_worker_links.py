@@ -15,7 +15,7 @@ from moreh_ap.protocol.encoding import Packed, pack, unpack
 from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.relay import worker_links
 from moreh_ap.runtime.relay.command_socket import CommandSocket
-from moreh_ap.runtime.relay.frames import Frame
+from moreh_ap.runtime.relay.frames import ANSWER, Frame, written
 from moreh_ap.runtime.relay.worker_answer import DONE, FAILED, SKIPPED, Answer
 from moreh_ap.runtime.relay.worker_links import WorkerLinks
 
@@ -137,3 +137,17 @@ def test_waiting_takes_no_longer_than_asked(links, workers):
     with pytest.raises(TimeoutError):
         pending.wait(0.1)
     assert 0.09 < time.monotonic() - began_s < 5.0
+
+
+def test_a_worker_that_stops_in_the_middle_of_an_answer_keeps_nobody_from_looking_up(links, workers):
+    pending = links.execute(1, 0, Packed(b""))
+    for worker in workers:
+        command_of(worker)
+    for rank, worker in enumerate(workers):
+        data = written(ANSWER, 1, 0, [pickle.dumps(Answer(DONE, pack(rank)))])
+        worker._plain.sendall(data[: len(data) // (2 if rank == 1 else 1)])
+    with pytest.raises(TimeoutError):
+        pending.wait(0.1)
+    assert list(links.answered(1)) == [True, False, True]
+    workers[1]._plain.sendall(data[len(data) // 2 :])
+    assert pending.wait(TIMEOUT_S)[1] is not None

@@ -24,6 +24,7 @@ from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, Save
 from moreh_ap.protocol.messages.traces import EndTrace
 from moreh_ap.protocol.tensor_source import TensorSource
 from moreh_ap.runtime.recovery.command_log import Noted, Taken
+from moreh_ap.session.checkpoint import background_save
 from moreh_ap.session.replay.replay_rules import SessionReplayRules
 
 RULES = SessionReplayRules(lambda: None, 2)
@@ -41,6 +42,13 @@ def test_files_are_not_written_again_and_measurements_not_repeated():
     batch = Batch((step, WriteCheckpoint("folder/", {}), CheckFiles(()), ReportSteps()))
     assert RULES.again(batch) == Batch((step, Synchronize(), Synchronize(), Synchronize()))
     assert RULES.again(step) is step and RULES.again(EndTrace()) == Synchronize()
+
+
+def test_files_that_lost_workers_still_wrote_are_written_by_others(monkeypatch):
+    writing, others = WriteCheckpoint("folder/a", {}, "", True), WriteCheckpoint("folder/b", {}, "", True)
+    assert RULES.may_copy()
+    monkeypatch.setattr(background_save, "awaited", {"folder/a"})
+    assert RULES.again(Batch((writing, others))) == Batch((writing, Synchronize())) and not RULES.may_copy()
 
 
 def test_steps_and_the_files_that_commands_name_are_found():
@@ -65,6 +73,8 @@ def test_a_snapshot_stands_for_what_came_before_it_in_its_message_too():
     restore = RestoreSnapshot(snapshot.file, snapshot.number)
     told = rules.from_snapshot(message)
     assert told == Batch((build, optimizer, restore, forward, step))
+    answers = [[None, "before", "copied", "loss", None], [None, "before", "copied", "other", None]]
+    assert rules.behind_snapshot(message, answers) == [["loss", None], ["other", None]]
     second = rules.next_snapshot(9.0)
     assert second.file != snapshot.file
     rules.drop(told, None)
