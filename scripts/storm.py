@@ -19,6 +19,7 @@ import itertools
 import platform
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -88,8 +89,8 @@ def weather(plan: str, folder: Path, arguments: argparse.Namespace, faults: Iter
             outcome.steps += survived.steps
             if not arguments.quiet:
                 print(
-                    f"{plan}: fault {outcome.faults}, {kind}, at number {at_line}: over after {survived.seconds:.1f} s, "
-                    f"{survived.steps} steps computed again",
+                    f"{plan}: fault {outcome.faults}, {kind}, at number {at_line}: "
+                    f"over after {survived.seconds:.1f} s, {survived.steps} steps computed again",
                     flush=True,
                 )
         (folder / "disturbed" / "enough").touch()
@@ -97,8 +98,9 @@ def weather(plan: str, folder: Path, arguments: argparse.Namespace, faults: Iter
     except Failed as failed:
         if training.process.poll() != 0:
             outcome.problems.append(f"fault {outcome.faults}: {failed}")
-    if training.process.poll() is None:
-        training.process.kill()
+    finally:
+        if training.process.poll() is None:
+            training.process.kill()
     outcome.problems += [f"left behind: {name}" for name in training.end()]
     times_s = [line.at_s for line in training.lines]
     outcome.longest_s = max((after - before for before, after in itertools.pairwise(times_s)), default=0.0)
@@ -111,7 +113,10 @@ def weather(plan: str, folder: Path, arguments: argparse.Namespace, faults: Iter
 def undisturbed(plan: str, folder: Path, options: Sequence[str], count: int) -> Training:
     """Returns the same training without faults, and without recovery, after so many numbers."""
     training = Training(plan, folder, [*options, "--lines", str(max(1, count))], "off")
-    training.process.wait(REFERENCE_S)
+    try:
+        training.process.wait(REFERENCE_S)
+    finally:
+        training.process.kill()
     training.end()
     return training
 
@@ -149,9 +154,7 @@ def table(outcomes: Sequence[Outcome], title: str) -> Table:
     found.add_column("plan")
     for name in ("faults", "survived", "steps computed again", "longest stop", "numbers identical"):
         found.add_column(name, justify="right")
-    rows = [
-        (one.plan, one.faults, one.survived, one.steps, one.longest_s, one.same, one.numbers) for one in outcomes
-    ]
+    rows = [(one.plan, one.faults, one.survived, one.steps, one.longest_s, one.same, one.numbers) for one in outcomes]
     if len(rows) > 1:
         columns = list(zip(*rows, strict=True))
         rows.append(("all", *map(sum, columns[1:4]), max(columns[4]), *map(sum, columns[5:])))
@@ -169,10 +172,13 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=15.0, help="there, seconds from one fault to the next")
     parser.add_argument("--seed", type=int, help="decides kinds, workers and moments (default: another one each time)")
     parser.add_argument("--copies", type=int, default=3, help="workers copy what they hold every so many steps")
-    parser.add_argument("--hang-s", type=float, default=5.0, help="what is silent for so long hangs; 30 outside of this")
+    parser.add_argument(
+        "--hang-s", type=float, default=5.0, help="what is silent for so long hangs; 30 outside of this"
+    )
     parser.add_argument("--folder", type=Path, help="keeps what the trainings print and save")
     parser.add_argument("--quiet", action="store_true", help="print the table alone")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends what is trained
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(10**6)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="storm-"))

@@ -258,7 +258,8 @@ class Launcher:
         return {}
 
     def _stop_timeout_s(self) -> float:
-        return _STOP_TIMEOUT_S
+        has_agent = self._agent is not None and self._agent.exit_code() is None
+        return _STOP_TIMEOUT_S if has_agent else 0.0  # without one the engine's own end never comes
 
     def _label(self, rank: int) -> str:
         """Returns what a worker is called in front of its output and in errors."""

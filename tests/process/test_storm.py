@@ -1,7 +1,7 @@
 """Random faults while workers train: all are survived, and every number is that of an undisturbed run.
 
-`scripts/storm.py` has ten faults, each of another kind, befall a training under one plan. Their moments are others every
-day; the seed is in what it prints.
+`scripts/storm.py` has ten faults, each of another kind, befall a training under one plan. Their moments are others
+every day; the seed is in what it prints.
 """
 
 from __future__ import annotations

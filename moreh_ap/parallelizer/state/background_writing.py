@@ -28,8 +28,8 @@ _THREAD = "moreh-checkpoint"
 def write_in_background(path: str, boxes: Sequence[Box]) -> None:
     """Copies boxes into host memory and returns; a thread writes them into a file, as `write_file` does.
 
-    Where there is no memory for the copy, the file is written before this returns. Nothing is done where a worker that was
-    lost since has written the file.
+    Where there is no memory for the copy, the file is written before this returns. Nothing is done
+    where a worker that was lost since has written the file.
 
     Args:
         path: The file. What was written is found by `what_was_written` once it is complete.

@@ -48,7 +48,7 @@ def die(folder, place):
 
 
 def stop(folder):
-    """Has this worker be silent, if a file says so: stopped, in a collective of its own, or for `LOCK_S` without fault."""
+    """Has this worker be silent, if a file says so: stopped, in a collective of its own, or without fault."""
     if is_told(folder, "stopped"):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif is_told(folder, "collective"):

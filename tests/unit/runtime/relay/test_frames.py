@@ -50,14 +50,20 @@ def test_a_broken_connection_ends_the_thread_and_loses_what_comes_later():
 def test_a_frame_that_arrives_in_pieces_is_never_waited_for():
     ours, theirs = socket.socketpair()
     arriving = Arriving(ours)
-    data = written(COMMAND, 1, 2, [b"one", b"", b"x" * 3000]) + written(COMMAND, 2, 0, []) + written(COMMAND, 3, 0, [b"y"])
+    data = (
+        written(COMMAND, 1, 2, [b"one", b"", b"x" * 3000]) + written(COMMAND, 2, 0, []) + written(COMMAND, 3, 0, [b"y"])
+    )
     found = []
     for begin in range(0, len(data), 7):
         theirs.send(data[begin : begin + 7])
         taken = arriving.take()
         assert taken is not None
         found += taken
-    assert found == [Frame(COMMAND, 1, 2, [b"one", b"", b"x" * 3000]), Frame(COMMAND, 2, 0, []), Frame(COMMAND, 3, 0, [b"y"])]
+    assert found == [
+        Frame(COMMAND, 1, 2, [b"one", b"", b"x" * 3000]),
+        Frame(COMMAND, 2, 0, []),
+        Frame(COMMAND, 3, 0, [b"y"]),
+    ]
     assert arriving.take() == [], "there is nothing"
     theirs.send(data)
     taken = arriving.take()
