@@ -48,6 +48,11 @@ def plan_line(plan: Plan, reason: str) -> str:
     return f'plan="{plan}" ({reason})'
 
 
+def next_plan(plan: Plan) -> str:
+    """Returns how a line goes on that says why a plan was left in the middle of a run."""
+    return f'Others took over with plan="{plan}"'
+
+
 def uncompiled_line(reason: str) -> str:
     """Returns the line that says why a model that the script has compiled runs as it is written."""
     return f"compile: the model runs uncompiled: {reason or 'it has no list of equal blocks'}"

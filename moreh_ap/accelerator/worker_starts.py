@@ -26,7 +26,7 @@ from moreh_ap.local.jobs import Job
 from moreh_ap.runtime import gpu_checks
 from moreh_ap.runtime.launcher import Launcher
 from moreh_ap.runtime.recovery.command_log import ReplayRules
-from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
+from moreh_ap.runtime.recovery.recovering_group import Past, RecoveringWorkerGroup
 from moreh_ap.runtime.worker_environment import IGNORES_SIGTERM_VARIABLE, device_ids, workers_per_gpu
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.planning.device_count_records import devices_at_start
@@ -92,26 +92,33 @@ class WorkerStarts:
         threads = max(1, len(os.sched_getaffinity(0)) // count)
         return threads, device_ids(count, self._visible_devices) if self.device_type == "cuda" else ()
 
-    def start(self, count: int) -> WorkerGroup:
-        """Returns so many workers, which are starting: those that began ahead, or others."""
+    def start(self, count: int, past: Past | None = None) -> WorkerGroup:
+        """Returns so many workers, which are starting: those that began ahead, or others.
+
+        Args:
+            count: How many.
+            past: What they are told first, of others that have ended.
+        """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.num_workers == count:
             return ahead
-        return self._start(count)
+        return self._start(count, past)
 
     def close(self) -> None:
         """Ends the workers, whoever has them: for an accelerator that cannot be made."""
         self.current.close()
 
-    def _start(self, count: int) -> WorkerGroup:
-        logger.say(start_log.requesting_line())
+    def _start(self, count: int, past: Past | None = None) -> WorkerGroup:
+        if past is None:  # else one line says all, once they have been told
+            logger.say(start_log.requesting_line())
         self.state.enter(AcceleratorState.STARTING)
         self.job.has_devices(count, *self.shares(count))
         made, pool = threading.Event(), self.pool
 
         def on_progress(stage: str, done: int, total: int) -> None:
             place = pool.place_of(max(0, done - 1), total) if pool is not None else f"localhost:{done - 1}"
-            start_log.say_progress(stage, done, total, place)
+            if past is None:
+                start_log.say_progress(stage, done, total, place)
             if stage != "ready" or not made.wait(_MADE_S):
                 return
             if self.state.enter(AcceleratorState.READY, only_from=AcceleratorState.STARTING) and pool is None:
@@ -124,7 +131,7 @@ class WorkerStarts:
         if self._recovers:
             is_frugal = self._options.recovery == "auto"
             make = functools.partial(
-                RecoveringWorkerGroup, make_rules=lambda: self.make_rules(self, count), is_frugal=is_frugal
+                RecoveringWorkerGroup, make_rules=lambda: self.make_rules(self, count), is_frugal=is_frugal, past=past
             )
         workers = self.current = make(
             count,

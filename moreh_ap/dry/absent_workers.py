@@ -12,7 +12,8 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.local.jobs import Job
 from moreh_ap.protocol.messages.devices import DescribeDevice, DeviceInfo, ReportMemory
 from moreh_ap.protocol.messages.stream import ImportModules, Synchronize
-from moreh_ap.runtime.worker_group import Reply, WorkerGroup
+from moreh_ap.runtime.future import Reply
+from moreh_ap.runtime.worker_group import WorkerGroup
 
 
 class AbsentWorkers(WorkerGroup):

@@ -84,7 +84,7 @@ class DryAccelerator:
         self.place = _this_machine(options) if cluster is None else _named(options, cluster)
         count = self.place.machine.cluster.num_devices
 
-        def no_workers(num_devices: int) -> AbsentWorkers:
+        def no_workers(num_devices: int, past: object) -> AbsentWorkers:
             return AbsentWorkers(self.place.info, num_devices, self.place.device_type)
 
         self.session = Session(options, no_workers, count, count, UnlistedJob(), ProcessGenerator())

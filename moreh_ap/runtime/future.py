@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from moreh_ap.errors import MeshStartError, NotComputedError, WorkerLostError
@@ -28,6 +29,8 @@ class Answering(Protocol):
 
     def answers(self, reply: Any, timeout_s: float | None = None) -> list[Any]: ...
 
+    def let_go(self, reply: Any) -> None: ...
+
 
 class Reply(concurrent.futures.Future):  # type: ignore[type-arg]
     """What the workers will answer to one command, one entry a worker, in rank order.
@@ -38,10 +41,12 @@ class Reply(concurrent.futures.Future):  # type: ignore[type-arg]
     Attributes:
         group: The workers.
         number: The command's number.
+        payload: What was sent, of a command that ended in an error, until `let_go`; else empty.
     """
 
     group: Answering
     number: int
+    payload: Packed | Sequence[Packed] = ()
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """Returns the results, see `WorkerGroup.answers`; waits for them where it must, `timeout` seconds at most."""

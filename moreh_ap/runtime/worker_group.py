@@ -1,8 +1,8 @@
 """Worker processes, one a device, that execute an ordered stream of commands: the controller's side.
 
-Decides when a command is sent, in which order replies are completed, who is told of an error and when the workers have
-to go. Must not know what a command does, nor torch, nor the engine. One background thread starts the workers and then
-receives all answers; the script's own threads only send, and wait on ordinary locks.
+Decides when a command is sent, in which order replies are completed, who is told of an error and when workers have to
+go. Must not know what a command does, nor torch, nor the engine. A background thread starts the workers and receives
+all answers; the script's own threads only send, and wait on ordinary locks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang, stoppe
 from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.relay.carrier import Awaited, Carrier
 from moreh_ap.runtime.shared_memory import SharedMemory
-
-__all__ = ["MakeLauncher", "Reply", "WorkerGroup"]
 
 MAX_OUTSTANDING = 256
 _JOIN_S = 5.0  # how long closing waits for the background thread; the workers are told to go before
@@ -93,18 +91,11 @@ class WorkerGroup:
         self._resolver = OutcomeResolver()
         self._stopped: BaseException | None = None  # why no further command is accepted
         self._ready, self._owner_pid = threading.Event(), os.getpid()
-        self._shared_memory = SharedMemory(shares_memory)
-        self._request = request = LaunchRequest(
-            num_workers,
-            device_type,
-            threads_per_worker,
-            executor,
-            ("torch", *preimport),
-            start_timeout_s,
-            collective_timeout_s,
-            self._shared_memory.descriptor,
-            os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible_devices is None else visible_devices,
-        )
+        self.shared_memory = SharedMemory(shares_memory)
+        what, timeouts_s = (num_workers, device_type, threads_per_worker), (start_timeout_s, collective_timeout_s)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible_devices is None else visible_devices
+        where = self.shared_memory.descriptor, visible
+        self._request = request = LaunchRequest(*what, executor, ("torch", *preimport), *timeouts_s, *where)
         self._make_launcher = make_launcher or Launcher
         self._launcher = self._make_launcher(request, self.is_stopped)
         self._thread = threading.Thread(target=self._run, name="moreh-workers", daemon=True)
@@ -125,10 +116,8 @@ class WorkerGroup:
             MeshStartError: the workers could not be started, or not in time.
         """
         if not wait_in_turns(self._ready.wait, timeout_s):
-            raise MeshStartError(
-                f"The {self.num_workers} worker processes are not ready after {timeout_s} s.",
-                fix="wait longer if the machine is busy",
-            )
+            fact = f"The {self.num_workers} worker processes are not ready after {timeout_s} s."
+            raise MeshStartError(fact, fix="wait longer if the machine is busy")
         self.check()
         if self._stopped is not None:
             raise stopped_error(self._stopped)
@@ -240,8 +229,8 @@ class WorkerGroup:
 
     def _submit(self, pack: Callable[[], Packed | list[Packed]], recoverable: bool, command: object) -> Reply:
         if os.getpid() != self._owner_pid:
-            allowed = "CPU tensors in the workers of a DataLoader or of datasets.map"
-            raise WorkerLostError("A forked child process cannot use the accelerator of its parent.", allowed)
+            fact = "A forked child process cannot use the accelerator of its parent."
+            raise WorkerLostError(fact, "CPU tensors in the workers of a DataLoader or of datasets.map")
         self.check()
         payload = pack()
         if not self._slots.acquire(blocking=False):
@@ -262,7 +251,7 @@ class WorkerGroup:
         """Returns a command as it is sent; it leaves large values out of the pickle by itself (`TensorData`)."""
         buffers: list[pickle.PickleBuffer] = []
         content = pickle.dumps(command, protocol=5, buffer_callback=buffers.append)
-        return Packed(content, self._shared_memory.store(buffers, rank) if buffers else ())
+        return Packed(content, self.shared_memory.store(buffers, rank) if buffers else ())
 
     def _send(self, command: SentCommand) -> None:
         """Sends a command, or keeps it until there are workers. The caller holds the lock: order is what it is for."""
@@ -292,7 +281,7 @@ class WorkerGroup:
             self._stop(unexpected_error(error, self.num_workers, was_ready=self._ready.is_set()))
         finally:
             self._launcher.end()
-            self._shared_memory.close()
+            self.shared_memory.close()
 
     def _start(self) -> Receiver:
         """Starts the workers; once more if that took too long: what a slow disk gave is in memory then."""
@@ -304,7 +293,7 @@ class WorkerGroup:
             self._launcher.end()
             self._launcher = self._make_launcher(self._request, self.is_stopped)
             receiver = launch(self._launcher, self._on_progress, self._come_first_at_exit, self.is_stopped)
-        carrier = receiver.carrier = self._launcher.carrier(self._shared_memory)
+        carrier = receiver.carrier = self._launcher.carrier(self.shared_memory)
         with self._lock:
             self._carrier = carrier
             for command in self._unsent:
@@ -347,13 +336,20 @@ class WorkerGroup:
 
     def _complete(self, command: SentCommand, values: Sequence[object], error: BaseException | None) -> None:
         self._slots.release()
+        if error is not None:
+            command.reply.payload = command.payload  # it may be sent to others
+            command.reply.set_exception(error)
+            return
         for packed in [command.payload] if isinstance(command.payload, Packed) else command.payload:
             if packed.buffers:
-                self._shared_memory.release(packed.buffers)
-        if error is None:
-            command.reply.set_result(values)
-        else:
-            command.reply.set_exception(error)
+                self.shared_memory.release(packed.buffers)
+        command.reply.set_result(values)
+
+    def let_go(self, reply: Reply) -> None:
+        """Gives back the memory of a command that ended in an error, and is not sent to others."""
+        for packed in [reply.payload] if isinstance(reply.payload, Packed) else reply.payload:
+            self.shared_memory.release(packed.buffers)
+        reply.payload = ()
 
     # -- losses, see `RecoveringWorkerGroup` -----------------------------------------------------------------------
 
@@ -363,6 +359,10 @@ class WorkerGroup:
     def when_forgotten(self, callback: Callable[[], object]) -> None:
         """Calls `callback` once no command of before can be sent again: here at once."""
         callback()
+
+    def why_bound(self, error: BaseException) -> str:
+        """Returns why others under other plans cannot be told what these were before a command ended in `error`."""
+        return "without MOREH_RECOVERY=memory no copies of it are kept"
 
     def _replace(self, lost: WorkerLostError) -> Receiver:
         """Returns what receives from other workers, which know what those before them knew; or raises `lost`."""

@@ -5,6 +5,7 @@ Decides which commands are recorded, and until when. Must not know why they are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -61,6 +62,10 @@ class Journal:
     def messages(self) -> tuple[Message, ...]:
         """Returns the recorded messages, oldest first."""
         return tuple(self._messages)
+
+    def changed(self, change: Callable[[Any], Any]) -> list[tuple[list[Any], list[Any]]]:
+        """Returns commands and promises of the recorded messages, each command changed."""
+        return [([change(one) for one in message.commands], list(message.posted)) for message in self._messages]
 
     def open(self) -> None:
         """Starts recording, after dropping earlier records: the workers have no model of the script yet."""

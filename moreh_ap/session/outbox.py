@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from moreh_ap.protocol.encoding import WorkerTraceback
 from moreh_ap.protocol.messages.calls import Forward
@@ -30,21 +30,17 @@ from moreh_ap.protocol.messages.optimizers import BuildOptimizer, LoadOptimizer,
 from moreh_ap.protocol.messages.state import ClearGradients
 from moreh_ap.protocol.messages.stream import Again, Batch, DefineList
 from moreh_ap.protocol.messages.tensors import StateRef
-from moreh_ap.runtime.future import told_again
+from moreh_ap.runtime.future import Reply, told_again
 from moreh_ap.runtime.relay.worker_values import WorkerValues
-from moreh_ap.runtime.worker_group import Reply, WorkerGroup
+from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.journal import Journal
+from moreh_ap.session.replay.restart import Restart, Unanswered, has_failed
 from moreh_ap.states import SessionState, StateMachine
 
 _MAX_GATHERED = 512
 _MAX_DEFINITIONS = 4096
 _SENT_AGAIN = (BuildOptimizer, LoadOptimizer, ChangeModule, SetRequiresGrad, SetKernelFormats)
 """What says how things are set. See [Note: after an error]."""
-
-
-def has_failed(reply: Future[Any] | None) -> bool:
-    """Whether a command is done and ended in an error. Never waits."""
-    return reply is not None and reply.done() and reply.exception() is not None
 
 
 class Posted:
@@ -116,13 +112,6 @@ class Posted:
             self._reply.add_done_callback(lambda _: callback(self))
 
 
-class Restart(NamedTuple):
-    """How the journal is replayed: the new workers, and the change to each command."""
-
-    workers: WorkerGroup
-    change: Callable[[Any], Any]
-
-
 class Outbox:
     """Gathers commands and sends them in order. See [Note: when commands leave].
 
@@ -133,6 +122,7 @@ class Outbox:
     Attributes:
         state: Whether the journal has all that the workers were told since the first model.
         journal: What was sent since a model was built, until it has been trained for a step.
+        unanswered: The messages without an answer, and those that ended in an error.
         on_sent: Called with the commands of each message, and the promises of their results; None: nobody is.
         on_error: Called with an error before the script gets it: returns how to replay the journal, or None if the
             script has to get the error; it may raise a better one.
@@ -145,23 +135,21 @@ class Outbox:
     """
 
     def __init__(self, workers: WorkerGroup, *, leaves_at_once: bool = False) -> None:
-        self._leaves_at_once = leaves_at_once
+        self._workers, self._leaves_at_once = workers, leaves_at_once
         self.state = StateMachine(SessionState.EMPTY)
         self.journal = Journal(self.state)
         self.on_sent: Callable[[Sequence[Any], Sequence[Posted]], object] | None = None
         self.on_error: Callable[[Exception], Restart | None] | None = None
         self.times_restarted = self.num_posted = 0
-        self._workers = workers
         self._lock = threading.RLock()
         self._gathered: list[tuple[Any, Posted]] = []
         # Filled by finalizers, which may run in any thread at any time: deque.append is atomic.
         self._released: deque[Any] = deque()
-        self._messages_sent, self._messages_answered = 0, 0
-        self._hurry = False
+        self._messages_sent, self._messages_answered, self._hurry = 0, 0, False
+        self.unanswered = Unanswered()
         self._definitions: dict[Hashable, int] = {}
         self.has_stale_definitions = False
-        self.times_forgotten = 0
-        self.times_failed = 0
+        self.times_forgotten = self.times_failed = 0
         self._again: deque[Any] = deque()  # commands to be sent again
         self._failure: BaseException | None = None  # the last error
         self._ids = count()
@@ -206,7 +194,7 @@ class Outbox:
             posted = [Posted(self) for _ in commands]
             for command, promise in leaving:
                 if isinstance(command, _Clearing):
-                    command = ClearGradients(self.list_id(tuple(command.gradients)))
+                    command = ClearGradients(self.list_id(tuple(command)))
                     commands += [definition for definition, _ in self._gathered]
                     posted += [defined for _, defined in self._gathered]
                     self._gathered = []
@@ -231,13 +219,36 @@ class Outbox:
                 reply = self._send(commands, posted)
             except Exception as error:  # a lost worker, or an earlier command's error, of any class
                 self._released.extend(releases)
-                if self.recovered(error, times_restarted):
+                sent = self._send_after(error, times_restarted, commands, posted)
+                if sent is None:
                     return  # this message is in the journal, so it was replayed with the others
+                reply, times_restarted = sent
+        self._listen(reply, times_restarted, commands, releases)
+
+    def _send_after(
+        self, error: Exception, times_restarted: int, commands: list[Any], posted: list[Posted]
+    ) -> tuple[Reply, int] | None:
+        """Sends a message that an error kept back; returns reply and restarts before it, None if a replay has sent it.
+
+        Raises:
+            Exception: The error that the script gets.
+        """
+        while True:
+            try:
+                if not self.recovered(error, times_restarted):
+                    raise error
+            except Exception as for_script:
                 self._note_failure(commands)
                 for promise in posted:
-                    promise.lost(error)
+                    promise.lost(for_script)
                 raise
-        self._listen(reply, times_restarted, commands, releases)
+            if any(promise._reply is not None for promise in posted):
+                return None
+            times_restarted = self.times_restarted
+            try:
+                return self._send(commands, posted), times_restarted
+            except Exception as another:  # as in `recovered`
+                error = another
 
     def _joined(self, command: Any, commands: list[Any], posted: list[Posted]) -> tuple[list[Any], list[Posted]]:
         """Returns a message with one command more, before its first forward: of those behind its last step, if any."""
@@ -274,7 +285,7 @@ class Outbox:
             return False
 
     def restart(self, restart: Restart) -> None:
-        """Sends all commands to other workers from now on, beginning with the changed commands of the journal.
+        """Sends all commands to other workers from now on, beginning with those that they have to be told first.
 
         Raises:
             Exception: One of these workers raised it meanwhile.
@@ -284,14 +295,16 @@ class Outbox:
             self.times_restarted += 1
             self._messages_sent = self._messages_answered = 0
             self.has_stale_definitions = True  # the new workers have only the definitions in the journal
-            self._again.clear()  # which has all that was to be sent again
-            for message in self.journal.messages():
-                commands = [restart.change(command) for command in message.commands]
-                self._listen(self._send(commands, list(message.posted)), self.times_restarted, commands)
+            self._again.clear()  # what is sent now has all that was to be sent again
+            messages = restart.messages(self.journal, self.unanswered)
+            self.unanswered.clear()
+            for commands, posted in messages:
+                self._listen(self._send(commands, posted), self.times_restarted, commands)
 
     def _send(self, commands: list[Any], posted: list[Posted]) -> Reply:
         reply = self._workers.submit(Batch(tuple(commands)))
         self._messages_sent += 1
+        self.unanswered[id(reply)] = commands, posted, reply
         for index, promise in enumerate(posted):
             promise.sent(reply, index)
         return reply
@@ -309,7 +322,12 @@ class Outbox:
                 return
             if has_failed(done):
                 self._released.extend(releases)
+                self.unanswered.has_failed = True
                 self._note_failure(commands[self._num_done(done.exception(), commands) :])
+            else:
+                if self.unanswered.has_failed:
+                    self.unanswered.forget_before(done)
+                self.unanswered.pop(id(done), None)
             self._answered(done)
 
         reply.add_done_callback(answered)
@@ -346,7 +364,7 @@ class Outbox:
             if not isinstance(last, _Clearing):
                 last = _Clearing()
                 self.post(last)
-            last.gradients += gradients
+            last.extend(gradients)
 
     def define(self, key: Hashable, make: Callable[[int], Any]) -> int:
         """Returns the number of `key` in commands; ``make(number)``, the definition for the workers, is posted once."""
@@ -378,8 +396,5 @@ class Outbox:
                 self._lock.release()
 
 
-class _Clearing:
+class _Clearing(list[StateRef]):
     """Gradients to clear, gathered while the script loops over its parameters."""
-
-    def __init__(self) -> None:
-        self.gradients: list[StateRef] = []

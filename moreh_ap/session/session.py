@@ -19,6 +19,7 @@ from moreh_ap.protocol.messages.devices import DescribeDevice, DeviceInfo, Repor
 from moreh_ap.protocol.messages.state import ReadState, WriteState
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
+from moreh_ap.runtime.recovery.recovering_group import Past
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.calls.call_extensions import CallExtensions
 from moreh_ap.session.calls.lone_losses import LoneLosses
@@ -60,12 +61,16 @@ class StepCheck(Protocol):
     def close(self) -> None: ...
 
 
+StartWorkers = Callable[[int, Past | None], WorkerGroup]
+"""Starts so many workers, which are told first what others knew that have ended."""
+
+
 class Session:
     """Owns the workers and the order of their commands.
 
     Args:
         options: The script's options.
-        start_workers: Starts so many worker processes and returns at once.
+        start_workers: Starts so many worker processes and returns at once; tells them first what others knew.
         max_devices: Devices of the accelerator.
         num_devices: Those of them that have a worker at first.
         job: The entry by which other programs see this process and its workers.
@@ -79,7 +84,7 @@ class Session:
     def __init__(
         self,
         options: Options,
-        start_workers: Callable[[int], WorkerGroup],
+        start_workers: StartWorkers,
         max_devices: int,
         num_devices: int,
         job: Job,
@@ -87,7 +92,7 @@ class Session:
     ) -> None:
         self.options, self._start_workers, self.job = options, start_workers, job
         self.max_devices, self.num_devices = max_devices, num_devices
-        self.workers = start_workers(num_devices)
+        self.workers = start_workers(num_devices, None)
         self.device_type = self.workers.device_type
         self.generator = generator
         self.outbox = Outbox(self.workers, leaves_at_once=self.device_type == "cuda")
@@ -105,6 +110,7 @@ class Session:
         self.lay_out_again: Callable[[Any, Plan, str], bool] | None = None  # see `recovery`
         self.use_all_devices: Callable[[str], bool] | None = None  # see `recovery`
         self.runs_after_answer = False  # whether a model's outputs are promised before they are computed
+        self.has_differentiated = False  # whether a backward had a graph, for which workers need the whole model
         self.script_only_hooks: set[int] = set()  # see `script_hooks.RunsInScriptOnly`
         self.has_told_of_global_hooks = False
 
@@ -147,15 +153,17 @@ class Session:
         """Calls `callback` once nothing that was sent until now can be sent again, to these workers or to others."""
         self.outbox.state.when_left(SessionState.REPLAYABLE, lambda: self.workers.when_forgotten(callback))
 
-    def restart_workers(self, num_devices: int | None = None) -> WorkerGroup:
+    def restart_workers(self, num_devices: int | None = None, past: Past | None = None) -> WorkerGroup:
         """Ends the workers and starts others without any state; the caller passes them to the outbox.
 
         Args:
             num_devices: How many are started; None: as many as before.
+            past: What the others are told first, of workers that have ended; None: nothing.
         """
-        self.workers.close()
+        if past is None:
+            self.workers.close()
         self.num_devices, self._devices = num_devices or self.num_devices, None
-        self.workers = self._start_workers(self.num_devices)
+        self.workers = self._start_workers(self.num_devices, past)
         if self._keeps_commands:
             self.workers.keep_commands()
         return self.workers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moreh_ap.protocol.messages.state import MemoryFile
 
@@ -28,12 +28,28 @@ class TakeSnapshot:
     number: By which the copy is known.
     most_bytes: It may have.
     most_s: Seconds that it may take.
+    after_error: A command has just ended in an error on all workers: tell what of it is done, and what made the models.
     """
 
     file: MemoryFile
     number: int
     most_bytes: int
     most_s: float = math.inf
+    after_error: bool = False
+
+
+class Failed(NamedTuple):
+    """What a worker tells of the command that ended in an error.
+
+    Attributes:
+        num_done: How many commands of its message were executed before it.
+        half_made: What it has left half made; empty if it has changed nothing.
+        structure: The commands that made what copies do not have.
+    """
+
+    num_done: int
+    half_made: str
+    structure: tuple[Any, ...]
 
 
 class Snapshot(NamedTuple):
@@ -44,17 +60,26 @@ class Snapshot(NamedTuple):
         num_bytes: Its size.
         seconds: What it took.
         since_s: Seconds since the worker was asked for one before; 0 if it never was.
+        bound: Why workers under another plan cannot take it over; empty if they can.
+        failed: Of the last error, if that was asked for.
     """
 
     problem: str
     num_bytes: int = 0
     seconds: float = 0.0
     since_s: float = 0.0
+    bound: str = ""
+    failed: Failed | None = None
 
 
 @dataclass(frozen=True)
 class RestoreSnapshot:
-    """Hold what a copy has. Models and optimizers are there already, made by the commands that made them before."""
+    """Hold what a copy has. Models and optimizers are there already, made by the commands that made them before.
+
+    of_workers: Under another plan, or on another number of workers: how many wrote copies, of which each takes what it
+    holds now. None: each takes its own.
+    """
 
     file: MemoryFile
     number: int
+    of_workers: int | None = None

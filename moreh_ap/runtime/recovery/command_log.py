@@ -73,6 +73,7 @@ class Taken(NamedTuple):
         since_s: Seconds since workers were asked for one before; 0 if they never were.
         num_bytes: Of the copies of all workers.
         needed_s: What it would take, where it would take longer than it may; else 0.
+        bound: Why workers under another plan cannot take the copies over; empty if they can.
     """
 
     problem: str
@@ -82,6 +83,7 @@ class Taken(NamedTuple):
     since_s: float = 0.0
     num_bytes: int = 0
     needed_s: float = 0.0
+    bound: str = ""
 
 
 class ReplayRules(Protocol):
@@ -107,6 +109,9 @@ class ReplayRules(Protocol):
 
     def behind_snapshot(self, command: Any, values: Sequence[Any]) -> Sequence[Any]:
         """Returns of a command's results, one a worker, those of what follows the snapshot in it."""
+
+    def for_others(self, change: Callable[[Any], Any], num_workers: int) -> Callable[[Any], Any]:
+        """Returns what changes kept commands for so many workers under other plans, which `change` knows."""
 
     def close(self) -> None:
         """Is called when nothing is kept any more."""
@@ -171,13 +176,14 @@ class CommandLog:
         rules: What is known of them, from then on.
         is_complete: Whether others can be told all that the workers were told.
         why_closed: Why they are not noted any more; empty before the log is opened.
+        bound: Why workers under another plan cannot be told what is kept; empty if they can.
         wanted: A command that should go with the next one, if any: a snapshot is due.
     """
 
     def __init__(self, make_rules: Callable[[], ReplayRules], *, is_frugal: bool = False) -> None:
         self.rules: ReplayRules
         self._make_rules, self._is_frugal = make_rules, is_frugal
-        self.is_open, self.is_complete, self.why_closed = False, False, ""
+        self.is_open, self.is_complete, self.why_closed, self.bound = False, False, "", ""
         self.wanted: Any = None
         self._lock = threading.Lock()
         self._commands: dict[int, Logged] = {}
@@ -338,7 +344,7 @@ class CommandLog:
         if timing.costs_too_much:
             self._close_and_say(f"a copy of what workers hold takes {taken.seconds:.1f} s, too long for short steps")
             return
-        self._most_bytes = self._snapshot_bytes
+        self._most_bytes, self.bound = self._snapshot_bytes, taken.bound
         self._drop([one for number, one in self._commands.items() if number < logged.number])
         origin = self.rules.from_snapshot(logged.origin)
         figures = self.rules.figures(origin, self.rules.behind_snapshot(logged.origin, values))
@@ -346,10 +352,7 @@ class CommandLog:
         with self._lock:
             if not self.is_open:  # closed meanwhile, by what was sent
                 return
-            after = {number: one for number, one in self._commands.items() if number > logged.number}
-            self._commands = {logged.number: first, **after}
-            self._num_bytes = sum(one.num_bytes for one in self._commands.values())
-            self._num_steps = sum(one.num_steps for one in self._commands.values())
+            self._keep([first, *(one for number, one in self._commands.items() if number > logged.number)])
             self._keep_files()
             was_complete, self.is_complete = self.is_complete, True
         if not was_complete:
@@ -360,6 +363,17 @@ class CommandLog:
     def answered_commands(self) -> list[Logged]:
         """Returns the commands that have been answered, oldest first: those behind them have not."""
         return [one for one in list(self._commands.values()) if one.is_answered]
+
+    def keep_only(self, commands: Sequence[Logged]) -> None:
+        """Keeps these commands, the oldest, perhaps changed: those behind them are going to be sent once more."""
+        with self._lock:
+            self._keep(commands)
+            self._snapshot_in, self.wanted = 0, None
+
+    def _keep(self, commands: Sequence[Logged]) -> None:
+        self._commands = {one.number: one for one in commands}
+        self._num_bytes = sum(one.num_bytes for one in commands)
+        self._num_steps = sum(one.num_steps for one in commands)
 
     def why_not(self, number: int | None) -> str:
         """Returns why workers that were lost cannot be replaced; empty if they can.

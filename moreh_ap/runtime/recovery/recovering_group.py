@@ -10,6 +10,12 @@ again every command that had been answered. Their answers are compared with thos
 commands without an answer are sent as they were: whoever waits for one of them waits longer and notices nothing else.
 A command that ended in an error ends in it again, and is skipped by the same commands behind it (see [Note: errors] in
 `outcome_resolver.py`).
+
+[Note: another plan]
+Workers that ran out of memory may not be told the same again: others under another plan, perhaps another number of
+them, make a group of their own, to which the log is handed on. They are told what was answered before the command that
+failed, with models built under their plans; what each of them answers is not what each of those before did, so it is
+compared from then on only. That command and those behind it are sent to the new group like any others, by the session.
 """
 
 from __future__ import annotations
@@ -17,7 +23,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from moreh_ap.errors import ExactnessError, MeshStartError, WorkerLostError
 from moreh_ap.local import logger
@@ -25,7 +32,7 @@ from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.engine_error import EngineError, was_too_slow
 from moreh_ap.runtime.future import SentCommand
 from moreh_ap.runtime.joining import launch
-from moreh_ap.runtime.launcher import POLL_S
+from moreh_ap.runtime.launcher import POLL_S, Stopping
 from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang
 from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.recovery.command_log import MOST_LOSSES, CommandLog, Logged, ReplayRules
@@ -33,7 +40,31 @@ from moreh_ap.runtime.relay.carrier import Awaited, Carrier
 from moreh_ap.runtime.worker_group import WorkerGroup
 
 _AHEAD = 16  # commands that are told again before the answer to the first of them is waited for
+_SEE = "docs/errors.md#workerlosterror"
+_STARTS = 2  # in a row that fail: a device may be gone
 _DEAD_WITHIN_S = 5.0  # a connection to a process breaks before it is seen to be gone: later on a busy machine
+
+
+class Past(NamedTuple):
+    """What workers knew that have been ended, for others under other plans. See [Note: another plan].
+
+    Attributes:
+        log: The commands that they had answered.
+        number: That of the last one.
+        epoch: How many errors had been raised, with the one because of which they were ended.
+        reason: Why they were ended, for the log.
+        is_loss: Whether one of them was lost.
+    """
+
+    log: CommandLog
+    number: int
+    epoch: int
+    reason: str
+    is_loss: bool
+
+
+class NoOthersError(WorkerLostError):
+    """A worker was lost, and as many as before cannot be started any more. Fewer may be, under other plans."""
 
 
 class RecoveringWorkerGroup(WorkerGroup):
@@ -43,14 +74,24 @@ class RecoveringWorkerGroup(WorkerGroup):
         num_workers: How many processes, one a device.
         make_rules: Returns what the session knows of commands, once they are kept.
         is_frugal: As for `CommandLog`.
+        past: What these workers are told first; None: nothing.
         others: As for `WorkerGroup`.
     """
 
     def __init__(
-        self, num_workers: int, *, make_rules: Callable[[], ReplayRules], is_frugal: bool = False, **others: Any
+        self,
+        num_workers: int,
+        *,
+        make_rules: Callable[[], ReplayRules],
+        is_frugal: bool = False,
+        past: Past | None = None,
+        **others: Any,
     ) -> None:
-        self._log = CommandLog(make_rules, is_frugal=is_frugal)  # first: a thread starts in the other constructor
+        self._past = past  # first: a thread starts in the other constructor
+        self._log = CommandLog(make_rules, is_frugal=is_frugal) if past is None else past.log
         super().__init__(num_workers, **others)
+        if past is not None:
+            self._last_number, self._epoch = past.number, past.epoch
 
     def keep_commands(self) -> None:
         """Keeps the commands from now on: the workers have nothing yet that is not in them."""
@@ -81,16 +122,60 @@ class RecoveringWorkerGroup(WorkerGroup):
             self._log.answered(command, values, error)
         super()._complete(command, values, error)
 
-    # -- a loss before anything was told ---------------------------------------------------------------------------
+    # -- other plans, see [Note: another plan] ---------------------------------------------------------------------
+
+    def why_bound(self, error: BaseException) -> str:
+        """Returns why workers under other plans cannot go on from before the command that ended in `error`."""
+        log = self._log
+        if not log.is_open:
+            return log.why_closed
+        if not log.is_complete:
+            return "no copy of what workers hold has been taken yet"
+        if any(one.error is not None or one.is_each for one in _before(log, error)):
+            return "a command of before ended in an error as well"
+        return log.bound
+
+    def end_for_others(self, error: BaseException, change: Callable[[Any], Any], num_workers: int, reason: str) -> Past:
+        """Ends the workers, and returns what so many others under other plans have to be told.
+
+        Args:
+            error: In which a command has ended that is going to be sent to the others, with all behind it.
+            change: Returns a command for them, itself if it does not depend on plans.
+            num_workers: How many they are.
+            reason: Why, for the log.
+        """
+        super().close()
+        log = self._log
+        before = _before(log, error)
+        changed = log.rules.for_others(change, num_workers)
+        log.keep_only([replace(one, origin=changed(one.origin), figures=None) for one in before])
+        number = before[-1].number if before else 0
+        return Past(log, number, self._epoch, reason, isinstance(error, WorkerLostError))
 
     def _start(self) -> Receiver:
+        if self._past is None:
+            return self._start_first()
+        started_s = time.monotonic()
+        try:
+            receiver, num_steps = self._tell_others()
+        except (WorkerLostError, MeshStartError) as another:
+            receiver, num_steps = self._replace(WorkerLostError(another.fact, another.allowed, another.fix)), 0
+        else:
+            if self._past.is_loss:
+                self._log.rules.others_took_over()
+            took_s = time.monotonic() - started_s
+            self._log.rules.say(f"{self._past.reason}: {_steps(num_steps)} computed again, {took_s:.1f} s")
+        self._on_progress("ready", self.num_workers, self.num_workers)
+        self._ready.set()
+        return receiver
+
+    def _start_first(self) -> Receiver:
         """Starts the workers; others where some are lost while they join each other."""
         for _ in range(MOST_LOSSES):
             try:
                 return super()._start()
             except MeshStartError as error:
-                was_lost = isinstance(error.__cause__, (EngineError, WorkerLostError))
-                if not was_lost or was_too_slow(error) or self.is_stopped():
+                if not _was_lost(error) or was_too_slow(error) or self.is_stopped():
                     raise
                 logger.say(f"{error.fact} Others start in their place", logger.NOTICE)
                 self._prepare_others()
@@ -117,6 +202,7 @@ class RecoveringWorkerGroup(WorkerGroup):
             number = self._unsent[0].number if self._unsent else None
         if not self._log.is_complete and not self._log.why_closed:
             raise lost
+        num_starts = 0
         while True:
             reason = self._log.why_not(number)
             if reason:
@@ -125,21 +211,27 @@ class RecoveringWorkerGroup(WorkerGroup):
             try:
                 receiver, num_steps = self._start_others()
                 break
-            except (WorkerLostError, MeshStartError) as another:
-                lost = WorkerLostError(another.fact, another.allowed, another.fix)
-                number = self._last_number if number is None else number  # what is told again may be the cause
+            except WorkerLostError:
+                num_starts = 0
+            except MeshStartError as another:
+                num_starts = 0 if _was_lost(another) else num_starts + 1
+                if num_starts == _STARTS:
+                    fact = f"{_in_short(first)} No others can be started: {another.fact}"
+                    raise NoOthersError(fact, another.allowed, another.fix, _SEE) from first.__cause__
+            number = self._last_number if number is None else number  # what is told again may be the cause
         self._log.rules.others_took_over()
         took_s = time.monotonic() - started_s
-        steps = f"{num_steps} steps were" if num_steps != 1 else "1 step was"
-        who = first.fact.partition(chr(10))[0].removesuffix(" Its last output:")
-        self._log.rules.say(f"{who} Others took over: {steps} computed again, {took_s:.1f} s")
+        self._log.rules.say(f"{_in_short(first)} Others took over: {_steps(num_steps)} computed again, {took_s:.1f} s")
         return receiver
 
     def _start_others(self) -> tuple[Receiver, int]:
         """Starts other workers and tells them all; returns what receives their answers, and the steps in that."""
         self._prepare_others()
+        return self._tell_others()
+
+    def _tell_others(self) -> tuple[Receiver, int]:
         receiver = launch(self._launcher, lambda stage, done, total: None, self._come_first_at_exit, self.is_stopped)
-        carrier = receiver.carrier = self._launcher.carrier(self._shared_memory)
+        carrier = receiver.carrier = self._launcher.carrier(self.shared_memory)
         self._resolver = OutcomeResolver()
         answered = self._log.answered_commands()
         on_the_way: deque[tuple[Logged, list[Packed], Awaited]] = deque()
@@ -169,7 +261,7 @@ class RecoveringWorkerGroup(WorkerGroup):
     def _release(self, payload: Sequence[Packed]) -> None:
         for packed in payload:
             if packed.buffers:
-                self._shared_memory.release(packed.buffers)
+                self.shared_memory.release(packed.buffers)
 
     def _tell_again(self, logged: Logged, carrier: Carrier) -> tuple[list[Packed], Awaited]:
         again = self._log.rules.again
@@ -195,8 +287,14 @@ class RecoveringWorkerGroup(WorkerGroup):
             self._release(payload)
         if outcome.must_stop:
             self._look_for_lost()
+        if logged.error is None and outcome.error is not None and logged.figures is None:
+            self._stop(outcome.error)  # under another plan: the script, or the session, is told of it
+            raise Stopping
         if logged.error is None and outcome.error is None:
-            found = self._log.rules.difference(logged.figures, self._log.rules.figures(logged.origin, outcome.values))
+            now = self._log.rules.figures(logged.origin, outcome.values)
+            if logged.figures is None:
+                logged.figures = now
+            found = self._log.rules.difference(logged.figures, now)
         elif logged.error is not None and outcome.error is not None:
             self._resolver.remember(logged.epoch, logged.error)
             found = ""
@@ -209,6 +307,26 @@ class RecoveringWorkerGroup(WorkerGroup):
                 "export MOREH_RECOVERY=off",
                 "docs/recovery.md#differences",
             ) from outcome.error
+
+
+def _in_short(lost: WorkerLostError) -> str:
+    """Returns who was lost and how, without its last output."""
+    return lost.fact.partition(chr(10))[0].removesuffix(" Its last output:")
+
+
+def _before(log: CommandLog, error: BaseException) -> list[Logged]:
+    """Returns the kept commands before the first that ended in `error`: all that were answered, if none did."""
+    answered = log.answered_commands()
+    return answered[: next((index for index, one in enumerate(answered) if one.error is error), len(answered))]
+
+
+def _steps(number: int) -> str:
+    return f"{number} steps were" if number != 1 else "1 step was"
+
+
+def _was_lost(error: MeshStartError) -> bool:
+    """Returns whether a worker started and was lost, in place of not starting at all."""
+    return isinstance(error.__cause__, (EngineError, WorkerLostError))
 
 
 def _words(error: BaseException | None) -> str:

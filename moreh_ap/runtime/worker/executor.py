@@ -13,6 +13,7 @@ from typing import Any
 from moreh_ap.errors import NotComputedError
 from moreh_ap.protocol.encoding import note_done
 from moreh_ap.protocol.messages.checkpoints import ReadCheckpoint, WriteCheckpoint
+from moreh_ap.protocol.messages.lasting_commands import MADE_AND_SET
 from moreh_ap.protocol.messages.optimizers import StepOptimizer
 from moreh_ap.protocol.messages.snapshots import RestoreSnapshot, TakeSnapshot
 from moreh_ap.protocol.messages.state import ReadState, ReleaseState, RunOperation, WriteState
@@ -72,6 +73,9 @@ class WorkerExecutor:
         )
         for subject in subjects:
             self._handlers.update(subject(self._tables).handlers())
+        for kind in MADE_AND_SET:
+            if kind in self._handlers:
+                self._handlers[kind] = self._noting(self._handlers[kind])
         self._handlers.update(TraceCommands(self._handlers, is_cuda=self._tables.device.is_cuda).handlers())
 
     def execute(self, command: Any) -> Any:
@@ -90,6 +94,16 @@ class WorkerExecutor:
                     model.settle()
         return self._handlers[kind](command)
 
+    def _noting(self, execute: Any) -> Any:
+        """Returns what executes a command that makes or sets something, and notes it once that is done."""
+
+        def noted(command: Any) -> Any:
+            answer = execute(command)
+            self._tables.structure.add((command,))
+            return answer
+
+        return noted
+
     def _batch(self, command: Batch) -> list[Any]:
         answers: list[Any] = []
         try:
@@ -97,7 +111,7 @@ class WorkerExecutor:
                 answers.append(self.execute(inner))  # how many there are counts where one raises
         except BaseException as error:  # of any class: it is raised again
             note_done(error, len(answers))
-            self._tables.note_error(error)
+            self._tables.note_error(error, type(command.commands[len(answers)]), len(answers))
             raise
         return answers
 

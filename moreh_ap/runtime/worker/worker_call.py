@@ -113,6 +113,7 @@ class CallCommands:
         may_be_undone = prepared.kind not in preparation.run_once or gathers_or_writes
         before = StateBefore(model.module, preparation.written) if may_be_undone else None
         versions = [tensor._version for tensor in model.module.buffers()]
+        self._tables.before_forward = signature.owner, versions
         run = None
         while run is None:  # whole at last: where one worker's rows raised, that raises on all
             try:
@@ -222,6 +223,9 @@ class WorkerCall:
         roles: How workers share it.
         expected: The mode that the controller counts on without having waited for the answer.
         left_out: Attributes that the forward set and that are not answered.
+
+    Attributes:
+        input_gradients: What the last backward has left for the inputs whose gradients are wanted, by their number.
     """
 
     def __init__(
@@ -232,12 +236,12 @@ class WorkerCall:
         expected: str | None = None,
         left_out: Sequence[str] = (),
     ) -> None:
-        self.model, self._run, self._roles = model, run, roles
+        self.model, self.run, self.roles = model, run, roles
         self._expected, self._left_out = expected, tuple(left_out)
         self._answers = run.has_result and model.applied.position.tensor.rank == 0
         knows_nesting = model.applied.tensor is not None and run.treespec is not None
         self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
-        self._input_gradients: dict[int, Tensor | None] = {}
+        self.input_gradients: dict[int, Tensor | None] = {}
         self.kind: Hashable = None  # what calls have in common of which the same is true
         self._streams = current_streams() if run.drew else None
         self._moment = model.moment() if model.runs_later else None
@@ -245,7 +249,7 @@ class WorkerCall:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles a call that is past: what of it may be read."""
-        return {**vars(self), "_run": PastExecution(self._run), "_streams": None, "_moment": None}
+        return {**vars(self), "run": PastExecution(self.run), "_streams": None, "_moment": None}
 
     def _as_then(self) -> AbstractContextManager[None]:
         """Inside, everything is set as at the call, if anything of it is computed only now."""
@@ -253,8 +257,8 @@ class WorkerCall:
 
     def reply(self) -> ForwardReply | None:
         """What the controller is told at once: the nesting, every shape, and small values that are there."""
-        leaves = tuple([self._leaf(index, with_data=False) for index in range(len(self._run.shapes))])
-        run, roles = self._run, self._roles
+        leaves = tuple([self._leaf(index, with_data=False) for index in range(len(self.run.shapes))])
+        run, roles = self.run, self.roles
         mode = "unsplit" if not roles.is_split else "stages" if run.runs_in_stages else "split"
         nesting = pickle_treespec(run.treespec)
         warnings, self.model.unseen_changes.warnings = tuple(self.model.unseen_changes.warnings), []
@@ -266,38 +270,38 @@ class WorkerCall:
     def output(self, index: int) -> Tensor:
         """This worker's part of an output, which may be in another precision than the script was promised."""
         with self._as_then():
-            value: Tensor = self._run.outputs[index]
+            value: Tensor = self.run.outputs[index]
         return value
 
     def local_rows(self, index: int) -> Tensor:
         """This worker's rows of an output that has rows."""
-        axis, rows = self._roles.axis, self._roles.rows
-        output = self.output(index).to(self._run.shapes[index].dtype)
-        return output if self._roles.is_split or rows is None else output[slice(*row_range(axis.rank, axis.size, rows))]
+        axis, rows = self.roles.axis, self.roles.rows
+        output = self.output(index).to(self.run.shapes[index].dtype)
+        return output if self.roles.is_split or rows is None else output[slice(*row_range(axis.rank, axis.size, rows))]
 
     def row_shard(self, index: int) -> RowShard | None:
         """This worker's shard of an output; None if it has no result. Every worker has to call it."""
         with self._as_then():
-            has_result = len(self._run.outputs) > 0
+            has_result = len(self.run.outputs) > 0
         if not has_result:
             return None
-        if self._expected == "split" and not self._roles.is_split:
-            raise met_late(self._roles.note)
-        is_split = self._run.kinds[index] == "rows"
+        if self._expected == "split" and not self.roles.is_split:
+            raise met_late(self.roles.note)
+        is_split = self.run.kinds[index] == "rows"
         full = gathered(self.output(index))  # logits may be split by vocabulary
-        promised = self._run.shapes[index].dtype
-        return RowShard(full, self._roles.axis, self._roles.rows if is_split else None, self._answers, promised)
+        promised = self.run.shapes[index].dtype
+        return RowShard(full, self.roles.axis, self.roles.rows if is_split else None, self._answers, promised)
 
     def leaf(self, index: int) -> LeafReply | None:
         """One output with its bytes; None if this worker has no result. Every worker has to call it."""
         with self._as_then():
-            has_result = len(self._run.outputs) > 0
+            has_result = len(self.run.outputs) > 0
         leaf = self._leaf(index, with_data=True) if has_result else None
         return leaf if self._answers else None
 
     def _leaf(self, index: int, *, with_data: bool) -> LeafReply:
         """One output; its bytes if asked for, or if they are few and there without computing."""
-        run = self._run
+        run = self.run
         shape, kind = run.shapes[index], run.kinds[index]
         if not isinstance(shape, Tensor):
             return LeafReply("const", (), None, False, pickled_constant(shape))
@@ -306,7 +310,7 @@ class WorkerCall:
         layout = None if tensor_parallel is None else tensor_parallel.cache_layout(shape)
         data, laid_out, is_late = None, shape, False
         if with_data or few:
-            sends = self._answers and (kind != "same" or self._roles.axis.rank == 0)
+            sends = self._answers and (kind != "same" or self.roles.axis.rank == 0)
             value = run.outputs[index]
             if layout is not None or type(value) is not Tensor:  # every worker that holds a part takes part
                 value = full_tensor(value, layout, self.model.applied.position.tensor.group)
@@ -334,31 +338,31 @@ class WorkerCall:
         Raises:
             UnsupportedError: The gradient of an output is `watched`, and the call runs in pieces or stages.
         """
-        self._run.watch(watched)
+        self.run.watch(watched)
         local = self._own_gradients(gradients)
         with self._as_then():
-            answered = iter(self._run.backward(local, retain_graph=retain_graph))
+            answered = iter(self.run.backward(local, retain_graph=retain_graph))
         self.is_past = not retain_graph
-        self._input_gradients = {index: next(answered) for index, wanted in enumerate(self._roles.wants_grad) if wanted}
+        self.input_gradients = {index: next(answered) for index, wanted in enumerate(self.roles.wants_grad) if wanted}
 
     def differentiate(self, command: Differentiate, gradients: list[Tensor | RowShard | None]) -> WorkerCall:
         """The gradients of this call as a call of their own. See [Note: a call like others] in `gradient_pass.py`."""
         shards = [self.model.parameter(name) for name in command.parameters]
         parameters = [shard.tensor for shard in shards if shard is not None]
         own = self._own_gradients(gradients)
-        run, roles = differentiate(self._run, self._roles, own, command.wants_grad, command.watched, parameters)
+        run, roles = differentiate(self.run, self.roles, own, command.wants_grad, command.watched, parameters)
         return WorkerCall(self.model, run, roles)
 
     def _own_gradients(self, gradients: list[Tensor | RowShard | None]) -> list[Tensor | None]:
         """For each leaf of the result this worker's part of its gradient."""
-        axis, rows = self._roles.axis, self._roles.rows
+        axis, rows = self.roles.axis, self.roles.rows
         local: list[Tensor | None] = []
         remaining = iter(gradients)
-        for kind, shape in zip(self._run.kinds, self._run.shapes):
+        for kind, shape in zip(self.run.kinds, self.run.shapes):
             gradient = next(remaining) if isinstance(shape, Tensor) else None
             is_local = isinstance(gradient, RowShard) and gradient.rows is not None
-            if is_local and not self._roles.is_split:
-                raise met_late(self._roles.note)
+            if is_local and not self.roles.is_split:
+                raise met_late(self.roles.note)
             if isinstance(gradient, RowShard):
                 gradient = gradient.held
             if gradient is not None and rows is not None and kind == "rows" and not is_local:
@@ -368,28 +372,28 @@ class WorkerCall:
 
     def output_gradient(self, index: int) -> LeafReply | None:
         """The whole gradient of a watched output: rows where the output has rows; None if nothing depends on it."""
-        gradient = self._run.output_gradient(index)
+        gradient = self.run.output_gradient(index)
         if gradient is None or not self._answers:
             return None
-        kind = KIND_OF_GRADIENT[self._run.kind(index)] if self._roles.is_split else "same"
-        dtype = self._run.promised(index)
+        kind = KIND_OF_GRADIENT[self.run.kind(index)] if self.roles.is_split else "same"
+        dtype = self.run.promised(index)
         return LeafReply(kind, tuple(gradient.shape), dtype, False, bytes_of(gradient, dtype))
 
     def input_gradient_flags(self) -> bytes:
         """A byte for each tensor input whose gradient is wanted: whether the last backward has reached it here."""
-        return bytes([gradient is not None for gradient in self._input_gradients.values()])
+        return bytes([gradient is not None for gradient in self.input_gradients.values()])
 
     def input_gradient(self, index: int) -> LeafReply | None:
         """The gradient of tensor input `index`: rows where it was cut, else this worker's share of the sum.
 
         Zeros where backward did not reach it: it may have on another worker, or in an earlier call of the kind.
         """
-        gradient = self._input_gradients[index]
+        gradient = self.input_gradients[index]
         if gradient is None:
-            wanted = [number for number, wants in enumerate(self._roles.wants_grad) if wants]
-            gradient = torch.zeros_like(self._run.inputs[wanted.index(index)])
+            wanted = [number for number, wants in enumerate(self.roles.wants_grad) if wants]
+            gradient = torch.zeros_like(self.run.inputs[wanted.index(index)])
         kind = "same"
-        if self._roles.is_split:
-            kind = "rows" if self._roles.carried[index] else "share"
+        if self.roles.is_split:
+            kind = "rows" if self.roles.carried[index] else "share"
         reply = LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, bytes_of(gradient))
         return reply if self._answers else None

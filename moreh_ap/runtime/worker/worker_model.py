@@ -7,6 +7,7 @@ The mathematics is the parallelizer's; this module translates between messages a
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from moreh_ap.parallelizer.compiling.compiled_blocks import use_compiled_blocks
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots, prepare, set_requires_grad, settle
 from moreh_ap.parallelizer.loss import chunked_cross_entropy
 from moreh_ap.parallelizer.mesh import build_mesh
-from moreh_ap.parallelizer.state.loading import fill
+from moreh_ap.parallelizer.state.loading import Piece, fill, pieces
 from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.memory_format import KernelFormats
@@ -266,6 +267,12 @@ class WorkerModel:
         if name in self.applied.absent:
             return None
         return self._held(self.parameters[name], name)
+
+    @functools.cached_property
+    def pieces(self) -> dict[str, tuple[tuple[int, ...], list[Piece]]]:
+        """For each parameter that is here the shape of the whole, and which slices of it are which of the shard."""
+        held = {name: self.parameter(name) for name in self.parameters}
+        return {name: (one.shape, pieces(one.tensor, one.layout)) for name, one in held.items() if one is not None}
 
     def _held(self, tensor: Tensor, name: str) -> StateShard:
         stages, position = self.applied.stages, self.applied.position

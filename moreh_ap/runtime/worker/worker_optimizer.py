@@ -166,6 +166,9 @@ class WorkerOptimizer:
         groups: Parameters of each group, as this worker holds them; None for one that it does not hold.
         device: This worker's device.
         offload: Whether the state lies in host memory between steps.
+
+    Attributes:
+        refs: The names of the parameters, by which the state of each is numbered.
     """
 
     def __init__(
@@ -182,6 +185,7 @@ class WorkerOptimizer:
         self._lacks_fused_step = is_sharded and issubclass(cls, _WITHOUT_FUSED_STEP_ON_SHARDS)
         self._optimizer = cls([{"params": group} for group in here], **self._possible(command.defaults))
         self._parameters = [held for group in groups for held in group]
+        self.refs = [ref for group in command.groups for ref in group]
         self._device = device
         self._is_on_host = device.is_cuda and any(local_shard(one).is_cpu for group in here for one in group)
         self._offloaded = OffloadedState(self._optimizer) if offload else None
@@ -279,14 +283,21 @@ class WorkerOptimizer:
         for group, values in zip(self._optimizer.param_groups, held["groups"]):
             group.update(values)
 
+    def take_over(self, held: Mapping[str, Any], state: dict[int, dict[str, Any]]) -> None:
+        """Takes over what `held` has returned under another plan; `state` is as for `load`, with whole tensors."""
+        vars(self._optimizer).update(held["own"])
+        for group, values in zip(self._optimizer.param_groups, held["groups"]):
+            group.update(self._possible(values))
+        self.load(state)
+
     def _decode(self, value: Any, held: StateShard) -> Any:
         if isinstance(value, SavedTensor):
             return self._read(value, held)
-        if not isinstance(value, TensorData):
-            return value
-        tensor = value.tensor()
+        tensor = value.tensor() if isinstance(value, TensorData) else value
+        if not isinstance(tensor, Tensor):
+            return tensor
         if tuple(tensor.shape) != held.shape:
-            return tensor.to(held.local.device) if value.on_device else tensor
+            return tensor.to(held.local.device) if isinstance(value, TensorData) and value.on_device else tensor
         laid_out = torch.zeros_like(held.tensor, dtype=tensor.dtype, requires_grad=False)
         held.like(laid_out).write(tensor)
         return laid_out

@@ -38,6 +38,7 @@ def differentiate(call: Call, gradients: Sequence[Tensor | None], inputs: Sequen
     if apart is None and model.has_trainable_parameters():
         raise autograd_api.graph_of_kept_gradients()
     _require_full_model_on_each_device(model)
+    model.session.has_differentiated = True
     if isinstance(call, GradientCall):
         call.refuse_partial_gradients()
     watched = call.watched()

@@ -140,13 +140,12 @@ class RemoteModel:
         self._first_call = None
 
     def laid_out_again(self, plan: Plan) -> None:
-        """Resets the model before the journal is sent to other workers under another plan."""
+        """Resets the model before other workers are told of it under another plan."""
         self._set_plan(plan)
         self._placements = None
         self.signatures = Signatures(self.session.outbox, self.owner)
-        self._attach()
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
         """Makes the model's tensors refer to the values on the workers."""
         for kind, tensors in (("param", self.parameters), ("buffer", self.buffers)):
             for name, tensor in tensors.items():
@@ -167,7 +166,7 @@ class RemoteModel:
             ) from error
         self.session.workers.provide(sorted({source.file for boxes in sources.values() for source in boxes}))
         before = [(tensor, tensor._cell.value) for tensor in (*self.parameters.values(), *self.buffers.values())]
-        self._attach()
+        self.attach()
         session, outbox = self.session, self.session.outbox
 
         def built(reply: Posted) -> None:

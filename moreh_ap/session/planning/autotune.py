@@ -37,11 +37,11 @@ from moreh_ap.protocol.messages.devices import ReportSteps, StepReport
 from moreh_ap.session.calls.extended_call import call_remotely
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.remote_optimizer import step_remotely
-from moreh_ap.session.outbox import Restart
 from moreh_ap.session.planning import first_call, oom_records
 from moreh_ap.session.planning.compiled_runs import Measured
 from moreh_ap.session.planning.plan_selection import Planned, may_compile, write_selected
 from moreh_ap.session.planning.step_watch import remember_run
+from moreh_ap.session.replay.restart import Restart
 from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.session import Session
 from moreh_ap.session.verification import reduced_model

@@ -25,9 +25,9 @@ from moreh_ap.local import logger
 from moreh_ap.planner.search.device_counts import FEWER_MARGIN, faster_on_fewer
 from moreh_ap.planner.search.planning_task import Task
 from moreh_ap.planner.search.ranking import Ranking
-from moreh_ap.session.outbox import Restart
 from moreh_ap.session.planning import device_count_records
 from moreh_ap.session.planning.device_count_records import DeviceRecord
+from moreh_ap.session.replay.restart import Restart
 from moreh_ap.session.session import Session
 from moreh_ap.states import SessionState
 

@@ -11,16 +11,13 @@ files: its values, the calls, operations on gradients. All of it is in the journ
 its peers may wait for it in a collective for ever, so all workers are restarted (in the other case the same ones
 continue). The journal is replayed, with another plan in the message that builds the model. The workers under that plan
 fulfil the script's promises, and since every plan gives the same numbers, the script notices nothing but the time.
-After the first step only the workers have the state: then the error goes to the script, and a record of it lets the
-next run choose better.
+After that only the workers have the state: `session/replay/taking_over.py` knows how others get it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from moreh_ap import log
 from moreh_ap.device.tensor import VirtualTensor
@@ -28,18 +25,15 @@ from moreh_ap.device.values import Value
 from moreh_ap.errors import PlanError
 from moreh_ap.local import logger
 from moreh_ap.plan import Plan
-from moreh_ap.planner.search import verified_kinds
 from moreh_ap.planner.search.candidate import Candidate
-from moreh_ap.planner.search.no_fit_error import nothing_fits
-from moreh_ap.planner.search.plan_search import search
-from moreh_ap.protocol.messages.models import BuildModel
+from moreh_ap.runtime.recovery.recovering_group import NoOthersError
 from moreh_ap.runtime.worker_group import WorkerGroup
-from moreh_ap.session.journal import Journal
 from moreh_ap.session.models.remote_model import RemoteModel
-from moreh_ap.session.outbox import Restart
 from moreh_ap.session.planning import device_count, oom_records
 from moreh_ap.session.planning.plan_selection import Planned, write_selected
 from moreh_ap.session.planning.step_watch import Watch
+from moreh_ap.session.replay.restart import Restart
+from moreh_ap.session.replay.taking_over import TakingOver, needed_bytes, next_best, under
 from moreh_ap.session.session import Session
 from moreh_ap.states import SessionState
 
@@ -66,6 +60,7 @@ class Recovery:
         # Weak: a model goes with its module, and its first layout with it.
         self._models: weakref.WeakSet[RemoteModel] = weakref.WeakSet()
         self._largest: Planned | None = None
+        self._taking_over = TakingOver(session)
         session.outbox.on_error = self._on_error
         session.lay_out_again = self.lay_out_again
         session.use_all_devices = self.use_all_devices
@@ -75,7 +70,8 @@ class Recovery:
 
         Nothing is recorded unless the journal is open; the model cannot be recovered then.
         """
-        self._largest = max(filter(None, (self._largest, planned)), key=_needed_bytes)
+        self._largest = max(filter(None, (self._largest, planned)), key=needed_bytes)
+        self._taking_over.planned[remote] = planned
         state = self._session.outbox.state
         if state.current is SessionState.REPLAYABLE:
             if not self._models:
@@ -90,13 +86,14 @@ class Recovery:
 
     def _on_error(self, error: Exception) -> Restart | None:
         journal = self._session.outbox.journal
+        if isinstance(error, NoOthersError) and self._session.trial_plan is None:
+            return self._taking_over.on_fewer_devices(error)
         if not oom_records.is_out_of_memory(error) or self._session.trial_plan is not None or self._largest is None:
             return None
         if not (self._models and journal.state.current is SessionState.REPLAYABLE):
-            oom_records.remember(self._largest.expected, error)
-            raise type(error)(f"{oom_records.first_line(error)}\n{_too_late(self._largest)}") from error
+            return self._taking_over.under_leaner_plan(error, self._largest)
         # It is unknown which of several models took too much: the largest gets another plan.
-        model = max((remote.first_layout for remote in self._models), key=lambda one: _needed_bytes(one.planned))
+        model = max((remote.first_layout for remote in self._models), key=lambda one: needed_bytes(one.planned))
         failed = model.planned.expected
         oom_records.remember(failed, error)
         ran_out = f'plan="{failed.chosen.plan}" ran out of memory'
@@ -122,13 +119,20 @@ class Recovery:
             PlanError: No plan is left, or the script gave the plan.
         """
         journal = self._session.outbox.journal
+
+        def is_possible(plan: Plan) -> bool:
+            shares_rows_only = plan.tensor * plan.pipeline == 1
+            if journal.is_bound_to_layout and not shares_rows_only:
+                return False
+            return not journal.differentiates_gradients or plan == plan.whole_model()
+
         try:
-            return _next_best(planned, planned.chosen, journal), False
+            return next_best(planned, planned.chosen, is_possible), False
         except PlanError:
             if planned.on_all is None or not self._may_use_all():
                 raise
         try:
-            return _next_best(planned.on_all, planned.chosen, journal), True
+            return next_best(planned.on_all, planned.chosen, is_possible), True
         except PlanError:
             plan = planned.on_all.plan
             if journal.differentiates_gradients and plan != plan.whole_model():
@@ -152,7 +156,7 @@ class Recovery:
         for one in planned:
             logger.say(log.plan_line(one.plan, log.prediction(one.chosen)), logger.NOTICE)
         workers = self._session.restart_workers(self._session.max_devices)
-        self._session.outbox.restart(self._restart(workers, max(planned, key=_needed_bytes)))
+        self._session.outbox.restart(self._restart(workers, max(planned, key=needed_bytes)))
         return True
 
     def _may_use_all(self) -> bool:
@@ -200,23 +204,13 @@ class Recovery:
         """Resets all models for a replay on `workers`; `planned` is the model with the new plan."""
         write_selected(planned.plan, planned.task)
         for remote in self._models:
+            self._taking_over.planned[remote] = remote.first_layout.planned
             plan = remote.first_layout.planned.plan
             remote.laid_out_again(plan)
+            remote.attach()
             self._session.job.has_model(type(remote.root).__name__, str(plan))
         self._session.watch = Watch(self._session.outbox, planned.expected, lambda *_: self._session.stop_watching())
-        return Restart(workers, self._changed())
-
-    def _changed(self) -> Callable[[Any], Any]:
-        """Returns the change to each command of the journal: models are built under their present plans."""
-        plans = {remote.owner: remote for remote in self._models}
-
-        def change(command: Any) -> Any:
-            if not isinstance(command, BuildModel) or command.owner not in plans:
-                return command
-            remote = plans[command.owner]
-            return replace(command, plan=str(remote.plan), example=remote.example())
-
-        return change
+        return Restart(workers, under({remote.owner: remote for remote in self._models}))
 
     def _give_up(self) -> None:
         """Puts all values back, so that the script can continue with a smaller batch after the error."""
@@ -225,53 +219,3 @@ class Recovery:
                 tensor._cell.value = value
         self._session.outbox.state.enter(SessionState.UNREPLAYABLE)
         self._session.outbox.restart(Restart(self._session.restart_workers(), lambda command: command))
-
-
-def _next_best(planned: Planned, failed: Candidate, journal: Journal) -> Planned:
-    """Returns the fastest plan that needs less memory than the one that ran out.
-
-    Args:
-        planned: The model, on the devices on which the plan is looked for.
-        failed: The plan that ran out.
-        journal: The commands that will be sent again under the new plan.
-
-    Raises:
-        PlanError: No such plan is left, or the script gave the plan.
-    """
-    if planned.is_given:
-        raise PlanError(
-            f"plan={str(failed.plan)!r}, which the script asks for, ran out of memory",
-            "a smaller batch, or a plan of the planner's choice",
-            "torch.moreh.option.enable_advanced_parallelization()",
-        )
-    task = planned.task.with_usable(oom_records.limit_after(failed))
-    ranking = search(task)
-    for candidate in ranking.candidates[: ranking.num_fitting]:
-        plan = candidate.plan
-        is_verified = not verified_kinds.kinds_to_verify(plan) or verified_kinds.is_verified(planned.family, plan)
-        shares_rows_only = plan.tensor * plan.pipeline == 1
-        if not is_verified or (journal.is_bound_to_layout and not shares_rows_only):
-            continue
-        if not journal.differentiates_gradients or plan == plan.whole_model():
-            return planned.instead(candidate)
-    needed, usable = failed.memory.reserved_bytes, planned.task.usable_bytes
-    there_are = f"{round(usable)} ({usable / 2**30:.2f} GiB) are available"
-    remedy = nothing_fits(task, ranking.candidates)
-    raise PlanError(
-        f"plan={str(failed.plan)!r} ran out of memory, and no plan needs clearly less: {round(needed)} bytes "
-        f"({needed / 2**30:.2f} GiB) on a device were predicted, {there_are}",
-        remedy.allowed,
-        remedy.fix,
-    )
-
-
-def _too_late(planned: Planned) -> PlanError:
-    return PlanError(
-        f"plan={str(planned.plan)!r} ran out of memory after the first step, when its state is on the workers alone",
-        f"a smaller batch; or a second run, which chooses a plan that needs less because of {oom_records.FILE.path}",
-        "extra = moreh_ap.load(folder, model=model, optimizer=optimizer)  # a checkpoint loads under any plan",
-    )
-
-
-def _needed_bytes(planned: Planned) -> float:
-    return planned.chosen.memory.reserved_bytes

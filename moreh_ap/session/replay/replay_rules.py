@@ -18,6 +18,7 @@ from moreh_ap.parallelizer.trial.row_comparison import TOLERANCE_BF16, TOLERANCE
 from moreh_ap.protocol.messages.calls import ForwardReply
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.devices import DescribeDevice, ProbeDevice, ReportMemory, ReportSteps
+from moreh_ap.protocol.messages.lasting_commands import Structure
 from moreh_ap.protocol.messages.models import BuildModel
 from moreh_ap.protocol.messages.optimizers import LoadOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.snapshots import STILL_OPEN, TOO_LARGE, TOO_LONG, RestoreSnapshot, TakeSnapshot
@@ -27,7 +28,6 @@ from moreh_ap.protocol.messages.traces import BeginTrace, EndTrace
 from moreh_ap.protocol.tensor_source import TensorSource
 from moreh_ap.runtime.recovery.command_log import Noted, Taken
 from moreh_ap.session.checkpoint import background_save
-from moreh_ap.session.replay.replay_structure import Structure
 from moreh_ap.session.replay.snapshot_slots import SnapshotSlots
 
 Figures = tuple[tuple[torch.dtype, bytes], ...]
@@ -98,7 +98,8 @@ class SessionReplayRules:
         num_bytes = sum(one.num_bytes for one in answers)
         needed_s = max(one.seconds if one.problem == TOO_LONG else 0.0 for one in answers)
         is_too_large = problem.startswith(TOO_LARGE)
-        return Taken(problem, problem == STILL_OPEN, is_too_large, seconds, since_s, num_bytes, needed_s)
+        bound = next((one.bound for one in answers if one.bound), "")
+        return Taken(problem, problem == STILL_OPEN, is_too_large, seconds, since_s, num_bytes, needed_s, bound)
 
     def drop(self, command: Any, num_done: int | None) -> None:
         """Keeps of a command that a snapshot stands for what has to be told again before it is restored.
@@ -122,6 +123,26 @@ class SessionReplayRules:
         """Returns of a command's results, one a worker, those of what follows the snapshot in it."""
         place = _place_of_snapshot(command)
         return [answers[place + 1 :] for answers in values]
+
+    def for_others(self, change: Callable[[Any], Any], num_workers: int) -> Callable[[Any], Any]:
+        """Returns what changes a kept command for workers under other plans, which are told what is kept from now on.
+
+        Args:
+            change: Returns a command for them, itself if it does not depend on plans.
+            num_workers: How many they are.
+        """
+        before = self._slots.num_workers
+        self._structure.change(change)
+        self._slots.for_others(num_workers)
+
+        def changed(command: Any) -> Any:
+            if type(command) is Batch:
+                return replace(command, commands=tuple(map(changed, command.commands)))
+            if type(command) is RestoreSnapshot and command.of_workers is None:
+                return replace(command, of_workers=before)
+            return change(command)
+
+        return changed
 
     def close(self) -> None:
         """Gives the memory of snapshots back."""

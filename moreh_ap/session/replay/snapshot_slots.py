@@ -25,10 +25,13 @@ class SnapshotSlots:
 
     Args:
         num_workers: How many workers write into each.
+
+    Attributes:
+        num_workers: How many.
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._files: list[MemoryFile] = []
         self._complete: tuple[MemoryFile, int] | None = None
         self._most_bytes = 0
@@ -49,6 +52,14 @@ class SnapshotSlots:
         self._complete = copy.file, copy.number
         return RestoreSnapshot(copy.file, copy.number)
 
+    def for_others(self, num_workers: int) -> None:
+        """Has another number of workers write from now on. The complete copy stays until they have written one."""
+        self.num_workers = num_workers
+        for file in self._files:
+            if self._complete is None or file != self._complete[0]:
+                os.truncate(file.descriptor, 0)  # gives back what others have written
+        self._reserve()
+
     def close(self) -> None:
         """Gives the memory back."""
         for file in self._files:
@@ -58,14 +69,20 @@ class SnapshotSlots:
     def _make(self) -> bool:
         if sys.platform != "linux":
             return False
-        self._most_bytes = int(SHARE * free_memory()) // (2 * self._num_workers)
         for _ in range(2):
             name = f"moreh-snapshot-{next(_numbers)}"
             descriptor = os.memfd_create(name)
             self._files.append(MemoryFile(os.getpid(), descriptor, name))
-            try:
-                os.truncate(descriptor, self._num_workers * BYTES_PER_WORKER)
-            except OSError:  # the user's limit on the size of files
-                self.close()
-                return False
+        try:
+            self._reserve()
+        except OSError:  # the user's limit on the size of files
+            self.close()
+            return False
         return True
+
+    def _reserve(self) -> None:
+        """Makes room for a part of each worker; only what is written takes memory."""
+        self._most_bytes = int(SHARE * free_memory()) // (2 * self.num_workers)
+        for file in self._files:
+            if os.fstat(file.descriptor).st_size < self.num_workers * BYTES_PER_WORKER:
+                os.truncate(file.descriptor, self.num_workers * BYTES_PER_WORKER)

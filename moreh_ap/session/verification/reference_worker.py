@@ -23,7 +23,8 @@ from moreh_ap.protocol.messages.row_shards import ReadRowShard
 from moreh_ap.protocol.messages.state import ReadState, WriteState
 from moreh_ap.protocol.messages.stream import Batch, Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
-from moreh_ap.runtime.worker_group import MakeLauncher, Reply, WorkerGroup
+from moreh_ap.runtime.future import Reply
+from moreh_ap.runtime.worker_group import MakeLauncher, WorkerGroup
 
 ONE_DEVICE = Plan(replicate=1)
 

@@ -29,6 +29,9 @@ class Answer:
             raise self.error
         return [[f"{type(command).__name__}" for command in self.commands]]
 
+    def let_go(self, reply):
+        pass
+
     def add_done_callback(self, callback):
         callback(self)
 

@@ -12,7 +12,8 @@ from moreh_ap.protocol.messages.optimizers import StepOptimizer
 from moreh_ap.protocol.messages.state import ClearGradients
 from moreh_ap.protocol.messages.stream import Again, DefineList, Synchronize
 from moreh_ap.protocol.messages.tensors import OutputRef, StateRef, TensorData
-from moreh_ap.session.outbox import Outbox, Restart
+from moreh_ap.session.outbox import Outbox
+from moreh_ap.session.replay.restart import Restart
 from unit.session.samples import Workers, forward
 
 
@@ -271,3 +272,33 @@ def test_a_promise_that_is_kept_or_still_open_is_required_in_vain():
     outbox.flush()
     posted.require()
     assert not posted.failed()
+
+
+def test_what_ended_in_an_error_is_sent_to_others_that_know_what_was_done_before():
+    first, second = Workers(fails_at=1), Workers()
+    outbox = Outbox(first)
+    outbox.on_error = lambda error: Restart(second, lambda command: command, error)
+    done = outbox.submit("done")
+    failed = outbox.submit("failed")
+    told = []
+    failed.add_done_callback(lambda posted: told.append(posted.failed()))
+    assert failed.result() == ["str"] and done.result() == ["str"]
+    assert second.told == [("failed",)] and told == [True, False]
+    assert outbox.submit("next").result() == ["str"] and second.told == [("failed",), ("next",)]
+
+
+def test_a_message_that_could_not_be_sent_for_an_error_of_before_is_sent_to_others_once():
+    class Refusing(Workers):
+        def submit(self, batch):
+            if self.told:
+                raise error
+            return super().submit(batch)
+
+    error = torch.OutOfMemoryError("no memory")
+    first, second = Refusing(), Workers()
+    outbox = Outbox(first)
+    outbox.on_error = lambda error: Restart(second, lambda command: command, error)
+    outbox.submit("done")
+    posted = outbox.submit("next")
+    assert posted.result() == ["str"] and second.told == [("next",)]
+    assert outbox.times_restarted == 1

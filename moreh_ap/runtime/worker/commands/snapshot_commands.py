@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import time
 
-from moreh_ap.protocol.messages.snapshots import TOO_LARGE, TOO_LONG, RestoreSnapshot, Snapshot, TakeSnapshot
+from torch import Tensor
+
+from moreh_ap.protocol.messages.snapshots import (
+    TOO_LARGE,
+    TOO_LONG,
+    Failed,
+    RestoreSnapshot,
+    Snapshot,
+    TakeSnapshot,
+)
 from moreh_ap.protocol.messages.state import BYTES_PER_WORKER, MemoryFile
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.snapshots.held_state import CannotBeHeld, describe, take_over
+from moreh_ap.runtime.worker.snapshots.other_plan import take_over_from_all, why_bound, why_half_made
 from moreh_ap.runtime.worker.snapshots.slot_memory import SlotMemory
 
 COLD_BYTES_PER_S = 0.4e9
@@ -44,6 +54,7 @@ class SnapshotCommands:
                 self._asked_s = before_s
                 return Snapshot(TOO_LONG, num_bytes, would_take_s)
             self._slot(command.file, self._tables.rank).write(command.number, description, memory)
+            bound = why_bound(self._tables)
         except CannotBeHeld as reason:
             return Snapshot(str(reason))
         except OSError as error:
@@ -51,7 +62,19 @@ class SnapshotCommands:
         except Exception as error:  # of any class: that there is no copy is no error of the script
             return Snapshot(f"{type(error).__name__}: {error}")
         since_s = began_s - before_s if before_s else 0.0
-        return Snapshot("", num_bytes, time.perf_counter() - began_s, since_s)
+        failed = self._failed() if command.after_error else None
+        return Snapshot("", num_bytes, time.perf_counter() - began_s, since_s, bound, failed)
+
+    def _failed(self) -> Failed:
+        tables = self._tables
+        num_done = 0 if tables.failed is None else tables.failed[1]
+        return Failed(num_done, why_half_made(tables), tables.structure.commands() if tables.rank == 0 else ())
 
     def _restore(self, command: RestoreSnapshot) -> None:
-        take_over(self._tables, lambda rank: self._slot(command.file, rank).read(command.number))
+        def read(rank: int) -> tuple[bytes, list[Tensor]]:
+            return self._slot(command.file, rank).read(command.number)
+
+        if command.of_workers is None:
+            take_over(self._tables, read)
+        else:
+            take_over_from_all(self._tables, read, command.of_workers)

@@ -5,7 +5,7 @@ Decides how a named tensor is found. Must not know what is done with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from moreh_ap.errors import NotComputedError
 from moreh_ap.parallelizer.call.module_sums import ModuleSums
 from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.calls import DefineSignature
+from moreh_ap.protocol.messages.lasting_commands import Structure
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.process_flags import Flags
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
@@ -39,6 +40,9 @@ class HasOutputs(Protocol):
 class HasState(Protocol):
     """An optimizer, as other subjects see it."""
 
+    refs: Sequence[StateRef]
+    """Its parameters, by which the state of each is numbered."""
+
     def state(self, index: int, key: str, *, fetch: bool = True) -> StateShard | None:
         """Returns one tensor of the state of parameter `index`; None if the parameter is not here."""
 
@@ -50,6 +54,9 @@ class HasState(Protocol):
 
     def put_back(self, held: Mapping[str, Any]) -> None:
         """Takes over what `held` has returned in another process."""
+
+    def take_over(self, held: Mapping[str, Any], state: dict[int, dict[str, Any]]) -> None:
+        """Takes over what `held` has returned under another plan, and states by parameter number, of whole tensors."""
 
 
 class Table(dict[Any, Any]):
@@ -91,13 +98,17 @@ class Tables:
         self.signatures: dict[int, DefineSignature] = self.table()
         self.recording: dict[str, ModuleSums] = {}
         self.flags: Flags | None = None
+        self.structure = Structure()
+        self.failed: tuple[type, int] | None = None  # the last command that raised, and those before it in its message
+        self.before_forward: tuple[str, list[int]] = "", []  # the model of the last forward, versions of its buffers
 
     def table(self) -> Table:
         """Returns an empty table, which says of what is not in it that it was not computed after an error."""
         return Table(self)
 
-    def note_error(self, error: BaseException) -> None:
-        """Records an error, after which commands were skipped."""
+    def note_error(self, error: BaseException, kind: type = object, num_done: int = 0) -> None:
+        """Records an error of a command of a kind, after which commands were skipped."""
+        self.failed = kind, num_done
         if not isinstance(error, NotComputedError):
             self.last_error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 

@@ -36,6 +36,7 @@ from moreh_ap.protocol.process_flags import set_process_flags
 from moreh_ap.protocol.rng_state import set_state_of_host, state_of_host
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
 from moreh_ap.runtime.worker.commands.tables import Tables
+from moreh_ap.runtime.worker.snapshots.copied_parts import Description, parts_of
 from moreh_ap.runtime.worker.snapshots.state_pickling import (
     Name,
     StatePickler,
@@ -87,7 +88,7 @@ def describe(tables: Tables) -> tuple[bytes, list[Tensor]]:
     writers = {name: _writer(shard) for name, (_, shard) in {**_parameters(tables), **states}.items()}
     elsewhere = {pickler.place_of[name]: (rank, name) for name, rank in writers.items() if rank is not None}
     memory = [one[:0] if index in elsewhere else one for index, one in enumerate(pickler.memory)]
-    return pickle.dumps((pickler.place_of, devices, elsewhere, file.getvalue())), memory
+    return pickle.dumps(Description(pickler.place_of, devices, elsewhere, file.getvalue(), parts_of(tables))), memory
 
 
 def take_over(tables: Tables, read: Callable[[int], tuple[bytes, list[Tensor]]]) -> None:
@@ -98,7 +99,7 @@ def take_over(tables: Tables, read: Callable[[int], tuple[bytes, list[Tensor]]])
         read: Returns what `describe` has returned on the worker of a rank.
     """
     description, memory = read(tables.rank)
-    place_of, devices, elsewhere, pickled = pickle.loads(description)
+    place_of, devices, elsewhere, pickled, _ = pickle.loads(description)
     for rank in {rank for rank, _ in elsewhere.values()}:
         of_other, its_memory = read(rank)
         its_place_of = pickle.loads(of_other)[0]

@@ -146,11 +146,26 @@ class StateUnpickler(pickle.Unpickler):
         description: The pickle.
         named: What is only named there.
         memory: Returns the memory of a number, which may be that of a parameter.
+        is_of_another_plan: Whether tensors are not to be used as they are: what was sharded comes as the ordinary
+            tensor that a worker had of it, and none has memory of its own.
     """
 
-    def __init__(self, description: bytes, named: Mapping[Name, Any], memory: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self,
+        description: bytes,
+        named: Mapping[Name, Any],
+        memory: Callable[[int], Tensor],
+        *,
+        is_of_another_plan: bool = False,
+    ) -> None:
         super().__init__(io.BytesIO(description))
         self._named, self._memory = named, memory
+        self._otherwise = _UNDER_ANOTHER_PLAN if is_of_another_plan else {}
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Called for each class and function that the pickle names."""
+        found = super().find_class(module_name, global_name)
+        return self._otherwise.get(found, found) if self._otherwise and module_name == __name__ else found
 
     def persistent_load(self, name: Any) -> Any:
         return self._memory(name) if isinstance(name, int) else self._named[name]
@@ -159,6 +174,12 @@ class StateUnpickler(pickle.Unpickler):
 def flat_memory(tensor: Tensor) -> Tensor:
     """Returns all memory behind a tensor, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def seen_in(memory: Tensor, dtype: torch.dtype, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Returns the tensor that lies in flat memory, which may begin anywhere in a larger one."""
+    typed = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return typed.as_strided(tuple(shape), tuple(strides), typed.storage_offset() + offset)
 
 
 def _made_tensor(
@@ -178,3 +199,24 @@ def _made_dtensor(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any, 
 
 def _made_mesh(model: WorkerModel, names: tuple[str, ...]) -> DeviceMesh:
     return model.mesh[names]
+
+
+def _seen_tensor(
+    memory: Tensor, dtype: torch.dtype, offset: int, shape: Sequence[int], strides: Sequence[int], needs_grad: bool
+) -> Tensor:
+    return seen_in(memory, dtype, offset, shape, strides)
+
+
+def _local_part(local: Tensor, *of_whole: Any) -> Tensor:
+    return local
+
+
+def _no_mesh(model: WorkerModel, names: tuple[str, ...]) -> None:
+    """A mesh of the plan that is no more."""
+
+
+_UNDER_ANOTHER_PLAN: Mapping[Any, Any] = {
+    _made_tensor: _seen_tensor,
+    _made_dtensor: _local_part,
+    _made_mesh: _no_mesh,
+}

@@ -357,3 +357,15 @@ def test_no_copy_is_asked_for_while_files_are_written_that_are_in_none(every_thi
     log.rules.is_saving = False
     log.add(sent(6, steps=1))
     assert log.wanted == "snapshot 1"
+
+
+def test_commands_behind_those_that_are_kept_are_forgotten(log):
+    for number in (1, 2, 3):
+        log.add(sent(number, steps=1))
+    log.wanted = "snapshot"
+    for number in (1, 2):
+        log.answered(sent(number), [], None)
+    log.keep_only(log.answered_commands())
+    assert [one.number for one in log.answered_commands()] == [1, 2] and log.wanted is None
+    log.add(sent(3, steps=1))
+    assert sum(one.num_steps for one in log._commands.values()) == 3 == log._num_steps

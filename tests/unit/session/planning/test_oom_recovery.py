@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from moreh_ap.errors import PlanError
+from moreh_ap.errors import PlanError, WorkerLostError
 from moreh_ap.planner.search.constraints import Constraints
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import UNCORRECTED
+from moreh_ap.protocol.messages.models import BuildModel
+from moreh_ap.runtime.recovery.recovering_group import NoOthersError
 from moreh_ap.session.planning.oom_recovery import Recovery
 from moreh_ap.session.planning.plan_selection import Planned
 from moreh_ap.session.planning.step_watch import Expected
+from moreh_ap.session.replay import taking_over
 from moreh_ap.states import SessionState
 from unit.planner.search.test_device_counts import on, task
 
@@ -59,3 +64,132 @@ def test_the_error_stays_where_other_workers_cannot_take_over(why):
     layout = planned(on(WHOLE, 1), why.pop("on_all", planned(WHOLE)))
     with pytest.raises(PlanError, match="no plan needs clearly less"):
         recovery(layout, **why)._next_plan(layout)
+
+
+class Machine:
+    """So many devices of the sort that the task is for."""
+
+    def __init__(self, count):
+        self.cluster = on(task("8xT4", batch=8), count).cluster
+
+
+class Remote:
+    """A model on workers."""
+
+    owner, root = "model0", object()
+
+    def __init__(self, plan):
+        self.plan = plan
+
+    def is_released(self):
+        return False
+
+    has_left = is_released
+
+    def laid_out_again(self, plan):
+        self.plan = plan
+
+    def example(self):
+        return None
+
+
+class Group:
+    """Workers, of which `bound` says why others cannot take over."""
+
+    def __init__(self, bound=""):
+        self.bound = bound
+
+    def why_bound(self, error):
+        return self.bound
+
+    def end_for_others(self, error, change, num_workers, reason):
+        self.ended = error, change(BuildModel("model0", b"", "replicate=8", {})).plan, num_workers, reason
+        return "past"
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    """Returns the recovery of a model that has been trained for a step, and its session."""
+    monkeypatch.setenv("MOREH_AP_CACHE", str(tmp_path))
+    monkeypatch.setattr(taking_over, "write_selected", lambda *what: None)
+    monkeypatch.setattr(taking_over, "Watch", lambda *what: None)
+
+    def make(bound="", has_differentiated=False):
+        layout = planned(task("8xT4", batch=8))
+        made = recovery(layout, SessionState.UNREPLAYABLE)
+        session = made._session
+        session.workers, session.has_differentiated, session.trial_plan = Group(bound), has_differentiated, None
+        session.job = SimpleNamespace(has_model=lambda *what: None)
+        session.restart_workers = lambda count, past: (count, past)
+        remote, made._models = Remote(layout.plan), []
+        made._taking_over.planned[remote], made._largest = layout, layout
+        session.options = SimpleNamespace(recovery="memory")
+        return made, session, remote
+
+    return make
+
+
+def test_after_the_first_step_others_go_on_under_a_plan_that_splits_layers_alike(trained):
+    made, session, remote = trained()
+    before, error = remote.plan, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+    restart = made._on_error(error)
+    assert restart.workers == (remote.plan.num_devices, "past") and restart.error is error
+    assert remote.plan != before and (remote.plan.tensor, remote.plan.pipeline) in {
+        (1, 1),
+        (before.tensor, before.pipeline),
+    }
+    ended, built, count, reason = session.workers.ended
+    assert ended is error and built == str(remote.plan) and count == remote.plan.num_devices
+    assert reason == (
+        f'plan="{before}" ran out of memory: CUDA out of memory. Tried to allocate 2.00 GiB. '
+        f'Others took over with plan="{remote.plan}"'
+    )
+    leaner = remote.plan
+    made._on_error(error)
+    assert remote.plan not in (before, leaner), "the next one after that"
+
+
+def test_where_others_cannot_take_over_the_script_gets_the_error_with_the_reason(trained):
+    made, session, _ = trained(bound="there is no copy")
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(torch.OutOfMemoryError, match="no other plan can take over: there is no copy") as raised:
+        made._on_error(error)
+    assert raised.value.__cause__ is error and not hasattr(session.workers, "ended")
+
+
+def test_no_other_plan_takes_over_where_gradients_were_differentiated(trained):
+    made, _, _ = trained(has_differentiated=True)
+    with pytest.raises(torch.OutOfMemoryError, match="no plan needs clearly less"):
+        made._on_error(torch.OutOfMemoryError("CUDA out of memory."))
+
+
+def lost():
+    return NoOthersError("Worker 7 of 8 died. No others can be started: its device is gone.")
+
+
+def test_where_a_device_is_gone_the_best_plan_for_fewer_takes_over(trained, monkeypatch):
+    made, session, remote = trained()
+    monkeypatch.setattr(taking_over, "machine_on", lambda session, count: Machine(count))
+    session.num_devices, before, error = 8, remote.plan, lost()
+    session.outbox.state = SimpleNamespace(enter=lambda state: entered.append(state))
+    entered = []
+    restart = made._on_error(error)
+    count = remote.plan.num_devices
+    assert 1 <= count < 8 and restart.workers == (count, "past") and restart.error is error
+    assert (remote.plan.tensor, remote.plan.pipeline) in {(1, 1), (before.tensor, before.pipeline)}
+    ended, built, num_workers, reason = session.workers.ended
+    assert (ended, built, num_workers) == (error, str(remote.plan), count) and entered == [SessionState.UNREPLAYABLE]
+    assert reason == f'{error.fact} Others took over with plan="{remote.plan}"'
+    assert made._taking_over.planned[remote].task.cluster.num_devices == count
+
+
+def test_a_lost_device_ends_the_run_where_fewer_cannot_take_over(trained):
+    made, _, _ = trained(bound="there is no copy")
+    with pytest.raises(WorkerLostError, match=r"cannot go on with fewer devices: there is no copy") as raised:
+        made._on_error(lost())
+    assert type(raised.value) is WorkerLostError
+    made, _, remote = trained()
+    layout = made._taking_over.planned[remote]
+    made._taking_over.planned[remote] = replace(layout, is_given=True)
+    with pytest.raises(WorkerLostError, match="is what the script asks for"):
+        made._on_error(lost())

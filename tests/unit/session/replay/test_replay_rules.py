@@ -96,7 +96,7 @@ def test_a_snapshot_stands_for_what_came_before_it_in_its_message_too():
 def test_a_copy_counts_if_all_workers_have_it(problems, taken):
     message = Batch((Synchronize(), TakeSnapshot(MemoryFile(0, 0, ""), 1, 1)))
     both = [[None, Snapshot("", 9, 0.1, 2.0)], [None, Snapshot("", 9, 0.2, 1.0)]]
-    assert RULES.taken(message, both)[3:] == (0.2, 2.0, 18, 0.0)
+    assert RULES.taken(message, both)[3:] == (0.2, 2.0, 18, 0.0, "")
     first, second = problems
     assert RULES.taken(message, [[None, Snapshot(first, 1, 0.25)], [None, Snapshot(second, 1, 0.5)]]) == taken
 
@@ -136,3 +136,21 @@ def test_the_session_is_told_of_new_processes_and_not_by_a_line_of_the_log(capsy
     assert capsys.readouterr().out.count("ends the run\n") == 1 and told == []
     rules.others_took_over()
     assert told == [True]
+
+
+def test_others_under_another_plan_build_models_under_it_and_take_all_copies():
+    rules = SessionReplayRules(lambda: None, 2)
+    before, after = BuildModel("model0", b"", "shard=2", {}), BuildModel("model0", b"", "replicate=4", {})
+    step = StepOptimizer("optimizer0", {})
+    snapshot = rules.next_snapshot(9.0)
+    kept = rules.from_snapshot(Batch((before, snapshot, step)))
+    changed = rules.for_others(lambda command: after if command == before else command, 4)
+    build, restore, last = changed(kept).commands
+    assert build == after and last is step
+    assert restore == RestoreSnapshot(snapshot.file, snapshot.number, of_workers=2)
+    assert changed(before) == after and changed(step) is step
+    again = rules.for_others(lambda command: command, 2)(Batch((restore,)))
+    assert again.commands == (restore,), "a copy that others have not replaced yet is still of two workers"
+    following = rules.next_snapshot(9.0)
+    assert rules.from_snapshot(Batch((following,))).commands[0] == after, "structure, too"
+    rules.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from moreh_ap.protocol.messages.state import BYTES_PER_WORKER
 from moreh_ap.session.replay import snapshot_slots
 from moreh_ap.session.replay.snapshot_slots import SnapshotSlots
 
@@ -37,3 +38,20 @@ def test_no_slots_where_files_must_not_be_large(monkeypatch):
 
     monkeypatch.setattr(snapshot_slots.os, "truncate", refuse)
     assert SnapshotSlots(num_workers=2).next_copy(9.0) is None
+
+
+def test_other_workers_write_beside_the_copy_of_those_before_them(monkeypatch):
+    monkeypatch.setattr(snapshot_slots, "free_memory", lambda: 1000)
+    slots = SnapshotSlots(num_workers=2)
+    copy = slots.next_copy(9.0)
+    os.pwrite(copy.file.descriptor, b"kept", 0)
+    slots.completed(copy)
+    stale = slots.next_copy(9.0)
+    os.pwrite(stale.file.descriptor, b"stale", 0)
+    slots.for_others(4)
+    following = slots.next_copy(9.0)
+    assert following.file == stale.file and following.most_bytes == 50
+    assert os.pread(stale.file.descriptor, 5, 0) == bytes(5), "its memory was given back"
+    assert os.pread(copy.file.descriptor, 4, 0) == b"kept"
+    assert os.fstat(following.file.descriptor).st_size == 4 * BYTES_PER_WORKER
+    slots.close()

@@ -6,7 +6,7 @@ when snapshots are taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,10 @@ _LASTING = (
 )
 
 
+MADE_AND_SET = (*_LASTING, BuildModel, ReleaseModel, ReleaseOptimizer)
+"""All that a structure is told of."""
+
+
 class Structure:
     """Those commands, oldest first. What the script has dropped, or set anew since, is not among them."""
 
@@ -41,6 +45,10 @@ class Structure:
     def commands(self) -> tuple[Any, ...]:
         """Returns the commands."""
         return (*self._commands, *map(ReleaseModel, sorted(self._released)))
+
+    def change(self, change: Callable[[Any], Any]) -> None:
+        """Has other commands take the place of these."""
+        self._commands = [change(command) for command in self._commands]
 
     def add(self, commands: Sequence[Any]) -> None:
         """Takes in what the workers have been told next."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moreh_ap.protocol.messages.lasting_commands import Structure
 from moreh_ap.protocol.messages.models import BuildModel, ChangeModule, ReleaseModel, SetRequiresGrad
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, ReleaseOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.stream import DefineList, ImportModules, Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.tensor_source import TensorSource
-from moreh_ap.session.replay.replay_structure import Structure
 
 BUILD = BuildModel("model0", b"", "shard=2", {})
 OPTIMIZER = BuildOptimizer("optimizer1", b"", ((StateRef("model0", "param", "weight"),),), {})

@@ -1,0 +1,165 @@
+"""A copy of what workers hold that have all just failed at the same command, for others under another plan.
+
+Decides when what workers hold is what they held before the command that failed. Must not know which plan the others
+have.
+
+[Note: what an error leaves]
+Without recovery nobody keeps what the workers were told. But a forward that ran out of memory on all of them at once
+has changed nothing that they hold, unless it writes buffers, parameters or attributes; and no backward was about to go
+through another call, since then there is no copy. So each worker writes its copy now. The values of the commands that
+failed, and were skipped behind it, are still in the memory in which they were sent; the script may have others by now.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from moreh_ap.protocol.encoding import Packed
+from moreh_ap.protocol.messages.calls import (
+    Backward,
+    DefineSignature,
+    ReleaseCalls,
+)
+from moreh_ap.protocol.messages.models import ChangeModule, ReleaseModel, SetKernelFormats, SetRequiresGrad
+from moreh_ap.protocol.messages.optimizers import BuildOptimizer, LoadOptimizer, ReleaseOptimizer, StepOptimizer
+from moreh_ap.protocol.messages.row_shards import ReleaseRowShards
+from moreh_ap.protocol.messages.snapshots import Failed, Snapshot
+from moreh_ap.protocol.messages.state import (
+    ClearGradients,
+    ClipGradients,
+    GradientNorm,
+    KeepState,
+    ReleaseState,
+    RunOperation,
+    WriteState,
+)
+from moreh_ap.protocol.messages.stream import Again, Batch, DefineList, ImportModules
+from moreh_ap.protocol.messages.traces import words
+from moreh_ap.runtime.future import Reply
+from moreh_ap.runtime.worker_group import WorkerGroup
+from moreh_ap.session.replay.restart import Unanswered
+from moreh_ap.session.replay.snapshot_slots import SnapshotSlots
+
+_NOT_READ = (
+    Again,
+    Backward,
+    BuildOptimizer,
+    ChangeModule,
+    ClearGradients,
+    ClipGradients,
+    DefineList,
+    DefineSignature,
+    GradientNorm,
+    ImportModules,
+    KeepState,
+    LoadOptimizer,
+    ReleaseCalls,
+    ReleaseModel,
+    ReleaseOptimizer,
+    ReleaseRowShards,
+    ReleaseState,
+    RunOperation,
+    SetKernelFormats,
+    SetRequiresGrad,
+    StepOptimizer,
+    WriteState,
+)
+"""Commands whose answers nobody needs, or can ask for again: an error takes those of its message with it."""
+
+
+class CannotCopy(Exception):
+    """What workers hold is no more what it was; the text says why."""
+
+
+class CopyAfterError:
+    """The copy, and what others have to be told beside it.
+
+    Args:
+        workers: All of which have failed.
+        error: In which a command has ended, and which has been raised.
+        unanswered: The messages that ended in it.
+
+    Raises:
+        CannotCopy: The workers have ended, or hold something half made.
+    """
+
+    def __init__(self, workers: WorkerGroup, error: BaseException, unanswered: Unanswered) -> None:
+        if workers.is_stopped():
+            raise CannotCopy("not all workers have failed at the same command")
+        if not workers.shares_memory:
+            raise CannotCopy("workers are on several hosts")
+        self._slots = SnapshotSlots(workers.num_workers)
+        try:
+            taken, restore = self._take(workers)
+            failed = [one.failed for one in taken if one.failed is not None]
+            _require_whole(taken, failed)
+            self._messages = [(_commands_of(reply, workers), posted) for _, posted, reply in unanswered.ended_in(error)]
+            if not self._messages:
+                raise CannotCopy("the command that failed is not known")
+            self._cut(failed[0].num_done)
+        except BaseException:
+            self._slots.close()
+            raise
+        self._first = [*failed[0].structure, replace(restore, of_workers=workers.num_workers)]
+
+    def _take(self, workers: WorkerGroup) -> tuple[list[Snapshot], Any]:
+        copy = self._slots.next_copy(math.inf)
+        if copy is None:
+            raise CannotCopy("there is no memory that outlives a worker on this system")
+        try:
+            answers = workers.submit(Batch((replace(copy, after_error=True),))).result()
+        except Exception as another:  # of any class: the script is told of the first one
+            raise CannotCopy(f"{type(another).__name__}: {another}") from another
+        return [one[0] for one in answers], self._slots.completed(copy)
+
+    def _cut(self, num_done: int) -> None:
+        """Leaves out of the message that failed what was executed before."""
+        commands, posted = self._messages[0]
+        for command in commands[:num_done]:
+            if not isinstance(command, _NOT_READ):
+                raise CannotCopy(f'the answer to "{words(type(command))}" was lost with the error')
+        self._messages[0] = commands[num_done:], posted[num_done:]
+
+    def messages(
+        self, change: Callable[[Any], Any], promise: Callable[[], Any], restored: Callable[[], object]
+    ) -> list[tuple[list[Any], list[Any]]]:
+        """Returns what others are told: commands, and promises of their results.
+
+        Args:
+            change: Returns a command for them, itself if it does not depend on plans.
+            promise: Makes a promise.
+            restored: Called once they have taken the copy over.
+        """
+        first = [change(command) for command in self._first]
+        posted = [promise() for _ in first]
+
+        def done(restoring: Any) -> None:
+            self._slots.close()
+            if not restoring.failed():
+                restored()
+
+        posted[-1].add_done_callback(done)
+        return [(first, posted), *self._messages]
+
+
+def _require_whole(taken: Sequence[Snapshot], failed: Sequence[Failed]) -> None:
+    for one in taken:
+        if one.problem or one.bound:
+            raise CannotCopy(one.problem or one.bound)
+    for of_one in failed:
+        if of_one.half_made:
+            raise CannotCopy(of_one.half_made)
+    if len({of_one.num_done for of_one in failed}) != 1:
+        raise CannotCopy("workers have failed at different commands")
+
+
+def _commands_of(reply: Reply, workers: WorkerGroup) -> list[Any]:
+    """Returns the commands of a message with the values that were sent."""
+    packed = reply.payload
+    assert isinstance(packed, Packed), "what ended in an error is kept, and was for all workers"
+    batch = pickle.loads(packed.pickle, buffers=workers.shared_memory.read(packed.buffers))
+    return list(batch.commands)

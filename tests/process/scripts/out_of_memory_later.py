@@ -1,0 +1,142 @@
+"""Trains a model on one device, and on workers that run out of memory after many steps; prints how far they are apart.
+
+    out_of_memory_later.py FAULT...     # where workers run out: "forward", "backward" (one worker) or "step"
+    out_of_memory_later.py gone         # a worker is killed, and only one can be started from then on
+
+The planner chooses the plans. A worker runs out once, where a file in FATAL_FOLDER says so. The script accumulates and
+clips gradients, draws random numbers in the forward, keeps an average of the weights, and reads a large output that was
+left on the workers before.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moreh_ap import device
+from moreh_ap.errors import MeshStartError
+from moreh_ap.runtime.launcher import Launcher
+from moreh_ap.runtime.recovery import snapshot_timing
+
+STEPS, AT = 7, 4
+ROWS, LENGTH, WIDTH = 8, 2048, 32
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB."
+FOLDER = os.environ["FATAL_FOLDER"]
+
+
+def run_out(folder, place):
+    """Raises what PyTorch raises, if a file says that this worker runs out here."""
+    rank = Path("/proc/self/comm").read_text().strip().removeprefix("moreh-worker-")
+    file = Path(folder) / f"{place}-{rank}"
+    if file.exists():
+        file.unlink()
+        raise torch.OutOfMemoryError(MESSAGE)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, folder):
+        ctx.folder = folder
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        run_out(ctx.folder, "backward")
+        return gradient, None
+
+
+class Model(nn.Module):
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        self.first, self.second = nn.Linear(WIDTH, 128), nn.Linear(128, 1)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+
+    def forward(self, x, y):
+        run_out(self.folder, "forward")
+        hidden = Fails.apply(self.dropout(torch.tanh(self.first(x) * self.scale[0])), self.folder)
+        return ((self.second(hidden) - y) ** 2).mean(), hidden
+
+
+class Optimizer(torch.optim.AdamW):
+    """Runs out in the middle of a step: some parameters have their new values then."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        if os.environ.get("MOREH_AP_WORKER"):
+            run_out(os.environ["FATAL_FOLDER"], "step")
+
+
+def lose_a_device():
+    """Kills a worker, and has no more than one start from now on."""
+    start = Launcher.start
+
+    def start_one(launcher, *how):
+        if launcher._request.num_workers > 1:
+            raise MeshStartError("Worker 1 cannot be started: its device is gone.")
+        return start(launcher, *how)
+
+    Launcher.start = start_one
+    os.kill(device.current().session.workers.pids[1], signal.SIGKILL)
+
+
+def arm(fault):
+    if fault == "gone":
+        lose_a_device()
+        return
+    for rank in (1,) if fault == "backward" else (0, 1):
+        (Path(FOLDER) / f"{fault}-{rank}").touch()
+
+
+def train(place, fault):
+    """Returns losses, norms, weights, their average, and what was read of outputs."""
+    torch.manual_seed(0)
+    model, generator = Model(FOLDER).to(place), torch.Generator().manual_seed(1)
+    optimizer = Optimizer(model.parameters(), lr=1e-2)
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    found, read, hidden = [], [], None
+    for step in range(STEPS):
+        for half in range(2):
+            x, y = (
+                torch.randn(ROWS, LENGTH, WIDTH, generator=generator),
+                torch.randn(ROWS, LENGTH, 1, generator=generator),
+            )
+            if place == "cuda" and (step, half) == (AT, 1):
+                arm(fault)
+            before = hidden
+            loss, hidden = model(x.to(place), y.to(place))
+            (loss / 2).backward()
+            if step >= AT:
+                read.append(before.detach().cpu())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, parameter in zip(average, model.parameters()):
+                mean.lerp_(parameter, 0.5)
+        found += [loss.detach(), norm]
+        if step % 2:
+            print("step", step, loss.item(), flush=True)
+    found += [parameter.detach() for parameter in model.parameters()] + average
+    return [one.cpu() for one in found] + read
+
+
+def main():
+    if "SNAPSHOT_STEPS" in os.environ:
+        snapshot_timing.STEPS = int(os.environ["SNAPSHOT_STEPS"])
+    torch.moreh.option.enable_advanced_parallelization(devices=2, mixed_precision=False, plan=os.environ.get("PLAN"))
+    for fault in sys.argv[1:]:
+        expected, found = train("cpu", fault), train("cuda", fault)
+        apart = [
+            float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, expected, strict=True)
+        ]
+        print(f"{fault}: {len(apart)} values, largest difference {max(apart):.2g}", flush=True)
+        print(f"left over: {os.listdir(FOLDER)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

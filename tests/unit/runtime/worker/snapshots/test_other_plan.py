@@ -1,0 +1,111 @@
+"""What workers held under one plan is put together and divided anew under another; what cannot be says why."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moreh_ap.parallelizer.mesh import Axis, Position
+from moreh_ap.parallelizer.state.state_shard import StateShard
+from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
+from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.runtime.worker.commands.tables import Tables
+from moreh_ap.runtime.worker.row_shard_store import RowShard
+from moreh_ap.runtime.worker.snapshots.held_state import describe
+from moreh_ap.runtime.worker.snapshots.other_plan import take_over_from_all, why_bound
+
+WEIGHT, NORM = StateRef("session", "temporary", "1"), StateRef("session", "temporary", "2")
+WHOLE, LOGITS = torch.arange(12.0).reshape(4, 3), torch.randn(5, 2)
+
+
+def position(rank: int, size: int) -> Position:
+    alone, tensor = Axis(0, 1, None), Axis(rank, size, None)
+    return Position(alone, alone, tensor, alone, alone)
+
+
+def one_of_two(rank: int) -> Tables:
+    """A worker that has rows 0 and 3 of a tensor, or rows 1 and 2, and its rows of a result."""
+    tables = Tables(rank, 2, "cpu")
+    ranges = ((0, 1), (3, 4)) if rank == 0 else ((1, 3),)
+    local = torch.cat([WHOLE[start:stop] for start, stop in ranges])
+    layout = TensorLayout((4, 3), 0, ranges)
+    tables.temporaries[WEIGHT] = StateShard(local, position(rank, 2), layout)
+    tables.temporaries[NORM] = StateShard(torch.tensor(2.5), position(rank, 2))
+    rows = LOGITS[:3] if rank == 0 else LOGITS[3:]
+    tables.row_shards[7] = RowShard(rows.clone(), Axis(0, 1, None), 5, True, torch.float32)
+    tables.row_shards[8] = None
+    tables.lists[3] = (WEIGHT, NORM)
+    return tables
+
+
+def taken_over(*before: Tables) -> Tables:
+    copies = [describe(one) for one in before]
+    after = Tables(0, 1, "cpu")
+    take_over_from_all(after, lambda rank: (copies[rank][0], [one.clone() for one in copies[rank][1]]), len(before))
+    for _, memory in copies:
+        for one in memory:
+            one.zero_()  # the copies are overwritten by the next ones
+    return after
+
+
+def test_tensors_of_which_workers_have_parts_are_whole_again():
+    torch.manual_seed(3)
+    after = taken_over(one_of_two(0), one_of_two(1))
+    held = after.temporaries[WEIGHT]
+    assert torch.equal(held.tensor, WHOLE) and held.layout is None and held.shape == (4, 3)
+    assert after.temporaries[NORM].tensor.item() == 2.5
+    assert after.lists == {3: (WEIGHT, NORM)}
+
+
+def test_rows_are_joined_and_divided_anew_and_nothing_lies_in_the_copies():
+    torch.manual_seed(3)
+    after = taken_over(one_of_two(0), one_of_two(1))
+    shard = after.row_shards[7]
+    assert torch.equal(shard.tensor, LOGITS) and shard.rows == 5
+    assert after.row_shards[8] is None
+
+
+def test_random_streams_are_those_of_the_first_worker():
+    torch.manual_seed(5)
+    first = describe(one_of_two(0))
+    expected = torch.rand(2)
+    torch.manual_seed(6)
+    second = describe(one_of_two(1))
+    take_over_from_all(Tables(0, 1, "cpu"), lambda rank: (first, second)[rank], 2)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def model(**otherwise):
+    known = {"gradients_aside": None, "parameters": {"weight": torch.zeros(2)}, "attributes_since_made": dict}
+    plan = SimpleNamespace(tensor=1, pipeline=1)
+    return SimpleNamespace(**{**known, "plan": plan, **otherwise})
+
+
+@pytest.mark.parametrize(
+    "otherwise, why",
+    [
+        ({"gradients_aside": {}}, "kept aside"),
+        ({"parameters": {"packed": torch.zeros(2, dtype=torch.uint8)}}, "packed bytes"),
+        ({"attributes_since_made": lambda: {"cache": [torch.zeros(1)]}}, "has set cache to something else"),
+        ({"attributes_since_made": lambda: {"times": 3, "name": "x"}}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_depends_on_the_plan_says_so(otherwise, why):
+    tables = Tables(0, 2, "cpu")
+    tables.models["model0"] = model(**otherwise)
+    found = why_bound(tables)
+    assert why in found and bool(found) is bool(why)
+
+
+def test_results_of_a_model_whose_layers_are_split_and_views_stay():
+    tables = one_of_two(0)
+    assert why_bound(tables) == ""
+    tables.models["model0"] = model(plan=SimpleNamespace(tensor=2, pipeline=1))
+    assert "layers are split" in why_bound(tables)
+    tables = one_of_two(0)
+    base = tables.row_shards[7].content
+    tables.row_shards[9] = RowShard(base[1:], Axis(0, 1, None), 5, True, torch.float32)
+    assert "views" in why_bound(tables)
