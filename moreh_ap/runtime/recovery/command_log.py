@@ -20,13 +20,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from moreh_ap.protocol.encoding import Packed, WorkerTraceback
 from moreh_ap.runtime.future import SentCommand
+from moreh_ap.runtime.recovery.losses import Losses
 from moreh_ap.runtime.recovery.snapshot_timing import MOST_FRUGAL_STEPS, SnapshotTiming
 
 MOST_BYTES = 1 << 30
@@ -43,9 +43,6 @@ MOST_FAILED = 24
 
 SNAPSHOT_BYTES = 1 << 28
 """A snapshot is taken once so many bytes of commands are kept, however few steps that is."""
-
-MOST_LOSSES, LOSSES_WITHIN_S = 3, 600.0
-"""More losses than this at one command, within so many seconds, are no coincidence: the command causes them."""
 
 
 class Noted(NamedTuple):
@@ -190,7 +187,7 @@ class CommandLog:
         self._num_bytes = self._num_steps = self._last_number = 0
         self._files: dict[str, tuple[int, ...]] = {}
         self._when_forgotten: list[tuple[int, Callable[[], object]]] = []
-        self._losses: dict[int, deque[float]] = {}
+        self._losses = Losses()
         self._timing = SnapshotTiming(is_frugal=is_frugal)
         self._takes_snapshots, self._snapshot_in, self._problem = True, 0, ""
         self._last_error: BaseException | None = None  # of a command that is not kept
@@ -383,16 +380,9 @@ class CommandLog:
         """
         if not self.is_open:
             return self.why_closed
-        if number is not None:
-            now_s = time.monotonic()
-            losses = self._losses.setdefault(number, deque())
-            losses.append(now_s)
-            while now_s - losses[0] > LOSSES_WITHIN_S:
-                losses.popleft()
-            if len(losses) > MOST_LOSSES:
-                return f"workers were lost {len(losses)} times at the same command"
         changed = [file for file, before in self._files.items() if _identity(file) != before]
-        return f"{changed[0]} has been changed since workers read it" if changed else ""
+        too_many = self._losses.why_too_many(number)
+        return too_many or (f"{changed[0]} has been changed since workers read it" if changed else "")
 
 
 def _num_done(error: BaseException, last: BaseException | None) -> int:

@@ -35,7 +35,8 @@ from moreh_ap.runtime.joining import launch
 from moreh_ap.runtime.launcher import POLL_S, Stopping
 from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang
 from moreh_ap.runtime.receiver import Receiver
-from moreh_ap.runtime.recovery.command_log import MOST_LOSSES, CommandLog, Logged, ReplayRules
+from moreh_ap.runtime.recovery.command_log import CommandLog, Logged, ReplayRules
+from moreh_ap.runtime.recovery.losses import MOST_LOSSES
 from moreh_ap.runtime.relay.carrier import Awaited, Carrier
 from moreh_ap.runtime.worker_group import WorkerGroup
 

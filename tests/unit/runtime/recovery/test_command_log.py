@@ -8,7 +8,7 @@ import pytest
 
 from moreh_ap.protocol.encoding import Packed, Place, WorkerTraceback
 from moreh_ap.runtime.future import Reply, SentCommand
-from moreh_ap.runtime.recovery import command_log, snapshot_timing
+from moreh_ap.runtime.recovery import command_log, losses, snapshot_timing
 from moreh_ap.runtime.recovery.command_log import CommandLog, Noted, Taken
 
 
@@ -113,7 +113,7 @@ def test_a_log_that_grows_too_long_is_closed_and_says_so(log, monkeypatch, name,
 
 def test_more_than_three_losses_at_one_command_within_ten_minutes_are_too_many(log, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(command_log.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(losses.time, "monotonic", lambda: now[0])
     for _ in range(3):
         assert log.why_not(5) == log.why_not(6) == ""
         now[0] += 100
