@@ -33,9 +33,6 @@ from rich.table import Table
 from storm_faults import KINDS, OVER_WITHIN_S, Failed, Storm, Training
 
 PLANS = ("replicate=2", "shard=2", "tensor=2", "pipeline=2,micro_batches=2", "shard=2,tensor=2")
-MOST_S = 30.0
-"""So long a training may stand because of a fault."""
-
 REFERENCE_S = 900.0
 FIRST_S = 180.0  # a busy machine starts the workers and lays out the first model
 
@@ -104,7 +101,7 @@ def weather(plan: str, folder: Path, arguments: argparse.Namespace, faults: Iter
     outcome.problems += [f"left behind: {name}" for name in training.end()]
     times_s = [line.at_s for line in training.lines]
     outcome.longest_s = max((after - before for before, after in itertools.pairwise(times_s)), default=0.0)
-    if outcome.longest_s > MOST_S:
+    if outcome.longest_s > arguments.most_s:
         outcome.problems.append(f"it stood for {outcome.longest_s:.0f} s")
     compare(outcome, training, undisturbed(plan, folder / "undisturbed", options, len(training.lines)))
     return outcome
@@ -175,6 +172,7 @@ def main() -> int:
     parser.add_argument(
         "--hang-s", type=float, default=5.0, help="what is silent for so long hangs; 30 outside of this"
     )
+    parser.add_argument("--most-s", type=float, default=30.0, help="what stands for longer is not good (default: 30)")
     parser.add_argument("--folder", type=Path, help="keeps what the trainings print and save")
     parser.add_argument("--quiet", action="store_true", help="print the table alone")
     arguments = parser.parse_args()

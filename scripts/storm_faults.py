@@ -171,7 +171,7 @@ class Training:
         found += [f"/dev/shm/{name}" for name in _shared_files() - self._shared]
         saved = self._folder / "saved"
         described = "".join(path.read_text() for path in saved.glob("checkpoint*.json"))
-        found += [path.name for path in saved.glob("*-*") if path.name not in described]
+        found += [path.name for path in saved.glob("*.safetensors*") if path.name not in described]
         return found
 
     def _processes(self) -> list[int]:

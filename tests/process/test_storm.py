@@ -17,13 +17,14 @@ import pytest
 STORM = Path(__file__).parents[2] / "scripts" / "storm.py"
 PLANS = ("replicate=2", "shard=2", "tensor=2", "pipeline=2,micro_batches=2", "shard=2,tensor=2")
 WITHIN_S = 280.0
+MOST_S = 60.0  # on a machine that does other things, too: 30 on an idle one
 
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("plan", PLANS)
 def test_ten_faults_change_no_number(plan):
     seed = str(datetime.date.today().toordinal())
-    command = [sys.executable, str(STORM), plan, "--faults", "10", "--seed", seed]
+    command = [sys.executable, str(STORM), plan, "--faults", "10", "--seed", seed, "--most-s", str(MOST_S)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
     out = f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
     assert ended.returncode == 0, out
