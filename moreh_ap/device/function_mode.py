@@ -26,6 +26,7 @@ from moreh_ap.device.worker_backend import IN_FORCE
 
 _MAY_SHARE_MEMORY = {torch.as_tensor, torch.asarray, torch.frombuffer}
 _FACTORIES = torch_device_context._device_constructors()
+_VIRTUAL = frozenset({VirtualTensor})
 
 
 class RedirectMode(TorchFunctionMode):
@@ -36,7 +37,7 @@ class RedirectMode(TorchFunctionMode):
             return redirect_host(func, types, args, kwargs or {})
         if IN_FORCE.backend is None:  # left on another thread's stack, the mode lets every call pass
             return func(*args, **(kwargs or {}))
-        if types and all(kind is VirtualTensor for kind in types):
+        if types and _VIRTUAL.issuperset(types):
             return VirtualTensor.__torch_function__(func, types, args, kwargs)  # as it would be once the mode is off
         if types and not ORDINARY.issuperset(types) and is_classed(types):
             with RedirectMode():

@@ -27,6 +27,8 @@ from moreh_ap.device.values import (
     Later,
     Value,
     View,
+    leaves_of,
+    mapped,
 )
 
 aten = torch.ops.aten
@@ -68,6 +70,10 @@ _NOT_PLAIN = {aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor
 # Arguments that an operation changes although its schema does not declare it.
 _WRITES_UNSAID = {aten.native_batch_norm.default: ("running_mean", "running_var")}
 
+_NEVER_DEFERRED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_MOST_RESULTS = 4096
+_RESULTS: dict[Any, Tensor | None] = {}
+
 
 class _Form(enum.Enum):
     """What a plain operation does with memory. See [Note: plain operations]."""
@@ -104,16 +110,18 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _ALIASES or (func is aten.view.default and args[0].size() == torch.Size(args[1])):
         kind = WANTED.kind or VirtualTensor
         return VirtualTensor.__new__(kind, args[0]._cell, args[0])
-    leaves = tree_leaves((args, kwargs))
+    leaves = leaves_of(args, kwargs)
     virtual = [leaf for leaf in leaves if isinstance(leaf, VirtualTensor)]
     device = _common_device(func, virtual, leaves)
 
     values = [tensor._cell.settle() for tensor in virtual]
-    runner = next(filter(None, (value.runner() for value in values)), None)
-    if runner is not None:
-        result = runner(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
+    for value in values:
+        runner = value.runner()
+        if runner is not None:
+            result = runner(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+            break
     if func in _NEEDS_ONLY_METADATA:
         like = _in_known_order(args[0], values[0]) if func in _FOLLOWS_ORDER else args[0]
         stand_in = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
@@ -205,7 +213,11 @@ def _here(tensor: Tensor) -> Tensor | None:
 
 def _common_device(func: Any, virtual: list[VirtualTensor], leaves: list[Any]) -> torch.device:
     """Returns the device of the operation's result; raises PyTorch's usual error for mixed devices."""
-    device = ACCELERATOR if any(tensor.is_cuda for tensor in virtual) else CPU
+    device = CPU
+    for tensor in virtual:
+        if tensor.is_cuda:
+            device = ACCELERATOR
+            break
     if device == ACCELERATOR and func not in _TAKES_BOTH_DEVICES and any(map(_is_on_cpu, leaves)):
         # PyTorch's composite functions make tensors on the CPU: these may be mixed with accelerator tensors.
         if not any(map(_is_on_cpu, tree_leaves(ASKED.arguments))):
@@ -252,7 +264,7 @@ def _compute_here(func: Any, args: Any, kwargs: Any, device: torch.device) -> An
             host_of[id(tensor)] = tensor._cell.read_here().tensor if becomes_here else tensor.host_value()
         return host_of[id(tensor)]
 
-    host_args, host_kwargs = tree_map_only(VirtualTensor, read, (args, kwargs))
+    host_args, host_kwargs = mapped(VirtualTensor, read, args, kwargs)
     result = func(*host_args, **host_kwargs)
     for tensor in written:
         value = tensor._cell.value
@@ -318,19 +330,43 @@ def _may_defer_in_place(func: Any, args: Any, values: list[Value], leaves: list[
 
 
 def _inputs_may_be_deferred(func: Any, values: list[Value], leaves: list[Any]) -> bool:
-    return (
-        not all(value.ready() for value in values)
-        and all(value.owner is None and not isinstance(value, View) for value in values)
-        and torch.Tag.nondeterministic_seeded not in func.tags
-        and torch.Tag.data_dependent_output not in func.tags
-        and torch.Tag.dynamic_output_shape not in func.tags
-        and all(leaf.numel() <= MAX_DEFERRED_ELEMENTS for leaf in leaves if isinstance(leaf, Tensor))
-    )
+    is_waited_for = False
+    for value in values:
+        if value.owner is not None or isinstance(value, View):
+            return False
+        is_waited_for = is_waited_for or not value.ready()
+    if not _NEVER_DEFERRED.isdisjoint(func.tags):
+        return False
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.numel() > MAX_DEFERRED_ELEMENTS:
+            return False
+    return is_waited_for
+
+
+def _result_on_meta(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """Returns a meta tensor like the result of an operation, or None where that is no tensor.
+
+    The same object for arguments that look alike: a script repeats its operations, and PyTorch computes many results
+    on meta by functions of Python.
+    """
+    form: list[Any] = [func, torch.get_default_dtype(), len(args), *kwargs]
+    for arg in (*args, *kwargs.values()):
+        is_list = type(arg) is list or type(arg) is tuple
+        for one in arg if is_list else (arg,):
+            form += (one.size(), one.stride(), one.dtype) if isinstance(one, Tensor) else (type(one), one)
+        form.append(is_list)
+    key = tuple(form)
+    if key not in _RESULTS:
+        if len(_RESULTS) >= _MOST_RESULTS:
+            _RESULTS.clear()
+        result = func(*meta_of(args), **{**meta_of(kwargs), **({"device": "meta"} if kwargs.get("device") else {})})
+        _RESULTS[key] = result if isinstance(result, Tensor) else None
+    return _RESULTS[key]
 
 
 def _defer(func: Any, args: Any, kwargs: Any, device: torch.device) -> VirtualTensor | None:
-    meta = func(*meta_of(args), **{**meta_of(kwargs), **({"device": "meta"} if kwargs.get("device") else {})})
-    if not isinstance(meta, Tensor) or meta.numel() > MAX_DEFERRED_ELEMENTS:
+    meta = _result_on_meta(func, args, kwargs)
+    if meta is None or meta.numel() > MAX_DEFERRED_ELEMENTS:
         return None
 
     def snapshot(tensor: Tensor) -> Value:
@@ -339,7 +375,7 @@ def _defer(func: Any, args: Any, kwargs: Any, device: torch.device) -> VirtualTe
         value = tensor._cell.value
         return Here(value.tensor.clone()) if isinstance(value, Here) else value
 
-    later_args, later_kwargs = tree_map_only(Tensor, snapshot, (args, kwargs))
+    later_args, later_kwargs = mapped(Tensor, snapshot, args, kwargs)
     return VirtualTensor(Cell(Later(func, later_args, later_kwargs), device), meta)
 
 

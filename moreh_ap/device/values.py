@@ -7,12 +7,11 @@ reached: `moreh_ap.session` defines further subclasses of `Value` for values on 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from moreh_ap.protocol.tensor_source import TensorSource
@@ -99,11 +98,51 @@ class InFile(Value):
         return True
 
     def read(self) -> Tensor:
-        from moreh_ap.parallelizer.state.loading import Wanted, read
-
         whole = torch.empty(self._shape, dtype=self.dtype, device="cpu")
-        read(Wanted("a tensor", whole, source) for source in self.sources)
+        read_into([("a tensor", whole, source) for source in self.sources])
         return whole
+
+
+def read_into(places: Sequence[tuple[str, Tensor, TensorSource]]) -> None:
+    """Reads values, or boxes of values, from files into tensors on the CPU; opens each file once.
+
+    Args:
+        places: What errors call the tensor, the tensor, and where its value, or a box of it, lies.
+
+    Raises:
+        LoadError: A file cannot be read, has no such tensor, or the shapes differ.
+    """
+    from moreh_ap.parallelizer.state.loading import Wanted, read
+
+    read([Wanted(name, tensor, source) for name, tensor, source in places])
+
+
+def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns the arguments of an ATen operation, and in place of a list what is in it: they nest no deeper."""
+    leaves: list[Any] = []
+    for arg in (*args, *kwargs.values()):
+        if type(arg) is list or type(arg) is tuple:
+            leaves += arg
+        else:
+            leaves.append(arg)
+    return leaves
+
+
+def mapped(
+    kind: type[Any], function: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of an ATen operation with what `function` returns in place of each object of a class."""
+    found: list[Any] = []
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, kind):
+            found.append(function(arg))
+        elif type(arg) is list or type(arg) is tuple:
+            found.append([])
+            for each in arg:
+                found[-1].append(function(each) if isinstance(each, kind) else each)
+        else:
+            found.append(arg)
+    return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :]))
 
 
 class Later(Value):
@@ -118,8 +157,7 @@ class Later(Value):
 
     def __init__(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._operation: tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]] | None = (func, args, kwargs)
-        self._inputs: list[Value] = []
-        tree_map_only(Value, self._inputs.append, (args, kwargs))
+        self._inputs = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Value)]
         self._result: Tensor | None = None
 
     def ready(self) -> bool:
@@ -141,20 +179,24 @@ class Later(Value):
         """
         chain: list[Later] = [self]
         while chain:
-            inputs = chain[-1]._inputs
-            needed = [value for value in inputs if isinstance(value, Later) and value._operation is not None]
-            if needed:
-                chain += needed
-            elif wait or all(value.ready() for value in inputs):
-                chain.pop()._compute()
-            else:
+            length, are_ready = len(chain), True
+            for value in chain[-1]._inputs:
+                if isinstance(value, Later) and value._operation is not None:
+                    chain.append(value)
+                elif not wait:
+                    are_ready = are_ready and value.ready()
+            if len(chain) > length:
+                continue
+            if not are_ready:
                 return False
+            chain.pop()._compute()
         return True
 
     def _compute(self) -> None:
         operation = self._operation
         if operation is not None:
-            func, args, kwargs = tree_map_only(Value, lambda value: value.read(), operation)
+            func, args, kwargs = operation
+            args, kwargs = mapped(Value, lambda value: value.read(), args, kwargs)
             self._result = func(*args, **kwargs)
             self._operation, self._inputs = None, []
 

@@ -50,6 +50,16 @@ def test_bare_import_is_quiet_and_light(site):
     assert done.stdout.split("\n")[:3] == ["enable_advanced_parallelization", "[]", "True"]
 
 
+def test_the_line_imports_no_distributed_tensors_into_the_script_s_process(site):
+    """They take a second, in workers alone."""
+    slow = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "torch._dynamo", "transformers")
+    done = run(
+        site,
+        f"import sys, torch, moreh_ap.accelerator.redirection;print([name for name in {slow} if name in sys.modules])",
+    )
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
 def test_import_moreh_first(site):
     done = run(
         site,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moreh_ap.parallelizer.state.checkpoint_shards import Box, WrittenFile, write_file
+from moreh_ap.parallelizer.state.checkpoint_files import Box, WrittenFile, write_file
 
 _ALIGNMENT = 64
 _SUFFIX = ".written"

@@ -16,6 +16,7 @@ from torch.backends import cuda, cudnn
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.data.fsdp import compute_dtype
+from moreh_ap.parallelizer.rounding import TOLERANCE_BF16, TOLERANCE_FP32, TOLERANCE_TF32
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
 from moreh_ap.parallelizer.trial.dry_run import Refused
@@ -25,14 +26,6 @@ _T = TypeVar("_T")
 
 OUTPUT = "output"
 """With what the names of leaves begin that the forward returns."""
-
-TOLERANCE_FP32 = 2e-5
-"""Largest difference, relative to the largest entry of a tensor, that rounding explains in float32 (eps 1.2e-7)."""
-TOLERANCE_BF16 = 3e-2
-"""The same in bfloat16 (eps 7.8e-3)."""
-TOLERANCE_TF32 = 4e-3
-"""The same where GPUs round the factors of float32 products to TF32 (eps 9.8e-4), as cuDNN's convolutions do unless a
-script says otherwise: for another number of rows the library may choose a kernel that does not."""
 
 _MAX_COMPARED_PARAMETERS = 24
 _MOST_CLASSES = 4096

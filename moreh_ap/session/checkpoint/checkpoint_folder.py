@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moreh_ap.device.values import InFile
 from moreh_ap.errors import LoadError
-from moreh_ap.parallelizer.state.checkpoint_shards import problem_with
+from moreh_ap.parallelizer.state.checkpoint_files import problem_with
 from moreh_ap.protocol.messages.tensors import SavedTensor
 from moreh_ap.protocol.tensor_source import TensorSource
 from moreh_ap.session.checkpoint.checkpoint_values import dtype_of

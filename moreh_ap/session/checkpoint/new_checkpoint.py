@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from moreh_ap.errors import ExactnessError, LoadError
-from moreh_ap.parallelizer.state.checkpoint_shards import WrittenFile, problem_with
+from moreh_ap.parallelizer.state.checkpoint_files import WrittenFile, problem_with
 from moreh_ap.session.checkpoint.checkpoint_folder import (
     DESCRIPTION,
     VERSION,

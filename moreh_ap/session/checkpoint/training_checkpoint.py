@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 
 from moreh_ap import device
 from moreh_ap.device.tensor import VirtualTensor
-from moreh_ap.device.values import View
+from moreh_ap.device.values import View, read_into
 from moreh_ap.errors import LoadError, OptionError
 from moreh_ap.parallelizer.state.background_writing import forget_what_was_written, what_was_written
-from moreh_ap.parallelizer.state.checkpoint_shards import Box, WrittenFile, check_dtype, write_file
-from moreh_ap.parallelizer.state.loading import Wanted, read
+from moreh_ap.parallelizer.state.checkpoint_files import Box, WrittenFile, check_dtype, write_file
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef
+from moreh_ap.protocol.tensor_source import TensorSource
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.checkpoint import background_save
 from moreh_ap.session.checkpoint.background_save import SaveInProgress
@@ -372,11 +372,11 @@ def _matching(checkpoint: Checkpoint, model: nn.Module, name: str) -> dict[str, 
 def _set_values(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
     """Loads the saved values of tensors, wherever they are. See [Note: nothing passes through the controller]."""
     on_workers: dict[Session, dict[StateRef, SavedTensor]] = defaultdict(dict)
-    wanted: list[Wanted] = []
+    wanted: list[tuple[str, Tensor, TensorSource]] = []
     for name, tensor in tensors.items():
         saved = checkpoint.tensors[name]
         if not isinstance(tensor, VirtualTensor):
-            wanted += (Wanted(name, tensor.detach(), source) for source in saved.sources)
+            wanted += [(name, tensor.detach(), source) for source in saved.sources]
             continue
         cell = tensor._cell
         if isinstance(cell.value, OnWorkers):
@@ -387,6 +387,7 @@ def _set_values(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         else:
             cell.value = checkpoint.unread(name, tensor.dtype)
     posted = [session.outbox.submit(ReadCheckpoint(values)) for session, values in on_workers.items()]
-    read(wanted)
+    if wanted:
+        read_into(wanted)
     for reply in posted:
         reply.result()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moreh_ap.local import logger
-from moreh_ap.parallelizer.trial.row_comparison import TOLERANCE_BF16, TOLERANCE_FP32
+from moreh_ap.parallelizer.rounding import TOLERANCE_BF16, TOLERANCE_FP32
 from moreh_ap.protocol.messages.calls import ForwardReply
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.devices import DescribeDevice, ProbeDevice, ReportMemory, ReportSteps

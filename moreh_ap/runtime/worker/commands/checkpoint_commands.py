@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from moreh_ap.hosts.host_files import path_to_write
 from moreh_ap.parallelizer.state.background_writing import write_in_background
-from moreh_ap.parallelizer.state.checkpoint_shards import WrittenFile, boxes_of, problem_with, write_file
+from moreh_ap.parallelizer.state.checkpoint_files import WrittenFile, problem_with, write_file
+from moreh_ap.parallelizer.state.checkpoint_shards import boxes_of
 from moreh_ap.parallelizer.state.loading import Wanted, read
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables

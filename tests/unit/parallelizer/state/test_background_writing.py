@@ -16,7 +16,7 @@ from moreh_ap.parallelizer.state.background_writing import (
     what_was_written,
     write_in_background,
 )
-from moreh_ap.parallelizer.state.checkpoint_shards import Box, WrittenFile
+from moreh_ap.parallelizer.state.checkpoint_files import Box, WrittenFile
 
 
 def finished(path: Path) -> WrittenFile | None:

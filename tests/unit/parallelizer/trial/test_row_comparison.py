@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from moreh_ap.parallelizer.rounding import TOLERANCE_BF16, TOLERANCE_FP32, TOLERANCE_TF32
 from moreh_ap.parallelizer.trial import row_comparison
 from moreh_ap.parallelizer.trial.row_comparison import (
-    TOLERANCE_BF16,
-    TOLERANCE_FP32,
-    TOLERANCE_TF32,
     close,
     means_beside_rows,
     sort_by_class,

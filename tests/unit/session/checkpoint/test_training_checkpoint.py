@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moreh_ap.errors import LoadError
-from moreh_ap.parallelizer.state.checkpoint_shards import WrittenFile
+from moreh_ap.parallelizer.state.checkpoint_files import WrittenFile
 from moreh_ap.session.checkpoint.checkpoint_folder import DESCRIPTION, VERSION, open_last_whole
 from moreh_ap.session.checkpoint.training_checkpoint import _taken
 
