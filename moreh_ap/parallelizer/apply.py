@@ -13,7 +13,7 @@ shard > 1, bf16 or offload=all: FSDP2 (it keeps float32 shards and computes on b
 one). fp32 replication: the parameters stay ordinary tensors and `GradientSync` sums their gradients. Measured beside
 DistributedDataParallel on two CPU workers (Llama, 6 layers, hidden 512): GradientSync took 1.01 times its CPU time a
 step, FSDP2 with a shard axis of one and `replicate` on FSDP2's machinery 1.16 and 1.17 times its wall time, because
-they copy every parameter. One device in fp32: nothing at all.
+they copy every parameter. One device: nothing at all in fp32, in bf16 nothing for weights that are bfloat16 already.
 
 [Note: order]
 1. Tensor parallelism first: whatever follows sees this worker's smaller parameters as if they were whole.
@@ -37,7 +37,7 @@ from moreh_ap.parallelizer.call.extension import CallExtension
 from moreh_ap.parallelizer.compiling.chosen_blocks import blocks_of_requests
 from moreh_ap.parallelizer.compiling.compiled_blocks import compile_blocks
 from moreh_ap.parallelizer.data import bucketed_allreduce, unused_parameters
-from moreh_ap.parallelizer.data.fsdp import shard, unshardable, uses_fsdp
+from moreh_ap.parallelizer.data.fsdp import only_copied, shard, unshardable, uses_fsdp
 from moreh_ap.parallelizer.data.recompute import apply_recompute
 from moreh_ap.parallelizer.group_sums import host_sums
 from moreh_ap.parallelizer.mesh import TENSOR_AXIS, Position
@@ -178,6 +178,8 @@ def _spread_over_data(module: nn.Module, plan: Plan, mesh: DeviceMesh, position:
         inside = {id(p) for stage in here.local.values() for p in stage.parameters()}
         plain |= {p for p in module.parameters() if id(p) not in inside}
     if uses_fsdp(plan):
+        if position.data.size == 1:
+            plain |= only_copied(module, plan)
         roots = [module] if here is None else list(here.local.values())
         blocks = [block for root in roots for block in repeated_blocks(root)]
         shard(module, roots, blocks, plan, mesh, plain)

@@ -66,6 +66,21 @@ def unshardable(module: nn.Module) -> set[nn.Parameter]:
     }
 
 
+def only_copied(module: nn.Module, plan: Plan) -> set[nn.Parameter]:
+    """Returns the parameters of which FSDP2 would do nothing but make a copy, where no other worker has a part of the
+    batch: they have the dtype in which the plan computes.
+
+    With micro-batches, frozen ones alone: FSDP2 adds up the gradients of micro-batches in float32.
+    """
+    if plan.precision == "fp32" or plan.offload == "all":
+        return set()
+    return {
+        one
+        for one in module.parameters()
+        if one.dtype == torch.bfloat16 and (plan.micro_batches == 1 or not one.requires_grad)
+    }
+
+
 def shard(
     module: nn.Module,
     roots: Sequence[nn.Module],
