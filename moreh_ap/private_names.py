@@ -132,6 +132,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._TorchCompileInductorWrapper", "parallelizer/compiling"),
     ),
     *_names("Copies gradients into a bucket in one kernel.", ("torch._foreach_copy_", "parallelizer/data")),
+    *_names(
+        "Norms and clipping of all gradients at once, as PyTorch's own functions take them.",
+        ("torch._foreach_mul_", "runtime/worker"),
+        ("torch._foreach_norm", "parallelizer/data"),
+    ),
     *_names("A grouped product that meta tensors take in one dtype only.", ("torch._grouped_mm", "parallelizer/loss")),
     *_names(
         "The type of an operation below autograd.",

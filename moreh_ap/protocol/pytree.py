@@ -337,8 +337,19 @@ class Nesting:
 
 def pickle_treespec(treespec: TreeSpec) -> bytes:
     """`treespec` as bytes; container classes defined in ``__main__`` travel by value."""
-    data: bytes = cloudpickle.dumps(treespec)
-    return data
+    return pickle_for_others(treespec)
+
+
+def pickle_for_others(value: Any) -> bytes:
+    """Returns a value as bytes that other processes of the run can read: with classes of the script by value."""
+    try:  # by name, where names are enough: a fraction of the time
+        by_name = pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        by_name = None
+    if by_name is None or b"__main__" in by_name:  # the `__main__` of a worker is another module
+        by_value: bytes = cloudpickle.dumps(value)
+        return by_value
+    return by_name
 
 
 @functools.lru_cache(maxsize=256)

@@ -30,11 +30,8 @@ def total_norm(shards: Sequence[Tensor], order: float, device: torch.device, num
     if not order > 0:
         raise UnsupportedError(f"a norm of order {order} over all devices", "orders above 0, or inf", "norm_type=2.0")
     dtype = torch.promote_types(shards[0].dtype.to_real(), torch.float32) if shards else torch.float32
-    found = [
-        torch.linalg.vector_norm(one.detach().abs() if one.is_complex() else one.detach(), order, dtype=dtype)
-        for one in shards
-        if one.numel()
-    ]
+    counted = [one.detach().abs() if one.is_complex() else one.detach() for one in shards if one.numel()]
+    found = list(torch._foreach_norm(counted, order, dtype=dtype)) if counted else []
     if device.type != "cpu" and any(one.is_cpu for one in found):  # gradients may be in host memory, and some elsewhere
         found = [one.to(device) for one in found]
     norms = torch.stack(found or [torch.zeros((), dtype=dtype, device=device)])

@@ -35,6 +35,7 @@ Where the last mean of a forward is used by nothing else in it, its denominator 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import sys
@@ -75,6 +76,7 @@ NORMALISES = EMBEDS | {F.batch_norm, F.instance_norm}
 """Functions that may take something of all rows; see `takes_statistics`."""
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _PLACES = 2**16  # so that sums of their squares are exact in float64
+_signature_of = functools.cache(inspect.signature)  # PyTorch's own functions; it reads their code each time
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ class GlobalReduction(OwnDevice):
             )
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        call = inspect.signature(func).bind(*args, **kwargs)
+        call = _signature_of(func).bind(*args, **kwargs)
         call.apply_defaults()
         given = call.arguments
         reduction = given["reduction"]

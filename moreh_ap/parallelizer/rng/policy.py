@@ -22,9 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import pickle
-import random
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -41,6 +38,7 @@ from moreh_ap.parallelizer.rng.host_draws import (
     SharedHostDraws,
     row_draws_of,
 )
+from moreh_ap.parallelizer.rng.host_position import host_position
 from moreh_ap.parallelizer.rng.routed_rows import WorkerCounts
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Share, SharedDraws
 from moreh_ap.parallelizer.rng.turns import KnownTurns, Turns
@@ -238,7 +236,7 @@ class Drawing:
     def __init__(self, shared: SharedDraws | None = None, host: SharedHostDraws | None = None) -> None:
         self._shared, self._shared_host = shared, host
         self._counts: WorkerCounts | None = None
-        self._stream, self._host = _stream_position(), _host_position()
+        self._stream, self._host = _stream_position(), host_position()
 
     def take_turns(self, turns: Callable[[], Turns], gathering: type[Any] | None) -> Callable[[], None] | None:
         """Has the forward draw in turn with other workers, if it draws for rows from the host's streams.
@@ -293,7 +291,7 @@ class Drawing:
 
     def moved_host(self) -> bool:
         """Says whether anything was drawn from the host's streams since the forward began."""
-        return self._host != _host_position()
+        return self._host != host_position()
 
     def moved(self) -> bool:
         """Says whether anything was drawn: from the host's streams, PyTorch's on the CPU, a generator of the model."""
@@ -385,15 +383,9 @@ def _stream_fingerprint() -> int:
 
 def _fingerprint_with_host() -> int:
     """Returns a number below 2^16 that tells where all streams are, and what was drawn for rows."""
-    return zlib.crc32(repr((_host_position(), SharedHostDraws.mark)).encode(), _stream_fingerprint()) % 2**16
+    return zlib.crc32(repr((state_of_host(), SharedHostDraws.mark)).encode(), _stream_fingerprint()) % 2**16
 
 
 def _stream_position() -> bytes:
     """Returns what tells where the CPU's stream is."""
     return torch.default_generator.get_state().numpy().tobytes()
-
-
-def _host_position() -> tuple[Any, bytes | None]:
-    """Returns what tells where the host's streams are; faster than their states in bytes."""
-    numpy = sys.modules.get("numpy.random")
-    return random.getstate(), None if numpy is None else pickle.dumps(numpy.get_state(legacy=False))

@@ -48,7 +48,7 @@ from moreh_ap.protocol.messages.tensors import (
     pickled_constant,
 )
 from moreh_ap.protocol.process_flags import set_process_flags
-from moreh_ap.protocol.pytree import pickle_treespec
+from moreh_ap.protocol.pytree import pickle_for_others
 from moreh_ap.protocol.script_code.written_files import WRITTEN
 from moreh_ap.runtime.worker.answers.late_replies import LateReply
 from moreh_ap.runtime.worker.cache_arguments import without_cache
@@ -260,7 +260,7 @@ class WorkerCall:
         leaves = tuple([self._leaf(index, with_data=False) for index in range(len(self.run.shapes))])
         run, roles = self.run, self.roles
         mode = "unsplit" if not roles.is_split else "stages" if run.runs_in_stages else "split"
-        nesting = pickle_treespec(run.treespec)
+        nesting = pickle_for_others(run.treespec)
         warnings, self.model.unseen_changes.warnings = tuple(self.model.unseen_changes.warnings), []
         faults, self.model.faults = tuple(self.model.faults), []
         found = roles.note, roles.num_own_rows, self._streams, self._left_out, run.returned, warnings, faults

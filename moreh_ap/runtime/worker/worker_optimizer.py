@@ -130,11 +130,11 @@ class OptimizerCommands:
         norm = self._tables.temporaries.get(command.total_norm) or self._tables.state(command.total_norm)
         assert norm is not None
         scale = (command.max_norm / (norm.tensor + 1e-6)).clamp(max=1.0)
-        scales = {scale.device: scale}  # gradients may be in host memory
-        for shard, _ in self._shards(command.tensors):
-            if shard.device not in scales:
-                scales[shard.device] = scale.to(shard.device)
-            shard.mul_(scales[shard.device])
+        shards: dict[torch.device, list[Tensor]] = {}
+        for shard, _ in self._shards(command.tensors):  # gradients may be in host memory, and some elsewhere
+            shards.setdefault(shard.device, []).append(shard)
+        for device, own in shards.items():
+            torch._foreach_mul_(own, scale.to(device))
 
     def _shards(self, tensors: int) -> list[tuple[Tensor, bool]]:
         """Returns this worker's shards of the tensors in a list, and of each whether its elements count here.

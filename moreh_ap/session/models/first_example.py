@@ -10,8 +10,7 @@ from moreh_ap.device.tensor import on_host
 from moreh_ap.errors import PlanError
 from moreh_ap.protocol.messages.models import ExampleCall
 from moreh_ap.protocol.messages.tensors import TensorData, TensorSlot
-from moreh_ap.protocol.pytree import flatten, pickle_treespec
-from moreh_ap.session.models.signatures import pickle_constants
+from moreh_ap.protocol.pytree import flatten, pickle_for_others, pickle_treespec
 
 
 def example_of(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall:
@@ -34,4 +33,4 @@ def example_of(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> ExampleCall
     leaves, treespec = flatten((args, kwargs))
     constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     tensors = (TensorData.of(on_host(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
-    return ExampleCall(pickle_treespec(treespec), pickle_constants(constants), tuple(tensors))
+    return ExampleCall(pickle_treespec(treespec), pickle_for_others(constants), tuple(tensors))

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
@@ -29,7 +28,7 @@ from moreh_ap.protocol.memory_format import Order, empty_in_order
 from moreh_ap.protocol.messages.calls import DefineSignature, ForwardReply
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, TensorSlot
 from moreh_ap.protocol.objects.returned_arguments import Place
-from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
+from moreh_ap.protocol.pytree import flatten, pickle_for_others, pickle_treespec, unpickle_treespec
 from moreh_ap.runtime.relay.worker_values import ItemValues
 from moreh_ap.session.outbox import Outbox
 from moreh_ap.session.script_line import place
@@ -231,7 +230,7 @@ class Signatures:
                 fix="noise = torch.randn(shape, generator=generator, device='cuda'); model(x, noise)",
             )
         constants = [TensorSlot() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        owner, nesting, values = self._owner, pickle_treespec(treespec), pickle_constants(constants)
+        owner, nesting, values = self._owner, pickle_treespec(treespec), pickle_for_others(constants)
         number = self._outbox.define(
             (owner, path, nesting, values), lambda number: DefineSignature(number, owner, path, nesting, values)
         )
@@ -262,14 +261,3 @@ class Signatures:
         self.structures.pop(key, None)
         self.forms.pop(key, None)
         self._unpredictable.add(key)
-
-
-def pickle_constants(constants: list[Any]) -> bytes:
-    """Returns the leaves of a call that are not tensors, as they are sent; with classes of the script by value."""
-    try:
-        by_name = pickle.dumps(constants)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        by_name = None
-    if by_name is None or b"__main__" in by_name:  # the `__main__` of a worker is another module
-        return cloudpickle.dumps(constants)
-    return by_name

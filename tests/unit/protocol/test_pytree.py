@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol import pytree as pytree_module
-from moreh_ap.protocol.pytree import flatten, nest_alike, pickle_treespec, unpickle_treespec
+from moreh_ap.protocol.pytree import flatten, nest_alike, pickle_for_others, pickle_treespec, unpickle_treespec
 
 
 class Batch:
@@ -139,3 +141,31 @@ def test_a_nesting_that_is_known_leaves_pythons_record_of_shown_warnings_alone()
             assert unpickle_treespec(data) is known
             warnings.warn("of a loop", UserWarning, stacklevel=1)
     assert len(shown) == 1
+
+
+class Choice:
+    """A class of the script: no tensor is in its objects."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+def test_objects_of_the_script_are_sent_with_their_class(monkeypatch):
+    monkeypatch.setattr(Choice, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Choice", Choice, raising=False)
+    sent = pickle_for_others([Choice(2.0), None])
+    monkeypatch.delattr(sys.modules["__main__"], "Choice")  # as in a worker
+    (found, nothing) = pickle.loads(sent)
+    assert found.scale == 2.0 and nothing is None
+
+
+def test_a_worker_sends_classes_of_the_script_back(monkeypatch):
+    monkeypatch.setattr(Choice, "__module__", "__main__")  # and its `__main__` does not have it
+    (found,) = pickle.loads(pickle_for_others([Choice(2.0)]))
+    assert type(found) is Choice and found.scale == 2.0
+
+
+def test_what_has_a_name_is_sent_by_it():
+    assert pickle_for_others([1, "a", None]) == pickle.dumps([1, "a", None])
+    treespec = flatten({"loss": torch.zeros(()), "logits": (torch.zeros(2), None)})[1]
+    assert pickle_treespec(treespec) == pickle.dumps(treespec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from moreh_ap.protocol.hook_records import Report
 from moreh_ap.protocol.messages.calls import ForwardReply
 from moreh_ap.protocol.messages.tensors import LeafReply
 from moreh_ap.protocol.pytree import pickle_treespec
-from moreh_ap.session.models.signatures import Signatures, Structure, pickle_constants
+from moreh_ap.session.models.signatures import Signatures, Structure
 from moreh_ap.session.outbox import Outbox
 from unit.session.samples import Workers
 
@@ -122,23 +121,3 @@ def test_the_log_says_once_why_a_training_batch_is_not_shared(signatures, capsys
     signatures.learn("a", noted, grad=True)
     signatures.learn("b", noted, grad=True)
     assert capsys.readouterr().out.count("the batch is not shared") == 1
-
-
-class Choice:
-    """A class of the script: no tensor is in its objects."""
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-
-def test_objects_of_the_script_are_sent_with_their_class(monkeypatch):
-    monkeypatch.setattr(Choice, "__module__", "__main__")
-    monkeypatch.setattr(sys.modules["__main__"], "Choice", Choice, raising=False)
-    sent = pickle_constants([Choice(2.0), None])
-    monkeypatch.delattr(sys.modules["__main__"], "Choice")  # as in a worker
-    (found, nothing) = pickle.loads(sent)
-    assert found.scale == 2.0 and nothing is None
-
-
-def test_plain_constants_are_sent_by_name():
-    assert pickle_constants([1, "a", None]) == pickle.dumps([1, "a", None])

@@ -1,0 +1,83 @@
+"""Where the random streams of Python and NumPy stand, to be compared with where they stood.
+
+Decides what tells that. Must not know who draws, or what becomes of it.
+
+[Note: states in memory]
+The state of either stream is 624 words and a place among them. To tell it, Python makes an object of each word, and
+NumPy copies word by word: 0.1 ms together, and each forward asks twice. Both have it in one piece of memory, so bytes
+there tell the same in microseconds. NumPy says where it is, and Python has it behind the head of its generator. Beside
+these words, Python and NumPy keep the second number of a pair that a normal distribution gives: Python in an attribute,
+NumPy in the object that has the generator: a trial tells where.
+Before the bytes are believed they are compared with a state that was told, once. Where they differ (another
+implementation of Python, another generator of NumPy), states are compared as they are told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pickle
+import random
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_WORDS = 624
+_STATE_BYTES = 4 * (_WORDS + 1)
+_HEAD_BYTES = object.__basicsize__  # of each object
+_ALIGNMENT = 8  # of a number in memory
+
+Position = Callable[[], object]
+"""Tells where a stream stands; equal results, equal places."""
+
+
+def host_position() -> tuple[object, object]:
+    """Returns what tells where the host's streams stand; of NumPy's nothing while nobody has imported it."""
+    numpy = sys.modules.get("numpy.random")
+    return _of_python()(), None if numpy is None else _of_numpy(numpy.get_bit_generator())()
+
+
+@functools.cache
+def _of_python() -> Position:
+    """Returns what tells where Python's stream stands."""
+    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    _, words, _ = generator.getstate()
+    start = id(generator) + _HEAD_BYTES
+    told = struct.pack(f"={_WORDS + 1}I", words[-1], *words[:-1])
+    if type(generator).__basicsize__ < _HEAD_BYTES + _STATE_BYTES or ctypes.string_at(start, _STATE_BYTES) != told:
+        return random.getstate
+    return lambda: (ctypes.string_at(start, _STATE_BYTES), generator.gauss_next)
+
+
+@functools.lru_cache(maxsize=1)
+def _of_numpy(generator: Any) -> Position:
+    """Returns what tells where NumPy's stream stands.
+
+    Args:
+        generator: From which the stream draws: another one after `numpy.random.set_bit_generator`.
+    """
+    stream: Any = sys.modules["numpy.random"].get_state.__self__
+    state, left = stream.get_state(legacy=False), _place_of_what_is_left(type(stream))
+    if state["bit_generator"] == "MT19937" and left is not None:
+        start, words = generator.ctypes.state_address, state["state"]
+        if ctypes.string_at(start, _STATE_BYTES) == words["key"].tobytes() + struct.pack("=i", words["pos"]):
+            left_start, left_bytes = id(stream) + left.start, left.stop - left.start
+            return lambda: (ctypes.string_at(start, _STATE_BYTES), ctypes.string_at(left_start, left_bytes))
+    return lambda: pickle.dumps(stream.get_state(legacy=False))
+
+
+def _place_of_what_is_left(cls: Any) -> slice | None:
+    """Returns where in the memory of a stream of a class is what a normal distribution has left for its next call.
+
+    In bytes from the beginning of the object; None where it is elsewhere.
+    """
+    stream, found = cls(0), []
+    for _ in range(3):
+        found.append(ctypes.string_at(id(stream) + _HEAD_BYTES, cls.__basicsize__ - _HEAD_BYTES))
+        stream.standard_normal()  # the first one leaves a number, the second takes it
+    changed = [at for at, values in enumerate(zip(*found)) if len(set(values)) > 1]
+    if not found[0] != found[1] != found[2]:
+        return None
+    first, last = changed[0] // _ALIGNMENT * _ALIGNMENT, changed[-1] // _ALIGNMENT * _ALIGNMENT
+    return slice(_HEAD_BYTES + first, _HEAD_BYTES + last + _ALIGNMENT)
