@@ -190,8 +190,11 @@ class Outbox:
         with self._lock:
             leaving, self._gathered = self._gathered, []
             self._hurry = False
-            commands: list[Any] = [self._again.popleft() for _ in range(len(self._again))]
-            posted = [Posted(self) for _ in commands]
+            commands: list[Any] = []
+            posted: list[Posted] = []
+            while self._again:
+                commands.append(self._again.popleft())
+                posted.append(Posted(self))
             for command, promise in leaving:
                 if isinstance(command, _Clearing):
                     command = ClearGradients(self.list_id(tuple(command)))
@@ -200,7 +203,9 @@ class Outbox:
                     self._gathered = []
                 commands.append(command)
                 posted.append(promise)
-            releases = [self._released.popleft() for _ in range(len(self._released))]
+            releases: list[Any] = []
+            while self._released:
+                releases.append(self._released.popleft())
             commands += releases
             if not commands:
                 return

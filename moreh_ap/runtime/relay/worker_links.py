@@ -4,8 +4,9 @@ Decides which bytes go to which worker, and when all have answered. Must not kno
 
 [Note: one reader]
 The thread that waits for answers reads the connections itself, all of them, whichever command it waits for. So an
-answer wakes one thread, and nothing runs while nobody waits. The end of a connection is no news: whoever waits looks
-after the processes anyway, and knows how one ended.
+answer wakes one thread, and nothing runs while nobody waits. It sleeps until the first worker has answered that has not
+yet, and then reads what others have sent meanwhile: few of many answers wake it. The end of a connection is no news:
+whoever waits looks after the processes anyway, and knows how one ended.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class WorkerLinks:
         self._sockets: list[socket.socket] = []
         self._senders: list[Sender] = []
         self._readers: dict[int, tuple[int, Arriving]] = {}  # by descriptor: rank, and what arrives
-        self._poll = select.poll()
+        self._poll = select.poll()  # all connections
+        self._alone: dict[int, select.poll] = {}  # the connection of each rank
         self._waiting: dict[int, LinkedAnswers] = {}
         self._troubles: tuple[Trouble, ...] = ()
         self._first_end_s: float | None = None
@@ -101,6 +103,8 @@ class WorkerLinks:
             senders[rank] = Sender(SocketOutgoing(plain))
             self._readers[plain.fileno()] = rank, arriving
             self._poll.register(plain, select.POLLIN)
+            self._alone[rank] = select.poll()
+            self._alone[rank].register(plain, select.POLLIN)
         self._listener.close()
         self._senders = [senders[rank] for rank in range(self._num_workers)]
 
@@ -136,7 +140,7 @@ class WorkerLinks:
         return self._troubles
 
     def read_for(self, awaited: LinkedAnswers, timeout_s: float) -> None:
-        """Reads what arrives until the answers to one command are in.
+        """Reads what arrives until the answers to one command are in. See [Note: one reader].
 
         Raises:
             TimeoutError: They are not in after `timeout_s`.
@@ -144,16 +148,14 @@ class WorkerLinks:
         """
         deadline_s = time.monotonic() + timeout_s
         while awaited.num_left:
-            arrived = self._poll.poll(max(0.0, deadline_s - time.monotonic()) * 1e3)
-            if not arrived:
-                if self._first_end_s is not None and time.monotonic() - self._first_end_s > _END_S:
-                    raise EngineError("a worker has ended its connection")
-                raise TimeoutError
-            for descriptor, _ in arrived:
+            first = self._alone.get(awaited.answers.index(None), self._poll)
+            is_late = not first.poll(max(0.0, deadline_s - time.monotonic()) * 1e3)
+            for descriptor, _ in self._poll.poll(0):
                 rank, arriving = self._readers[descriptor]
                 frames = arriving.take()
                 if frames is None:
                     self._poll.unregister(descriptor)
+                    del self._alone[rank]
                     self._first_end_s = self._first_end_s or time.monotonic()
                     continue
                 for frame in frames:
@@ -166,6 +168,10 @@ class WorkerLinks:
                     pending.num_left -= 1
                     if not pending.num_left:
                         del self._waiting[frame.number]
+            if is_late and awaited.num_left:
+                if self._first_end_s is not None and time.monotonic() - self._first_end_s > _END_S:
+                    raise EngineError("a worker has ended its connection")
+                raise TimeoutError
 
     def close(self) -> None:
         """Ends the connections."""

@@ -151,3 +151,29 @@ def test_a_worker_that_stops_in_the_middle_of_an_answer_keeps_nobody_from_lookin
     assert list(links.answered(1)) == [True, False, True]
     workers[1]._plain.sendall(data[len(data) // 2 :])
     assert pending.wait(TIMEOUT_S)[1] is not None
+
+
+def test_only_the_first_that_has_not_answered_wakes_who_waits(links, workers):
+    pending = links.execute(1, 0, Packed(b""))
+    slept = []
+    for rank, connection in links._alone.items():
+        links._alone[rank] = Counted(connection, rank, slept)
+    frames = [command_of(worker) for worker in workers]
+    waiting = threading.Thread(target=pending.wait, args=(TIMEOUT_S,))
+    waiting.start()
+    for rank in (2, 1, 0):
+        answer(workers[rank], frames[rank], rank)
+    waiting.join()
+    assert values(pending.wait(0.0)) == [0, 1, 2]
+    assert slept == [0]
+
+
+class Counted:
+    """A poll that notes who is waited for."""
+
+    def __init__(self, poll, rank: int, slept: list[int]) -> None:
+        self._poll, self._rank, self._slept = poll, rank, slept
+
+    def poll(self, timeout_ms: float) -> object:
+        self._slept.append(self._rank)
+        return self._poll.poll(timeout_ms)
