@@ -107,8 +107,11 @@ class Arriving:
             if len(data) < end:
                 self._needed = end
                 break
-            ends = list(itertools.accumulate(sizes, initial=begin))
-            found.append(Frame(kind, number, epoch, [bytes(data[one:two]) for one, two in itertools.pairwise(ends)]))
+            parts = []
+            for size in sizes:
+                parts.append(bytes(data[begin : begin + size]))
+                begin += size
+            found.append(Frame(kind, number, epoch, parts))
             del data[:end]
             self._needed = _HEAD.size
         return found
