@@ -20,51 +20,60 @@ import pickle
 import random
 import struct
 import sys
-from collections.abc import Callable
 from typing import Any
 
 _WORDS = 624
 _STATE_BYTES = 4 * (_WORDS + 1)
 _HEAD_BYTES = object.__basicsize__  # of each object
 _ALIGNMENT = 8  # of a number in memory
-
-Position = Callable[[], object]
-"""Tells where a stream stands; equal results, equal places."""
+_bytes_at = ctypes.string_at
 
 
 def host_position() -> tuple[object, object]:
     """Returns what tells where the host's streams stand; of NumPy's nothing while nobody has imported it."""
     numpy = sys.modules.get("numpy.random")
-    return _of_python()(), None if numpy is None else _of_numpy(numpy.get_bit_generator())()
+    of_numpy: Any = None
+    python: Any = _place_of_python()
+    of_python = random.getstate() if python is None else (_bytes_at(python[0], _STATE_BYTES), python[1].gauss_next)
+    if numpy is not None:
+        place = _place_of_numpy(numpy.get_bit_generator())
+        if place is None:
+            of_numpy = pickle.dumps(numpy.get_state(legacy=False))
+        else:
+            of_numpy = _bytes_at(place[0], _STATE_BYTES), _bytes_at(*place[1:])
+    return of_python, of_numpy
 
 
 @functools.cache
-def _of_python() -> Position:
-    """Returns what tells where Python's stream stands."""
+def _place_of_python() -> tuple[int, Any] | None:
+    """Returns the address of the state of Python's generator, and the generator; None where that is not known."""
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
     _, words, _ = generator.getstate()
     start = id(generator) + _HEAD_BYTES
     told = struct.pack(f"={_WORDS + 1}I", words[-1], *words[:-1])
-    if type(generator).__basicsize__ < _HEAD_BYTES + _STATE_BYTES or ctypes.string_at(start, _STATE_BYTES) != told:
-        return random.getstate
-    return lambda: (ctypes.string_at(start, _STATE_BYTES), generator.gauss_next)
+    if type(generator).__basicsize__ < _HEAD_BYTES + _STATE_BYTES or _bytes_at(start, _STATE_BYTES) != told:
+        return None
+    return start, generator
 
 
 @functools.lru_cache(maxsize=1)
-def _of_numpy(generator: Any) -> Position:
-    """Returns what tells where NumPy's stream stands.
+def _place_of_numpy(generator: Any) -> tuple[int, int, int] | None:
+    """Returns where the state of NumPy's stream is, and what a normal distribution has left, with the size of that.
 
     Args:
         generator: From which the stream draws: another one after `numpy.random.set_bit_generator`.
+
+    Returns:
+        Addresses, and bytes; None where they are not known.
     """
     stream: Any = sys.modules["numpy.random"].get_state.__self__
     state, left = stream.get_state(legacy=False), _place_of_what_is_left(type(stream))
-    if state["bit_generator"] == "MT19937" and left is not None:
-        start, words = generator.ctypes.state_address, state["state"]
-        if ctypes.string_at(start, _STATE_BYTES) == words["key"].tobytes() + struct.pack("=i", words["pos"]):
-            left_start, left_bytes = id(stream) + left.start, left.stop - left.start
-            return lambda: (ctypes.string_at(start, _STATE_BYTES), ctypes.string_at(left_start, left_bytes))
-    return lambda: pickle.dumps(stream.get_state(legacy=False))
+    if state["bit_generator"] != "MT19937" or left is None:
+        return None
+    start, words = generator.ctypes.state_address, state["state"]
+    if _bytes_at(start, _STATE_BYTES) != words["key"].tobytes() + struct.pack("=i", words["pos"]):
+        return None
+    return start, id(stream) + left.start, left.stop - left.start
 
 
 def _place_of_what_is_left(cls: Any) -> slice | None:
@@ -74,7 +83,7 @@ def _place_of_what_is_left(cls: Any) -> slice | None:
     """
     stream, found = cls(0), []
     for _ in range(3):
-        found.append(ctypes.string_at(id(stream) + _HEAD_BYTES, cls.__basicsize__ - _HEAD_BYTES))
+        found.append(_bytes_at(id(stream) + _HEAD_BYTES, cls.__basicsize__ - _HEAD_BYTES))
         stream.standard_normal()  # the first one leaves a number, the second takes it
     changed = [at for at, values in enumerate(zip(*found)) if len(set(values)) > 1]
     if not found[0] != found[1] != found[2]:
