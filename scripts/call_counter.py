@@ -35,9 +35,9 @@ TURNS = {
 LONG_WAITS = {
     ("moreh_ap.local.interrupts", "wait_in_turns"),
     ("moreh_ap.local.interrupts", "_between_turns"),
-    ("moreh_ap.runtime.future", "Reply.is_done_within"),
+    ("moreh_ap.runtime.worker_group", "WorkerGroup._wait.<locals>.<lambda>"),
 }
-"""How many turns a wait takes, in any thread."""
+"""How often a wait goes on that is not over in its first turn, in any thread."""
 
 
 class CallCounter:

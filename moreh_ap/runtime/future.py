@@ -48,14 +48,6 @@ class Reply(concurrent.futures.Future):  # type: ignore[type-arg]
     number: int
     payload: Packed | Sequence[Packed] = ()
 
-    def is_done_within(self, timeout_s: float) -> bool:
-        """Waits for so many seconds at most; returns whether the command is done, however it ended."""
-        try:  # in a third of the time that `concurrent.futures.wait` takes
-            self.exception(timeout_s)
-        except concurrent.futures.TimeoutError:
-            return False
-        return True
-
     def result(self, timeout: float | None = None) -> list[Any]:
         """Returns the results, see `WorkerGroup.answers`; waits for them where it must, `timeout` seconds at most."""
         return self.group.answers(self, timeout)

@@ -207,11 +207,11 @@ class WorkerGroup:
         """
         if not reply.done():
             self.num_waits += 1
-            # Most waits are over in their first turn.
+            # Most waits are over in their first turn, which makes no call of ours.
             first_s = TURN_S if timeout_s is None else min(TURN_S, timeout_s)
-            if reply.is_done_within(first_s):
+            if concurrent.futures.wait([reply], first_s).done:
                 return
-            if not wait_in_turns(reply.is_done_within, timeout_s):
+            if not wait_in_turns(lambda turn_s: concurrent.futures.wait([reply], turn_s).done, timeout_s):
                 raise TimeoutError(f"the workers have not answered within {timeout_s} s")
 
     def _raise_pending(self, up_to: int | None) -> None:

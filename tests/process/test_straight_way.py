@@ -20,7 +20,7 @@ from moreh_ap.session.session import Session
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 WARM_UP_STEPS = 12  # the first ones build the optimizer's state, and the sixth is compared with its prediction
 MAX_FILES, MAX_CHANGES = 15, 150  # 14 until commands went over connections of ours, not through the engine's files
-MAX_FILES_OF_WORKER = 17  # 14 until a mean took one collective less, and commands came over those connections
+MAX_FILES_OF_WORKER = 18  # 14 until a mean took a collective less, commands came over those, and memory told of draws
 
 
 def listed(heading: str) -> list[str]:
