@@ -46,7 +46,7 @@ def _names(purpose: str, *rows: tuple[str, str]) -> Iterator[PrivateName]:
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Tells tensors that share memory.",
-        ("torch.Tensor._base", "parallelizer/trial session"),
+        ("torch.Tensor._base", "parallelizer/state session"),
         ("torch.Tensor._is_view", "device parallelizer/data parallelizer/pipeline parallelizer/tensor"),
     ),
     *_names(
