@@ -162,7 +162,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Writes buffers as batch normalization does, unnoticed by autograd.",
-        ("torch.autograd._unsafe_preserve_version_counter", "runtime/worker/commands"),
+        ("torch.autograd._unsafe_preserve_version_counter", "runtime/worker/commands runtime/worker/snapshots"),
     ),
     *_names(
         "Whether a CPU computes bfloat16 in hardware.",
