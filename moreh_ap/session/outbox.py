@@ -34,13 +34,18 @@ from moreh_ap.runtime.future import Reply, told_again
 from moreh_ap.runtime.relay.worker_values import WorkerValues
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.journal import Journal
-from moreh_ap.session.replay.restart import Restart, Unanswered, has_failed
+from moreh_ap.session.replay.restart import Restart, Unanswered
 from moreh_ap.states import SessionState, StateMachine
 
 _MAX_GATHERED = 512
 _MAX_DEFINITIONS = 4096
 _SENT_AGAIN = (BuildOptimizer, LoadOptimizer, ChangeModule, SetRequiresGrad, SetKernelFormats)
 """What says how things are set. See [Note: after an error]."""
+
+
+def has_failed(reply: Future[Any] | None) -> bool:
+    """Whether a command is done and ended in an error. Never waits."""
+    return reply is not None and reply.done() and reply.exception() is not None
 
 
 class Posted:
@@ -130,8 +135,7 @@ class Outbox:
         num_posted: How many commands were given to it.
         has_stale_definitions: Whether workers may have missed a definition; then the next use sends all again.
         times_forgotten: How often that happened; workers have a definition while this number stays.
-        times_failed: How many messages failed, were skipped, or could not be sent for an error. See [Note: after an
-            error].
+        times_failed: How many messages failed, or were not carried out for an error. See [Note: after an error].
     """
 
     def __init__(self, workers: WorkerGroup, *, leaves_at_once: bool = False) -> None:
@@ -233,11 +237,7 @@ class Outbox:
     def _send_after(
         self, error: Exception, times_restarted: int, commands: list[Any], posted: list[Posted]
     ) -> tuple[Reply, int] | None:
-        """Sends a message that an error kept back; returns reply and restarts before it, None if a replay has sent it.
-
-        Raises:
-            Exception: The error that the script gets.
-        """
+        """Sends a message that an error kept back; returns reply and restarts before, None if a replay has sent it."""
         while True:
             try:
                 if not self.recovered(error, times_restarted):

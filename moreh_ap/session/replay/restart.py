@@ -60,10 +60,10 @@ class Unanswered(dict[int, Message]):
         messages = list(self.values())
         place = next((index for index, (_, _, own) in enumerate(messages) if own is reply), 0)
         for _, _, own in messages[:place]:
-            if has_failed(own):
+            if _has_failed(own):
                 self.pop(id(own), None)
                 own.group.let_go(own)
-        self.has_failed = any(has_failed(own) for _, _, own in messages[place:])
+        self.has_failed = any(_has_failed(own) for _, _, own in messages[place:])
 
     def ended_in(self, error: BaseException) -> list[Message]:
         """Returns the messages that ended in an error, or had no answer when their workers were ended after it."""
@@ -76,6 +76,5 @@ class Unanswered(dict[int, Message]):
         return found
 
 
-def has_failed(reply: Future[Any] | None) -> bool:
-    """Whether a command is done and ended in an error. Never waits."""
-    return reply is not None and reply.done() and reply.exception() is not None
+def _has_failed(reply: Future[Any]) -> bool:
+    return reply.done() and reply.exception() is not None
