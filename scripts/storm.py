@@ -179,7 +179,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends what is trained
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(10**6)
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="storm-"))
+    folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="storm-"))).resolve()
     plans = arguments.plans or (PLANS[1:2] if arguments.minutes else PLANS)
     print(f"seed {arguments.seed}, files in {folder}", flush=True)
     outcomes = []

@@ -92,7 +92,13 @@ class Training:
         self._errors = open(folder / "errors", "w")  # noqa: SIM115, closed in `end`
         command = [sys.executable, str(TRAINING), plan, str(folder), *arguments]
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
         )
         self._arrived = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
