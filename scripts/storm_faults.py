@@ -106,7 +106,7 @@ class Training:
 
     def _read(self) -> None:
         assert self.process.stdout is not None, "asked for"
-        with open(self._folder / "output", "w") as copy:
+        with open(self._folder / "output", "w", buffering=1) as copy:
             for text in self.process.stdout:
                 copy.write(text)
                 fields = text.split()
