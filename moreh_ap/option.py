@@ -76,7 +76,7 @@ def enable_advanced_parallelization(
             writes it into the folder ``moreh_report``; a path is another folder. Default: `MOREH_REPORT`, else none.
         recovery: "memory" keeps what workers were told, so that others take over where one is lost, and the training
             goes on with the same numbers; "auto" does so in runs that are long enough for it to cost next to nothing,
-            "off" never. Default: `MOREH_RECOVERY`, else "off".
+            "off" never. Default: `MOREH_RECOVERY`, else "auto", which does nothing on GPUs yet.
         autosave: A folder into which checkpoints of all models and optimizers that train are saved every ten minutes
             (`MOREH_AUTOSAVE_MINUTES`) and at SIGTERM; `moreh_ap.load` loads the last one. Default: `MOREH_AUTOSAVE`,
             else none.

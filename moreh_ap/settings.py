@@ -73,7 +73,7 @@ class Options:
         memory_usage_correction_ratio: Per cent of a device's memory that a chosen plan may reserve.
         strict: Whether a training call that every device computes whole is an error.
         check_steps: Number of first steps that one more worker computes alone, to be compared.
-        recovery: Whether other workers take over where one is lost: "off", "memory" or, where possible, "auto".
+        recovery: Whether other workers take over where one is lost: "off", "memory", or "auto" where that is cheap.
     """
 
     pipeline_parallel: bool = True
@@ -90,7 +90,7 @@ class Options:
     memory_usage_correction_ratio: int = 80
     strict: bool = False
     check_steps: int = 0
-    recovery: str = "off"
+    recovery: str = "auto"
     trace_file: str = ""
     trace_steps: tuple[int, int] = TRACED_STEPS
     report_folder: str = ""
@@ -313,10 +313,10 @@ def _read_recovery(environment: Mapping[str, str]) -> str:
     Raises:
         OptionError: It says something else.
     """
-    text = environment.get(RECOVERY_VARIABLE, "").strip() or "off"
+    text = environment.get(RECOVERY_VARIABLE, "").strip() or "auto"
     if text not in RECOVERY:
         fact, allowed = f"environment: {RECOVERY_VARIABLE}={text!r}", "off, memory or auto"
-        raise OptionError(fact, allowed, f"export {RECOVERY_VARIABLE}=auto", "docs/recovery.md")
+        raise OptionError(fact, allowed, f"export {RECOVERY_VARIABLE}=memory", "docs/recovery.md")
     return text
 
 

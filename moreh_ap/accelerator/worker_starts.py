@@ -82,7 +82,7 @@ class WorkerStarts:
         self.state = StateMachine(AcceleratorState.STARTING)
         self.make_rules: Callable[[WorkerStarts, int], ReplayRules]
         self.current: WorkerGroup
-        self._recovers = options.recovery != "off" and pool is None
+        self._recovers = pool is None and _recovers(options, self.device_type)
         self._ahead: WorkerGroup | None = self._start(self.num_used)
 
     def shares(self, count: int) -> tuple[int, tuple[str, ...]]:
@@ -145,6 +145,11 @@ class WorkerStarts:
         )
         made.set()
         return workers
+
+
+def _recovers(options: Options, device_type: str) -> bool:
+    """Returns whether others take over from lost workers: on GPUs, where it has not run yet, only where asked for."""
+    return options.recovery == "memory" or (options.recovery == "auto" and device_type == "cpu")
 
 
 def _join_hosts(options: Options) -> HostPool:

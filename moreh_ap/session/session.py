@@ -19,7 +19,7 @@ from moreh_ap.protocol.messages.devices import DescribeDevice, DeviceInfo, Repor
 from moreh_ap.protocol.messages.state import ReadState, WriteState
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
-from moreh_ap.runtime.recovery.recovering_group import Past
+from moreh_ap.runtime.recovery.recovering_group import Past, RecoveringWorkerGroup
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.calls.call_extensions import CallExtensions
 from moreh_ap.session.calls.lone_losses import LoneLosses
@@ -148,6 +148,12 @@ class Session:
         self.workers.keep_commands()
         if self.workers.keeps_commands:
             self.outbox.has_stale_definitions = True  # those of before are not among them
+
+    def forget_commands(self, why: str) -> None:
+        """Has no commands kept from now on, of these workers or others: one that is lost ends the run."""
+        self._keeps_commands = False
+        if isinstance(self.workers, RecoveringWorkerGroup):
+            self.workers.forget_commands(why)
 
     def when_not_sent_again(self, callback: Callable[[], object]) -> None:
         """Calls `callback` once nothing that was sent until now can be sent again, to these workers or to others."""

@@ -100,6 +100,12 @@ class RecoveringWorkerGroup(WorkerGroup):
             self._log.open()
             self.keeps_commands, self.keeps_values = self._log.is_open, self._log.keeps_values
 
+    def forget_commands(self, why: str) -> None:
+        """Keeps no commands from now on: a worker that is lost ends the run."""
+        with self._lock:
+            self._log.close(why)
+            self.keeps_commands, self.keeps_values, self.wanted = False, False, None
+
     def when_forgotten(self, callback: Callable[[], object]) -> None:
         """Calls `callback` once no command of before can be sent again."""
         self._log.when_forgotten(callback)

@@ -167,8 +167,9 @@ class TakingOver:
         why_bound = session.workers.why_bound(error)
         if not why_bound:
             return None
-        if session.options.recovery != "off":
+        if session.options.recovery == "memory":
             raise _too_late(failed, why_bound)
+        session.forget_commands("a plan ran out of memory")  # others would be told the copy, and not what made it
         try:
             return CopyAfterError(session.workers, error, session.outbox.unanswered)
         except CannotCopy as reason:
