@@ -200,7 +200,7 @@ class Outbox:
                 commands.append(self._again.popleft())
                 posted.append(Posted(self))
             for command, promise in leaving:
-                if isinstance(command, _Clearing):
+                if isinstance(command, list):  # of gradients, see `post_clear`
                     command = ClearGradients(self.list_id(tuple(command)))
                     commands += [definition for definition, _ in self._gathered]
                     posted += [defined for _, defined in self._gathered]
@@ -361,14 +361,13 @@ class Outbox:
         self._released.append(command)
 
     def post_clear(self, gradients: Sequence[StateRef]) -> None:
-        """Gathers a command that clears gradients; consecutive ones are joined into one."""
+        """Gathers gradients to clear while the script loops over its parameters: a list, which becomes a command."""
         if not gradients:
             return
         with self._lock:
             last = self._gathered[-1][0] if self._gathered else None
-            if not isinstance(last, _Clearing):
-                last = _Clearing()
-                self.post(last)
+            if not isinstance(last, list):
+                self.post(last := [])
             last.extend(gradients)
 
     def define(self, key: Hashable, make: Callable[[int], Any]) -> int:
@@ -399,7 +398,3 @@ class Outbox:
                 self.flush()
             finally:
                 self._lock.release()
-
-
-class _Clearing(list[StateRef]):
-    """Gradients to clear, gathered while the script loops over its parameters."""
