@@ -168,3 +168,43 @@ def test_embeddings_are_renormalised_by_what_all_workers_look_up(accelerator):
         return [*trace, *model.state_dict().values()]
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
+
+
+class Dropping(nn.Module):
+    """Experts that take the first words that go to them; the others stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.router, self.experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x_BTF: Tensor) -> Tensor:
+        x_ND = self.embed(x_BTF).flatten(0, 1)
+        best_N, chosen_N = self.router(x_ND).softmax(-1).max(-1)
+        capacity, made_ND = int(2.0 * len(x_ND) / 4), x_ND * 1.0
+        for number, expert in enumerate(self.experts):
+            row_M = torch.eq(chosen_N, number).nonzero(as_tuple=True)[0]
+            if len(row_M) > capacity:
+                row_M = row_M[:capacity]
+            made_ND[row_M] = expert(x_ND[row_M])
+        return self.head((made_ND * best_N[:, None]).view(*x_BTF.shape[:2], 16)).mean(1)
+
+
+def test_words_that_are_dropped_later_in_the_training_are_those_of_one_device(accelerator, capfd):
+    accelerator("replicate=2")
+
+    def script(device):
+        torch.manual_seed(0)
+        model = Dropping().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        trace = []
+        for step in range(4):
+            if step == 2:
+                with torch.no_grad():
+                    model.router.bias += torch.tensor([9.0, 0, 0, 0]).to(device)  # nearly all go to one expert
+            x, y = torch.randn(16, 6, 8).to(device), torch.randint(0, 3, (16,)).to(device)
+            train_step(trace, model, optimizer, F.cross_entropy(model(x), y))
+        return [*trace, *model.state_dict().values()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
+    assert WHOLE in "".join(capfd.readouterr())

@@ -6,6 +6,8 @@ Decides which functions do. Must not know how rows are tried (`trial/probe.py`).
 The largest two thirds of all losses are, by chance, often the largest two thirds of each half, and both halves have the
 same classes. So a comparison of a few rows does not show whether a forward that selects rows may run on slices of them.
 Nor does it where a forward counts rows up, to drop those for which an expert has no capacity left: of a few, none is.
+Where it asks how many rows it has selected, for the same purpose perhaps, rows that are all alike show it
+(`equal_rows.py`).
 """
 
 from __future__ import annotations
@@ -23,20 +25,31 @@ _PLACE_OF_DIM = {"topk": 2, "kthvalue": 2, "quantile": 2, "nanquantile": 2, "uni
 _COUNT_UP = "cumsum"
 """Counts marks, which are 0 and 1, up: as a rule, how many rows before have gone to an expert. Sums of others are
 offsets."""
+_FIND = frozenset({"nonzero", "argwhere", "where"})
+_ASK = frozenset({"__len__", "numel", "nelement", "size"})
+COUNTS_SELECTED = "counts selected"
 _OF_ALL = frozenset({"median", "nanmedian", "quantile", "nanquantile", "unique"})
 """These select among all entries where they are given no dim; the others along the last one."""
+
+
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
 class Selections(TorchFunctionMode):
     """While active, notes among how many entries along dim 0 functions select, in order.
 
+    Args:
+        saw: Gets `COUNTS_SELECTED` if the forward asks how many entries it has found.
+
     Attributes:
         sizes: The numbers of entries.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saw: set[str] | None = None) -> None:
         super().__init__()
         self.sizes: list[int] = []
+        self._saw = set() if saw is None else saw
+        self._found: list[Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,6 +64,12 @@ class Selections(TorchFunctionMode):
             given = args[0] if args else kwargs["input"]
             if given.ndim and bool(((given == 0) | (given == 1)).all()):
                 self.sizes += given.shape[:1] if _is_along_first(name, given, args, kwargs) else ()
+        if name in _FIND and len(args) < 2:
+            found = func(*args, **kwargs)
+            self._found += found if isinstance(found, tuple) else (found,)
+            return found
+        if self._found and (name in _ASK or func == _SHAPE) and any(args[0] is one for one in self._found):
+            self._saw.add(COUNTS_SELECTED)
         return func(*args, **kwargs)
 
 

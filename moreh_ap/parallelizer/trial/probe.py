@@ -361,7 +361,7 @@ class Probe:
         call = replace(self.call, random=self._policy(chosen), **changes)
         self._drew = call.random.for_probe()
         with self._from_the_same_state():
-            with self._surroundings(), Selections() as selections, record_block_order(call.module) as way:
+            with self._surroundings(), Selections(self.saw) as selections, record_block_order(call.module) as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else EagerForward
                 with saved_on_host() if self._exceeds_own_rows() else nullcontext():

@@ -29,18 +29,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.kept_rows import KeptRows, may_be_kept, shapes_of
 from moreh_ap.parallelizer.loss.loss_reduction import MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
-from moreh_ap.parallelizer.rng.policy import Draws
+from moreh_ap.parallelizer.row_dims.equal_rows import with_equal_rows
 from moreh_ap.parallelizer.row_dims.placed_probe import PlacedJoinedProbe, PlacedProbe
+from moreh_ap.parallelizer.row_dims.selections import COUNTS_SELECTED
 from moreh_ap.parallelizer.statistics.float64_trial import Float64Probe, in_float64, may_run_in_float64, to_float64
 from moreh_ap.parallelizer.statistics.parts_probe import NOT_WHOLE, PartsProbe
 from moreh_ap.parallelizer.trial.agreement import everywhere
@@ -51,9 +52,11 @@ from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
 from moreh_ap.parallelizer.trial.row_comparison import gathered_kinds, without_attributes
-from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict
+from moreh_ap.parallelizer.trial.split_verdict import Apart, Joined, SplitVerdict
 from moreh_ap.protocol.batch import are_single_rows, row_dims_elsewhere, rows_along
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
+
+DROPS_ROWS = "how many rows the forward has selected, by their values, decides which of them count"
 
 
 def check_split(
@@ -127,7 +130,7 @@ class _Trials:
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
         self._call, self._args, self._kwargs, self._rows = call, args, kwargs, rows
-        self._may_write = True
+        self._may_write, self._drops = True, False
         self.faults: list[str] = []
 
     def run(self, parts: int, *, may_join: bool, may_turn: bool) -> SplitVerdict:
@@ -154,7 +157,7 @@ class _Trials:
             for gathering in gathering_probes(self._call, args, kwargs, rows, each):
                 gathered = self._of_all_steps(self._compare_under_rules(gathering, number), gathering)
                 if gathered.split and apart.untried:
-                    joined = _Joined(gathered, gathering.draws, gathering.counts_rows)
+                    joined = Joined(gathered, gathering.draws, gathering.counts_rows)
                     gathered = self._of_all_rows(joined, apart.untried, each)
                 if gathered.split:
                     found = gathered
@@ -170,7 +173,7 @@ class _Trials:
 
     def _run_apart(
         self, call: Call, rows: int, may_place: bool, dims: Sequence[int | None] | None = None, each: int = 1
-    ) -> _Apart:
+    ) -> Apart:
         """Tries rows by themselves: as they are, and with other of the forward's numbers as means over the batch."""
         kind = PlacedProbe if may_place else Probe
 
@@ -183,7 +186,7 @@ class _Trials:
 
         probe, found = run(call)
         if found.split or found.added:
-            return _Apart(found)
+            return Apart(found)
         counts, statistics, extremes = (
             not everywhere(what not in probe.saw, call) for what in ("counts", "statistics", "extremes")
         )
@@ -195,14 +198,14 @@ class _Trials:
         others += [replace(rules, extremes=True)] if extremes and may_place else []
         others += [replace(one, counts=True) for one in (rules, *others[-1:])] if counts else []
         if statistics:
-            return _Apart(found, (rules, *(other for other in others if other != rules)))
+            return Apart(found, (rules, *(other for other in others if other != rules)))
         for other in others:
             _, again = run(replace(call, rules=other))
             if again.split or not other.extremes:  # its reason, too, says more
                 found = again
             if found.split:
                 break
-        return _Apart(found)
+        return Apart(found)
 
     def _run_joined(self, untried: Sequence[MeanRules], each: int) -> SplitVerdict:
         """Tries rows of which normalisations take statistics: a few of them, in float64 too, and all, where statistics
@@ -216,7 +219,7 @@ class _Trials:
             joined = exact if exact.found.split and exact.draws == joined.draws else joined
         return self._of_all_rows(joined, untried, each)
 
-    def _try_rules(self, kind: type[JoinedProbe], untried: Sequence[MeanRules], each: int) -> _Joined:
+    def _try_rules(self, kind: type[JoinedProbe], untried: Sequence[MeanRules], each: int) -> Joined:
         """Tries the rows under some rules, until they are right."""
         number = len(self.faults)
         for rules in untried:
@@ -224,9 +227,9 @@ class _Trials:
             found = self._compare_under_rules(probe, number)
             if found.split:
                 break
-        return _Joined(found, probe.draws, probe.counts_rows)
+        return Joined(found, probe.draws, probe.counts_rows)
 
-    def _of_all_rows(self, joined: _Joined, untried: Sequence[MeanRules], each: int) -> SplitVerdict:
+    def _of_all_rows(self, joined: Joined, untried: Sequence[MeanRules], each: int) -> SplitVerdict:
         """Returns the verdict on all rows of the batch, given that on a few. See [Note: how many parts] in
         `statistics/batch_parts.py`."""
         found = joined.found
@@ -284,7 +287,8 @@ class _Trials:
         self.faults += found.faults
         kinds = [*found.kinds, *itertools.chain(*found.attributes.values())]
         may_hide = not probe.steps and ("share" in kinds or not probe.call.grad)
-        return self._without_zeros(probe, found) if found.split and may_hide else found
+        found = self._without_zeros(probe, found) if found.split and may_hide else found
+        return self._with_equal_rows(probe, found) if found.split else found
 
     def _without_zeros(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
         """Returns what was found, or why it is refused with other values in place of zeros. See `hidden_terms.py`."""
@@ -293,11 +297,23 @@ class _Trials:
             return found
         clear_gradients(self._call.module)
         with filled(zeros):
-            call = replace(probe.call, grad=False)
-            other = type(probe)(call, self._args, self._kwargs, probe.rows, probe.dims, probe.each)
-            other.may_take_turns, other.may_write = probe.may_take_turns, probe.may_write
-            again = compare(other)
+            again = compare(self._like(probe, self._args, self._kwargs))
         return found if again.split else replace(again, could_run=found.could_run)
+
+    def _with_equal_rows(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
+        """Returns what was found, or why it is refused with rows that are all alike. See `equal_rows.py`."""
+        if not self._drops and not everywhere(COUNTS_SELECTED not in probe.saw, self._call):
+            clear_gradients(self._call.module)
+            leaves, spec = tree_flatten((tuple(self._args), dict(self._kwargs)))
+            args, kwargs = tree_unflatten(with_equal_rows(leaves, probe.dims), spec)
+            self._drops = not compare(self._like(probe, args, kwargs)).split
+        return replace(found, split=False, kinds=(), reason=DROPS_ROWS) if self._drops else found
+
+    def _like(self, probe: Probe, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Probe:
+        """Returns a probe of the same kind, without gradients."""
+        other = type(probe)(replace(probe.call, grad=False), args, kwargs, probe.rows, probe.dims, probe.each)
+        other.may_take_turns, other.may_write = probe.may_take_turns, probe.may_write
+        return other
 
     def _elsewhere(self) -> SplitVerdict | None:
         """Tries a batch whose rows lie elsewhere than along dim 0; None if it is none, or if its rows meet as well."""
@@ -320,33 +336,6 @@ def _group_sizes(rows: int, parts: int) -> list[int]:
     each of `parts` gets of a batch."""
     share, rest = divmod(rows, parts)
     return [1, *sorted(size for size in {2, 4, 8, share} if size > 1 and not rest and share and share % size == 0)]
-
-
-class _Apart(NamedTuple):
-    """What became of rows that were tried by themselves.
-
-    Attributes:
-        found: The verdict.
-        untried: Which of the forward's numbers may be those of the batch, where it cannot be split so and takes
-            statistics of the rows; empty otherwise.
-    """
-
-    found: SplitVerdict
-    untried: tuple[MeanRules, ...] = ()
-
-
-class _Joined(NamedTuple):
-    """What became of rows of which normalisations take statistics.
-
-    Attributes:
-        found: The verdict.
-        draws: What was drawn for them.
-        counts_rows: Whether the forward asks how many there are, or cuts them.
-    """
-
-    found: SplitVerdict
-    draws: Draws
-    counts_rows: bool
 
 
 def compare(probe: Probe) -> SplitVerdict:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from moreh_ap.parallelizer.data.item_reduction import ItemRules
 from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
@@ -93,6 +93,33 @@ class SplitVerdict:
         has_rest = any(step.name == REST for step in (*self.steps, *other.steps))  # which begins at a number of steps
         steps = in_any_order([*self.steps, *other.steps]) if is_alike and not has_rest else None
         return self if steps is None else replace(self, steps=steps, in_order=False)
+
+
+class Apart(NamedTuple):
+    """What became of rows that were tried by themselves.
+
+    Attributes:
+        found: The verdict.
+        untried: Which of the forward's numbers may be those of the batch, where it cannot be split so and takes
+            statistics of the rows; empty otherwise.
+    """
+
+    found: SplitVerdict
+    untried: tuple[MeanRules, ...] = ()
+
+
+class Joined(NamedTuple):
+    """What became of rows of which normalisations take statistics.
+
+    Attributes:
+        found: The verdict.
+        draws: What was drawn for them.
+        counts_rows: Whether the forward asks how many there are, or cuts them.
+    """
+
+    found: SplitVerdict
+    draws: Draws
+    counts_rows: bool
 
 
 def may_lack_rows(verdict: SplitVerdict) -> bool:

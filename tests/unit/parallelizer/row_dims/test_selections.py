@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
+from moreh_ap.parallelizer.row_dims.selections import COUNTS_SELECTED, Selections, selects_rows
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,21 @@ def test_rows_are_selected_where_fewer_rows_are_fewer_entries():
     assert selects_rows([6], [[3], [3]]) and selects_rows([6, 5], [[6, 5], [6, 4]])
     assert not selects_rows([], [[]]) and not selects_rows([9], [[9], [9]])
     assert not selects_rows([9, 9], [[9], [9]])
+
+
+@pytest.mark.parametrize(
+    ("forward", "counts"),
+    [
+        (lambda x: len((x > 0.5).nonzero()), True),
+        (lambda x: torch.where(x > 0.5)[1].numel(), True),
+        (lambda x: (x > 0.5).nonzero(as_tuple=True)[0].shape[0], True),
+        (lambda x: x[(x > 0.5).nonzero(as_tuple=True)[0]].sum(), False),
+        (lambda x: len(torch.where(x > 0.5, x, 0.0)), False),
+        (lambda x: len(x), False),
+    ],
+)
+def test_who_asks_how_many_entries_were_found_is_noted(forward, counts):
+    saw: set[str] = set()
+    with Selections(saw):
+        forward(torch.rand(6, 4))
+    assert (COUNTS_SELECTED in saw) == counts
