@@ -95,6 +95,9 @@ def names_of(run: Execution) -> list[str]:
     return [f"{OUTPUT} {index}" for index in range(len(run.outputs) - len(of_attributes))] + of_attributes
 
 
+DEPEND = "rows depend on each other"
+
+
 def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) -> str:
     if not isinstance(common, Tensor):
         if any(type(s) is not type(common) for s in singles):
@@ -116,9 +119,7 @@ def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) ->
             return "same"
         if adds_up:
             return "share"
-    raise Refused(
-        f"{name} of shape {tuple(common.shape)} is not what its rows give one by one: rows depend on each other"
-    )
+    raise Refused(f"{name} of shape {tuple(common.shape)} is not what its rows give one by one: {DEPEND}")
 
 
 def _follows(common: Tensor, singles: Sequence[Any]) -> bool:

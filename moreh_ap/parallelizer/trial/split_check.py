@@ -51,7 +51,7 @@ from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe, gatherin
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
-from moreh_ap.parallelizer.trial.row_comparison import gathered_kinds, without_attributes
+from moreh_ap.parallelizer.trial.row_comparison import DEPEND, gathered_kinds, without_attributes
 from moreh_ap.parallelizer.trial.split_verdict import Apart, Joined, SplitVerdict
 from moreh_ap.protocol.batch import are_single_rows, row_dims_elsewhere, rows_along
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
@@ -306,7 +306,7 @@ class _Trials:
             clear_gradients(self._call.module)
             leaves, spec = tree_flatten((tuple(self._args), dict(self._kwargs)))
             args, kwargs = tree_unflatten(with_equal_rows(leaves, probe.dims), spec)
-            self._drops = not compare(self._like(probe, args, kwargs)).split
+            self._drops = compare(self._like(probe, args, kwargs)).reason.endswith(DEPEND)  # others show nothing
         return replace(found, split=False, kinds=(), reason=DROPS_ROWS) if self._drops else found
 
     def _like(self, probe: Probe, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Probe:
