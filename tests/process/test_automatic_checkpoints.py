@@ -17,6 +17,8 @@ from user_script import SCRIPTS, UserScript
 
 import moreh_ap
 
+pytestmark = pytest.mark.rotating  # one more way to end each
+
 STEPS = 40
 KILLS = int(os.environ.get("MOREH_KILLS", "10"))
 LOSS = re.compile(r"^loss (\d+) (\S+)$", re.MULTILINE)
@@ -55,7 +57,6 @@ def goes_on(tmp_path, plan, before, uninterrupted):
     return first
 
 
-@pytest.mark.rotating  # one more plan each
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_killed_run_goes_on(tmp_path, uninterrupted, plan):
     moment = random.Random(plan).uniform(0, 0.5)
@@ -70,7 +71,6 @@ def test_a_killed_run_goes_on(tmp_path, uninterrupted, plan):
     assert len(list((tmp_path / "saved").glob("checkpoint*.json"))) <= 2
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("plan", "to"), [*zip(PLANS, ["the script", "the script", "all its processes"])])
 def test_a_preempted_run_loses_no_step(tmp_path, uninterrupted, plan, to):
     """As Kubernetes does it, which tells the first process, and as Slurm does, which tells all."""

@@ -8,6 +8,8 @@ from user_script import UserScript
 
 import moreh_ap
 
+pytestmark = pytest.mark.rotating  # one more plan or fault each
+
 
 @pytest.mark.parametrize("plan", ["", "shard=2", "replicate=2", "replicate=2,shard=2"])
 def test_the_end_of_a_script_waits_for_its_save(tmp_path, plan):

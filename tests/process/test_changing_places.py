@@ -16,6 +16,8 @@ from moreh_ap.session.own_process.small_models import MAX_STEP_FLOPS
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import OnWorkers
 
+pytestmark = pytest.mark.rotating  # one more script each
+
 ROWS, STEPS = 20000, 20
 
 

@@ -18,6 +18,8 @@ from moreh_ap.session.own_process.faster_place import FasterPlace
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import OnWorkers
 
+pytestmark = pytest.mark.rotating  # one more script each
+
 ROWS, STEPS = 64, 16
 
 
@@ -167,7 +169,7 @@ def steps_on_workers_take(monkeypatch) -> Callable[[float], None]:
     return take
 
 
-@pytest.mark.parametrize("script", [gan, *(pytest.param(one, marks=pytest.mark.rotating) for one in SCRIPTS[1:])])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_models_whose_steps_are_faster_here_leave_the_workers_together(session, steps_on_workers_take, script, capsys):
     steps_on_workers_take(1e6)
     ours = on("cuda", script)
@@ -180,7 +182,6 @@ def test_models_whose_steps_are_faster_here_leave_the_workers_together(session, 
     assert again.numbers() == pytest.approx(on("cpu", script).numbers(), rel=1e-6)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_models_whose_steps_are_slower_here_return_to_the_workers(session, steps_on_workers_take, script, capsys):
     steps_on_workers_take(1e-9)

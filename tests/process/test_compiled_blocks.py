@@ -25,6 +25,8 @@ from moreh_ap.protocol.messages.models import UseCompiledBlocks
 from moreh_ap.session.planning import compiled_runs, plan_selection, step_watch
 from moreh_ap.session.planning.compiled_runs import Measured
 
+pytestmark = pytest.mark.rotating  # one more way to compile each
+
 WIDTH, WORDS = 16, 20
 
 
@@ -168,7 +170,6 @@ def test_what_a_script_compiles_is_compiled_in_the_workers(accelerator, capsys, 
     assert "runs uncompiled" not in seen
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "plan",
     [
@@ -232,7 +233,6 @@ def test_a_model_is_compiled_late_and_evaluated(accelerator, capsys):
     assert graphs_of(seen) > graphs_of(seen.partition('plan="replicate=2,compile=blocks"')[0])
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("block", "reason"),
     [

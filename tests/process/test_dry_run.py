@@ -13,6 +13,8 @@ import pytest
 from tutorial_files import make_tutorial_files
 from user_script import SCRIPTS, UserScript
 
+pytestmark = pytest.mark.rotating  # one more script each
+
 PLAN = ("-m", "moreh_ap.cli.main", "plan")
 STRANGER, TRAINER = SCRIPTS / "planned_argparse.py", SCRIPTS / "planned_trainer.py"
 TUTORIAL = Path(__file__).parents[2] / "tutorials" / "train_gpt.py"
@@ -61,7 +63,6 @@ def test_a_configuration_is_enough_for_a_model_that_this_machine_could_not_hold(
     assert plan in said
 
 
-@pytest.mark.rotating
 def test_a_tutorial_is_planned_with_its_weights_gone(tmp_path):
     make_tutorial_files(tmp_path)
     for weights in (tmp_path / "gpt").glob("*.safetensors"):

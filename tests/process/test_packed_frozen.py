@@ -11,6 +11,8 @@ import torch
 
 from moreh_ap.plan import Plan
 
+pytestmark = pytest.mark.rotating  # one more plan each
+
 BYTES = 4 * packed_models.WIDTH**2 // 2
 
 

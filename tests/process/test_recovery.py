@@ -19,6 +19,8 @@ from user_script import UserScript
 
 from moreh_ap.runtime.recovery import snapshot_timing
 
+pytestmark = pytest.mark.rotating  # one more way to lose a worker each
+
 SCRIPT = "survive_losses.py"
 TOOK_OVER = re.compile(
     r"\[info\] Worker \d of \d \(process \d+\) died: killed by signal 9, Killed\. "
@@ -71,7 +73,6 @@ def test_a_worker_that_dies_in_replicated_training_and_again_while_others_take_o
     survive(folders, tmp_path, "replicate=2", "again", "backward", "random")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2,micro_batches=2"])
 def test_a_worker_that_dies_under_plans_that_split_the_model(folders, tmp_path, plan):
     survive(folders, tmp_path, plan, "sent forward", "sent backward", "random")
@@ -100,7 +101,6 @@ def test_recovery_that_is_on_by_itself_replaces_workers_after_the_first_copy(fol
 HYBRID = "shard=2,tensor=2", "replicate=2,pipeline=2"
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2,micro_batches=2", *HYBRID])
 def test_a_loss_after_snapshots_under_plans_that_split_the_model(folders, tmp_path, plan):
     faults = "sent forward", "sent backward", "random", "idle"

@@ -9,6 +9,8 @@ from user_script import UserScript
 
 from moreh_ap.reporting import page, run_record
 
+pytestmark = pytest.mark.rotating  # one more kind of run each
+
 TWO = {"MOREH_NUM_DEVICES": "2"}
 
 

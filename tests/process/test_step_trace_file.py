@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from user_script import SCRIPTS, UserScript
 
+pytestmark = pytest.mark.rotating  # one more kind of run each
+
 SCRIPT = "train_traced.py"
 ROUNDING_US = 0.01
 
