@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument(
         "--hang-s", type=float, default=5.0, help="what is silent for so long hangs; 30 outside of this"
     )
-    parser.add_argument("--most-s", type=float, default=30.0, help="what stands for longer is not good (default: 30)")
+    parser.add_argument("--most-s", type=float, default=30.0, help="seconds that a stop may take (default: 30)")
     parser.add_argument("--folder", type=Path, help="keeps what the trainings print and save")
     parser.add_argument("--quiet", action="store_true", help="print the table alone")
     arguments = parser.parse_args()

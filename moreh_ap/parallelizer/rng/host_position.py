@@ -30,7 +30,7 @@ _bytes_at = ctypes.string_at
 
 
 def host_position() -> tuple[object, object]:
-    """Returns what tells where the host's streams stand; of NumPy's nothing while nobody has imported it."""
+    """Returns the positions of the random streams of Python and NumPy; None for NumPy's before it is imported."""
     numpy = sys.modules.get("numpy.random")
     of_numpy: Any = None
     python: Any = _place_of_python()

@@ -101,8 +101,10 @@ class RecoveringWorkerGroup(WorkerGroup):
             self.keeps_commands, self.keeps_values = self._log.is_open, self._log.keeps_values
 
     def forget_commands(self, why: str) -> None:
-        """Keeps no commands from now on: a worker that is lost ends the run."""
+        """Keeps no commands from now on: a worker that is lost ends the run, which is said if it did not before."""
         with self._lock:
+            if self._log.is_complete:
+                self._log.rules.say(f"a worker that is lost from now on ends the run: {why}")
             self._log.close(why)
             self.keeps_commands, self.keeps_values, self.wanted = False, False, None
 

@@ -4,7 +4,7 @@ Decides which bytes go to which worker, and when all have answered. Must not kno
 
 [Note: one reader]
 The thread that waits for answers reads the connections itself, all of them, whichever command it waits for. So an
-answer wakes one thread, and nothing runs while nobody waits. It sleeps until the first worker has answered that has not
+answer wakes one thread, and no thread runs while none waits. It sleeps until the first worker has answered that has not
 yet, and then reads what others have sent meanwhile: few of many answers wake it. The end of a connection is no news:
 whoever waits looks after the processes anyway, and knows how one ended.
 """
