@@ -25,12 +25,13 @@ LOOKING = {
 
 TURNS = {
     ("moreh_ap.runtime.engine", "Pending.wait"),
+    ("moreh_ap.runtime.relay.frames", "Arriving.take"),
     ("moreh_ap.runtime.relay.worker_links", "LinkedAnswers.wait"),
     ("moreh_ap.runtime.relay.worker_links", "WorkerLinks.read_for"),
     ("moreh_ap.runtime.worker_group", "WorkerGroup._receive_next"),
     ("moreh_ap.runtime.worker_group", "WorkerGroup.is_stopped"),
 }
-"""How often it goes round; what these call for an answer that has arrived counts."""
+"""How often it goes round, and in how many pieces an answer arrives; what these call for one that is there counts."""
 
 LONG_WAITS = {
     ("moreh_ap.local.interrupts", "wait_in_turns"),
