@@ -186,13 +186,6 @@ def enabled_by_environment(environment: Mapping[str, str]) -> bool:
 def _check_hosts(options: Options) -> None:
     """Raises OptionError where another option does not go with the hosts."""
     num_hosts = len(options.hosts)
-    if options.recovery == "memory":
-        raise OptionError(
-            f"recovery='memory' on {num_hosts} hosts: workers that are lost are replaced on the script's machine only",
-            "recovery='auto', which leaves it off here, or 'off'",
-            f"{_CALL}(hosts=..., recovery='auto')",
-            "docs/recovery.md#not-covered",
-        )
     if options.devices is not None and options.devices % num_hosts:
         each = max(1, options.devices // num_hosts)
         raise OptionError(

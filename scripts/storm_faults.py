@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import psutil
 
-from moreh_ap.protocol.messages.state import BYTES_PER_WORKER
+from moreh_ap.protocol.messages.memory_files import BYTES_PER_WORKER
 
 TRAINING = Path(__file__).with_name("storm_training.py")
 GONE_WITHIN_S = 10.0

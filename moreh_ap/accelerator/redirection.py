@@ -33,7 +33,7 @@ from moreh_ap.states import AcceleratorState
 from moreh_ap.tracing import chrome_trace
 
 if TYPE_CHECKING:
-    from moreh_ap.runtime.host.hosts_launcher import HostPool
+    from moreh_ap.runtime.host.host_pool import HostPool
 
 
 class Accelerator:
@@ -118,9 +118,9 @@ def redirect(session: Session, models: ModelRegistry) -> Patches:
     return patches
 
 
-def _rules(starts: WorkerStarts, num_workers: int) -> SessionReplayRules:
+def _rules(starts: WorkerStarts) -> SessionReplayRules:
     """Returns what the session knows of commands that are kept for workers that take over."""
-    return SessionReplayRules(lambda: starts.job.others_took_over(starts.current.pids), num_workers)
+    return SessionReplayRules(lambda: starts.job.others_took_over(starts.current.pids if starts.pool is None else ()))
 
 
 def _beside(pool: HostPool, check_steps: int) -> MakeLauncher:

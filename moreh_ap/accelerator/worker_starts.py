@@ -25,8 +25,8 @@ from moreh_ap.local import logger
 from moreh_ap.local.jobs import Job
 from moreh_ap.runtime import gpu_checks
 from moreh_ap.runtime.launcher import Launcher
-from moreh_ap.runtime.recovery.command_log import ReplayRules
 from moreh_ap.runtime.recovery.recovering_group import Past, RecoveringWorkerGroup
+from moreh_ap.runtime.recovery.rules import ReplayRules
 from moreh_ap.runtime.worker_environment import IGNORES_SIGTERM_VARIABLE, device_ids, workers_per_gpu
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.planning.device_count_records import devices_at_start
@@ -34,7 +34,7 @@ from moreh_ap.settings import Options
 from moreh_ap.states import AcceleratorState, StateMachine
 
 if TYPE_CHECKING:
-    from moreh_ap.runtime.host.hosts_launcher import HostPool
+    from moreh_ap.runtime.host.host_pool import HostPool
 
 SLOW_IMPORTS = ("transformers.modeling_utils",)
 """What the models of a script that imports these libraries need: workers import it beside the script."""
@@ -54,7 +54,7 @@ class WorkerStarts:
         device_type, num_devices: Kind and number of the accelerator's devices.
         num_used: How many of them have a worker at first.
         job: What other processes of the machine see of it.
-        make_rules: Returns what is known of commands that are kept, of a number of workers; set by the accelerator.
+        make_rules: Returns what is known of commands that are kept; set by the accelerator.
 
     Raises:
         MeshStartError: A host cannot join.
@@ -80,9 +80,9 @@ class WorkerStarts:
         if pool is not None:
             pool.on_usage = self.job.has_remote_workers
         self.state = StateMachine(AcceleratorState.STARTING)
-        self.make_rules: Callable[[WorkerStarts, int], ReplayRules]
+        self.make_rules: Callable[[WorkerStarts], ReplayRules]
         self.current: WorkerGroup
-        self._recovers = pool is None and _recovers(options, self.device_type)
+        self._recovers = _recovers(options, self.device_type)
         self._ahead: WorkerGroup | None = self._start(self.num_used)
 
     def shares(self, count: int) -> tuple[int, tuple[str, ...]]:
@@ -131,7 +131,7 @@ class WorkerStarts:
         if self._recovers:
             is_frugal = self._options.recovery == "auto"
             make = functools.partial(
-                RecoveringWorkerGroup, make_rules=lambda: self.make_rules(self, count), is_frugal=is_frugal, past=past
+                RecoveringWorkerGroup, make_rules=lambda: self.make_rules(self), is_frugal=is_frugal, past=past
             )
         workers = self.current = make(
             count,
@@ -154,7 +154,7 @@ def _recovers(options: Options, device_type: str) -> bool:
 
 def _join_hosts(options: Options) -> HostPool:
     """Returns the hosts of the options, which have joined; waits for them."""
-    from moreh_ap.runtime.host.hosts_launcher import HostPool
+    from moreh_ap.runtime.host.host_pool import HostPool
 
     return HostPool(options.hosts, options.devices, logger.say)
 

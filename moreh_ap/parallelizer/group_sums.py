@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import get_process_group_ranks, get_rank
 
 from moreh_ap.parallelizer.mesh import own_subgroup
 
-__all__ = ["HostSums", "Sum", "host_sums", "workers_by_host"]
+__all__ = ["HostSums", "Sum", "host_sums", "workers_by_host", "workers_of_a_host"]
 
 # torch 2.13 warns of the older name, and 2.11 has no other.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -99,7 +99,7 @@ def host_sums(group: dist.ProcessGroup | None, device_type: str) -> HostSums | N
         group: The group; None: all workers.
         device_type: Of the tensors.
     """
-    hosts = workers_by_host(tuple(get_process_group_ranks(group)), _workers_of_a_host())
+    hosts = workers_by_host(tuple(get_process_group_ranks(group)), workers_of_a_host())
     if device_type != "cpu" or len(hosts) == 1 or len({len(ranks) for ranks in hosts}) > 1 or len(hosts[0]) == 1:
         return None
     return HostSums(hosts)
@@ -118,6 +118,6 @@ def workers_by_host(ranks: tuple[int, ...], per_host: int) -> tuple[tuple[int, .
     return tuple(hosts.values())
 
 
-def _workers_of_a_host() -> int:
+def workers_of_a_host() -> int:
     """Returns how many workers each host has, as launchers tell programs of PyTorch."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))

@@ -104,3 +104,17 @@ class RemoteChild:
 
     def close(self) -> None:
         """Gives nothing back: there is no descriptor."""
+
+
+def kill_group(pid: int) -> None:
+    """Ends a process and those that it has started, at once."""
+    try:
+        # Workers lead process groups of their own. If this one should not, its group may be the script's.
+        leads = os.getpgid(pid) == pid
+    except ProcessLookupError:
+        leads = True  # gone already; what it started may still be there, in the group that it led
+    with contextlib.suppress(ProcessLookupError):
+        if leads:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)

@@ -6,7 +6,6 @@ commands; it only lets the workers join each other.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -19,11 +18,12 @@ from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.local.script_end import exit_waits
 from moreh_ap.runtime import engine_variables, worker_environment
 from moreh_ap.runtime.bootstrap import Launch
-from moreh_ap.runtime.child_process import Child, RemoteChild
+from moreh_ap.runtime.child_process import Child, RemoteChild, kill_group
 from moreh_ap.runtime.engine_error import EngineError, start_error
 from moreh_ap.runtime.forking import warm_client
 from moreh_ap.runtime.forking.early_imports import is_needed
 from moreh_ap.runtime.host.agent_process import AgentProcess
+from moreh_ap.runtime.recovery.copy_memory import CopyKeeper, CopyMemory
 from moreh_ap.runtime.relay.carrier import Carrier
 from moreh_ap.runtime.relay.worker_answer import Answer
 from moreh_ap.runtime.relay.worker_links import WorkerLinks
@@ -60,6 +60,7 @@ class LaunchRequest:
     collective_timeout_s: float
     shared_memory_fd: int
     visible_devices: str = ""
+    copies: CopyMemory | None = None
 
 
 class Launcher:
@@ -96,6 +97,12 @@ class Launcher:
         """Process ids of those workers that are on this machine, by rank, as far as known."""
         return {rank: child.pid for rank, child in sorted(self._children.items()) if isinstance(child, Child)}
 
+    @property
+    def copies(self) -> CopyKeeper:
+        """Who keeps the copies of what workers hold, where others can take over: this process."""
+        assert self._request.copies is not None, "others can take over"
+        return self._request.copies
+
     def start(self, on_progress: Progress, engine_made: Callable[[], object]) -> tuple[Engine, Pending[Answer]]:
         """Starts the processes and lets them join.
 
@@ -112,7 +119,7 @@ class Launcher:
         """
         num_workers = self._request.num_workers
         on_progress("spawn", 0, num_workers)
-        if self._agent is None:
+        if self._num_starts == 1:
             self._start_agents()
         with exit_waits():
             try:
@@ -157,43 +164,35 @@ class Launcher:
                 return self._lost(rank)
         return None
 
-    def prepare_again(self) -> bool:
+    def prepare_again(self) -> str:
         """Ends the workers so that `start` may be called once more, with workers of the agent that runs.
 
         The engine's own end of the old ones is not waited for: it takes seconds where one was killed.
 
         Returns:
-            False if that agent has ended, too, or is stopped; this launcher is of no use then.
+            Why that is not possible, empty if it is; this launcher is of no use then.
         """
+        gone = "the process that supervises the workers has ended"
         if self._agent is None or self._agent.exit_code() is not None or self.engine is None:
-            return False
+            return gone
         self.kill()
         deadline_s = time.monotonic() + _COLLECTED_S
         while any(child.is_alive() for child in self._children.values()):
             is_late = time.monotonic() > deadline_s  # what collects them is stopped
             if is_late or self._is_stopping() or self._agent.exit_code() is not None:
-                return False
+                return gone
             time.sleep(START_POLL_S)
         for child in self._children.values():
             child.close()
         self._close_links()
         self._children, self.engine = {}, None
         self._num_starts += 1
-        return True
+        return ""
 
     def kill(self) -> None:
         """Ends all processes that are known so far, with their children, at once. Any thread may call this."""
         for pid in self.pids:
-            try:
-                # Workers lead process groups of their own. If this one should not, its group may be the script's.
-                leads = os.getpgid(pid) == pid
-            except ProcessLookupError:
-                leads = True  # gone already; what it started may still be there, in the group that it led
-            with contextlib.suppress(ProcessLookupError):
-                if leads:
-                    os.killpg(pid, signal.SIGKILL)
-                else:
-                    os.kill(pid, signal.SIGKILL)
+            kill_group(pid)
 
     def end(self) -> None:
         """Ends everything that was started and shows the output that is left."""
@@ -335,6 +334,7 @@ class Launcher:
             store_path="" if self._agent is None else str(self._agent.folder / f"store{self._num_starts}"),
             collective_timeout_s=request.collective_timeout_s,
             commands_path="" if self._links is None else self._links.path,
+            copies=() if request.copies is None else request.copies.files,
             index=rank,
         )
 

@@ -63,11 +63,17 @@ class SharedMemory:
         self._map: mmap.mmap | None = None
         self._carry: Carry | None = None
         self._per_host = self._last_number = 0
+        self._first_number = 0  # of the values that `_carry` has sent
 
     def carry_by(self, carry: Carry, per_host: int) -> None:
         """Has values from now on sent once to each host. See [Note: several hosts]."""
         with self._lock:
             self._carry, self._per_host, self._is_shared = carry, per_host, True
+            self._first_number = self._last_number + 1
+
+    def is_gone(self, buffers: Sequence[bytes | memoryview | Place | SentPlace]) -> bool:
+        """Returns whether a value was sent before `carry_by` was called last: nobody knows whether it has arrived."""
+        return any(isinstance(one, SentPlace) and one.number < self._first_number for one in buffers)
 
     def store(
         self, buffers: Sequence[pickle.PickleBuffer], rank: int | None = None

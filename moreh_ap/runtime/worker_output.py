@@ -103,6 +103,10 @@ class WorkerOutput:
         self._thread = threading.Thread(target=self._run, name="moreh-output", daemon=True)
         self._thread.start()
 
+    def rename(self, labels: Sequence[str]) -> None:
+        """Has workers be called otherwise in front of their lines from now on."""
+        self._labels = labels
+
     def descriptors(self, rank: int) -> tuple[int, int, tuple[int, ...]]:
         """Returns what worker `rank` inherits: descriptors for its stdout and its stderr, and those to close."""
         own = [stream.write_fd for stream in self._streams if stream.rank == rank]

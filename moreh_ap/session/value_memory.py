@@ -23,7 +23,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moreh_ap.protocol.messages.state import BYTES_PER_WORKER, MemoryFile, StoredTensor
+from moreh_ap.protocol.messages.memory_files import BYTES_PER_WORKER, MemoryFile
+from moreh_ap.protocol.messages.state import StoredTensor
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.session.outbox import Outbox
 

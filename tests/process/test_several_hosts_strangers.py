@@ -35,7 +35,14 @@ def agent(credentials: Credentials) -> Iterator[str]:
         connection.await_report(60.0)
         connection.ask("listen", 10.0, address=HERE)
         connection.send(
-            "serve", ranks=[0], credentials=asdict(credentials), working_folder="/", imports=[], environment={}
+            "serve",
+            ranks=[0],
+            start=1,
+            copies=0,
+            credentials=asdict(credentials),
+            working_folder="/",
+            imports=[],
+            environment={},
         )
         deadline_s = time.monotonic() + 60.0
         while not serving:

@@ -38,7 +38,7 @@ IMPORTS_IN_FUNCTIONS = {
     # An optional library: torchmonarch exists for Linux only, and its import takes a while.
     ("runtime.launcher", "runtime.engine"): "optional library: torchmonarch",
     # What only several hosts need.
-    ("accelerator.worker_starts", "runtime.host.hosts_launcher"): "optional: several hosts",
+    ("accelerator.worker_starts", "runtime.host.host_pool"): "optional: several hosts",
     # Workers begin before it.
     ("accelerator.enabling", "accelerator.redirection"): "workers import what they need at the same time",
     # A library that is slow to import.

@@ -1,4 +1,7 @@
-"""Copies of what workers hold, in memory that outlives them."""
+"""Copies of what workers hold, in memory that outlives them.
+
+Where the slots of a worker's host are, its `WorkerSpec` says: a command is the same for all hosts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moreh_ap.protocol.messages.state import MemoryFile
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 
 STILL_OPEN = "a backward may still go through a call"
 """Why there is no copy at the moment: autograd graphs cannot be copied."""
@@ -21,17 +24,19 @@ TOO_LONG = "it would take longer than it may"
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Copy everything that later commands can name into this worker's part of `file`. Answers a `Snapshot`.
+    """Copy everything that later commands can name into this worker's part of a slot. Answers a `Snapshot`.
 
-    No worker waits for another. What was there before is lost, even where there is a problem.
+    No worker waits for another, but on several hosts, where the copy goes to the next one, too. What was there before
+    is lost, even where there is a problem.
 
+    slot: Which of the host's slots, or a file that all workers can open, where they are on one machine.
     number: By which the copy is known.
     most_bytes: It may have.
     most_s: Seconds that it may take.
     after_error: A command has just ended in an error on all workers: tell what of it is done, and what made the models.
     """
 
-    file: MemoryFile
+    slot: int | MemoryFile
     number: int
     most_bytes: int
     most_s: float = math.inf
@@ -80,6 +85,6 @@ class RestoreSnapshot:
     holds now. None: each takes its own.
     """
 
-    file: MemoryFile
+    slot: int | MemoryFile
     number: int
     of_workers: int | None = None

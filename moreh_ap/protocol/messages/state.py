@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 
 
@@ -15,18 +16,6 @@ class ReleaseState:
     """Forget temporary tensors."""
 
     refs: tuple[StateRef, ...]
-
-
-class MemoryFile(NamedTuple):
-    """A file in memory that the controller has open: its process, its descriptor there, and a name of its own."""
-
-    process: int
-    descriptor: int
-    name: str
-
-
-BYTES_PER_WORKER = 1 << 40
-"""In a `MemoryFile`, worker 1 writes from here on, worker 2 from twice this; only what is written takes memory."""
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,11 @@ class WarmProgram:
         theirs.close()
         threading.Thread(target=self._await, args=(on_ready,), name="moreh-warm", daemon=True).start()
 
+    @property
+    def pid(self) -> int:
+        """Its process id; copies of it that go on in its place are its descendants."""
+        return self._process.pid
+
     def tell(self, module: str) -> None:
         """Names one more module that workers need, as long as the program imports."""
         with suppress(OSError):  # it is ready, or has ended: each worker imports the module itself

@@ -109,14 +109,41 @@ def _end_with_controller(task: AgentTask) -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # the engine's threads would go on after `sys.exit`
 
 
-def end_workers() -> None:
-    """Ends the processes that this one has started, and all that they started."""
-    for pid in reversed(_descendants(os.getpid())):  # workers before the warm parent, with which they would be gone
+def end_workers(warm_parent: int | None = None) -> int:
+    """Ends the processes that this one has started, and all that they started; returns how many lived.
+
+    Args:
+        warm_parent: What forks workers, and goes on; None: it ends, too. Copies of it that go on in its place are in
+            its process group, in which no worker is.
+    """
+    kept: set[int] = set()
+    if warm_parent is not None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended: workers start anew
+            group = os.getpgid(warm_parent)
+            kept = {pid for pid in (warm_parent, *_descendants(warm_parent)) if _group_of(pid) == group}
+    doomed = [pid for pid in reversed(_descendants(os.getpid())) if pid not in kept and _lives(pid)]
+    for pid in doomed:  # workers before the warm parent, with which they would be gone
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(pid) == pid:
                 os.killpg(pid, signal.SIGKILL)
             else:
                 os.kill(pid, signal.SIGKILL)
+    return len(doomed)
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def _lives(pid: int) -> bool:
+    """Returns whether a process has not ended, collected or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _descendants(pid: int) -> list[int]:

@@ -28,6 +28,7 @@ class WorkerPipes:
         self._tell = tell
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Child] = {}
+        self._looked, self._num_looks = threading.Condition(), 0
         self.pid_fd = self._pipe(None)
         self.streams = {rank: [self._pipe((rank, name)) for name in _STREAMS] for rank in ranks}
         self._ending = threading.Event()
@@ -45,6 +46,15 @@ class WorkerPipes:
         if threading.current_thread() is not self._thread:  # which ends the process where nobody listens any more
             self._thread.join(2.0)
 
+    def await_ends(self, timeout_s: float) -> bool:
+        """Waits until no worker lives and all that they have said of themselves has been told; returns whether it is.
+
+        The thread has to look once more, from the start: what it looks at now it may have looked at too early.
+        """
+        with self._looked:
+            wanted = self._num_looks + 2
+            return self._looked.wait_for(lambda: self._num_looks >= wanted and not self._children, timeout_s)
+
     def _pipe(self, source: tuple[int, str] | None) -> int:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
@@ -56,6 +66,9 @@ class WorkerPipes:
         while not self._ending.is_set():
             self._read(_POLL_S)
             self._look_after()
+            with self._looked:
+                self._num_looks += 1
+                self._looked.notify_all()
         while self._read(0.0):
             pass
         self._look_after()

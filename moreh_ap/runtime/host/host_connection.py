@@ -156,6 +156,11 @@ class HostConnection:
         """
         self.send("remove", name=name)
 
+    @property
+    def free_bytes(self) -> int:
+        """Memory of the host that was free when it spoke last, at most some seconds ago once it has workers."""
+        return int(self.usage.get("free_bytes", self.report.free_memory_bytes))
+
     def lost(self) -> str | None:
         """Returns why the host cannot be used any longer, None while it can."""
         return self._lost

@@ -202,6 +202,10 @@ class RunCredentials:
         return self._files
 
 
+run_credentials = RunCredentials()
+"""Those of this process: the engine reads them once."""
+
+
 def script_folder() -> str:
     """Returns the folder of this process's script; of an interactive process the working directory."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)

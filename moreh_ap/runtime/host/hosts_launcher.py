@@ -2,6 +2,11 @@
 
 Decides what differs from one machine: agents are told what to do over their connections, which also carry what workers
 print, how they end, and the store through which they meet. Must not know commands, nor how hosts are compared.
+
+[Note: lost hosts]
+Each host keeps the copies of its own workers and those of the host before it. So the workers of a lost host can go on
+on another one, as long as the host behind it lives. Every host has equally many, so all are dealt anew: those that are
+on another host than before get their copies from there.
 """
 
 from __future__ import annotations
@@ -10,19 +15,17 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
-from moreh_ap.hosts import host_files, joining_checks, script_files
+from moreh_ap.hosts import host_files, joining_checks
 from moreh_ap.hosts.channel import Message
 from moreh_ap.hosts.credentials import ENGINE_VARIABLES, context_of
 from moreh_ap.hosts.host_environment import passed_on
-from moreh_ap.hosts.host_list import LOCAL_NAMES
-from moreh_ap.local.jobs import RemoteWorker
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.runtime import worker_environment
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.child_process import RemoteChild
@@ -30,113 +33,25 @@ from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.forking import warm_client
 from moreh_ap.runtime.forking.early_imports import EarlyImports
 from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
-from moreh_ap.runtime.host.host_joining import Hosts, RunCredentials, join, on_all
+from moreh_ap.runtime.host.host_joining import on_all, run_credentials
 from moreh_ap.runtime.host.serving import Serving
 from moreh_ap.runtime.host.store_server import StoreServer
 from moreh_ap.runtime.host.usage_of_hosts import UsageOfHosts
 from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
+from moreh_ap.runtime.recovery.copy_memory import CopyKeeper
+from moreh_ap.runtime.recovery.host_copies import HostCopies
 from moreh_ap.runtime.relay.carrier import Carrier
 from moreh_ap.runtime.relay.command_links import CommandLinks
 from moreh_ap.runtime.shared_memory import SharedMemory
 from moreh_ap.runtime.worker.actor import WorkerSpec
 
-_ASK_S = 60.0
+if TYPE_CHECKING:
+    from moreh_ap.runtime.host.host_pool import HostPool
+
 _WHY_S = 2.0  # ssh may have last words of why a host has gone
-_DIGEST_S = 3600.0  # of files of hundreds of gigabytes
 _STOP_S = 0.5  # the engine's own end never comes where an agent has ended
 
 _STORE = "moreh_ap.runtime.host.host_store:HostStore"
-
-_credentials = RunCredentials()  # of this process: the engine reads them once
-
-
-class HostPool:
-    """The hosts of an accelerator, for one worker group after the other.
-
-    Args:
-        hosts: What `parse_hosts` returned.
-        devices: Devices wanted of all together; None: as many as each has.
-        say: Prints a line of the log.
-        address: This machine's, where all hosts are this machine.
-
-    Attributes:
-        on_usage: Told every few seconds what all workers use.
-
-    Raises:
-        MeshStartError: A host cannot join.
-    """
-
-    def __init__(
-        self, hosts: Sequence[str], devices: int | None, say: Callable[[str], object], address: str = "127.0.0.1"
-    ) -> None:
-        self.hosts, self._say, self._address = hosts, say, address
-        self._per_host = None if devices is None else devices // len(hosts)
-        self._joined: Hosts | None = join(hosts, self._per_host, address)
-        self._own_address = self._joined.controller_address
-        _credentials.of_hosts(self._joined)  # before the engine is imported
-        self.device_type = self._joined.device_type
-        self.per_host = self._per_host or self._joined.devices_per_host
-        sharing = Counter(one.report.machine for one in self._joined.connections)  # containers of one machine
-        self.num_cores = min(one.report.num_cores // sharing[one.report.machine] for one in self._joined.connections)
-        self.names = [one.name for one in self._joined.connections]
-        self._provided: dict[str, None] = {}
-        self.on_usage: Callable[[Sequence[RemoteWorker]], object] = lambda workers: None
-        for (host, path), num_bytes in self._joined.sent.items():
-            self._say(f"sent to {host}: {path} ({num_bytes} bytes)")
-        for one in self._joined.connections:
-            if len(one.report.gpus) > self.per_host and devices is None:
-                self._say(
-                    f"{one.name}: {self.per_host} of {len(one.report.gpus)} GPUs are used, as many as each host has"
-                )
-
-    def launcher(self, request: LaunchRequest, is_stopping: Callable[[], bool]) -> Launcher:
-        """Returns the launcher of a worker group."""
-        return HostsLauncher(request, is_stopping, self)
-
-    def take(self) -> Hosts:
-        """Returns hosts with agents that wait; those of the last worker group have ended with it.
-
-        Raises:
-            MeshStartError: A host can no longer join.
-        """
-        joined, self._joined = self._joined, None
-        return joined or join(self.hosts, self._per_host, self._address)
-
-    def beside(self) -> HostPool:
-        """Returns this machine as the host of one more worker, beside those of the other hosts.
-
-        Raises:
-            MeshStartError: It cannot be one.
-        """
-        return HostPool((LOCAL_NAMES[0],), 1, self._say, self._own_address)
-
-    def place_of(self, rank: int, num_workers: int) -> str:
-        """Returns host and number of one of so many workers, as the log says it. Every host has equally many."""
-        per_host = num_workers // len(self.names)
-        return f"{self.names[rank // per_host]}:{rank % per_host}"
-
-    def provide(self, connection: HostConnection, files: Sequence[str]) -> None:
-        """Sends a host the files that it does not have: it sees the same file system, or has the same content.
-
-        Raises:
-            HostLostError: The host is lost.
-            OSError: A file cannot be read here, or not be written there.
-        """
-        self._provided.update(dict.fromkeys(files))
-        there = connection.ask("identities", _ASK_S, paths=list(files)).values["identities"]
-        for path, seen in zip(files, map(tuple, there)):
-            here = script_files.identity_of(path)
-            if not here or seen == here or (seen[1:2] == here[1:2] and self._has_content(connection, path)):
-                continue
-            num_bytes = connection.send_file(path, host_files.DATA, host_files.sent_name(path))
-            self._say(f"sent to {connection.name}: {path} ({num_bytes} bytes)")
-
-    def provided(self) -> list[str]:
-        """Returns the files that earlier workers found, as far as they are still there."""
-        return [path for path in self._provided if os.path.exists(path)]
-
-    def _has_content(self, connection: HostConnection, path: str) -> bool:
-        return bool(connection.ask("digest", _DIGEST_S, path=path).values["digest"] == host_files.digest(path))
 
 
 class HostsLauncher(Launcher):
@@ -154,25 +69,44 @@ class HostsLauncher(Launcher):
         self._answers_at = ""
         self._per_host = request.num_workers // len(pool.hosts)
         self._served: dict[str, Serving] = {}
-        self._store_server = StoreServer()
-        self._usage = UsageOfHosts(self._per_host, request.threads_per_worker, request.device_type)
+        self._stores = {1: StoreServer()}  # by the start of workers whose it is: one at a time
         self._host_links: CommandLinks | None = None
         self._early = EarlyImports(request.imports, self._tell_warm_parents)
         self._warm: set[str] = set()  # hosts that can fork workers
         self._ended = threading.Event()
         super().__init__(request, is_stopping)
 
+    @property
+    def copies(self) -> CopyKeeper:
+        return HostCopies(self._connections, self._served.values(), self._per_host)
+
     def find_dead(self) -> WorkerLostError | None:
-        for index, one in enumerate(self._connections):
-            reason = one.lost()
-            if reason is not None and not self._ended.is_set():
-                first = index * self._per_host
-                ranks = ", ".join(str(first + rank) for rank in range(self._per_host))
-                return WorkerLostError(
-                    f"The host {one.name} is lost, and the workers on it ({ranks}): {reason}",
-                    fix=f"moreh-ap doctor --hosts {one.name}",
-                )
-        return super().find_dead()
+        return self._lost_host() or super().find_dead()
+
+    def prepare_again(self) -> str:
+        """Has the agents end their workers, so that they can fork others; they keep the copies of what these held.
+
+        Where hosts are lost, those that are left have more workers each, if that is possible.
+        """
+        if self._num_starts == 1 and len(self._served) < max(1, len(self._connections)):
+            return "the agents of its hosts never served"
+        left = [one for one in self._connections if one.lost() is None]
+        if len(left) < len(self._connections):
+            reason = self._why_not_on(left)
+            if reason:
+                return reason
+            self._go_on_with(left)
+        if self._host_links is not None:
+            self._host_links.close()
+        self._num_starts += 1
+        self._stores = {self._num_starts: StoreServer()}
+        self._served.clear()
+        for one in self._connections:
+            with contextlib.suppress(HostLostError):  # `_await` says so
+                one.send("again", **self._asked_of(one))
+        self._await(self._served, "have not ended their workers")
+        self._children, self.engine = {}, None
+        return ""
 
     def kill(self) -> None:
         self._ended.set()
@@ -221,7 +155,7 @@ class HostsLauncher(Launcher):
     def carrier(self, memory: SharedMemory) -> Carrier:
         assert self.engine is not None, "workers have joined"
         places = [(one.address, self._served[one.host].commands_port) for one in self._connections]
-        shown = context_of(_credentials.variables, is_server=False)
+        shown = context_of(run_credentials.variables, is_server=False)
         try:
             self._host_links = links = CommandLinks(places, self._per_host, shown, self._has_no_commands)
         except EngineError as error:
@@ -232,11 +166,23 @@ class HostsLauncher(Launcher):
 
     # -- what differs from one machine -----------------------------------------------------------------------------
 
+    def _lost_host(self) -> WorkerLostError | None:
+        for index, one in enumerate(self._connections):
+            reason = one.lost()
+            if reason is not None and not self._ended.is_set():
+                first = index * self._per_host
+                ranks = ", ".join(str(first + rank) for rank in range(self._per_host))
+                return WorkerLostError(
+                    f"The host {one.name} is lost, and the workers on it ({ranks}): {reason}",
+                    fix=f"moreh-ap doctor --hosts {one.name}",
+                )
+        return None
+
     def _stop_timeout_s(self) -> float:
         return _STOP_S
 
     def _variables(self) -> Mapping[str, str]:
-        return _credentials.variables
+        return run_credentials.variables
 
     def _host(self, rank: int) -> HostConnection:
         return self._connections[rank // self._per_host]
@@ -253,25 +199,63 @@ class HostsLauncher(Launcher):
     def _start_agents(self) -> None:
         again, hosts = self._pool.provided(), self._pool.take()
         self._connections, self._answers_at = hosts.connections, hosts.controller_address
-        made = _credentials.of_hosts(hosts)
-        for index, one in enumerate(self._connections):
+        made = run_credentials.of_hosts(hosts)
+        self._listen_to_usage()
+        for one in self._connections:
             one.on_message = self._handler(one)
-            if index == 0:  # all hosts speak equally often: once for all
-                one.on_usage = lambda: self._pool.on_usage(self._usage.of_all(self._connections))
-            ranks = [index * self._per_host + rank for rank in range(self._per_host)]
-            credentials = asdict(made[one.address])
             with contextlib.suppress(HostLostError):  # `_agents` says so
                 one.send(
                     "serve",
-                    ranks=ranks,
-                    credentials=credentials,
+                    copies=0 if self._request.copies is None else self._request.num_workers,
+                    credentials=asdict(made[one.address]),
                     working_folder=os.getcwd(),
-                    imports=self._early.now,
-                    environment=worker_environment.of_all([self._environment(rank) for rank in ranks]),
+                    **self._asked_of(one),
                 )
                 if again:
                     self._pool.provide(one, again)
         self._early.begin()
+
+    def _asked_of(self, one: HostConnection) -> dict[str, Any]:
+        """Returns which workers a host is to have."""
+        first = self._connections.index(one) * self._per_host
+        ranks = list(range(first, first + self._per_host))
+        environment = worker_environment.of_all([self._environment(rank) for rank in ranks])
+        return {"start": self._num_starts, "ranks": ranks, "imports": self._early.now, "environment": environment}
+
+    def _listen_to_usage(self) -> None:
+        self._usage = UsageOfHosts(self._per_host, self._request.threads_per_worker, self._request.device_type)
+        # All hosts speak equally often: once for all.
+        self._connections[0].on_usage = lambda: self._pool.on_usage(self._usage.of_all(self._connections))
+
+    def _why_not_on(self, left: Sequence[HostConnection]) -> str:
+        """Returns why the workers cannot go on on some of the hosts; empty if they can. See [Note: lost hosts]."""
+        num_workers, lost = self._request.num_workers, [one not in left for one in self._connections]
+        if not left:
+            return "no host is left"
+        if any(one and other for one, other in zip(lost, [*lost[1:], lost[0]])):
+            return "the hosts that keep the copies of what their workers held are lost, too"
+        if num_workers % len(left):
+            return f"{num_workers} workers cannot be dealt evenly to {len(left)} hosts"
+        for one in left:
+            if self._request.device_type == "cuda" and len(one.report.gpus) < num_workers // len(left):
+                return f"{one.name} has {len(one.report.gpus)} GPUs, for {num_workers // len(left)} workers"
+        return ""
+
+    def _go_on_with(self, left: list[HostConnection]) -> None:
+        """Has some of the hosts have all workers from now on."""
+        for one in self._connections:
+            if one not in left:
+                self._pool.lose(one)
+                threading.Thread(target=one.end, name="moreh-lost", daemon=True).start()
+        num_workers, threads = self._request.num_workers, self._request.threads_per_worker
+        threads = max(1, threads * len(left) // len(self._connections))
+        self._request = replace(self._request, threads_per_worker=threads)
+        self._connections, self._per_host = left, num_workers // len(left)
+        self._launches = []
+        self._warm.clear()
+        self._listen_to_usage()
+        self._output.rename([self._label(rank) for rank in range(num_workers)])
+        self._pool.say(f"all {num_workers} workers are on {', '.join(self._pool.names)} from now on")
 
     def _tell_warm_parents(self, module: str) -> None:
         for one in self._connections:
@@ -292,7 +276,7 @@ class HostsLauncher(Launcher):
         while len(found) < len(self._connections):
             if self._is_stopping():
                 raise Stopping
-            lost = self.find_dead()
+            lost = self._lost_host()
             if lost is not None:
                 raise MeshStartError(lost.fact, fix=lost.fix) from lost
             if time.monotonic() > deadline_s:
@@ -356,12 +340,14 @@ class HostsLauncher(Launcher):
             commands_path=serving.commands,
             index=rank % self._per_host,
             is_relayed=True,
+            copies=tuple(MemoryFile(*one) for one in serving.copies),
         )
 
     def _has_no_commands(self, host: int, why: str) -> None:
         """Counts a host as lost whose connection for commands has ended, if nothing else says why before."""
+        one = self._connections[host]  # later others may be in its place
         if not self._ended.wait(_WHY_S):
-            self._connections[host].give_up(why or "its connection for commands has ended")
+            one.give_up(why or "its connection for commands has ended")
 
     def _read_pids(self) -> None:
         """Does nothing: agents tell them."""
@@ -369,11 +355,13 @@ class HostsLauncher(Launcher):
     def _handler(self, one: HostConnection) -> Callable[[Message], None]:
         def handle(message: Message) -> None:
             kind, values = message.kind, message.values
+            if one not in self._connections:  # it was lost before
+                return
             if kind == "output":
                 self._output.feed(values["rank"], values["name"], message.payload)
             elif kind == "store":
                 self._ask_store(one, dict(values), message.payload)
-            elif kind == "serving":
+            elif kind == "serving" and values.pop("start") == self._num_starts:
                 self._served[one.host] = Serving(**values)
             elif kind == "warm":
                 self._warm.add(one.host)
@@ -387,10 +375,13 @@ class HostsLauncher(Launcher):
         return handle
 
     def _ask_store(self, one: HostConnection, values: dict[str, Any], payload: bytes) -> None:
-        request = values.pop("request")
+        request, start = values.pop("request"), values.pop("start")
+        store = self._stores.get(start)
+        if store is None:  # of workers that have ended
+            return
 
         def answer(payload: bytes, **found: Any) -> None:
             with contextlib.suppress(HostLostError):  # `find_dead` says so
-                one.send("store", payload, request=request, **found)
+                one.send("store", payload, request=request, start=start, **found)
 
-        self._store_server.ask(values, payload, answer)
+        store.ask(values, payload, answer)

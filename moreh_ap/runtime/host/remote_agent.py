@@ -31,6 +31,7 @@ from moreh_ap.runtime.host.private_sockets import run_folder
 from moreh_ap.runtime.host.serving import Serving
 from moreh_ap.runtime.host.store_relay import StoreRelay
 from moreh_ap.runtime.host.worker_usage import WorkerUsage
+from moreh_ap.runtime.recovery.copy_memory import CopyMemory
 from moreh_ap.runtime.relay.command_relay import CommandRelay
 from moreh_ap.runtime.shared_memory import make_host_memory
 
@@ -42,6 +43,9 @@ SILENCE_S = 120.0
 
 ORPHAN_TIMEOUT = "60s"
 """After how long without the controller the engine ends its workers; it runs beside the script's threads."""
+
+_END_S = 30.0  # how long workers may take to end: a device may have to finish first
+_END_POLL_S = 0.02
 
 
 class RemoteAgent:
@@ -60,7 +64,12 @@ class RemoteAgent:
         self._commands: CommandRelay | None = None
         self._probe: reachability.Probe | None = None
         self._address = ""
-        self._memory_fd = -1
+        self._memory_fd, self._start = -1, 0
+        self._ranks: list[int] = []
+        self._environment: dict[str, str] = {}  # of what forks workers
+        self._copies: CopyMemory | None = None
+        self._serves_at = ""  # where the engine listens
+        self._shown: Mapping[str, str] = {}  # credentials
         self._warm: WarmProgram | None = None
         self._heard_s = time.monotonic()
 
@@ -99,6 +108,10 @@ class RemoteAgent:
         kind, values = message.kind, message.values
         if kind == "store" and self._store is not None:
             self._store.answer(message)
+        elif kind == "again":
+            self._begin_again(values)
+        elif kind == "forget" and self._copies is not None:
+            self._copies.close()
         elif kind == "import" and self._warm is not None:
             self._warm.tell(values["module"])
         elif kind == "listen":
@@ -181,24 +194,55 @@ class RemoteAgent:
             self._probe.close()
         with contextlib.suppress(OSError):  # it is not on this host
             os.chdir(values["working_folder"])
-        self._pipes = WorkerPipes(values["ranks"], self._tell)
         self._memory_fd = make_host_memory()
-        self._store = StoreRelay(self._folder, self._tell)
+        self._copies = CopyMemory(values["copies"]) if values["copies"] else None
         os.environ.update(engine_variables.of_worker())
-        inherited = [self._pipes.pid_fd, self._memory_fd, *(fd for pair in self._pipes.streams.values() for fd in pair)]
-        environment = {**os.environ, **values["environment"]}  # keys are not in it, nor in that of a worker
-        self._warm = WarmProgram(self._folder, values["imports"], environment, inherited, lambda: self._tell("warm"))
+        self._environment = dict(os.environ)  # keys are not in it
         os.environ["HYPERACTOR_MESH_ORPHAN_TIMEOUT"] = ORPHAN_TIMEOUT
         os.environ["TMPDIR"] = str(self._folder)
-        files = Credentials(**values["credentials"]).as_files()
-        self._commands = CommandRelay(self._folder, len(values["ranks"]), self._address, files, self._memory_fd)
-        os.environ.update(files)
+        self._shown = Credentials(**values["credentials"]).as_files()
+        self._let_workers_in(values)
+        os.environ.update(self._shown)
         host = f"[{self._address}]" if ":" in self._address else self._address
         return f"tls://{host}:{reachability.free_port(self._address)}"
+
+    def _let_workers_in(self, values: Mapping[str, Any]) -> None:
+        """Makes what workers of a start need: sockets of their own, so that nothing of earlier ones arrives there."""
+        self._start, ranks = values["start"], values["ranks"]
+        own = self._folder / str(self._start)
+        own.mkdir(mode=0o700)
+        self._store = StoreRelay(own, self._start, self._tell)
+        self._commands = CommandRelay(own, len(ranks), self._address, self._shown, self._memory_fd)
+        if ranks != self._ranks:
+            self._ranks = ranks
+            self._pipes = pipes = WorkerPipes(ranks, self._tell)
+            inherited = [pipes.pid_fd, self._memory_fd, *(fd for pair in pipes.streams.values() for fd in pair)]
+            environment = {**self._environment, **values["environment"]}
+            self._warm = WarmProgram(own, values["imports"], environment, inherited, lambda: self._tell("warm"))
+
+    def _begin_again(self, values: Mapping[str, Any]) -> None:
+        """Ends the workers, and lets others in. Sent files and copies stay, and what forks workers of these ranks."""
+        assert self._pipes is not None and self._warm is not None, "by `_prepare`"
+        assert self._store is not None and self._commands is not None, "by `_prepare`"
+        self._commands.close()
+        self._store.close()
+        kept = self._warm.pid if values["ranks"] == self._ranks else None
+        deadline_s = time.monotonic() + _END_S
+        while agent.end_workers(kept):
+            if time.monotonic() > deadline_s:
+                self._end()
+            time.sleep(_END_POLL_S)
+        if not self._pipes.await_ends(_END_S):
+            self._end()
+        if kept is None:
+            self._pipes.close()
+        self._let_workers_in(values)
+        self._say_serving(self._serves_at)
 
     def _say_serving(self, address: str) -> None:
         assert self._pipes is not None and self._warm is not None, "by `_prepare`"
         assert self._store is not None and self._commands is not None, "by `_prepare`"
+        self._serves_at = address
         serving = Serving(
             address=address,
             pid_fd=self._pipes.pid_fd,
@@ -208,8 +252,9 @@ class RemoteAgent:
             memory_fd=self._memory_fd,
             commands=self._commands.path,
             commands_port=self._commands.port,
+            copies=() if self._copies is None else self._copies.files,
         )
-        self._tell("serving", **asdict(serving))
+        self._tell("serving", start=self._start, **asdict(serving))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ class Serving:
         memory_fd: Descriptor of the memory that the host's workers share.
         commands: Socket of commands.
         commands_port: Port at which the host takes them.
+        copies: Slots of memory of the agent, for copies of what workers hold: process, descriptor and name of each.
     """
 
     address: str
@@ -29,3 +30,4 @@ class Serving:
     memory_fd: int
     commands: str
     commands_port: int
+    copies: Sequence[tuple[int, int, str]] = ()

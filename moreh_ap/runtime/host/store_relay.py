@@ -23,15 +23,16 @@ class StoreRelay:
 
     Args:
         folder: A folder that only this user can enter.
+        start: Which workers of this host these are: those of an earlier start have ended, and are not answered.
         tell: Sends a message to the controller: its kind, its payload and its values.
 
     Attributes:
         path: The socket.
     """
 
-    def __init__(self, folder: Path, tell: Callable[..., None]) -> None:
+    def __init__(self, folder: Path, start: int, tell: Callable[..., None]) -> None:
         self.path = str(folder / SOCKET)
-        self._tell = tell
+        self._start, self._tell = start, tell
         self._numbers = itertools.count()
         self._waiting: dict[int, Channel] = {}
         relay = self
@@ -47,12 +48,22 @@ class StoreRelay:
     def answer(self, message: Message) -> None:
         """Hands on what the controller answers."""
         values = dict(message.values)
+        if values.pop("start") != self._start:
+            return
         worker = self._waiting.pop(values.pop("request"), None)
         try:
             if worker is not None:
                 worker.send("store", message.payload, **values)
         except OSError:  # it has stopped waiting
             return
+
+    def close(self) -> None:
+        """Lets nobody in any more. Does not wait: whoever listens looks up only now and then."""
+        threading.Thread(target=self._close, daemon=True).start()
+
+    def _close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
     def _serve(self, worker: Channel) -> None:
         while True:
@@ -64,5 +75,5 @@ class StoreRelay:
                 return
             number = next(self._numbers)
             self._waiting[number] = worker
-            values: dict[str, Any] = {**request.values, "request": number}
+            values: dict[str, Any] = {**request.values, "request": number, "start": self._start}
             self._tell("store", request.payload, **values)

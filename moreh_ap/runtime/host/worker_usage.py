@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from moreh_ap.local.memory_limit import memory_limit
+from moreh_ap.local.memory_limit import free_memory, memory_limit
 
 
 class WorkerUsage:
@@ -29,8 +29,8 @@ class WorkerUsage:
             pids: The process of each rank.
 
         Returns:
-            `memory_bytes` of this host, and `workers`: rank, process, bytes in memory, and cores that were busy since
-            the last look, None the first time.
+            `memory_bytes` of this host, of which `free_bytes` are free, and `workers`: rank, process, bytes in memory,
+            and cores that were busy since the last look, None the first time.
         """
         found = []
         for rank, pid in sorted(pids.items()):
@@ -44,4 +44,4 @@ class WorkerUsage:
             self._seen[pid] = now_s, cpu_s
             busy = None if before is None or now_s <= before[0] else (cpu_s - before[1]) / (now_s - before[0])
             found.append([rank, pid, used_bytes, busy])
-        return {"memory_bytes": self._memory_bytes, "workers": found}
+        return {"memory_bytes": self._memory_bytes, "free_bytes": free_memory(), "workers": found}

@@ -21,11 +21,13 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from moreh_ap.protocol.encoding import Packed, WorkerTraceback
 from moreh_ap.runtime.future import SentCommand
+from moreh_ap.runtime.recovery.copy_memory import CopyKeeper
 from moreh_ap.runtime.recovery.losses import Losses
+from moreh_ap.runtime.recovery.rules import ReplayRules
 from moreh_ap.runtime.recovery.snapshot_timing import MOST_FRUGAL_STEPS, SnapshotTiming
 
 MOST_BYTES = 1 << 30
@@ -42,93 +44,6 @@ MOST_FAILED = 24
 
 SNAPSHOT_BYTES = 1 << 28
 """A snapshot is taken once so many bytes of commands are kept, however few steps that is."""
-
-
-class Noted(NamedTuple):
-    """What has to be known of a command that is kept.
-
-    Attributes:
-        num_steps: How many optimizer steps it has.
-        files: Those that workers read because of it.
-        has_snapshot: Whether workers copy in it what they hold.
-    """
-
-    num_steps: int
-    files: tuple[str, ...] = ()
-    has_snapshot: bool = False
-
-
-class Taken(NamedTuple):
-    """How a snapshot went.
-
-    Attributes:
-        problem: Why a worker has no copy; empty if all have.
-        is_passing: Whether that may be otherwise at the next step.
-        is_too_large: Whether there is no memory for copies.
-        seconds: What the slowest worker took.
-        since_s: Seconds since workers were asked for one before; 0 if they never were.
-        num_bytes: Of the copies of all workers.
-        needed_s: What it would take, where it would take longer than it may; else 0.
-        bound: Why workers under another plan cannot take the copies over; empty if they can.
-    """
-
-    problem: str
-    is_passing: bool = False
-    is_too_large: bool = False
-    seconds: float = 0.0
-    since_s: float = 0.0
-    num_bytes: int = 0
-    needed_s: float = 0.0
-    bound: str = ""
-
-
-class ReplayRules(Protocol):
-    """What the session knows of commands."""
-
-    def note(self, command: Any) -> Noted:
-        """Returns what has to be known of a command that is kept."""
-
-    def may_copy(self) -> bool:
-        """Returns whether workers may copy what they hold."""
-
-    def next_snapshot(self, most_s: float) -> Any:
-        """Returns a command that has workers copy what they hold, if that takes `most_s`; None where it cannot be."""
-
-    def taken(self, command: Any, values: Sequence[Any]) -> Taken:
-        """Returns how the workers' copies went that a command had them take."""
-
-    def drop(self, command: Any, num_done: int | None) -> None:
-        """Is told in order what a snapshot stands for, and how many commands in it were carried out (None: all)."""
-
-    def from_snapshot(self, command: Any) -> Any:
-        """Returns what is sent to other workers in place of all up to the snapshot in `command`, and of its rest."""
-
-    def behind_snapshot(self, command: Any, values: Sequence[Any]) -> Sequence[Any]:
-        """Returns of a command's results, one a worker, those of what follows the snapshot in it."""
-
-    def for_others(self, change: Callable[[Any], Any], num_workers: int) -> Callable[[Any], Any]:
-        """Returns what changes kept commands for so many workers under other plans, which `change` knows."""
-
-    def close(self) -> None:
-        """Is called when nothing is kept any more."""
-
-    def figures(self, command: Any, values: Sequence[Any]) -> Any:
-        """Returns what is kept of a command's results, one a worker, to be compared with those of a replay."""
-
-    def again(self, command: Any) -> Any:
-        """Returns what is sent to other workers in place of a command that has been answered."""
-
-    def difference(self, before: Any, after: Any) -> str:
-        """Returns how figures of a replay differ from those of before; empty if only rounding explains it, or not."""
-
-    def others_took_over(self) -> None:
-        """Is called when other workers have been told everything."""
-
-    def say(self, line: str) -> None:
-        """Prints a line of the log."""
-
-    def say_more(self, line: str) -> None:
-        """Prints a line of a detailed log."""
 
 
 @dataclass(slots=True)
@@ -170,17 +85,21 @@ class CommandLog:
     Attributes:
         is_open: Whether commands are noted.
         rules: What is known of them, from then on.
+        copies: Returns who keeps the copies of what workers hold; set by the worker group.
         is_complete: Whether others can be told all that the workers were told.
         why_closed: Why they are not noted any more; empty before the log is opened.
         bound: Why workers under another plan cannot be told what is kept; empty if they can.
         wanted: A command that should go with the next one, if any: a snapshot is due.
+        has_copy: Whether a copy of what workers hold stands for commands of before.
     """
 
     def __init__(self, make_rules: Callable[[], ReplayRules], *, is_frugal: bool = False) -> None:
         self.rules: ReplayRules
+        self.copies: Callable[[], CopyKeeper]
         self._make_rules, self._is_frugal = make_rules, is_frugal
         self.is_open, self.is_complete, self.why_closed, self.bound = False, False, "", ""
         self.wanted: Any = None
+        self.has_copy, self._most_copy_bytes = False, 0
         self._lock = threading.Lock()
         self._commands: dict[int, Logged] = {}
         self._num_bytes = self._num_steps = self._last_number = 0
@@ -212,7 +131,7 @@ class CommandLog:
             self.is_open, self.is_complete, self.why_closed, self.wanted = False, False, why, None
             self._commands, self._files, self._snapshot_in = {}, {}, 0
         self._forgotten(self._last_number)
-        self.rules.close()
+        self.copies().close()
 
     def when_forgotten(self, callback: Callable[[], object]) -> None:
         """Calls `callback` once no command of before is sent again; at once where none can be."""
@@ -257,10 +176,16 @@ class CommandLog:
         elif self.is_complete and self._num_bytes > MOST_BYTES:
             self._close_full(f"more than {MOST_BYTES >> 20} MiB of commands would have to be kept")
         elif (timing.num_steps >= timing.wanted or self._num_bytes > self._most_bytes) and self._may_ask():
-            self.wanted = self.rules.next_snapshot(timing.most_s())
+            self.wanted = self._next_snapshot()
             self._takes_snapshots = self.wanted is not None
             if self._is_frugal and not self._takes_snapshots:
                 self.close("there is no memory that outlives a worker on this system")
+
+    def _next_snapshot(self) -> Any:
+        """Returns a command that has workers copy what they hold; None where there is no memory that outlives them."""
+        self._most_copy_bytes = self._most_copy_bytes or self.copies().most_bytes()  # free before there is any copy
+        most_bytes = self._most_copy_bytes
+        return self.rules.next_snapshot(most_bytes, self._timing.most_s()) if most_bytes else None
 
     def _may_ask(self) -> bool:
         if not self._takes_snapshots or self._snapshot_in or self.wanted is not None:
@@ -350,7 +275,7 @@ class CommandLog:
                 return
             self._keep([first, *(one for number, one in self._commands.items() if number > logged.number)])
             self._keep_files()
-            was_complete, self.is_complete = self.is_complete, True
+            was_complete, self.is_complete, self.has_copy = self.is_complete, True, True
         if not was_complete:
             size = f"{taken.num_bytes / 2**20:.0f} MiB"
             self.rules.say_more(f"from now on a worker may be lost: copies of what workers hold are taken, {size} each")
@@ -364,7 +289,7 @@ class CommandLog:
         """Keeps these commands, the oldest, perhaps changed: those behind them are going to be sent once more."""
         with self._lock:
             self._keep(commands)
-            self._snapshot_in, self.wanted = 0, None
+            self._snapshot_in, self.wanted, self._most_copy_bytes = 0, None, 0
 
     def _keep(self, commands: Sequence[Logged]) -> None:
         self._commands = {one.number: one for one in commands}

@@ -16,6 +16,10 @@ Workers that ran out of memory may not be told the same again: others under anot
 them, make a group of their own, to which the log is handed on. They are told what was answered before the command that
 failed, with models built under their plans; what each of them answers is not what each of those before did, so it is
 compared from then on only. That command and those behind it are sent to the new group like any others, by the session.
+
+[Note: values on the way]
+On several hosts a large value goes ahead of its command to the memory of each host, over the connections that end with
+the workers: nobody knows whether it has arrived. So commands that others get as they were are packed once more.
 """
 
 from __future__ import annotations
@@ -32,13 +36,15 @@ from moreh_ap.protocol.encoding import Packed
 from moreh_ap.runtime.engine_error import EngineError, was_too_slow
 from moreh_ap.runtime.future import SentCommand
 from moreh_ap.runtime.joining import launch
-from moreh_ap.runtime.launcher import POLL_S, Stopping
+from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
 from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang
 from moreh_ap.runtime.receiver import Receiver
-from moreh_ap.runtime.recovery.command_log import CommandLog, Logged, ReplayRules
+from moreh_ap.runtime.recovery.command_log import CommandLog, Logged
+from moreh_ap.runtime.recovery.copy_memory import CopyMemory
 from moreh_ap.runtime.recovery.losses import MOST_LOSSES
+from moreh_ap.runtime.recovery.rules import ReplayRules
 from moreh_ap.runtime.relay.carrier import Awaited, Carrier
-from moreh_ap.runtime.worker_group import WorkerGroup
+from moreh_ap.runtime.worker_group import MakeLauncher, WorkerGroup
 
 _AHEAD = 16  # commands that are told again before the answer to the first of them is waited for
 _SEE = "docs/errors.md#workerlosterror"
@@ -51,6 +57,7 @@ class Past(NamedTuple):
 
     Attributes:
         log: The commands that they had answered.
+        copies: Memory with copies of what they held.
         number: That of the last one.
         epoch: How many errors had been raised, with the one because of which they were ended.
         reason: Why they were ended, for the log.
@@ -58,6 +65,7 @@ class Past(NamedTuple):
     """
 
     log: CommandLog
+    copies: CopyMemory
     number: int
     epoch: int
     reason: str
@@ -76,6 +84,7 @@ class RecoveringWorkerGroup(WorkerGroup):
         make_rules: Returns what the session knows of commands, once they are kept.
         is_frugal: As for `CommandLog`.
         past: What these workers are told first; None: nothing.
+        make_launcher: As for `WorkerGroup`.
         others: As for `WorkerGroup`.
     """
 
@@ -86,11 +95,19 @@ class RecoveringWorkerGroup(WorkerGroup):
         make_rules: Callable[[], ReplayRules],
         is_frugal: bool = False,
         past: Past | None = None,
+        make_launcher: MakeLauncher | None = None,
         **others: Any,
     ) -> None:
-        self._past = past  # first: a thread starts in the other constructor
+        self._past, self._has_lost = past, False  # first: a thread starts in the other constructor
+        self._copies = CopyMemory(num_workers) if past is None else past.copies
         self._log = CommandLog(make_rules, is_frugal=is_frugal) if past is None else past.log
-        super().__init__(num_workers, **others)
+        self._log.copies = lambda: self._launcher.copies
+        make = make_launcher or Launcher
+
+        def make_keeping(request: LaunchRequest, is_stopping: Callable[[], bool]) -> Launcher:
+            return make(replace(request, copies=self._copies), is_stopping)
+
+        super().__init__(num_workers, make_launcher=make_keeping, **others)
         if past is not None:
             self._last_number, self._epoch = past.number, past.epoch
 
@@ -116,6 +133,7 @@ class RecoveringWorkerGroup(WorkerGroup):
         """Ends all workers at once, and forgets their commands."""
         super().close()
         self._log.close("the workers have been closed")
+        self._copies.close()
 
     def _send(self, command: SentCommand) -> None:
         if command.origin is not None:
@@ -124,6 +142,8 @@ class RecoveringWorkerGroup(WorkerGroup):
                 log.add(command)
             self.keeps_commands, self.wanted = log.is_open, log.wanted
             self.keeps_values = log.is_complete or log.keeps_values
+        if self._has_lost and self._carrier is not None:
+            command = self._packed_for_these(command)
         super()._send(command)
 
     def _complete(self, command: SentCommand, values: Sequence[object], error: BaseException | None) -> None:
@@ -156,10 +176,11 @@ class RecoveringWorkerGroup(WorkerGroup):
         super().close()
         log = self._log
         before = _before(log, error)
-        changed = log.rules.for_others(change, num_workers)
+        changed = log.rules.for_others(change, self.num_workers)
         log.keep_only([replace(one, origin=changed(one.origin), figures=None) for one in before])
+        self._copies.for_others(num_workers, log.rules.complete_slot())
         number = before[-1].number if before else 0
-        return Past(log, number, self._epoch, reason, isinstance(error, WorkerLostError))
+        return Past(log, self._copies, number, self._epoch, reason, isinstance(error, WorkerLostError))
 
     def _start(self) -> Receiver:
         if self._past is None:
@@ -192,6 +213,24 @@ class RecoveringWorkerGroup(WorkerGroup):
 
     # -- after a loss ----------------------------------------------------------------------------------------------
 
+    def _packed_for_these(self, command: SentCommand) -> SentCommand:
+        """Returns a command as the workers that there are now can read it. See [Note: values on the way].
+
+        Raises:
+            WorkerLostError: It is not kept.
+        """
+        payload, origin, memory = command.payload, command.origin, self.shared_memory
+        each = [payload] if isinstance(payload, Packed) else payload
+        if not any(memory.is_gone(one.buffers) for one in each):
+            return command
+        if origin is None:
+            raise WorkerLostError("A large value that workers were sent before the first model is lost with them.")
+        for one in each:
+            memory.release(one.buffers)
+        if isinstance(payload, Packed):
+            return command._replace(payload=self._packed(origin))
+        return command._replace(payload=[self._packed(one, rank) for rank, one in enumerate(origin)])
+
     def _look_for_lost(self) -> None:
         deadline_s = time.monotonic() + (_DEAD_WITHIN_S if self._log.is_complete else 0.0)
         while True:
@@ -205,7 +244,7 @@ class RecoveringWorkerGroup(WorkerGroup):
     def _replace(self, lost: WorkerLostError) -> Receiver:
         started_s, first = time.monotonic(), lost
         with self._lock:
-            self._carrier = None  # from here on commands wait, until the others know what was answered
+            self._carrier, self._has_lost = None, True  # commands wait, until the others know what was answered
             self._unsent.extendleft(command for command, _ in reversed(self._sent))
             self._sent.clear()
             number = self._unsent[0].number if self._unsent else None
@@ -214,12 +253,11 @@ class RecoveringWorkerGroup(WorkerGroup):
         num_starts = 0
         while True:
             reason = self._log.why_not(number)
-            if reason:
-                fact = f"{first.fact} The run cannot go on: {reason}."
-                raise WorkerLostError(fact, first.allowed, first.fix) from first.__cause__
             try:
-                receiver, num_steps = self._start_others()
-                break
+                reason = reason or self._prepare_others()
+                if not reason:
+                    receiver, num_steps = self._tell_others()
+                    break
             except WorkerLostError:
                 num_starts = 0
             except MeshStartError as another:
@@ -227,18 +265,17 @@ class RecoveringWorkerGroup(WorkerGroup):
                 if num_starts == _STARTS:
                     fact = f"{_in_short(first)} No others can be started: {another.fact}"
                     raise NoOthersError(fact, another.allowed, another.fix, _SEE) from first.__cause__
+            if reason:
+                fact = f"{_ended(first.fact)} The run cannot go on: {reason}."
+                raise WorkerLostError(fact, first.allowed, first.fix) from first.__cause__
             number = self._last_number if number is None else number  # what is told again may be the cause
         self._log.rules.others_took_over()
         took_s = time.monotonic() - started_s
         self._log.rules.say(f"{_in_short(first)} Others took over: {_steps(num_steps)} computed again, {took_s:.1f} s")
         return receiver
 
-    def _start_others(self) -> tuple[Receiver, int]:
-        """Starts other workers and tells them all; returns what receives their answers, and the steps in that."""
-        self._prepare_others()
-        return self._tell_others()
-
     def _tell_others(self) -> tuple[Receiver, int]:
+        """Starts other workers and tells them all; returns what receives their answers, and the steps in that."""
         receiver = launch(self._launcher, lambda stage, done, total: None, self._come_first_at_exit, self.is_stopped)
         carrier = receiver.carrier = self._launcher.carrier(self.shared_memory)
         self._resolver = OutcomeResolver()
@@ -255,17 +292,21 @@ class RecoveringWorkerGroup(WorkerGroup):
             for _, payload, _ in on_the_way:  # these workers have been lost, too
                 self._release(payload)
         with self._lock:
+            unsent = [self._packed_for_these(command) for command in self._unsent]  # noted when they were submitted
             self._carrier = carrier
-            for command in self._unsent:
-                super()._send(command)  # they were noted when they were submitted
             self._unsent.clear()
+            for command in unsent:
+                super()._send(command)
         return receiver, sum(logged.num_steps for logged in answered)
 
-    def _prepare_others(self) -> None:
-        """Ends the workers, so that others may be launched."""
-        if not self._launcher.prepare_again():
-            before, self._launcher = self._launcher, self._make_launcher(self._request, self.is_stopped)
-            before.end()
+    def _prepare_others(self) -> str:
+        """Ends the workers, so that others may be launched; returns why they may not, empty if they may."""
+        reason = self._launcher.prepare_again()
+        if not reason or (self._log.has_copy and self._launcher.copies is not self._copies):
+            return reason
+        before, self._launcher = self._launcher, self._make_launcher(self._request, self.is_stopped)
+        before.end()
+        return ""
 
     def _release(self, payload: Sequence[Packed]) -> None:
         for packed in payload:
@@ -320,7 +361,7 @@ class RecoveringWorkerGroup(WorkerGroup):
 
 def _in_short(lost: WorkerLostError) -> str:
     """Returns who was lost and how, without its last output."""
-    return lost.fact.partition(chr(10))[0].removesuffix(" Its last output:")
+    return _ended(lost.fact.partition(chr(10))[0].removesuffix(" Its last output:"))
 
 
 def _before(log: CommandLog, error: BaseException) -> list[Logged]:
@@ -340,3 +381,8 @@ def _was_lost(error: MeshStartError) -> bool:
 
 def _words(error: BaseException | None) -> str:
     return "no error" if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _ended(text: str) -> str:
+    """Returns a text with a full stop behind it."""
+    return text if text.endswith(".") else f"{text}."

@@ -80,7 +80,7 @@ class CommandLinks:
         most: int = fan_out.FAN_OUT,
     ) -> None:
         self.num_received = 0
-        self._on_end = on_end
+        self._on_end, self._is_closed = on_end, False
         self._lock = threading.Lock()
         self._waiting: dict[int, HostAnswers] = {}
         self._troubles: list[Trouble] = []
@@ -132,7 +132,8 @@ class CommandLinks:
         return self._troubles
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Ends the connections, of which `on_end` is not told."""
+        self._is_closed = True
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 stream.shut()
@@ -143,12 +144,14 @@ class CommandLinks:
         reader = cast("BinaryIO", io.BufferedReader(self._streams[index], 1 << 16))
         while (frame := read(reader)) is not None:
             self._take(index, frame)
-        self._on_end(self._branches[index].first, "")
+        if not self._is_closed:
+            self._on_end(self._branches[index].first, "")
         self._streams[index].close()
 
     def _take(self, index: int, frame: Frame) -> None:
         if frame.kind == ENDED:
-            self._on_end(frame.number, frame.parts[0].decode())
+            if not self._is_closed:
+                self._on_end(frame.number, frame.parts[0].decode())
             return
         with self._lock:
             self.num_received += 1

@@ -82,20 +82,37 @@ class CommandRelay:
         self._own: Branch | None = None
         self._answers: dict[int, JoinedAnswers] = {}
         self._above: Sender | None = None
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(self.path)
-        listener.listen(num_workers)
+        self._above_stream: TlsStream | None = None
+        self._follower: threading.Thread | None = None  # of that
+        self._is_closed = False
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen(num_workers)
         self._port = socket.create_server((address, 0), family=family(address))
         self.port = int(self._port.getsockname()[1])
-        for name, target in (("workers", lambda: self._let_workers_in(listener)), ("commands", self._let_in)):
+        for name, target in (("workers", self._let_workers_in), ("commands", self._let_in)):
             threading.Thread(target=target, name=f"moreh-{name}", daemon=True).start()
+
+    def close(self) -> None:
+        """Lets nobody in any more, and ends the connection to what is above: nothing is written for it after this."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            above, follower = self._above_stream, self._follower
+        _end_listening(self._listener)
+        _end_listening(self._port)
+        if above is not None and follower is not None:
+            with contextlib.suppress(OSError):  # the other side has ended it
+                above.shut()
+            follower.join()
 
     # -- from below ------------------------------------------------------------------------------------------------
 
-    def _let_workers_in(self, listener: socket.socket) -> None:
-        with listener:
+    def _let_workers_in(self) -> None:
+        with self._listener, contextlib.suppress(OSError):  # it is closed
             for _ in range(self._num_workers):
-                threading.Thread(target=self._follow_worker, args=(listener.accept()[0],), daemon=True).start()
+                plain = self._listener.accept()[0]
+                threading.Thread(target=self._follow_worker, args=(plain,), daemon=True).start()
 
     def _follow_worker(self, plain: socket.socket) -> None:
         stream = plain.makefile("rb")
@@ -151,15 +168,14 @@ class CommandRelay:
             plain.close()
             return
         with self._changed:
-            if self._above is not None:
+            if self._above is not None or self._is_closed:
                 stream.close()
                 return
-            self._above = Sender(stream)
-        with contextlib.suppress(OSError):
-            self._port.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._port.close()
+            self._above, self._above_stream = Sender(stream), stream
+            self._follower = threading.current_thread()
+        _end_listening(self._port)
         reader = _reader(stream)
-        while (frame := read(reader)) is not None:
+        while (frame := read(reader)) is not None and not self._is_closed:
             if frame.kind == BRANCH:
                 self._connect(fan_out.unpacked(frame.parts[0]))
             elif frame.kind == VALUE:
@@ -172,8 +188,10 @@ class CommandRelay:
     def _connect(self, own: Branch) -> None:
         """Waits for the workers, which connect before they join each other, and connects to the hosts below."""
         with self._changed:
-            while len(self._workers) < self._num_workers:
+            while len(self._workers) < self._num_workers and not self._is_closed:
                 self._changed.wait()
+            if self._is_closed:
+                return
         self._own = own
         self._below = [_Below(self._workers[index]) for index in range(self._num_workers)]
         streams = []
@@ -219,3 +237,9 @@ class CommandRelay:
 
 def _reader(stream: TlsStream) -> BinaryIO:
     return cast("BinaryIO", io.BufferedReader(stream, 1 << 16))
+
+
+def _end_listening(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+    listener.close()

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from moreh_ap.protocol.encoding import Packed, capture_failure, import_by_name, pack, unpack
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.runtime.relay.command_socket import CommandSocket
 from moreh_ap.runtime.relay.frames import MISSING, Frame
 from moreh_ap.runtime.relay.worker_answer import DONE, FAILED, SKIPPED, Answer
@@ -52,6 +53,8 @@ class WorkerSpec:
         commands_path: where it connects for commands: to the controller, or to the agent of its host.
         index: which of the workers of its host it is.
         is_relayed: whether that agent joins the answers of its workers.
+        copies: slots of memory that outlives it, in which it keeps copies of what it holds; none without recovery. The
+            executor is told where they are (`keep_copies_in`).
     """
 
     rank: int
@@ -65,6 +68,7 @@ class WorkerSpec:
     commands_path: str = ""
     index: int = 0
     is_relayed: bool = False
+    copies: tuple[MemoryFile, ...] = ()
 
 
 class WorkerSide:
@@ -110,6 +114,8 @@ class WorkerSide:
             if self._executor is None:
                 factory: Any = import_by_name(self._spec.executor)
                 self._executor = factory(self._spec.rank, self._spec.world_size, self._spec.device_type)
+                if self._spec.copies:
+                    self._executor.keep_copies_in(self._spec.copies)
             if not command.buffers:
                 return Answer(DONE, self._pack(self._executor.execute(unpack(command))))
             with self._shared_memory.values(command.buffers) as buffers:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from moreh_ap.errors import NotComputedError
 from moreh_ap.protocol.encoding import note_done
 from moreh_ap.protocol.messages.checkpoints import ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.lasting_commands import MADE_AND_SET
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.protocol.messages.optimizers import StepOptimizer
 from moreh_ap.protocol.messages.snapshots import RestoreSnapshot, TakeSnapshot
 from moreh_ap.protocol.messages.state import ReadState, ReleaseState, RunOperation, WriteState
@@ -77,6 +79,10 @@ class WorkerExecutor:
             if kind in self._handlers:
                 self._handlers[kind] = self._noting(self._handlers[kind])
         self._handlers.update(TraceCommands(self._handlers, is_cuda=self._tables.device.is_cuda).handlers())
+
+    def keep_copies_in(self, slots: Sequence[MemoryFile]) -> None:
+        """Is told, before the first command, where copies of what this worker holds lie."""
+        self._tables.copies = slots
 
     def execute(self, command: Any) -> Any:
         """Execute one command and return its answer.

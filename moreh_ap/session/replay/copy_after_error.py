@@ -12,10 +12,8 @@ failed, and were skipped behind it, are still in the memory in which they were s
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from moreh_ap.protocol.encoding import Packed
@@ -27,7 +25,7 @@ from moreh_ap.protocol.messages.calls import (
 from moreh_ap.protocol.messages.models import ChangeModule, ReleaseModel, SetKernelFormats, SetRequiresGrad
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, LoadOptimizer, ReleaseOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.row_shards import ReleaseRowShards
-from moreh_ap.protocol.messages.snapshots import Failed, Snapshot
+from moreh_ap.protocol.messages.snapshots import Failed, RestoreSnapshot, Snapshot, TakeSnapshot
 from moreh_ap.protocol.messages.state import (
     ClearGradients,
     ClipGradients,
@@ -40,9 +38,9 @@ from moreh_ap.protocol.messages.state import (
 from moreh_ap.protocol.messages.stream import Again, Batch, DefineList, ImportModules
 from moreh_ap.protocol.messages.traces import words
 from moreh_ap.runtime.future import Reply
+from moreh_ap.runtime.recovery.copy_memory import CopyMemory
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.replay.restart import Unanswered
-from moreh_ap.session.replay.snapshot_slots import SnapshotSlots
 
 _NOT_READ = (
     Again,
@@ -90,9 +88,7 @@ class CopyAfterError:
     def __init__(self, workers: WorkerGroup, error: BaseException, unanswered: Unanswered) -> None:
         if workers.is_stopped():
             raise CannotCopy("not all workers have failed at the same command")
-        if not workers.shares_memory:
-            raise CannotCopy("workers are on several hosts")
-        self._slots = SnapshotSlots(workers.num_workers)
+        self._memory = CopyMemory(workers.num_workers)
         try:
             taken, restore = self._take(workers)
             failed = [one.failed for one in taken if one.failed is not None]
@@ -102,19 +98,19 @@ class CopyAfterError:
                 raise CannotCopy("the command that failed is not known")
             self._cut(failed[0].num_done)
         except BaseException:
-            self._slots.close()
+            self._memory.close()
             raise
-        self._first = [*failed[0].structure, replace(restore, of_workers=workers.num_workers)]
+        self._first = [*failed[0].structure, restore]
 
-    def _take(self, workers: WorkerGroup) -> tuple[list[Snapshot], Any]:
-        copy = self._slots.next_copy(math.inf)
-        if copy is None:
+    def _take(self, workers: WorkerGroup) -> tuple[list[Snapshot], RestoreSnapshot]:
+        if not self._memory.files:
             raise CannotCopy("there is no memory that outlives a worker on this system")
+        copy = TakeSnapshot(self._memory.files[0], 1, self._memory.most_bytes(), after_error=True)
         try:
-            answers = workers.submit(Batch((replace(copy, after_error=True),))).result()
+            answers = workers.submit(Batch((copy,))).result()
         except Exception as another:  # of any class: the script is told of the first one
             raise CannotCopy(f"{type(another).__name__}: {another}") from another
-        return [one[0] for one in answers], self._slots.completed(copy)
+        return [one[0] for one in answers], RestoreSnapshot(copy.slot, copy.number, workers.num_workers)
 
     def _cut(self, num_done: int) -> None:
         """Leaves out of the message that failed what was executed before."""
@@ -138,7 +134,7 @@ class CopyAfterError:
         posted = [promise() for _ in first]
 
         def done(restoring: Any) -> None:
-            self._slots.close()
+            self._memory.close()
             if not restoring.failed():
                 restored()
 

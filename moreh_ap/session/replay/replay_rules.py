@@ -26,7 +26,7 @@ from moreh_ap.protocol.messages.stream import Again, Batch, Synchronize
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, SavedTensor, TensorData
 from moreh_ap.protocol.messages.traces import BeginTrace, EndTrace
 from moreh_ap.protocol.tensor_source import TensorSource
-from moreh_ap.runtime.recovery.command_log import Noted, Taken
+from moreh_ap.runtime.recovery.rules import Noted, Taken
 from moreh_ap.session.checkpoint import background_save
 from moreh_ap.session.replay.snapshot_slots import SnapshotSlots
 
@@ -55,12 +55,11 @@ class SessionReplayRules:
 
     Args:
         on_others: Called when other workers have taken over.
-        num_workers: How many there are.
     """
 
-    def __init__(self, on_others: Callable[[], object], num_workers: int) -> None:
+    def __init__(self, on_others: Callable[[], object]) -> None:
         self._on_others = on_others
-        self._slots, self._structure = SnapshotSlots(num_workers), Structure()
+        self._slots, self._structure = SnapshotSlots(), Structure()
 
     def note(self, command: Any) -> Noted:
         """Returns what has to be known of a command that is kept."""
@@ -85,9 +84,9 @@ class SessionReplayRules:
         """Returns whether workers may copy what they hold: no copy has files that they write in the background."""
         return not background_save.awaited
 
-    def next_snapshot(self, most_s: float) -> Any:
-        """Returns a command that has workers copy what they hold, if that takes `most_s`; None where it cannot be."""
-        return self._slots.next_copy(most_s)
+    def next_snapshot(self, most_bytes: int, most_s: float) -> Any:
+        """Returns a command that has workers copy what they hold, if that has so many bytes and takes so long."""
+        return self._slots.next_copy(most_bytes, most_s)
 
     def taken(self, command: Any, values: Sequence[Any]) -> Taken:
         """Returns how the workers' copies went that a command had them take."""
@@ -124,29 +123,27 @@ class SessionReplayRules:
         place = _place_of_snapshot(command)
         return [answers[place + 1 :] for answers in values]
 
-    def for_others(self, change: Callable[[Any], Any], num_workers: int) -> Callable[[Any], Any]:
+    def complete_slot(self) -> int | None:
+        """Returns which slot has the snapshot that stands for commands of before; None without one."""
+        return self._slots.complete
+
+    def for_others(self, change: Callable[[Any], Any], of_workers: int) -> Callable[[Any], Any]:
         """Returns what changes a kept command for workers under other plans, which are told what is kept from now on.
 
         Args:
             change: Returns a command for them, itself if it does not depend on plans.
-            num_workers: How many they are.
+            of_workers: How many there were before, which have written snapshots.
         """
-        before = self._slots.num_workers
         self._structure.change(change)
-        self._slots.for_others(num_workers)
 
         def changed(command: Any) -> Any:
             if type(command) is Batch:
                 return replace(command, commands=tuple(map(changed, command.commands)))
             if type(command) is RestoreSnapshot and command.of_workers is None:
-                return replace(command, of_workers=before)
+                return replace(command, of_workers=of_workers)
             return change(command)
 
         return changed
-
-    def close(self) -> None:
-        """Gives the memory of snapshots back."""
-        self._slots.close()
 
     def figures(self, command: Any, values: Sequence[Any]) -> Figures:
         """Returns the small tensors among the answers of all workers to a command."""

@@ -99,7 +99,7 @@ class TakingOver:
         """
         session, models = self._session, self._models()
         try:
-            why_bound = session.workers.why_bound(lost)
+            why_bound = self._why_bound(lost)
             if why_bound:
                 raise PlanError(why_bound)
             fewer = self._on_fewer(models)
@@ -157,6 +157,11 @@ class TakingOver:
         splits_alike = (plan.tensor, plan.pipeline) in {(1, 1), (before.tensor, before.pipeline)}
         return splits_alike and (not self._session.has_differentiated or plan == plan.whole_model())
 
+    def _why_bound(self, error: Exception) -> str:
+        """Returns why others under other plans cannot go on from before a command that ended in an error."""
+        workers = self._session.workers
+        return workers.why_bound(error) if workers.shares_memory else "workers are on several hosts"
+
     def _copied(self, error: Exception, failed: Planned) -> CopyAfterError | None:
         """Returns a copy that the workers have written now; None where recovery has what others have to be told.
 
@@ -164,10 +169,10 @@ class TakingOver:
             PlanError: There is neither.
         """
         session = self._session
-        why_bound = session.workers.why_bound(error)
+        why_bound = self._why_bound(error)
         if not why_bound:
             return None
-        if session.options.recovery == "memory":
+        if session.options.recovery == "memory" or not session.workers.shares_memory:
             raise _too_late(failed, why_bound)
         session.forget_commands("a plan ran out of memory")  # others would be told the copy, and not what made it
         try:

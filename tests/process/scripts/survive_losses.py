@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +29,7 @@ from moreh_ap.runtime.worker.snapshots.slot_memory import SlotMemory
 
 STEPS, AT = 6, 3
 LOCK_S = float(os.environ.get("LOCK_S", "12"))
+ROWS = int(os.environ.get("ROWS", "8"))
 FOLDER = Path(os.environ["FATAL_FOLDER"])
 
 
@@ -60,14 +62,14 @@ def stop(folder):
 
 
 class DyingOnTheWay(list):
-    """Values of which the second one is never written: the worker dies when all are gone through a third time."""
+    """Values of which the second one is never written: the worker dies when all are gone through a second time."""
 
     times, folder = 0, ""
 
     def __iter__(self):
         self.times += 1
         for index, value in enumerate(super().__iter__()):
-            if (self.times, index) == (3, 1):
+            if (self.times, index) == (2, 1):
                 die(self.folder, "snapshot")
             yield value
 
@@ -135,13 +137,20 @@ def build(plan):
 
 def loss_of(model, generator):
     if isinstance(model, nn.Sequential):
-        return model(torch.randn(8, 16, generator=generator).cuda()).square().mean()
+        return model(torch.randn(ROWS, 16, generator=generator).cuda()).square().mean()
     ids = torch.randint(0, 64, (8, 12), generator=generator).cuda()
     return model(input_ids=ids, labels=ids).loss
 
 
 def kill(rank):
     os.kill(device.current().session.workers.pids[rank], signal.SIGKILL)
+
+
+def kill_agents(ranks):
+    """Kills the agents of workers' hosts, and with them all of their workers."""
+    for pid in [device.current().session.workers.pids[rank] for rank in ranks]:
+        parents = psutil.Process(pid).parents()
+        next(one for one in parents if "moreh_ap.runtime.host.remote_agent" in one.cmdline()).kill()
 
 
 def kill_soon():
@@ -181,6 +190,9 @@ def train(plan, fault, losses):
         for _ in range(2):
             loss = loss_of(model, generator) / 2
             losses.append(loss)
+            if now in ("agent", "agents"):
+                kill_agents([1] if now == "agent" else [0, 1])
+                now = ""
             if now == "sent forward":
                 kill(1)
             loss.backward()
@@ -215,7 +227,7 @@ def train(plan, fault, losses):
 
 def main():
     """FAULT: a place in a step, "two" workers, "again" during recovery, "random", "evaluation", "idle", "for ever",
-    or a way to be silent, see `stop`."""
+    "agent" and "agents" (of several hosts), or a way to be silent, see `stop`."""
     plan, *faults = sys.argv[1:]
     random.seed(plan)
     if "SNAPSHOT_STEPS" in os.environ:

@@ -226,3 +226,15 @@ def test_a_host_without_memory_is_an_error_where_the_value_is_read(hosts):
 def test_no_value_is_sent_once_it_is_closed(hosts):
     hosts.memory.close()
     assert not places(pack(hosts.memory, data(1.0))) and not hosts.sent
+
+
+def test_values_that_earlier_connections_carried_are_gone(hosts):
+    before = pack(hosts.memory, data(1.0))
+    assert not hosts.memory.is_gone(before.buffers)
+    hosts.memory.carry_by(hosts.carry, per_host=2)
+    after = pack(hosts.memory, data(2.0))
+    assert hosts.memory.is_gone(before.buffers) and not hosts.memory.is_gone(after.buffers)
+
+
+def test_values_in_memory_of_this_machine_stay(memory):
+    assert not memory.is_gone(pack(memory, [data(1.0), data(2.0, 3)]).buffers)

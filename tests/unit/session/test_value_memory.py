@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moreh_ap.protocol.messages.state import BYTES_PER_WORKER, StoredTensor
+from moreh_ap.protocol.messages.memory_files import BYTES_PER_WORKER
+from moreh_ap.protocol.messages.state import StoredTensor
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.worker.commands.stored_values import MIN_STORED_BYTES, writing_to
 from moreh_ap.session import value_memory

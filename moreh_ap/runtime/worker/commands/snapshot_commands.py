@@ -6,6 +6,8 @@ import time
 
 from torch import Tensor
 
+from moreh_ap.parallelizer.group_sums import workers_of_a_host
+from moreh_ap.protocol.messages.memory_files import BYTES_PER_WORKER, MemoryFile
 from moreh_ap.protocol.messages.snapshots import (
     TOO_LARGE,
     TOO_LONG,
@@ -14,9 +16,9 @@ from moreh_ap.protocol.messages.snapshots import (
     Snapshot,
     TakeSnapshot,
 )
-from moreh_ap.protocol.messages.state import BYTES_PER_WORKER, MemoryFile
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.snapshots.held_state import CannotBeHeld, describe, take_over
+from moreh_ap.runtime.worker.snapshots.host_exchange import PartOf, all_agree, fetch, pass_on
 from moreh_ap.runtime.worker.snapshots.other_plan import take_over_from_all, why_bound, why_half_made
 from moreh_ap.runtime.worker.snapshots.slot_memory import SlotMemory
 
@@ -29,21 +31,36 @@ class SnapshotCommands:
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        self._slots: dict[tuple[MemoryFile, int], SlotMemory] = {}
+        self._parts: dict[tuple[int | MemoryFile, int], SlotMemory] = {}  # by slot and rank
         self._asked_s = 0.0
 
     def handlers(self) -> Handlers:
         """Returns what executes each command."""
         return {TakeSnapshot: self._take, RestoreSnapshot: self._restore}
 
-    def _slot(self, file: MemoryFile, rank: int) -> SlotMemory:
-        if (file, rank) not in self._slots:
-            self._slots[file, rank] = SlotMemory(file, rank * BYTES_PER_WORKER)
-        return self._slots[file, rank]
+    def _part_of(self, slot: int | MemoryFile) -> PartOf:
+        def part(rank: int) -> SlotMemory:
+            if (slot, rank) not in self._parts:
+                file = slot if isinstance(slot, MemoryFile) else self._tables.copies[slot]
+                self._parts[slot, rank] = SlotMemory(file, rank * BYTES_PER_WORKER)
+            return self._parts[slot, rank]
+
+        return part
 
     def _take(self, command: TakeSnapshot) -> Snapshot:
         began_s, before_s = time.perf_counter(), self._asked_s
         self._asked_s = began_s
+        taken = self._copied(command)
+        if self._are_on_several_hosts() and all_agree(not taken.problem):
+            problem = pass_on(self._part_of(command.slot), workers_of_a_host(), command.number)
+            taken = taken._replace(problem=f"{TOO_LARGE}: {problem}" if problem else "")
+        if taken.problem == TOO_LONG:
+            self._asked_s = before_s
+        since_s = began_s - before_s if before_s else 0.0
+        return taken if taken.problem else taken._replace(seconds=time.perf_counter() - began_s, since_s=since_s)
+
+    def _copied(self, command: TakeSnapshot) -> Snapshot:
+        """Copies what this worker holds into its part of a slot."""
         try:
             description, memory = describe(self._tables)
             num_bytes = len(description) + sum(one.numel() for one in memory)
@@ -51,9 +68,8 @@ class SnapshotCommands:
                 return Snapshot(TOO_LARGE, num_bytes)
             would_take_s = num_bytes / COLD_BYTES_PER_S
             if would_take_s > command.most_s:
-                self._asked_s = before_s
                 return Snapshot(TOO_LONG, num_bytes, would_take_s)
-            self._slot(command.file, self._tables.rank).write(command.number, description, memory)
+            self._part_of(command.slot)(self._tables.rank).write(command.number, description, memory)
             bound = why_bound(self._tables)
         except CannotBeHeld as reason:
             return Snapshot(str(reason))
@@ -61,9 +77,8 @@ class SnapshotCommands:
             return Snapshot(f"{TOO_LARGE}: {error}")
         except Exception as error:  # of any class: that there is no copy is no error of the script
             return Snapshot(f"{type(error).__name__}: {error}")
-        since_s = began_s - before_s if before_s else 0.0
         failed = self._failed() if command.after_error else None
-        return Snapshot("", num_bytes, time.perf_counter() - began_s, since_s, bound, failed)
+        return Snapshot("", num_bytes, bound=bound, failed=failed)
 
     def _failed(self) -> Failed:
         tables = self._tables
@@ -71,10 +86,17 @@ class SnapshotCommands:
         return Failed(num_done, why_half_made(tables), tables.structure.commands() if tables.rank == 0 else ())
 
     def _restore(self, command: RestoreSnapshot) -> None:
-        def read(rank: int) -> tuple[bytes, list[Tensor]]:
-            return self._slot(command.file, rank).read(command.number)
+        part_of = self._part_of(command.slot)
 
+        def read(rank: int) -> tuple[bytes, list[Tensor]]:
+            return part_of(rank).read(command.number)
+
+        if self._are_on_several_hosts():
+            fetch(part_of, command.number)
         if command.of_workers is None:
             take_over(self._tables, read)
         else:
             take_over_from_all(self._tables, read, command.of_workers)
+
+    def _are_on_several_hosts(self) -> bool:
+        return self._tables.world_size > 1 and workers_of_a_host() < self._tables.world_size

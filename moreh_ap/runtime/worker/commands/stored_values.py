@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from moreh_ap.protocol.messages.state import BYTES_PER_WORKER, MemoryFile, StoredTensor
+from moreh_ap.protocol.messages.memory_files import BYTES_PER_WORKER, MemoryFile
+from moreh_ap.protocol.messages.state import StoredTensor
 from moreh_ap.protocol.messages.tensors import TensorData
 
 MIN_STORED_BYTES = 1 << 18

@@ -15,6 +15,7 @@ from moreh_ap.parallelizer.call.module_sums import ModuleSums
 from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.calls import DefineSignature
 from moreh_ap.protocol.messages.lasting_commands import Structure
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.process_flags import Flags
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
@@ -101,6 +102,7 @@ class Tables:
         self.structure = Structure()
         self.failed: tuple[type, int] | None = None  # the last command that raised, and those before it in its message
         self.before_forward: tuple[str, list[int]] = "", []  # the model of the last forward, versions of its buffers
+        self.copies: Sequence[MemoryFile] = ()  # where copies of all of this may lie
 
     def table(self) -> Table:
         """Returns an empty table, which says of what is not in it that it was not computed after an error."""

@@ -38,7 +38,8 @@ class Description(NamedTuple):
     Attributes:
         place_of: Which memory has the values of each tensor that another worker with the same models has, too.
         devices: Where each memory was.
-        elsewhere: For memory that is in the copy of another worker its rank, and the tensor's name.
+        elsewhere: For memory that is in the copy of another worker of this host its rank, and the tensor's name.
+        beside: The same for memory that a worker of the next host has in its copy, too.
         pickled: All else, see `StatePickler`.
         parts: Of parameters and temporaries.
     """
@@ -46,6 +47,7 @@ class Description(NamedTuple):
     place_of: Mapping[Name, int]
     devices: Sequence[str]
     elsewhere: Mapping[int, tuple[int, Name]]
+    beside: Mapping[int, tuple[int, Name]]
     pickled: bytes
     parts: Mapping[Name, Part]
 

@@ -12,7 +12,9 @@ trial cannot be copied, the next call of its kind is tried again.
 
 [Note: copies of others]
 Workers that hold the same shard of a parameter hold the same values of it and of its optimizer's state, bit for bit:
-each gets the same sum of gradients. The first of them writes these into its copy, and the others say whose that is.
+each gets the same sum of gradients. The first of them on each host writes these into its copy, and the others of that
+host say whose that is: copies lie in memory of a host, and its workers read no other. What some worker of the next
+host has, too, need not travel there (`host_exchange.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import get_process_group_ranks
 
 from moreh_ap.parallelizer.data.fsdp import has_gradients_to_reduce
+from moreh_ap.parallelizer.group_sums import workers_of_a_host
 from moreh_ap.parallelizer.state import background_writing
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.state.state_shard import StateShard
@@ -85,10 +88,40 @@ def describe(tables: Tables) -> tuple[bytes, list[Tensor]]:
     except Exception as error:  # of any class: objects of the script's code say themselves how they are pickled
         raise CannotBeHeld(f"{type(error).__name__}: {error}") from error
     devices = [str(one.device) for one in pickler.memory]
-    writers = {name: _writer(shard) for name, (_, shard) in {**_parameters(tables), **states}.items()}
-    elsewhere = {pickler.place_of[name]: (rank, name) for name, rank in writers.items() if rank is not None}
+    shards = {pickler.place_of[name]: (name, shard) for name, (_, shard) in {**_parameters(tables), **states}.items()}
+    per_host = workers_of_a_host() if tables.world_size > 1 else 1
+    here, num_hosts = tables.rank // per_host, tables.world_size // per_host
+    elsewhere = _at_others(tables.rank, shards, here, per_host)
+    beside = _at_others(tables.rank, shards, (here + 1) % num_hosts, per_host) if num_hosts > 1 else {}
     memory = [one[:0] if index in elsewhere else one for index, one in enumerate(pickler.memory)]
-    return pickle.dumps(Description(pickler.place_of, devices, elsewhere, file.getvalue(), parts_of(tables))), memory
+    description = Description(pickler.place_of, devices, elsewhere, beside, file.getvalue(), parts_of(tables))
+    return pickle.dumps(description), memory
+
+
+def for_next_host(description: bytes, memory: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
+    """Returns a copy without what a worker of the next host has in its own. See [Note: copies of others]."""
+    held: Description = pickle.loads(description)
+    elsewhere = {**held.elsewhere, **held.beside}
+    left = [one[:0] if index in elsewhere else one for index, one in enumerate(memory)]
+    return pickle.dumps(held._replace(elsewhere=elsewhere, beside={})), left
+
+
+def whole(rank: int, read: Callable[[int], tuple[bytes, list[Tensor]]]) -> tuple[bytes, list[Tensor]]:
+    """Returns the copy of a worker with all that copies of others have of it.
+
+    Args:
+        rank: Whose.
+        read: Returns the copy of a rank.
+    """
+    description, memory = read(rank)
+    held: Description = pickle.loads(description)
+    for other in {other for other, _ in held.elsewhere.values()}:
+        of_other, its_memory = read(other)
+        its_place_of = pickle.loads(of_other).place_of
+        for index, (holder, name) in held.elsewhere.items():
+            if holder == other:
+                memory[index] = its_memory[its_place_of[name]]
+    return pickle.dumps(held._replace(elsewhere={}, beside={})), memory
 
 
 def take_over(tables: Tables, read: Callable[[int], tuple[bytes, list[Tensor]]]) -> None:
@@ -98,14 +131,9 @@ def take_over(tables: Tables, read: Callable[[int], tuple[bytes, list[Tensor]]])
         tables: Those of this worker, with the same models and optimizers.
         read: Returns what `describe` has returned on the worker of a rank.
     """
-    description, memory = read(tables.rank)
-    place_of, devices, elsewhere, pickled, _ = pickle.loads(description)
-    for rank in {rank for rank, _ in elsewhere.values()}:
-        of_other, its_memory = read(rank)
-        its_place_of = pickle.loads(of_other)[0]
-        for index, (writer, name) in elsewhere.items():
-            if writer == rank:
-                memory[index] = its_memory[its_place_of[name]]
+    description, memory = whole(tables.rank, read)
+    described: Description = pickle.loads(description)
+    place_of, devices = described.place_of, described.devices
     here = kept_in_place(tables.models)
     in_place = {index: here[name] for name, index in place_of.items() if name in here}
     made: dict[int, Tensor] = {}
@@ -122,7 +150,7 @@ def take_over(tables: Tables, read: Callable[[int], tuple[bytes, list[Tensor]]])
     for name, tensor in here.items():  # some that shared memory may not share it here
         if name in place_of and (flat := flat_memory(tensor)).numel() == memory_of(place_of[name]).numel():
             flat.copy_(memory[place_of[name]])
-    held = StateUnpickler(pickled, names_of(tables.models), memory_of).load()
+    held = StateUnpickler(described.pickled, names_of(tables.models), memory_of).load()
     tables.flags, tables.last_error = held["flags"], held["last_error"]
     if tables.flags is not None:
         set_process_flags(tables.flags)
@@ -162,12 +190,27 @@ def _states(tables: Tables) -> dict[Name, tuple[Tensor, StateShard]]:
     }
 
 
-def _writer(shard: StateShard) -> int | None:
-    """Returns whose copy has what this worker has of a parameter; None for its own. See [Note: copies of others]."""
+def _at_others(
+    rank: int, shards: Mapping[int, tuple[Name, StateShard]], host: int, per_host: int
+) -> dict[int, tuple[int, Name]]:
+    """Returns which memory the copy of another worker has, of the first on a host: whose, and the name."""
+    found = {}
+    for place, (name, shard) in shards.items():
+        holder = _holder(shard, host, per_host)
+        if holder is not None and holder != rank:
+            found[place] = holder, name
+    return found
+
+
+def _holder(shard: StateShard, host: int, per_host: int) -> int | None:
+    """Returns the first worker of a host with what this worker has of a parameter. See [Note: copies of others].
+
+    None where only this worker's own copy may stand for it, or no worker of the host has it.
+    """
     copies = shard.copies
-    if copies is None or copies.rank == 0:
+    if copies is None or copies.size == 1:
         return None
-    return 0 if copies.group is None else dist.get_global_rank(copies.group, 0)
+    return next((rank for rank in get_process_group_ranks(copies.group) if rank // per_host == host), None)
 
 
 def _of_model(model: WorkerModel) -> dict[str, Any]:

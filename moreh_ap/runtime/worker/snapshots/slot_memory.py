@@ -1,4 +1,4 @@
-"""A worker's part of a file in the controller's memory, which is there when the worker is not any more.
+"""A worker's part of a file in memory of another process, which is there when the worker is not any more.
 
 Decides where bytes lie in it, and whether they are all there. Must not know what they mean.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moreh_ap.protocol.messages.state import MemoryFile
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 
 _MAGIC = b"moreh-ap"
 _HEADER = struct.Struct("<8sQQQ")  # magic, number of the copy, bytes of the description, number of values
@@ -37,7 +37,7 @@ class SlotMemory:
             os.close(descriptor)
             raise FileNotFoundError(file.name)
         self._descriptor, self._start = descriptor, start
-        self._num_reserved = 0
+        self._num_reserved, self._begun = 0, (0, 0)
         self._memory: Tensor | None = None
 
     def close(self) -> None:
@@ -56,16 +56,34 @@ class SlotMemory:
         Raises:
             OSError: There is no memory for it.
         """
-        begins, places, end = _places(len(description), [value.numel() for value in values])
+        for place, value in zip(self.begin(description, [value.numel() for value in values]), values):
+            place.copy_(value)
+        self.end(number)
+
+    def begin(self, description: bytes, sizes: Sequence[int]) -> list[Tensor]:
+        """Begins to replace what is there; returns where each value of these sizes belongs, until `end` is called.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+        begins, places, end = _places(len(description), sizes)
         memory = self._mapped(end)
         memory[: _HEADER.size].zero_()
         memory[_HEADER.size : _HEADER.size + len(description)] = _as_tensor(description)
-        sizes = struct.pack(f"={len(values)}q", *(value.numel() for value in values))
-        memory[begins : begins + len(sizes)] = _as_tensor(sizes)
-        for place, value in zip(places, values):
-            memory[place : place + value.numel()].copy_(value)
-        header = _HEADER.pack(_MAGIC, number, len(description), len(values))
-        memory[: _HEADER.size] = _as_tensor(header)
+        packed = struct.pack(f"={len(sizes)}q", *sizes)
+        memory[begins : begins + len(packed)] = _as_tensor(packed)
+        self._begun = len(description), len(sizes)
+        return [memory[place : place + size] for place, size in zip(places, sizes)]
+
+    def end(self, number: int) -> None:
+        """Has all of it be there from now on, under this number."""
+        header = _HEADER.pack(_MAGIC, number, *self._begun)
+        self._mapped(1)[: _HEADER.size] = _as_tensor(header)
+
+    def has(self, number: int) -> bool:
+        """Returns whether there is a copy of this number."""
+        header = self._bytes(0, _HEADER.size)
+        return len(header) == _HEADER.size and _HEADER.unpack(header)[:2] == (_MAGIC, number)
 
     def read(self, number: int) -> tuple[bytes, list[Tensor]]:
         """Returns the description, and the values where they lie.

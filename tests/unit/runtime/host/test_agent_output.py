@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -24,3 +25,21 @@ def test_output_process_ids_and_ends_are_told(tmp_path):
     assert ("output", b"said", {"rank": 3, "name": "stdout"}) in told
     (code,) = [values["code"] for kind, _, values in told if kind == "exit"]
     assert code in (7, None), "None where the kernel does not say it any more"
+
+
+def test_the_ends_of_all_workers_are_waited_for():
+    told = []
+    pipes = WorkerPipes([0], lambda kind, payload=b"", **values: told.append((kind, values)))
+    process = subprocess.Popen(["sleep", "60"])
+    os.write(pipes.pid_fd, b"0 %d\n" % process.pid)
+    assert not pipes.await_ends(0.5), "it lives"
+    process.kill()
+    process.wait()
+    assert pipes.await_ends(10.0)
+    assert [kind for kind, _ in told] == ["pid", "exit"]
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    os.write(pipes.pid_fd, b"0 %d\n" % ended.pid)
+    assert pipes.await_ends(10.0)
+    assert [kind for kind, _ in told] == ["pid", "exit"] * 2, "what a worker said just before its end"
+    pipes.close()

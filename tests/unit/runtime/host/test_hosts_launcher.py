@@ -1,79 +1,162 @@
-"""What the hosts of an accelerator are together."""
+"""Agents of several hosts end workers and let others in, on as many hosts as are left."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from moreh_ap.errors import MeshStartError
 from moreh_ap.hosts.host_report import HostReport
-from moreh_ap.runtime.host import hosts_launcher
-from moreh_ap.runtime.host.host_joining import Hosts
+from moreh_ap.runtime import engine_variables
+from moreh_ap.runtime.child_process import RemoteChild
+from moreh_ap.runtime.host.hosts_launcher import HostsLauncher
+from moreh_ap.runtime.host.serving import Serving
+from moreh_ap.runtime.launcher import LaunchRequest
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch):
+    """Leaves the environment of this process as it is."""
+    monkeypatch.setattr(engine_variables, "add", lambda variables: None)
 
 
 class Connection:
-    """Stands for a host that has joined and has the same files as this one, or not."""
+    """An agent that does at once what it is told."""
 
-    def __init__(self, name, gpus=(), has=(), machine=""):
-        self.host = self.name = name
-        self.report = HostReport(gpus=tuple(map(str, range(gpus or 0))), num_cores=8, machine=machine or name)
-        self.has, self.asked, self.sent = has, [], []
+    def __init__(self, name: str, num_gpus: int = 0) -> None:
+        self.host = self.name = self.address = name
+        self.interface = self.files = ""
+        self.report = HostReport(gpus=tuple(map(str, range(num_gpus))))
+        self.sent: list[tuple[str, dict]] = []
+        self.on_again = lambda start: None
+        self.reason: str | None = None
+        self.has_ended = False
 
-    def ask(self, kind, timeout_s, **values):
-        self.asked.append(kind)
+    def lost(self) -> str | None:
+        return self.reason
 
-        class Answer:
-            pass
+    def send(self, kind: str, payload: bytes = b"", **values) -> None:
+        self.sent.append((kind, values))
+        if kind == "again":
+            self.on_again(values["start"])
 
-        Answer.values = {"identities": [list(self.has.get(path, ())) for path in values.get("paths", ())],
-                         "digest": self.has.get("digest")}  # fmt: skip
-        return Answer
-
-    def send_file(self, path, area, name):
-        self.sent.append(path)
-        return 10
-
-
-@pytest.fixture
-def pool_of(monkeypatch):
-    monkeypatch.setattr(hosts_launcher._credentials, "of_hosts", lambda hosts: {})
-
-    def make(connections, devices=None):
-        monkeypatch.setattr(hosts_launcher, "join", lambda hosts, per_host, address: Hosts(list(connections), []))
-        said = []
-        return hosts_launcher.HostPool([one.host for one in connections], devices, said.append), said
-
-    return make
+    def end(self) -> None:
+        self.has_ended = True
 
 
-def test_every_host_has_as_many_workers_as_the_smallest_and_says_what_is_left(pool_of):
-    pool, said = pool_of([Connection("a", gpus=8), Connection("b", gpus=4)])
-    assert (pool.device_type, pool.per_host, pool.place_of(5, 8)) == ("cuda", 4, "b:1")
-    assert [pool.place_of(rank, 12) for rank in (5, 6, 11)] == ["a:5", "b:0", "b:5"], "more than a host has devices"
-    assert said == ["a: 4 of 8 GPUs are used, as many as each host has"]
-    pool, said = pool_of([Connection("a", gpus=8), Connection("b", gpus=4)], devices=4)
-    assert (pool.per_host, said) == (2, [])
-    assert pool_of([Connection("a", gpus=8), Connection("b")])[0].device_type == "cpu"
+def serving(start: int) -> dict:
+    return {
+        "address": "",
+        "pid_fd": 1,
+        "streams": {},
+        "store": f"store{start}",
+        "warm": "",
+        "memory_fd": 2,
+        "commands": "",
+        "commands_port": start,
+        "copies": [[1, 2, "name"]],
+    }
 
 
-def test_hosts_that_are_one_machine_share_its_cores(pool_of):
-    assert pool_of([Connection("a"), Connection("b")])[0].num_cores == 8
-    assert pool_of([Connection("a", machine="m"), Connection("b", machine="m"), Connection("c")])[0].num_cores == 4
+def launcher_of(names: str, num_workers: int, device_type: str = "cpu", num_gpus: int = 0) -> HostsLauncher:
+    request = LaunchRequest(num_workers, device_type, 4, "", (), 5.0, 1.0, shared_memory_fd=-1)
+    connections = [Connection(name, num_gpus) for name in names]
+    pool = SimpleNamespace(hosts=list(names), names=list(names), said=[])
+    pool.say, pool.lose = pool.said.append, lambda one: pool.names.remove(one.name)
+    made = HostsLauncher(request, lambda: False, pool)
+    made._connections = connections
+    made._served = {one.host: Serving(**serving(1)) for one in connections}
+    made._children = {rank: RemoteChild(10 + rank) for rank in range(num_workers)}
+    made._host_links = SimpleNamespace(close=lambda: closed.append(True))
+    closed = made.closed = []
+    for rank, one in enumerate(connections):
+        handle = made._handler(one)
+
+        def again(start: int, handle=handle, rank=rank) -> None:
+            handle(SimpleNamespace(kind="exit", values={"rank": rank, "code": -9}, payload=b""))
+            handle(SimpleNamespace(kind="serving", values={"start": start, **serving(start)}, payload=b""))
+
+        one.on_again = again
+    return made
 
 
-def test_only_files_that_a_host_lacks_are_sent(pool_of, tmp_path):
-    path = str(tmp_path / "file")
-    (tmp_path / "file").write_bytes(b"0123456789")
-    here = hosts_launcher.script_files.identity_of(path)
-    digest = hosts_launcher.host_files.digest(path)
-    for has, sent in (
-        ({path: here}, []),  # a shared file system
-        ({path: (1, 10, 1), "digest": digest}, []),  # a copy
-        ({path: (1, 10, 1), "digest": "other"}, [path]),
-        ({path: (1, 11, 1), "digest": digest}, [path]),
-        ({}, [path]),
-    ):
-        connection = Connection("b", has=has)
-        pool, said = pool_of([connection])
-        pool.provide(connection, [path])
-        assert connection.sent == sent
-        assert said == [f"sent to b: {path} (10 bytes)" for path in sent]
-        assert pool.provided() == [path]
+def test_agents_end_workers_and_let_others_in():
+    launcher = launcher_of("ab", 2)
+    assert launcher.prepare_again() == ""
+    assert launcher.closed == [True] and launcher.pids == []
+    told = [(kind, values["start"], values["ranks"]) for one in launcher._connections for kind, values in one.sent]
+    assert told == [("again", 2, [0]), ("again", 2, [1])]
+    assert [one.commands_port for one in launcher._served.values()] == [2, 2]
+
+
+def test_the_store_of_earlier_workers_is_not_answered():
+    launcher = launcher_of("ab", 2)
+    one, ask = launcher._connections[0], {"op": "add", "key": "count", "amount": 1, "request": 7}
+    launcher._ask_store(one, {**ask, "start": 1}, b"")
+    assert one.sent.pop() == ("store", {"request": 7, "start": 1, "number": 1})
+    assert launcher.prepare_again() == ""
+    one.sent.clear()
+    launcher._ask_store(one, {**ask, "start": 1}, b"")
+    launcher._ask_store(one, {**ask, "start": 2}, b"")
+    assert one.sent == [("store", {"request": 7, "start": 2, "number": 1})]
+
+
+def test_what_an_agent_said_of_an_earlier_start_does_not_count():
+    launcher = launcher_of("ab", 2)
+    launcher._served.clear()
+    handle = launcher._handler(launcher._connections[0])
+    handle(SimpleNamespace(kind="serving", values={"start": 2, **serving(2)}, payload=b""))
+    assert launcher._served == {}
+
+
+def test_the_hosts_that_are_left_have_all_workers():
+    launcher = launcher_of("abc", 6)
+    lost = launcher._connections[1]
+    lost.reason = "the connection has ended"
+    assert "The host b is lost, and the workers on it (2, 3): the connection has ended" in str(launcher.find_dead())
+    assert launcher.prepare_again() == ""
+    asked = [(one.name, one.sent[0][1]["ranks"]) for one in launcher._connections]
+    assert asked == [("a", [0, 1, 2]), ("c", [3, 4, 5])] and lost.sent == []
+    environment = launcher._connections[1].sent[0][1]["environment"]
+    assert environment["LOCAL_WORLD_SIZE"] == "3" and launcher._request.threads_per_worker == 2
+    assert launcher._label(2) == "a, worker 2" and launcher.find_dead() is None
+    assert launcher._pool.said == ["all 6 workers are on a, c from now on"]
+    launcher._handler(lost)(SimpleNamespace(kind="exit", values={"rank": 2, "code": 0}, payload=b""))
+
+
+@pytest.mark.parametrize(
+    "names, num_workers, lost, gpus, why",
+    [
+        ("ab", 2, "ab", 0, "no host is left"),
+        ("abcd", 4, "da", 0, "the hosts that keep the copies of what their workers held are lost, too"),
+        ("abc", 3, "b", 0, "3 workers cannot be dealt evenly to 2 hosts"),
+        ("ab", 4, "b", 2, "a has 2 GPUs, for 4 workers"),
+        ("ab", 4, "b", 4, ""),
+    ],
+)
+def test_hosts_that_cannot_have_all_workers_say_why(names, num_workers, lost, gpus, why):
+    launcher = launcher_of(names, num_workers, "cuda" if gpus else "cpu", gpus)
+    for one in launcher._connections:
+        one.reason = "gone" if one.name in lost else None
+    assert launcher.prepare_again() == why
+    assert len(launcher._connections) == len(names) - (0 if why else len(lost))
+
+
+def test_a_host_that_is_lost_meanwhile_is_left_out_next():
+    launcher = launcher_of("ab", 2)
+
+    def lose(start: int) -> None:
+        launcher._connections[1].reason = "its link was cut"
+
+    launcher._connections[1].on_again = lose
+    with pytest.raises(MeshStartError, match="The host b is lost"):
+        launcher.prepare_again()
+    assert launcher.prepare_again() == ""
+    assert launcher._connections[0].sent[-1][1]["ranks"] == [0, 1]
+
+
+def test_agents_that_never_served_cannot_go_on():
+    launcher = launcher_of("ab", 2)
+    launcher._served.clear()
+    assert launcher.prepare_again() == "the agents of its hosts never served"

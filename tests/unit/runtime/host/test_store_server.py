@@ -24,15 +24,16 @@ def make_store(tmp_path):
         (tmp_path / host).mkdir(exist_ok=True)
 
         def tell(kind, payload, **values):
-            request = values.pop("request")
+            request, start = values.pop("request"), values.pop("start")
             server.ask(values, payload, lambda payload, **found: relay.answer(
-                Message("store", {"request": request, **found}, payload)
+                Message("store", {"request": request, "start": start, **found}, payload)
             ))  # fmt: skip
 
-        relay = StoreRelay(tmp_path / host, tell)
+        relay = StoreRelay(tmp_path / host, 1, tell)
         relays.append(relay)
         return HostStore(relay.path, datetime.timedelta(seconds=timeout_s))
 
+    make.relays = relays
     yield make
     for relay in relays:
         relay._server.shutdown()
@@ -91,3 +92,18 @@ def test_a_wait_ends_and_its_late_answer_is_not_taken_for_another(make_store):
 def test_the_socket_is_open_to_its_user_alone(make_store, tmp_path):
     make_store("a")
     assert (tmp_path / "a" / "store").is_socket()
+
+
+def test_workers_of_an_earlier_start_are_not_answered(make_store):
+    store, other = make_store("a", timeout_s=0.5), make_store("b")
+    relay = make_store.relays[0]
+    request = relay._tell
+    other.set("key", "1")
+    relay._tell = lambda kind, payload, **values: request(kind, payload, **{**values, "start": 2})
+    with pytest.raises(dist.DistStoreError, match=r"within 0\.5 s"):
+        store.get("key")
+    relay.close()
+    deadline_s = time.monotonic() + 10.0
+    while relay._server.socket.fileno() >= 0:
+        assert time.monotonic() < deadline_s, "nobody is let in any more"
+        time.sleep(0.05)

@@ -14,7 +14,7 @@ from moreh_ap.runtime.host.worker_usage import WorkerUsage
 def test_memory_at_once_and_busy_cores_from_the_second_look_on():
     usage, pid = WorkerUsage(), os.getpid()
     first = usage.look({3: pid})
-    assert 0 < first["memory_bytes"] <= psutil.virtual_memory().total
+    assert 0 < first["free_bytes"] < first["memory_bytes"] <= psutil.virtual_memory().total
     ((rank, found, used_bytes, busy),) = first["workers"]
     assert (rank, found, busy) == (3, pid, None)
     resident = psutil.Process(pid).memory_info().rss

@@ -9,7 +9,8 @@ import pytest
 from moreh_ap.protocol.encoding import Packed, Place, WorkerTraceback
 from moreh_ap.runtime.future import Reply, SentCommand
 from moreh_ap.runtime.recovery import command_log, losses, snapshot_timing
-from moreh_ap.runtime.recovery.command_log import CommandLog, Noted, Taken
+from moreh_ap.runtime.recovery.command_log import CommandLog
+from moreh_ap.runtime.recovery.rules import Noted, Taken
 
 
 class Rules:
@@ -19,14 +20,14 @@ class Rules:
         self.said: list[str] = []
         self.dropped: list[tuple[Any, int | None]] = []
         self.num_asked = 0
-        self.is_closed = self.is_saving = False
+        self.is_saving = False
 
     def may_copy(self) -> bool:
         return not self.is_saving
 
-    def next_snapshot(self, most_s: float) -> Any:
+    def next_snapshot(self, most_bytes: int, most_s: float) -> Any:
         self.num_asked += 1
-        self.most_s = most_s
+        self.most_bytes, self.most_s = most_bytes, most_s
         return f"snapshot {self.num_asked}"
 
     def taken(self, command: Any, values: Any) -> Any:
@@ -40,9 +41,6 @@ class Rules:
 
     def behind_snapshot(self, command: Any, values: Any) -> Any:
         return ["behind it"]
-
-    def close(self) -> None:
-        self.is_closed = True
 
     def note(self, command: Any) -> Any:
         return command
@@ -63,15 +61,34 @@ class Rules:
         self.said_more = line
 
 
+class Copies:
+    """Keeps copies that may have some bytes."""
+
+    def __init__(self, most_bytes: int = 1000) -> None:
+        self.free_bytes, self.is_closed = most_bytes, False
+
+    def most_bytes(self) -> int:
+        return self.free_bytes
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def log_of(copies: Copies | None = None, *, is_frugal: bool = False) -> CommandLog:
+    kept = copies or Copies()
+    opened = CommandLog(Rules, is_frugal=is_frugal)
+    opened.copies = lambda: kept
+    opened.open()
+    return opened
+
+
 def sent(number: int, steps: int = 0, files: tuple[str, ...] = (), payload: Packed | None = None) -> SentCommand:
     return SentCommand(Reply(), number, 0, False, payload or Packed(b"command"), Noted(steps, files))
 
 
 @pytest.fixture
 def log() -> CommandLog:
-    opened = CommandLog(Rules)
-    opened.open()
-    return opened
+    return log_of()
 
 
 def test_answered_commands_are_in_order_and_know_how_they_ended(log):
@@ -136,7 +153,8 @@ def test_a_file_that_was_written_again_cannot_be_read_again(log, tmp_path):
 
 
 def test_nothing_is_said_of_losses_before_the_log_is_opened():
-    assert CommandLog(Rules).why_not(1) == "" and not CommandLog(Rules).is_open
+    closed = CommandLog(Rules)
+    assert closed.why_not(1) == "" and not closed.is_open
 
 
 def with_snapshot(number: int, files: tuple[str, ...] = ()) -> SentCommand:
@@ -147,9 +165,7 @@ def with_snapshot(number: int, files: tuple[str, ...] = ()) -> SentCommand:
 def every_third(log, monkeypatch):
     """A log that wants a snapshot after three steps."""
     monkeypatch.setattr(snapshot_timing, "STEPS", 3)
-    fresh = CommandLog(Rules)
-    fresh.open()
-    return fresh
+    return log_of()
 
 
 def test_a_snapshot_stands_for_what_came_before_it_once_all_workers_have_answered(every_third, tmp_path):
@@ -204,7 +220,7 @@ def test_without_a_copy_everything_stays_and_the_log_closes_as_before(every_thir
     log.add(sent(20, steps=1))
     why = "more than 11 steps would have to be computed again (no copy of what workers hold: a lambda)"
     assert log.why_closed == why
-    assert log.rules.is_closed
+    assert log.copies().is_closed
 
 
 def test_where_there_is_no_memory_for_copies_that_is_said_once(every_third):
@@ -223,8 +239,7 @@ def test_where_there_is_no_memory_for_copies_that_is_said_once(every_third):
 
 def test_a_snapshot_is_due_for_many_bytes_too(monkeypatch):
     monkeypatch.setattr(command_log, "SNAPSHOT_BYTES", 10)
-    log = CommandLog(Rules)
-    log.open()
+    log = log_of()
     log.add(sent(1))
     assert log.wanted is None
     log.add(sent(2))
@@ -247,9 +262,7 @@ def clock(monkeypatch) -> Clock:
 
 @pytest.fixture
 def frugal(clock) -> CommandLog:
-    made = CommandLog(Rules, is_frugal=True)
-    made.open()
-    return made
+    return log_of(is_frugal=True)
 
 
 def train(log: CommandLog, first: int, last: int) -> None:
@@ -365,7 +378,29 @@ def test_commands_behind_those_that_are_kept_are_forgotten(log):
     log.wanted = "snapshot"
     for number in (1, 2):
         log.answered(sent(number), [], None)
+    log._most_copy_bytes = 10  # for as many workers as there were
     log.keep_only(log.answered_commands())
     assert [one.number for one in log.answered_commands()] == [1, 2] and log.wanted is None
+    assert log._next_snapshot() == "snapshot 1" and log.rules.most_bytes == 1000
     log.add(sent(3, steps=1))
     assert sum(one.num_steps for one in log._commands.values()) == 3 == log._num_steps
+
+
+def test_where_nothing_outlives_a_worker_there_are_no_copies_and_a_frugal_log_ends(clock, monkeypatch):
+    monkeypatch.setattr(snapshot_timing, "STEPS", 1)
+    log, frugal = log_of(Copies(0)), log_of(Copies(0), is_frugal=True)
+    for one in (log, frugal):
+        train(one, 1, 3)
+        assert one.wanted is None and not one.has_copy
+    assert log.is_open and frugal.why_closed == "there is no memory that outlives a worker on this system"
+
+
+def test_how_large_copies_may_be_is_found_out_before_there_are_any(every_third):
+    log = every_third
+    train(log, 1, 3)
+    log.copies().free_bytes = 10  # what is free beside the copies
+    log.add(with_snapshot(4))
+    log.answered(with_snapshot(4), Taken("", seconds=0.1), None)
+    assert log.has_copy
+    train(log, 5, 8)
+    assert log.rules.num_asked == 2 and log.rules.most_bytes == 1000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import time
 
 import pytest
 
@@ -71,3 +72,31 @@ def test_workers_are_told_which_value_their_host_had_no_memory_for(tmp_path, mon
         for worker in run.sockets[:2]:
             frame = worker.receive()
             assert (frame.kind, frame.number) == (MISSING, 42)
+
+
+def test_a_closed_relay_lets_nobody_in_and_writes_nothing_more(tmp_path):
+    with running(tmp_path, 2, 1) as run:
+        run.serve(lambda *_: ("done", None))
+        run.links.execute(1, 0, Packed(b"")).wait(TIMEOUT_S)
+        for relay in run.relays:
+            relay.close()
+            for path, kind in ((relay.path, socket.AF_UNIX), ((HERE, relay.port), socket.AF_INET)):
+                with pytest.raises(OSError), socket.socket(kind) as late:
+                    late.connect(path)
+        os.pwrite(run.memories[0], b"before", 0)
+        run.links.keep(None, 1, 0, b"after!")
+        run.relays[0].close()
+        assert os.pread(run.memories[0], 6, 0) == b"before"
+
+
+def test_a_relay_closes_whose_workers_have_never_connected(tmp_path):
+    with running(tmp_path, 1, 2) as run:
+        relay = run.relays[0]
+        relay._num_workers = 3  # one of them has died
+        assert run.links is not None  # it says what is below it
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while relay._follower is None:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        relay.close()
+        assert not relay._follower.is_alive()

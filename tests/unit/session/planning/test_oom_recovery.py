@@ -96,6 +96,8 @@ class Remote:
 class Group:
     """Workers, of which `bound` says why others cannot take over."""
 
+    shares_memory = True
+
     def __init__(self, bound=""):
         self.bound = bound
 
@@ -155,6 +157,16 @@ def test_where_others_cannot_take_over_the_script_gets_the_error_with_the_reason
     with pytest.raises(torch.OutOfMemoryError, match="no other plan can take over: there is no copy") as raised:
         made._on_error(error)
     assert raised.value.__cause__ is error and not hasattr(session.workers, "ended")
+
+
+@pytest.mark.parametrize("recovery", ["memory", "auto", "off"])
+def test_plans_do_not_change_after_the_first_step_where_agents_of_hosts_have_the_copies(trained, recovery):
+    made, session, _ = trained()
+    session.options, session.workers.shares_memory = SimpleNamespace(recovery=recovery), False
+    with pytest.raises(torch.OutOfMemoryError, match="can take over: workers are on several hosts"):
+        made._on_error(torch.OutOfMemoryError("CUDA out of memory."))
+    with pytest.raises(WorkerLostError, match="with fewer devices: workers are on several hosts"):
+        made._on_error(lost())
 
 
 def test_no_other_plan_takes_over_where_gradients_were_differentiated(trained):

@@ -18,16 +18,16 @@ from moreh_ap.protocol.messages.snapshots import (
     Snapshot,
     TakeSnapshot,
 )
-from moreh_ap.protocol.messages.state import MemoryFile, ReadState
+from moreh_ap.protocol.messages.state import ReadState
 from moreh_ap.protocol.messages.stream import Again, Batch, Synchronize
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, SavedTensor, StateRef, TensorData, bytes_of
 from moreh_ap.protocol.messages.traces import EndTrace
 from moreh_ap.protocol.tensor_source import TensorSource
-from moreh_ap.runtime.recovery.command_log import Noted, Taken
+from moreh_ap.runtime.recovery.rules import Noted, Taken
 from moreh_ap.session.checkpoint import background_save
 from moreh_ap.session.replay.replay_rules import SessionReplayRules
 
-RULES = SessionReplayRules(lambda: None, 2)
+RULES = SessionReplayRules(lambda: None)
 STATE = StateRef("model0", "param", "weight")
 
 
@@ -61,26 +61,25 @@ def test_steps_and_the_files_that_commands_name_are_found():
 
 
 def test_a_snapshot_stands_for_what_came_before_it_in_its_message_too():
-    rules = SessionReplayRules(lambda: None, 2)
+    rules = SessionReplayRules(lambda: None)
     build, step, forward = BuildModel("model0", b"", "shard=2", {}), StepOptimizer("optimizer0", {}), ReadState(())
     optimizer = BuildOptimizer("optimizer0", b"", ((STATE,),), {})
-    snapshot = rules.next_snapshot(9.0)
+    snapshot = rules.next_snapshot(99, 9.0)
     message = Batch((optimizer, step, snapshot, forward, step))
     assert rules.note(message) == Noted(2, (), has_snapshot=True)
     assert RULES.again(message).commands[2] == Synchronize(), "what others copy is not copied again"
     rules.drop(Batch((build, step)), None)
     rules.drop(Batch((BuildModel("model1", b"", "shard=2", {}), build)), 0)
-    restore = RestoreSnapshot(snapshot.file, snapshot.number)
+    restore = RestoreSnapshot(snapshot.slot, snapshot.number)
     told = rules.from_snapshot(message)
     assert told == Batch((build, optimizer, restore, forward, step))
     answers = [[None, "before", "copied", "loss", None], [None, "before", "copied", "other", None]]
     assert rules.behind_snapshot(message, answers) == [["loss", None], ["other", None]]
-    second = rules.next_snapshot(9.0)
-    assert second.file != snapshot.file
+    second = rules.next_snapshot(99, 9.0)
+    assert second.slot != snapshot.slot
     rules.drop(told, None)
-    restore = RestoreSnapshot(second.file, second.number)
+    restore = RestoreSnapshot(second.slot, second.number)
     assert rules.from_snapshot(Batch((step, second, step))) == Batch((build, optimizer, restore, step))
-    rules.close()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_a_snapshot_stands_for_what_came_before_it_in_its_message_too():
     ],
 )
 def test_a_copy_counts_if_all_workers_have_it(problems, taken):
-    message = Batch((Synchronize(), TakeSnapshot(MemoryFile(0, 0, ""), 1, 1)))
+    message = Batch((Synchronize(), TakeSnapshot(0, 1, 1)))
     both = [[None, Snapshot("", 9, 0.1, 2.0)], [None, Snapshot("", 9, 0.2, 1.0)]]
     assert RULES.taken(message, both)[3:] == (0.2, 2.0, 18, 0.0, "")
     first, second = problems
@@ -131,7 +130,7 @@ def test_only_rounding_is_no_difference(before, after, found):
 
 def test_the_session_is_told_of_new_processes_and_not_by_a_line_of_the_log(capsys):
     told: list[bool] = []
-    rules = SessionReplayRules(lambda: told.append(True), 2)
+    rules = SessionReplayRules(lambda: told.append(True))
     rules.say("a worker that is lost from now on ends the run")
     assert capsys.readouterr().out.count("ends the run\n") == 1 and told == []
     rules.others_took_over()
@@ -139,18 +138,19 @@ def test_the_session_is_told_of_new_processes_and_not_by_a_line_of_the_log(capsy
 
 
 def test_others_under_another_plan_build_models_under_it_and_take_all_copies():
-    rules = SessionReplayRules(lambda: None, 2)
+    rules = SessionReplayRules(lambda: None)
     before, after = BuildModel("model0", b"", "shard=2", {}), BuildModel("model0", b"", "replicate=4", {})
     step = StepOptimizer("optimizer0", {})
-    snapshot = rules.next_snapshot(9.0)
+    snapshot = rules.next_snapshot(99, 9.0)
+    assert rules.complete_slot() is None
     kept = rules.from_snapshot(Batch((before, snapshot, step)))
-    changed = rules.for_others(lambda command: after if command == before else command, 4)
+    assert rules.complete_slot() == snapshot.slot
+    changed = rules.for_others(lambda command: after if command == before else command, 2)
     build, restore, last = changed(kept).commands
     assert build == after and last is step
-    assert restore == RestoreSnapshot(snapshot.file, snapshot.number, of_workers=2)
+    assert restore == RestoreSnapshot(snapshot.slot, snapshot.number, of_workers=2)
     assert changed(before) == after and changed(step) is step
-    again = rules.for_others(lambda command: command, 2)(Batch((restore,)))
+    again = rules.for_others(lambda command: command, 4)(Batch((restore,)))
     assert again.commands == (restore,), "a copy that others have not replaced yet is still of two workers"
-    following = rules.next_snapshot(9.0)
+    following = rules.next_snapshot(99, 9.0)
     assert rules.from_snapshot(Batch((following,))).commands[0] == after, "structure, too"
-    rules.close()

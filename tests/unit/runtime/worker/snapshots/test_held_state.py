@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from moreh_ap.protocol.messages.snapshots import STILL_OPEN
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.runtime.worker.commands.tables import Tables
 from moreh_ap.runtime.worker.row_shard_store import RowShard
+from moreh_ap.runtime.worker.snapshots import held_state
 from moreh_ap.runtime.worker.snapshots.held_state import CannotBeHeld, describe, take_over
 
 ALONE = Axis(0, 1, None)
@@ -83,3 +85,30 @@ def test_a_call_that_waits_for_its_backward_cannot_be_copied():
     before.calls = {1: SimpleNamespace(is_past=False)}
     with pytest.raises(CannotBeHeld, match=STILL_OPEN):
         describe(before)
+
+
+@pytest.mark.parametrize("rank, here, next_host", [(0, None, 2), (1, 0, 2), (2, None, 0), (3, 2, 0)])
+def test_what_is_equal_on_several_is_once_on_each_host_and_does_not_travel(monkeypatch, rank, here, next_host):
+    """Four workers on two hosts, with copies of one another's parameter and something of their own."""
+    monkeypatch.setattr(held_state, "workers_of_a_host", lambda: 2)
+    monkeypatch.setattr(held_state, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
+    before, shard = Tables(rank, 4, "cpu"), SimpleNamespace(copies=Axis(rank, 4, None))
+    common, own = torch.arange(3.0), torch.tensor([float(rank)])
+    name = ("state", "optimizer0", "0", "exp_avg")
+    monkeypatch.setattr(held_state, "_states", lambda tables: {name: (common, shard)})
+    before.temporaries[NORM] = StateShard(own, POSITION)
+    copy = describe(before)
+    held = pickle.loads(copy[0])
+    place = held.place_of[name]
+    assert held.elsewhere == ({} if here is None else {place: (here, name)})
+    assert held.beside == {place: (next_host, name)}
+    assert copy[1][place].numel() == (12 if here is None else 0)
+    there = held_state.for_next_host(*copy)
+    assert pickle.loads(there[0]).elsewhere == {place: (next_host, name)} and there[1][place].numel() == 0
+    monkeypatch.setattr(held_state, "_states", lambda tables: {name: (common + 1, shard)})
+    other = describe(Tables(next_host, 4, "cpu"))
+    _, memory = held_state.whole(rank, lambda one: {rank: there, next_host: other}[one])
+    assert torch.equal(memory[place].view(torch.float32), common + 1), "the other one's"
+    after = Tables(rank, 4, "cpu")
+    take_over(after, lambda one: {rank: there, next_host: other}[one])
+    assert torch.equal(after.temporaries[NORM].tensor, own)

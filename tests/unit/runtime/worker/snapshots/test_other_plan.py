@@ -13,11 +13,17 @@ from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.runtime.worker.commands.tables import Tables
 from moreh_ap.runtime.worker.row_shard_store import RowShard
+from moreh_ap.runtime.worker.snapshots import held_state
 from moreh_ap.runtime.worker.snapshots.held_state import describe
 from moreh_ap.runtime.worker.snapshots.other_plan import take_over_from_all, why_bound
 
 WEIGHT, NORM = StateRef("session", "temporary", "1"), StateRef("session", "temporary", "2")
 WHOLE, LOGITS = torch.arange(12.0).reshape(4, 3), torch.randn(5, 2)
+
+
+@pytest.fixture(autouse=True)
+def on_one_machine(monkeypatch):
+    monkeypatch.setattr(held_state, "workers_of_a_host", lambda: 2)
 
 
 def position(rank: int, size: int) -> Position:

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from moreh_ap.protocol.messages.state import MemoryFile
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.runtime.worker.snapshots.slot_memory import SlotMemory
 
 STARTS = [0, 1 << 40]

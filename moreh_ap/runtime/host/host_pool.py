@@ -1,0 +1,118 @@
+"""The hosts of an accelerator, for one worker group after the other.
+
+Decides which hosts there are, how many workers each has, and which files they are sent. Must not know what workers do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from moreh_ap.hosts import host_files, script_files
+from moreh_ap.hosts.host_list import LOCAL_NAMES
+from moreh_ap.local.jobs import RemoteWorker
+from moreh_ap.runtime.host.host_connection import HostConnection
+from moreh_ap.runtime.host.host_joining import Hosts, join, run_credentials
+from moreh_ap.runtime.host.hosts_launcher import HostsLauncher
+from moreh_ap.runtime.launcher import Launcher, LaunchRequest
+
+_ASK_S = 60.0
+_DIGEST_S = 3600.0  # of files of hundreds of gigabytes
+
+
+class HostPool:
+    """Those hosts.
+
+    Args:
+        hosts: What `parse_hosts` returned.
+        devices: Devices wanted of all together; None: as many as each has.
+        say: Prints a line of the log.
+        address: This machine's, where all hosts are this machine.
+
+    Attributes:
+        on_usage: Told every few seconds what all workers use.
+
+    Raises:
+        MeshStartError: A host cannot join.
+    """
+
+    def __init__(
+        self, hosts: Sequence[str], devices: int | None, say: Callable[[str], object], address: str = "127.0.0.1"
+    ) -> None:
+        self.hosts, self.say, self._address = hosts, say, address
+        self._devices = devices
+        self._per_host = None if devices is None else devices // len(hosts)
+        self._joined: Hosts | None = join(hosts, self._per_host, address)
+        self._own_address = self._joined.controller_address
+        run_credentials.of_hosts(self._joined)  # before the engine is imported
+        self.device_type = self._joined.device_type
+        self.per_host = self._per_host or self._joined.devices_per_host
+        sharing = Counter(one.report.machine for one in self._joined.connections)  # containers of one machine
+        self.num_cores = min(one.report.num_cores // sharing[one.report.machine] for one in self._joined.connections)
+        self.names = [one.name for one in self._joined.connections]
+        self._provided: dict[str, None] = {}
+        self.on_usage: Callable[[Sequence[RemoteWorker]], object] = lambda workers: None
+        for (host, path), num_bytes in self._joined.sent.items():
+            self.say(f"sent to {host}: {path} ({num_bytes} bytes)")
+        for one in self._joined.connections:
+            if len(one.report.gpus) > self.per_host and devices is None:
+                self.say(
+                    f"{one.name}: {self.per_host} of {len(one.report.gpus)} GPUs are used, as many as each host has"
+                )
+
+    def launcher(self, request: LaunchRequest, is_stopping: Callable[[], bool]) -> Launcher:
+        """Returns the launcher of a worker group."""
+        return HostsLauncher(request, is_stopping, self)
+
+    def take(self) -> Hosts:
+        """Returns hosts with agents that wait; those of the last worker group have ended with it.
+
+        Raises:
+            MeshStartError: A host can no longer join.
+        """
+        joined, self._joined = self._joined, None
+        return joined or join(self.hosts, self._per_host, self._address)
+
+    def lose(self, connection: HostConnection) -> None:
+        """Leaves a host out from now on."""
+        self.hosts = [host for host in self.hosts if host != connection.host]
+        self.names.remove(connection.name)
+        if self._devices is not None:
+            self._per_host = self._devices // len(self.hosts)
+
+    def beside(self) -> HostPool:
+        """Returns this machine as the host of one more worker, beside those of the other hosts.
+
+        Raises:
+            MeshStartError: It cannot be one.
+        """
+        return HostPool((LOCAL_NAMES[0],), 1, self.say, self._own_address)
+
+    def place_of(self, rank: int, num_workers: int) -> str:
+        """Returns host and number of one of so many workers, as the log says it. Every host has equally many."""
+        per_host = num_workers // len(self.names)
+        return f"{self.names[rank // per_host]}:{rank % per_host}"
+
+    def provide(self, connection: HostConnection, files: Sequence[str]) -> None:
+        """Sends a host the files that it does not have: it sees the same file system, or has the same content.
+
+        Raises:
+            HostLostError: The host is lost.
+            OSError: A file cannot be read here, or not be written there.
+        """
+        self._provided.update(dict.fromkeys(files))
+        there = connection.ask("identities", _ASK_S, paths=list(files)).values["identities"]
+        for path, seen in zip(files, map(tuple, there)):
+            here = script_files.identity_of(path)
+            if not here or seen == here or (seen[1:2] == here[1:2] and self._has_content(connection, path)):
+                continue
+            num_bytes = connection.send_file(path, host_files.DATA, host_files.sent_name(path))
+            self.say(f"sent to {connection.name}: {path} ({num_bytes} bytes)")
+
+    def provided(self) -> list[str]:
+        """Returns the files that earlier workers found, as far as they are still there."""
+        return [path for path in self._provided if os.path.exists(path)]
+
+    def _has_content(self, connection: HostConnection, path: str) -> bool:
+        return bool(connection.ask("digest", _DIGEST_S, path=path).values["digest"] == host_files.digest(path))

@@ -1,0 +1,79 @@
+"""Workers that are killed on one of two hosts: its agent forks others, and every number is that of an undisturbed run.
+
+The same script and the same faults as in `test_recovery.py`, on two agents that were started by hand on loopback.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts_lab import loopback_agents
+from user_script import UserScript
+
+SCRIPT = "survive_losses.py"
+OF_WORKER = r"Worker \d of \d \(process \d+\) on 127\.0\.0\.1:\d+ died: killed by signal 9, Killed"
+OF_HOST = r"The host 127\.0\.0\.1:\d+ is lost, and the workers on it \([\d, ]+\): the connection has ended"
+LARGE = "1024"
+"""Rows of a batch that goes ahead of its command to the memory of each host."""
+
+FEW = 4
+"""More steps than a copy after every step leaves to be computed again."""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with loopback_agents(tmp_path_factory.mktemp("agents")) as found:
+        yield found
+
+
+@pytest.fixture
+def variables(hosts: str) -> Iterator[dict[str, str]]:
+    """Variables of the script: the hosts, and folders for its faults and for temporary files."""
+    with tempfile.TemporaryDirectory(prefix="fatal-") as fatal, tempfile.TemporaryDirectory(prefix="t-") as temporary:
+        folders = {"FATAL_FOLDER": fatal, "TMPDIR": temporary}
+        yield {**folders, "MOREH_HOSTS": hosts, "MOREH_RECOVERY": "memory", "ROWS": LARGE}
+
+
+def survive(variables: dict[str, str], folder: Path, plan: str, *faults: str, how: str = OF_WORKER) -> list[int]:
+    """Runs the script and compares; returns how many steps were computed again after each loss."""
+    with UserScript(SCRIPT, plan, *faults, cwd=folder, **variables) as script:
+        out = script.succeed(timeout_s=280)
+    for fault in faults:
+        found = re.search(rf"^{fault}: (\d+) of (\d+) equal, [\d.]+ s\nleft over: \[\]$", out, re.MULTILINE)
+        assert found and int(found[1]) == int(found[2]) > 20, f"{fault}\n{out}"
+    steps = re.findall(rf"^\[info\] {how}\. Others took over: (\d+) steps? (?:was|were) computed", out, re.MULTILINE)
+    assert len(steps) == out.count("Others took over") >= len(faults), out
+    assert out.count("MoAI Accelerator is ready") == 1, "one line is all that the script sees of a loss"
+    return list(map(int, steps))
+
+
+def test_workers_that_die_on_a_host_of_sharded_training_go_on_from_the_copies_of_their_host(variables, tmp_path):
+    faults = "backward", "snapshot", "two", "idle"
+    assert max(survive({**variables, "SNAPSHOT_STEPS": "1"}, tmp_path, "shard=2", *faults)) <= FEW
+
+
+@pytest.mark.rotating
+def test_several_workers_a_host_in_replicated_training(variables, tmp_path):
+    faults = "forward", "optimizer", "again"
+    assert max(survive({**variables, "SNAPSHOT_STEPS": "1"}, tmp_path, "replicate=4", *faults)) <= FEW
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("steps", [None, "1"], ids=["before a copy", "after copies"])
+def test_a_lost_host_leaves_its_workers_to_the_other_one(variables, tmp_path, steps):
+    either = f"(?:{OF_HOST}|{OF_WORKER})"
+    found = survive({**variables, "SNAPSHOT_STEPS": steps}, tmp_path, "shard=2", "agent", "backward", how=either)
+    assert len(found) == 2
+
+
+@pytest.mark.rotating
+def test_without_a_host_with_copies_the_run_ends_and_says_so(variables, tmp_path):
+    with UserScript(SCRIPT, "shard=2", "agents", cwd=tmp_path, **{**variables, "SNAPSHOT_STEPS": "1"}) as script:
+        assert script.wait() == 1
+        why = rf"WorkerLostError: {OF_HOST}\. The run cannot go on: no host is left\."
+        assert re.search(why, script.err), script.err
+        script.leaves_nothing()

@@ -1,0 +1,79 @@
+"""What the hosts of an accelerator are together."""
+
+from __future__ import annotations
+
+import pytest
+
+from moreh_ap.hosts.host_report import HostReport
+from moreh_ap.runtime.host import host_pool
+from moreh_ap.runtime.host.host_joining import Hosts
+
+
+class Connection:
+    """Stands for a host that has joined and has the same files as this one, or not."""
+
+    def __init__(self, name, gpus=(), has=(), machine=""):
+        self.host = self.name = name
+        self.report = HostReport(gpus=tuple(map(str, range(gpus or 0))), num_cores=8, machine=machine or name)
+        self.has, self.asked, self.sent = has, [], []
+
+    def ask(self, kind, timeout_s, **values):
+        self.asked.append(kind)
+
+        class Answer:
+            pass
+
+        Answer.values = {"identities": [list(self.has.get(path, ())) for path in values.get("paths", ())],
+                         "digest": self.has.get("digest")}  # fmt: skip
+        return Answer
+
+    def send_file(self, path, area, name):
+        self.sent.append(path)
+        return 10
+
+
+@pytest.fixture
+def pool_of(monkeypatch):
+    monkeypatch.setattr(host_pool.run_credentials, "of_hosts", lambda hosts: {})
+
+    def make(connections, devices=None):
+        monkeypatch.setattr(host_pool, "join", lambda hosts, per_host, address: Hosts(list(connections), []))
+        said = []
+        return host_pool.HostPool([one.host for one in connections], devices, said.append), said
+
+    return make
+
+
+def test_every_host_has_as_many_workers_as_the_smallest_and_says_what_is_left(pool_of):
+    pool, said = pool_of([Connection("a", gpus=8), Connection("b", gpus=4)])
+    assert (pool.device_type, pool.per_host, pool.place_of(5, 8)) == ("cuda", 4, "b:1")
+    assert [pool.place_of(rank, 12) for rank in (5, 6, 11)] == ["a:5", "b:0", "b:5"], "more than a host has devices"
+    assert said == ["a: 4 of 8 GPUs are used, as many as each host has"]
+    pool, said = pool_of([Connection("a", gpus=8), Connection("b", gpus=4)], devices=4)
+    assert (pool.per_host, said) == (2, [])
+    assert pool_of([Connection("a", gpus=8), Connection("b")])[0].device_type == "cpu"
+
+
+def test_hosts_that_are_one_machine_share_its_cores(pool_of):
+    assert pool_of([Connection("a"), Connection("b")])[0].num_cores == 8
+    assert pool_of([Connection("a", machine="m"), Connection("b", machine="m"), Connection("c")])[0].num_cores == 4
+
+
+def test_only_files_that_a_host_lacks_are_sent(pool_of, tmp_path):
+    path = str(tmp_path / "file")
+    (tmp_path / "file").write_bytes(b"0123456789")
+    here = host_pool.script_files.identity_of(path)
+    digest = host_pool.host_files.digest(path)
+    for has, sent in (
+        ({path: here}, []),  # a shared file system
+        ({path: (1, 10, 1), "digest": digest}, []),  # a copy
+        ({path: (1, 10, 1), "digest": "other"}, [path]),
+        ({path: (1, 11, 1), "digest": digest}, [path]),
+        ({}, [path]),
+    ):
+        connection = Connection("b", has=has)
+        pool, said = pool_of([connection])
+        pool.provide(connection, [path])
+        assert connection.sent == sent
+        assert said == [f"sent to b: {path} (10 bytes)" for path in sent]
+        assert pool.provided() == [path]

@@ -1,0 +1,82 @@
+"""What others are sent of commands that those before them have not answered."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moreh_ap.errors import WorkerLostError
+from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Packed, SentPlace
+from moreh_ap.protocol.messages.tensors import TensorData
+from moreh_ap.runtime.future import Reply, SentCommand
+from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
+from moreh_ap.runtime.shared_memory import SharedMemory
+
+LARGE = TensorData.of(torch.ones(OUT_OF_BAND_MIN_BYTES))
+
+
+@pytest.fixture
+def group():
+    """A group without workers, whose values go to two hosts with one each."""
+    made = RecoveringWorkerGroup.__new__(RecoveringWorkerGroup)
+    made.shared_memory, made.carried = SharedMemory(is_shared=False), []
+    connect(made)
+    yield made
+    made.shared_memory.close()
+
+
+def connect(group):
+    group.shared_memory.carry_by(lambda host, number, start, value: group.carried.append((host, start)), per_host=1)
+
+
+def sent(payload, origin) -> SentCommand:
+    return SentCommand(Reply(), 1, 0, False, payload, origin)
+
+
+def test_large_values_are_sent_once_more_to_the_same_place(group):
+    command = sent(group._packed([LARGE]), [LARGE])
+    assert group._packed_for_these(command) is command
+    connect(group)
+    again = group._packed_for_these(command)
+    (before,), (after,) = command.payload.buffers, again.payload.buffers
+    assert isinstance(after, SentPlace) and after.number > before.number
+    assert group.carried == [(None, before.start)] * 2
+    assert pickle.loads(again.payload.pickle, buffers=[b"\0" * before.num_bytes])[0].shape == LARGE.shape
+
+
+def test_each_worker_s_own_value_goes_to_its_host(group):
+    each = [group._packed(LARGE, rank) for rank in range(2)]
+    connect(group)
+    again = group._packed_for_these(sent(each, [LARGE, LARGE]))
+    assert [host for host, _ in group.carried] == [0, 1, 0, 1]
+    assert not any(group.shared_memory.is_gone(one.buffers) for one in again.payload)
+
+
+def test_what_is_not_kept_is_said_to_be_lost(group):
+    small, large = sent(Packed(b""), None), sent(group._packed(LARGE), None)
+    connect(group)
+    assert group._packed_for_these(small) is small
+    with pytest.raises(WorkerLostError, match="before the first model"):
+        group._packed_for_these(large)
+
+
+@pytest.mark.parametrize(
+    "why_not, has_copy, keeper, reason",
+    [
+        ("", True, "hosts", ""),
+        ("no host is left", True, "hosts", "no host is left"),
+        ("no host is left", False, "hosts", ""),
+        ("the agent has ended", True, "this process", ""),
+    ],
+)
+def test_agents_take_their_copies_with_them(group, why_not, has_copy, keeper, reason):
+    group._copies, group._request, ended = object(), None, []
+    copies = group._copies if keeper == "this process" else object()
+    group._log = SimpleNamespace(has_copy=has_copy)
+    group._launcher = SimpleNamespace(prepare_again=lambda: why_not, copies=copies, end=lambda: ended.append(True))
+    group._make_launcher = lambda request, is_stopping: "another"
+    assert group._prepare_others() == reason
+    assert bool(ended) == (group._launcher == "another") == bool(why_not and not reason)
