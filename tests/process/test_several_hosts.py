@@ -169,7 +169,7 @@ def test_an_ended_script_leaves_nothing_on_any_host_and_keys_are_in_memory_alone
 
 @needs_lab
 def test_moreh_smi_shows_all_hosts_and_a_lost_one_is_named_and_ends_the_script(lab):
-    script = lab.start(SCRIPTS / "several_hosts_forever.py")
+    script = lab.start(SCRIPTS / "several_hosts_forever.py", MOREH_RECOVERY="off")
     output_until(script, "step 5")
     shown = _shown_by_moreh_smi(lab)
     of_hosts = [(one["rank"], one["host"], one["pid"] in lab.processes("ab"[one["rank"] // 2])) for one in shown]
@@ -185,7 +185,7 @@ def test_moreh_smi_shows_all_hosts_and_a_lost_one_is_named_and_ends_the_script(l
 
 @needs_lab
 def test_a_large_batch_travels_once_to_each_host_and_a_cut_link_is_a_lost_host(lab):
-    script = lab.start(SCRIPTS / "several_hosts_bytes.py")
+    script = lab.start(SCRIPTS / "several_hosts_bytes.py", MOREH_RECOVERY="off")
     said = output_until(script, "done")
     counts = [(int(sent), int(size)) for sent, size in re.findall(r"sent (\d+) of (\d+)", said)]
     assert len(counts) == 3
