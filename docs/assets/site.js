@@ -13,6 +13,13 @@ function layOutTables() {
   }
 }
 
+// A flag such as `--batch-size` stays on one line. A style alone cannot tell it from other code, which may break.
+function keepFlagsWhole() {
+  for (const code of document.querySelectorAll(".md-typeset :not(pre) > code"))
+    code.classList.toggle("flag", /^--?[\w-]{1,22}$/.test(code.textContent));
+}
+
+addEventListener("load", keepFlagsWhole);
 addEventListener("load", layOutTables);
 addEventListener("resize", layOutTables);
 addEventListener("toggle", layOutTables, true); // a table that was folded away had no width

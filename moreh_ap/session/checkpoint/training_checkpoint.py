@@ -72,9 +72,10 @@ def save(
         folder: Created if it does not exist.
         model: The model, or models by names of your choice.
         optimizer: The optimizer, or optimizers by names. Their parameters must be the models'.
-        extra: Numbers, strings, tensors, and lists, tuples and dicts of them, such as ``scheduler.state_dict()``.
-        keep: How many checkpoints stay in the folder, this one counted: if it is damaged later, the one before it is
-            loaded.
+        extra: Numbers, strings, tensors, numpy arrays, and lists, tuples and dicts of them, such as
+            ``scheduler.state_dict()``.
+        keep: How many checkpoints stay in the folder, this one counted: if it is damaged later, `load` takes the one
+            before it.
         background: Whether to return once the state is copied, and to write it while the script goes on. The next save
             or load waits for that, and so does the end of the script. Workers on several hosts write before.
 
