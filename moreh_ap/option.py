@@ -54,12 +54,12 @@ def enable_advanced_parallelization(
     Args:
         pipeline_parallel: Whether a pipeline may be used. A permission: the planner uses one where it is faster or
             nothing fits without. False refuses a `plan` that has one.
-        num_stages: Largest number of pipeline stages, several on a device counted: an upper limit, which a `plan` must
-            keep too.
-        num_micro_batches: Number of pieces in which a device works through its slice of a batch, exactly; "auto" takes
-            as many as a pipeline needs to be filled, or a batch to fit.
-        activation_recomputation: True has every block compute again in the backward, selectively or in full, False
-            none; "auto" as little as lets a plan fit.
+        num_stages: Largest total number of pipeline stages, also if a device has several. A `plan` with more is
+            refused.
+        num_micro_batches: Exact number of micro-batches into which a device divides its batch slice; "auto" takes as
+            many as fill a pipeline, or as let the batch fit into memory.
+        activation_recomputation: Whether every block recomputes its activations in the backward, selectively or in
+            full (True), or none does (False); "auto" recomputes as little as lets a plan fit.
         distribute_parameter: True shards parameters, gradients and optimizer state over devices that share the batch,
             False never does, "auto" does where it is faster or nothing fits without.
         mixed_precision: Whether to compute in bfloat16 on GPUs that have it natively. CPU workers compute in float32
@@ -70,8 +70,8 @@ def enable_advanced_parallelization(
             details, and to keep the fastest. Costs loading the model and five steps for each; the training itself is
             not touched.
         hosts: Machines whose devices are used together: names that ssh knows, or lines that ``moreh-ap host`` printed,
-            as a list, with commas, or as the path of a file of lines; "slurm": those of the Slurm job in which the
-            script runs. Default: `MOREH_HOSTS`, else this machine. The call waits until they have joined.
+            as a list, with commas, or as the path of a file of lines; "slurm" or "kubernetes": those of the job in
+            which the script runs. Default: `MOREH_HOSTS`, else this machine. The call waits until they have joined.
         report: Whether a report of the run is written when it ends: a page, and the JSON that it is made from. True
             writes it into the folder ``moreh_report``; a path is another folder. Default: `MOREH_REPORT`, else none.
         recovery: "memory" keeps what workers were told, so that others take over where one is lost, and the training

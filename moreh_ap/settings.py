@@ -53,11 +53,11 @@ class Options:
 
     Attributes:
         pipeline_parallel: Whether a pipeline may be used.
-        num_stages: Largest number of pipeline stages, several on a device counted.
-        num_micro_batches: Number of micro-batches.
+        num_stages: Largest total number of pipeline stages, also if a device has several.
+        num_micro_batches: Exact number of micro-batches into which a device divides its batch slice.
         activation_recomputation: Whether every block recomputes its activations, or none does.
         distribute_parameter: Whether devices that share the batch shard parameters, gradients and optimizer state.
-        mixed_precision: Whether bfloat16 may be computed in, on GPUs that have it natively.
+        mixed_precision: Whether plans may compute in bfloat16, on GPUs that have it natively.
         devices: Number of devices; None means all there are.
         asks_for_devices: Whether the script itself gives their number, and not a variable.
         trace_file: Where a trace of steps is written; empty: nowhere.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def test_what_to_do(found, fix):
     ("found", "status"),
     [
         (Versions("3.11.7", "2.13.0", "5.23.0", "0.7.0"), OK),
-        (Versions("3.12.3", "2.11.0", "5.17.0", "0.7.0"), WARNING),
+        (Versions("3.12.3", "2.11.0", "5.17.0", "0.7.0"), OK),
         (OUTSIDE, WARNING),
     ],
     ids=str,
@@ -151,6 +152,13 @@ def test_the_doctor_says_it_too(environment, found, status):
     finding = environment_checks._versions()
     assert finding.status == status
     assert bool(finding.fix) == (status != OK)
+
+
+def test_the_doctor_warns_of_versions_with_which_nothing_ran(environment, monkeypatch):
+    monkeypatch.setattr(checked_versions, "CHECKS", (TESTED, dataclasses.replace(OLDEST, was_run=False)))
+    environment(Versions("3.12.3", "2.11.0", "5.17.0", "0.7.0"))
+    finding = environment_checks._versions()
+    assert finding.status == WARNING and finding.fix
 
 
 # -- other places that name versions -------------------------------------------------------------------------------
