@@ -118,7 +118,7 @@ def charts() -> list[Chart]:
 
 
 def comparison() -> list[dict[str, Any]]:
-    """Returns, for the one line and each script by hand, lines, concepts and the ratio of step times with its range."""
+    """Returns lines, concepts and rounded ratio of step times, for the one line and each script by hand."""
     entries = json.loads(MEASURED.read_text(encoding="utf-8"))
     single = _text(SINGLE)
     rows: list[dict[str, Any]] = [
@@ -131,7 +131,7 @@ def comparison() -> list[dict[str, Any]]:
     ]
     for counterpart in COUNTERPARTS:
         measured = step_ratio_of(counterpart.name, entries[counterpart.name])
-        ratio = [round(one, 3) for one in measured[:3]] if measured else None
+        ratio = [round(one, 2) for one in measured[:3]] if measured else None
         concepts = len(concepts_of(ROOT / counterpart.path))
         rows.append({"name": counterpart.name, "lines": lines_of(counterpart)[0], "concepts": concepts, "ratio": ratio})
     return rows

@@ -171,7 +171,7 @@ def test_the_copy_itself_is_whole(copied):
 @pytest.mark.parametrize(
     ("file", "before", "after", "said"),
     [
-        ("quick_start.ipynb", "how many devices there are", "of no device", "since it changed: <!-- cell: loop-text"),
+        ("quick_start.ipynb", "nothing of the number", "of no", "since it changed: <!-- cell: loop-text"),
         ("quick_start.ipynb", '"alt": "Loss', '"alt": "A loss', "since it changed: <!-- cell: curves "),
         ("quick_start.ko.md", "<!-- cell: end-text", "<!-- cell: gone-text", "of no cell: <!-- cell: gone-text"),
         ("quick_start.ko.md", "<!-- cell: title", "text\n<!-- cell: title", "before the first head: 'text'"),

@@ -103,3 +103,10 @@ def test_bars_are_the_memory_that_the_page_states(charts):
         )
     with pytest.raises(ValueError, match="no plans"):
         charts.plan_charts.figures_of("none")
+
+
+def test_step_times_read_as_in_the_table(charts):
+    page = (ROOT / "docs" / "manual-or-one-line.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| \[`train_(\w+)\.py`\].*\| (x\d\.\d\d) ", page, re.MULTILINE))
+    assert len(shown) >= 4
+    assert {row["name"]: f"x{row['ratio'][0]:.2f}" for row in charts.comparison() if row["ratio"]} == shown
