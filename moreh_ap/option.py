@@ -12,7 +12,7 @@ from typing import Literal
 
 from moreh_ap import checked_versions
 from moreh_ap.accelerator import enabling
-from moreh_ap.hosts.host_list import parse_hosts
+from moreh_ap.hosts.host_list import file_of_hosts, parse_hosts
 from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.settings import (
@@ -44,6 +44,7 @@ def enable_advanced_parallelization(
     hosts: str | Sequence[str] | None = None,
     report: bool | str | os.PathLike[str] = False,
     recovery: Literal["off", "memory", "auto"] | None = None,
+    elastic: bool | None = None,
     autosave: str | os.PathLike[str] | None = None,
 ) -> None:
     """Makes "cuda" mean all devices of this machine, used as one accelerator, for the rest of the process.
@@ -77,6 +78,8 @@ def enable_advanced_parallelization(
         recovery: "memory" keeps what workers were told, so that others take over where one is lost, and the training
             goes on with the same numbers; "auto" does so in runs that are long enough for it to cost next to nothing,
             "off" never. Default: `MOREH_RECOVERY`, else "auto", which does nothing on GPUs yet.
+        elastic: Whether hosts are used that join during the run, as soon as recovery has a copy for them: those that
+            were lost, and those that the file of `hosts` names since. Default: `MOREH_ELASTIC`, else False.
         autosave: A folder into which checkpoints of all models and optimizers that train are saved every ten minutes
             (`MOREH_AUTOSAVE_MINUTES`) and at SIGTERM; `moreh_ap.load` loads the last one. Default: `MOREH_AUTOSAVE`,
             else none.
@@ -102,8 +105,10 @@ def enable_advanced_parallelization(
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.parse(plan),
         autotune=check_bool("autotune", autotune),
         hosts=() if hosts is None else parse_hosts(hosts),
+        hosts_file=file_of_hosts(hosts),
         report_folder=check_report(report),
         recovery=None if recovery is None else check_recovery("recovery", recovery),
+        elastic=None if elastic is None else check_bool("elastic", elastic),
         autosave_folder=check_autosave(autosave),
     )
     checked_versions.warn_if_unchecked(stacklevel=3)

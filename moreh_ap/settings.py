@@ -13,7 +13,7 @@ from typing import Literal
 
 from moreh_ap.errors import OptionError
 from moreh_ap.hosts.host_list import SSH_VARIABLE as SSH_VARIABLE
-from moreh_ap.hosts.host_list import parse_hosts
+from moreh_ap.hosts.host_list import file_of_hosts, parse_hosts
 from moreh_ap.plan import Plan
 
 ENABLE_VARIABLE = "MOREH_ENABLE_ADVANCED_PARALLELIZATION"
@@ -27,6 +27,7 @@ HOSTS_VARIABLE = "MOREH_HOSTS"
 STRICT_VARIABLE = "MOREH_STRICT"
 CHECK_VARIABLE = "MOREH_CHECK"
 RECOVERY_VARIABLE = "MOREH_RECOVERY"
+ELASTIC_VARIABLE = "MOREH_ELASTIC"
 TRACE_VARIABLE = "MOREH_TRACE"
 TRACE_STEPS_VARIABLE = "MOREH_TRACE_STEPS"
 REPORT_VARIABLE = "MOREH_REPORT"
@@ -74,6 +75,8 @@ class Options:
         strict: Whether a training call that every device computes whole is an error.
         check_steps: Number of first steps that one more worker computes alone, to be compared.
         recovery: Whether other workers take over where one is lost: "off", "memory", or "auto" where that is cheap.
+        elastic: Whether hosts that join during the run are used, with the state that recovery keeps.
+        hosts_file: The file that names the hosts; empty: they were named in another way.
     """
 
     pipeline_parallel: bool = True
@@ -91,12 +94,14 @@ class Options:
     strict: bool = False
     check_steps: int = 0
     recovery: str = "auto"
+    elastic: bool = False
     trace_file: str = ""
     trace_steps: tuple[int, int] = TRACED_STEPS
     report_folder: str = ""
     autosave_folder: str = ""
     autosave_minutes: float = AUTOSAVE_MINUTES
     hosts: tuple[str, ...] = field(default=(), repr=False)  # may have secrets
+    hosts_file: str = ""
     asks_for_devices: bool = field(default=False, compare=False)
 
     @property
@@ -127,8 +132,10 @@ def resolve_options(
     plan: Plan | None = None,
     autotune: bool = False,
     hosts: tuple[str, ...] = (),
+    hosts_file: str = "",
     report_folder: str = "",
     recovery: str | None = None,
+    elastic: bool | None = None,
     autosave_folder: str = "",
 ) -> Options:
     """Returns the options that checked arguments and the environment make together; an argument outranks a variable.
@@ -143,6 +150,9 @@ def resolve_options(
         devices = _read_variable(environment, NUM_DEVICES_VARIABLE, 0, least=1) or None
     if not hosts and environment.get(HOSTS_VARIABLE, "").strip():
         hosts = parse_hosts(environment[HOSTS_VARIABLE], f"environment: {HOSTS_VARIABLE}")
+        hosts_file = file_of_hosts(environment[HOSTS_VARIABLE])
+    if elastic is None:
+        elastic = bool(_read_variable(environment, ELASTIC_VARIABLE, 0, least=0, most=1))
     options = Options(
         pipeline_parallel=pipeline_parallel,
         num_stages=num_stages,
@@ -160,6 +170,8 @@ def resolve_options(
         strict=bool(_read_variable(environment, STRICT_VARIABLE, 0, least=0, most=1)),
         check_steps=_read_variable(environment, CHECK_VARIABLE, 0, least=0),
         recovery=_read_recovery(environment) if recovery is None else recovery,
+        elastic=elastic,
+        hosts_file=hosts_file,
         trace_file=environment.get(TRACE_VARIABLE, "").strip(),
         trace_steps=_read_steps(environment),
         report_folder=report_folder or environment.get(REPORT_VARIABLE, "").strip(),
@@ -171,6 +183,9 @@ def resolve_options(
         _check_plan(plan, options)
     if hosts:
         _check_hosts(options)
+    if options.elastic and options.recovery == "off":
+        fact = "elastic=True, but recovery is off: hosts that join get what recovery has kept"
+        raise OptionError(fact, "recovery='memory' or 'auto'", f"{_CALL}(elastic=True, recovery='memory')", _LINK)
     return options
 
 

@@ -5,15 +5,17 @@
     python scripts/storm.py --faults 10 shard=2             # ten under one plan
     python scripts/storm.py --minutes 10 --every 15         # one run, with a fault every 15 seconds
     python scripts/storm.py --seed 7 --faults 20 tensor=2   # those of a storm whose seed was printed
+    python scripts/storm.py --hosts --faults 10 shard=2     # over two hosts, which are lost and come back
 
 Decides how many faults of which kinds befall which plan, and what is told of them. What a fault is, `storm_faults.py`
-says; what is trained, `storm_training.py`. Ends with exit code 1 if a fault was not survived, a number differs, the
-training stood for longer than it may, or something is left behind. Linux only.
+says, and `storm_hosts.py` of hosts; what is trained, `storm_training.py`. Ends with exit code 1 if a fault was not
+survived, a number differs, the training stood for longer than it may, or something is left behind. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import itertools
 import platform
@@ -31,6 +33,7 @@ from bench import commit, machine
 from rich.console import Console
 from rich.table import Table
 from storm_faults import KINDS, OVER_WITHIN_S, Failed, Storm, Training
+from storm_hosts import OF_HOSTS, OF_WORKERS, Hosts, StormOverHosts
 
 PLANS = ("replicate=2", "shard=2", "tensor=2", "pipeline=2,micro_batches=2", "shard=2,tensor=2")
 REFERENCE_S = 900.0
@@ -74,8 +77,31 @@ def weather(plan: str, folder: Path, arguments: argparse.Namespace, faults: Iter
     """
     outcome = Outcome(plan)
     options = ["--copies", str(arguments.copies), "--hang-s", str(arguments.hang_s)]
-    training = Training(plan, folder / "disturbed", options, "memory")
-    storm = Storm(training, random.Random(f"{arguments.seed} {plan}"))
+    chance = random.Random(f"{arguments.seed} {plan}")
+    with contextlib.ExitStack() as until_end:
+        if arguments.hosts:
+            hosts = Hosts(folder)
+            until_end.callback(hosts.end)
+            training = Training(plan, folder / "disturbed", options, "memory", hosts.variables(), hosts.pids)
+            befall(training, StormOverHosts(training, chance, hosts), folder, arguments, faults, outcome)
+            outcome.problems += [f"left behind: {name}" for name in hosts.left()]
+        else:
+            training = Training(plan, folder / "disturbed", options, "memory")
+            befall(training, Storm(training, chance), folder, arguments, faults, outcome)
+    compare(outcome, training, undisturbed(plan, folder / "undisturbed", options, len(training.lines)))
+    return outcome
+
+
+def befall(
+    training: Training,
+    storm: Storm,
+    folder: Path,
+    arguments: argparse.Namespace,
+    faults: Iterable[str],
+    outcome: Outcome,
+) -> None:
+    """Has faults befall a training until it ends, and records what became of it; arguments as for `weather`."""
+    plan = outcome.plan
     try:
         training.wait_for(lambda: bool(training.lines), FIRST_S)
         for kind in faults:
@@ -103,8 +129,6 @@ def weather(plan: str, folder: Path, arguments: argparse.Namespace, faults: Iter
     outcome.longest_s = max((after - before for before, after in itertools.pairwise(times_s)), default=0.0)
     if outcome.longest_s > arguments.most_s:
         outcome.problems.append(f"it stood for {outcome.longest_s:.0f} s")
-    compare(outcome, training, undisturbed(plan, folder / "undisturbed", options, len(training.lines)))
-    return outcome
 
 
 def undisturbed(plan: str, folder: Path, options: Sequence[str], count: int) -> Training:
@@ -164,7 +188,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plans", nargs="*", help=f"which plans (default: {' '.join(PLANS)}; the second of a long run)")
     parser.add_argument("--faults", type=int, default=100, help="over all plans (default: 100)")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="which (default: all)")
+    parser.add_argument("--hosts", action="store_true", help="over two hosts on this machine, with plans for 2 devices")
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS, *OF_HOSTS], help="which (default: all)")
     parser.add_argument("--minutes", type=float, help="one run for so long instead")
     parser.add_argument("--every", type=float, default=15.0, help="there, seconds from one fault to the next")
     parser.add_argument("--seed", type=int, help="decides kinds, workers and moments (default: another one each time)")
@@ -180,7 +205,10 @@ def main() -> int:
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(10**6)
     folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="storm-"))).resolve()
-    plans = arguments.plans or (PLANS[1:2] if arguments.minutes else PLANS)
+    arguments.kinds = arguments.kinds or ([*OF_WORKERS, *OF_HOSTS] if arguments.hosts else list(KINDS))
+    if not arguments.hosts and set(arguments.kinds) & set(OF_HOSTS):
+        parser.error(f"{', '.join(OF_HOSTS)}: with --hosts")
+    plans = arguments.plans or (PLANS[1:2] if arguments.minutes or arguments.hosts else PLANS)
     print(f"seed {arguments.seed}, files in {folder}", flush=True)
     outcomes = []
     for index, plan in enumerate(plans):

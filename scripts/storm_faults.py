@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,13 +67,24 @@ class Training:
         folder: For what it saves, prints and leaves.
         arguments: What follows its folder.
         recovery: Its MOREH_RECOVERY.
+        variables: More of its environment.
+        found_below: Processes of which the workers are descendants; None: of the training.
 
     Attributes:
         lines: The numbers that it has printed.
         says: What else it has printed, with the time.
     """
 
-    def __init__(self, plan: str, folder: Path, arguments: Sequence[str], recovery: str) -> None:
+    def __init__(
+        self,
+        plan: str,
+        folder: Path,
+        arguments: Sequence[str],
+        recovery: str,
+        variables: Mapping[str, str] | None = None,
+        found_below: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        self._found_below = found_below or (lambda: [self.process.pid])
         self.lines: list[Line] = []
         self.says: list[tuple[float, str]] = []
         self._id, self._folder, self._temporary = uuid.uuid4().hex, folder, folder / "t"
@@ -88,6 +99,7 @@ class Training:
             "PYTHONFAULTHANDLER": "1",
             "TMPDIR": str(self._temporary),
             _RUN_VARIABLE: self._id,
+            **(variables or {}),
         }
         self._errors = open(folder / "errors", "w")  # noqa: SIM115, closed in `end`
         command = [sys.executable, str(TRAINING), plan, str(folder), *arguments]
@@ -149,12 +161,13 @@ class Training:
     def workers(self) -> dict[int, int]:
         """Returns the process ids of its workers, by rank."""
         found = {}
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    name = _WORKER.fullmatch(child.name())
-                    if name and child.status() != psutil.STATUS_ZOMBIE:
-                        found[int(name[1])] = child.pid
+        for pid in self._found_below():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        name = _WORKER.fullmatch(child.name())
+                        if name and child.status() != psutil.STATUS_ZOMBIE:
+                            found[int(name[1])] = child.pid
         return found
 
     def end(self) -> list[str]:

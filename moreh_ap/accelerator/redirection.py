@@ -62,7 +62,8 @@ class Accelerator:
             chrome_trace.claim(trace_file)
         starts.make_rules = _rules
         generator = ProcessGenerator() if starts.device_type == "cpu" else GpuGenerator()
-        self.session = Session(options, starts.start, starts.num_devices, starts.num_used, starts.job, generator)
+        devices = starts.num_devices, starts.num_used
+        self.session = Session(options, starts.start, *devices, starts.job, generator, starts.pool)
         if options.check_steps:
             threads, num_gpus = starts.shares(starts.num_devices)[0], torch.cuda.device_count()
             beside = None if starts.pool is None else _beside(starts.pool, options.check_steps)

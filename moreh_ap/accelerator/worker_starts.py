@@ -25,7 +25,8 @@ from moreh_ap.local import logger
 from moreh_ap.local.jobs import Job
 from moreh_ap.runtime import gpu_checks
 from moreh_ap.runtime.launcher import Launcher
-from moreh_ap.runtime.recovery.recovering_group import Past, RecoveringWorkerGroup
+from moreh_ap.runtime.recovery.past import Past
+from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
 from moreh_ap.runtime.recovery.rules import ReplayRules
 from moreh_ap.runtime.worker_environment import IGNORES_SIGTERM_VARIABLE, device_ids, workers_per_gpu
 from moreh_ap.runtime.worker_group import WorkerGroup
@@ -156,7 +157,8 @@ def _join_hosts(options: Options) -> HostPool:
     """Returns the hosts of the options, which have joined; waits for them."""
     from moreh_ap.runtime.host.host_pool import HostPool
 
-    return HostPool(options.hosts, options.devices, logger.say)
+    elastic, file = options.elastic, options.hosts_file
+    return HostPool(options.hosts, options.devices, logger.say, others_may_join=elastic, file=file)
 
 
 def resolve_devices(asked: int | None) -> tuple[str, int]:

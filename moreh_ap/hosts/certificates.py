@@ -1,8 +1,8 @@
 """Certificates for one run.
 
 Decides who may talk to whom: every process of a run has a certificate of an authority that was made for the run, whose
-key is thrown away before `make_credentials` returns. So nobody can make another one. Must not know how keys
-travel.
+key is thrown away before `make_credentials` returns. So nobody can make another one. Where hosts may join during the
+run, the controller keeps the `Authority`, and its key, in its own memory. Must not know how keys travel.
 """
 
 from __future__ import annotations
@@ -23,23 +23,31 @@ _VALID = datetime.timedelta(days=366)
 _CLOCK_MARGIN = datetime.timedelta(days=1)  # clocks that differ, and zones that were entered wrongly, do not matter
 
 
-def make_credentials(addresses: Iterable[str]) -> dict[str, Credentials]:
-    """Returns credentials for the process at each address, all of one authority."""
-    authority_key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "moreh-ap run")])
-    constraints = x509.BasicConstraints(ca=True, path_length=0)
-    authority = _builder(name, name, authority_key).add_extension(constraints, critical=True)
-    authority_pem = _pem(authority.sign(authority_key, hashes.SHA256()))
-    made = {}
-    for address in dict.fromkeys(addresses):
+class Authority:
+    """Makes credentials of one run; its key is in this object alone."""
+
+    def __init__(self) -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "moreh-ap run")])
+        constraints = x509.BasicConstraints(ca=True, path_length=0)
+        own = _builder(self._name, self._name, self._key).add_extension(constraints, critical=True)
+        self._pem = _pem(own.sign(self._key, hashes.SHA256()))
+
+    def credentials(self, address: str) -> Credentials:
+        """Returns new credentials for the process at an address."""
         key = ec.generate_private_key(ec.SECP256R1())
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, address)])
         alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
-        builder = _builder(subject, name, key).add_extension(alternative, critical=False)
-        certificate = builder.add_extension(usage, critical=False).sign(authority_key, hashes.SHA256())
-        made[address] = Credentials(authority_pem, _pem(certificate), _key_pem(key))
-    return made
+        builder = _builder(subject, self._name, key).add_extension(alternative, critical=False)
+        certificate = builder.add_extension(usage, critical=False).sign(self._key, hashes.SHA256())
+        return Credentials(self._pem, _pem(certificate), _key_pem(key))
+
+
+def make_credentials(addresses: Iterable[str]) -> dict[str, Credentials]:
+    """Returns credentials for the process at each address, all of one authority."""
+    authority = Authority()
+    return {address: authority.credentials(address) for address in dict.fromkeys(addresses)}
 
 
 def make_agent_secret() -> AgentSecret:

@@ -45,7 +45,8 @@ def parse_hosts(given: object, name: str = "hosts") -> tuple[str, ...]:
     if given == KUBERNETES:
         return tuple(BY_KUBERNETES + pod for pod in kubernetes.pods(os.environ))
     if isinstance(given, str):
-        entries = _lines(given) if "," not in given and Path(given).is_file() else given.split(",")
+        file = file_of_hosts(given)
+        entries = _lines(file) if file else given.split(",")
     elif isinstance(given, Sequence) and all(isinstance(entry, str) for entry in given):
         entries = list(given)
     else:
@@ -70,6 +71,12 @@ def parse_hosts(given: object, name: str = "hosts") -> tuple[str, ...]:
     if twice:
         raise _error(f"{name} names {', '.join(twice)} more than once")
     return hosts
+
+
+def file_of_hosts(given: object) -> str:
+    """Returns the path of the file that is meant, if an argument or variable names one; else nothing."""
+    is_file = isinstance(given, str) and given not in (SLURM, KUBERNETES) and "," not in given and Path(given).is_file()
+    return os.path.abspath(str(given)) if is_file else ""
 
 
 def by_hand(host: str) -> tuple[str, int, str, str]:

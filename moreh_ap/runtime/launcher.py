@@ -24,6 +24,7 @@ from moreh_ap.runtime.forking import warm_client
 from moreh_ap.runtime.forking.early_imports import is_needed
 from moreh_ap.runtime.host.agent_process import AgentProcess
 from moreh_ap.runtime.recovery.copy_memory import CopyKeeper, CopyMemory
+from moreh_ap.runtime.recovery.other_devices import Joined
 from moreh_ap.runtime.relay.carrier import Carrier
 from moreh_ap.runtime.relay.worker_answer import Answer
 from moreh_ap.runtime.relay.worker_links import WorkerLinks
@@ -188,6 +189,13 @@ class Launcher:
         self._children, self.engine = {}, None
         self._num_starts += 1
         return ""
+
+    def copied(self) -> Joined | None:
+        """Is told that there is a copy of what workers hold; returns what can be used from now on that was not."""
+        return None
+
+    def leave_agents(self) -> None:
+        """Has `end` leave what keeps copies of what workers hold, for the launcher of others."""
 
     def kill(self) -> None:
         """Ends all processes that are known so far, with their children, at once. Any thread may call this."""

@@ -1,7 +1,7 @@
 """What a worker process finds in its environment.
 
-Decides threads, visible devices, import path and network interfaces of each worker. Everything here belongs to one
-machine and stays on its loopback interface. Must not know the engine that starts the processes.
+Decides threads, visible devices, import path and network interfaces of each worker: on one machine they stay on its
+loopback interface. Must not know the engine that starts the processes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from moreh_ap.errors import MeshStartError
+from moreh_ap.hosts import host_files
+from moreh_ap.hosts.credentials import ENGINE_VARIABLES
+from moreh_ap.hosts.host_environment import passed_on
 
 # Set in every worker to its rank: code that runs in both kinds of process can tell them apart by it.
 WORKER_VARIABLE = "MOREH_AP_WORKER"
@@ -69,6 +73,33 @@ def worker_environment(
         variables["CUDA_VISIBLE_DEVICES"] = device_ids(num_workers, visible_devices)[rank]
         variables["LOCAL_RANK"] = "0"  # libraries call `set_device` with it: the worker's one device is its device 0
     return variables
+
+
+def on_other_host(
+    local: Mapping[str, str], rank: int, num_workers: int, files: str, interface: str
+) -> dict[str, str | None]:
+    """Returns the variables to set in a worker on another host; None: one that it must not have.
+
+    Args:
+        local: Those of `worker_environment`, for the workers of that host alone.
+        rank: Which worker it is of all.
+        num_workers: How many there are on all hosts.
+        files: The folder there in which files that the host was sent lie.
+        interface: The host's network interface that other hosts reach.
+    """
+    return {
+        **local,
+        WORKER_VARIABLE: str(rank),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_workers),
+        "PYTHONPATH": os.pathsep.join((str(Path(files, host_files.SCRIPT)), local["PYTHONPATH"])),
+        host_files.FOLDER_VARIABLE: files,
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        **passed_on(os.environ),
+        "TMPDIR": None,  # the agent's is for sockets, and this process's may not be there
+        **dict.fromkeys(ENGINE_VARIABLES),
+    }
 
 
 def of_all(environments: Sequence[Mapping[str, str | None]]) -> dict[str, str]:

@@ -7,8 +7,8 @@ that is `model`, `call` and `optimizer`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,7 +19,8 @@ from moreh_ap.protocol.messages.devices import DescribeDevice, DeviceInfo, Repor
 from moreh_ap.protocol.messages.state import ReadState, WriteState
 from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
-from moreh_ap.runtime.recovery.recovering_group import Past, RecoveringWorkerGroup
+from moreh_ap.runtime.recovery.past import Past
+from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.calls.call_extensions import CallExtensions
 from moreh_ap.session.calls.lone_losses import LoneLosses
@@ -29,6 +30,9 @@ from moreh_ap.session.traffic import Traffic
 from moreh_ap.session.value_memory import ReadAhead, ValueMemory
 from moreh_ap.settings import Options
 from moreh_ap.states import SessionState
+
+if TYPE_CHECKING:
+    from moreh_ap.runtime.host.host_pool import HostPool
 
 
 class StepObserver(Protocol):
@@ -75,6 +79,7 @@ class Session:
         num_devices: Those of them that have a worker at first.
         job: The entry by which other programs see this process and its workers.
         generator: The source of random numbers of remote forwards.
+        pool: The hosts, None where the devices are this machine's.
 
     Attributes:
         max_devices: Devices of the accelerator.
@@ -89,8 +94,9 @@ class Session:
         num_devices: int,
         job: Job,
         generator: AcceleratorGenerator,
+        pool: HostPool | None = None,
     ) -> None:
-        self.options, self._start_workers, self.job = options, start_workers, job
+        self.options, self._start_workers, self.job, self.pool = options, start_workers, job, pool
         self.max_devices, self.num_devices = max_devices, num_devices
         self.workers = start_workers(num_devices, None)
         self.device_type = self.workers.device_type
@@ -113,6 +119,11 @@ class Session:
         self.has_differentiated = False  # whether a backward had a graph, for which workers need the whole model
         self.script_only_hooks: set[int] = set()  # see `script_hooks.RunsInScriptOnly`
         self.has_told_of_global_hooks = False
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The hosts that are used, as they were given; none: the devices are this machine's."""
+        return () if self.pool is None else self.pool.hosts
 
     @property
     def uses_fewer_devices(self) -> bool:
@@ -168,7 +179,9 @@ class Session:
         """
         if past is None:
             self.workers.close()
-        self.num_devices, self._devices = num_devices or self.num_devices, None
+        self.num_devices = num_devices or self.num_devices
+        known = None if past is None else self._devices  # devices that join, or are left, are like those before
+        self._devices = known and [known[rank % len(known)] for rank in range(self.num_devices)]
         self.workers = self._start_workers(self.num_devices, past)
         if self._keeps_commands:
             self.workers.keep_commands()
@@ -195,6 +208,11 @@ class Session:
         self.outbox.submit(WriteState({ref: TensorData.of(tensor) for ref, tensor in values.items()}))
 
     # -- the accelerator --------------------------------------------------------------------------------
+
+    @property
+    def knows_devices(self) -> bool:
+        """Whether `devices` does not wait."""
+        return self._devices is not None
 
     def devices(self) -> list[DeviceInfo]:
         """Returns the devices of the accelerator, in rank order. Waits for the workers the first time."""

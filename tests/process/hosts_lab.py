@@ -281,12 +281,21 @@ class Lab:
 
 
 @contextlib.contextmanager
-def loopback_agents(folder: Path, num_hosts: int = 2) -> Iterator[str]:
-    """Has so many agents that were started by hand on this machine; gives the file with their lines."""
+def loopback_agents(folder: Path, num_hosts: int = 2, num_cores: int | None = None) -> Iterator[str]:
+    """Has so many agents that were started by hand on this machine, each with so many of its cores; gives the file with
+    their lines."""
+    cores = sorted(os.sched_getaffinity(0))[:num_cores]
     command = [sys.executable, "-m", "moreh_ap.cli.main", "host", "--address", "127.0.0.1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     agents = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True)
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        )
         for _ in range(num_hosts)
     ]
     try:

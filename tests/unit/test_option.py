@@ -55,6 +55,28 @@ def test_the_folder_of_automatic_checkpoints(enabled, monkeypatch):
             enable_advanced_parallelization()
 
 
+def test_hosts_that_may_join(enabled, monkeypatch, tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("node1\n")
+    enable_advanced_parallelization(hosts=str(file), elastic=True)
+    monkeypatch.setenv("MOREH_HOSTS", str(file))
+    enable_advanced_parallelization()
+    monkeypatch.setenv("MOREH_ELASTIC", "1")
+    enable_advanced_parallelization(recovery="memory")
+    enable_advanced_parallelization(elastic=False)
+    enable_advanced_parallelization(hosts=["node1"])
+    assert [(one.elastic, one.hosts, one.hosts_file) for one in enabled] == [
+        (True, ("node1",), str(file)),
+        (False, ("node1",), str(file)),
+        (True, ("node1",), str(file)),
+        (False, ("node1",), str(file)),
+        (True, ("node1",), ""),
+    ]
+    monkeypatch.setenv("MOREH_RECOVERY", "off")
+    with pytest.raises(OptionError, match="elastic=True, but recovery is off"):
+        enable_advanced_parallelization()
+
+
 def test_plan_as_text_and_as_object(enabled):
     enable_advanced_parallelization(plan="replicate=2,shard=2")
     enable_advanced_parallelization(plan=Plan(2, 2))
@@ -105,6 +127,7 @@ def test_argument_outranks_environment(enabled, monkeypatch, argument):
         (PREFIX + "DETAILED_LOG", "3"),
         (PREFIX + "MEMORY_USAGE_CORRECTION_RATIO", "101"),
         (PREFIX + "MEMORY_USAGE_CORRECTION_RATIO", "0.8"),
+        ("MOREH_ELASTIC", "yes"),
         ("MOREH_TRACE_STEPS", "0"),
         ("MOREH_TRACE_STEPS", "5-3"),
         ("MOREH_TRACE_STEPS", "1-2-3"),
@@ -130,6 +153,7 @@ def test_wrong_variable(enabled, monkeypatch, name, value):
         ("distribute_parameter", [1, 0, "yes", None]),
         ("mixed_precision", [1, "auto", "bf16", None]),
         ("devices", [True, 0, -1, 2.0, "2", "auto"]),
+        ("elastic", [1, 0, "yes"]),
     ],
 )
 def test_wrong_argument(enabled, name, values):

@@ -19,7 +19,7 @@ TOO_LARGE = "too large"
 
 
 TOO_LONG = "it would take longer than it may"
-"""Why there is none: nothing was copied, and `Snapshot.seconds` is what it would take."""
+"""Why there is none: `Snapshot.seconds` is what it would take."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class HostConnection:
         address: Where the other hosts reach it.
         interface: Its network interface with that address.
         files: The folder there in which files that it is sent lie.
+        serves: Whether it was asked to serve the engine.
         usage: What its workers use, as `WorkerUsage.look` said last; empty before.
         on_usage: Told that there is something new.
     """
@@ -53,6 +54,7 @@ class HostConnection:
         self.report = HostReport()
         self.arrived_s = self.delay_s = 0.0
         self.address = self.interface = self.files = ""
+        self.serves = False
         self.on_message: Callable[[Message], None] = lambda message: None
         self.usage: Mapping[str, Any] = {}
         self.on_usage: Callable[[], object] = lambda: None
@@ -148,6 +150,25 @@ class HostConnection:
         self.remove_file(name)
         return found.hexdigest()
 
+    def take_files(self, written: Mapping[int, tuple[str, str]]) -> list[tuple[int, str]]:
+        """Moves what workers there have written to this machine, and returns the digest of each, with its rank.
+
+        Args:
+            written: By rank the path there, and the path here; where that is empty, the file is only removed.
+
+        Raises:
+            HostLostError: The agent has ended.
+            OSError: A file cannot be read there, or not be written here.
+        """
+        digests = []
+        for rank, (there, here) in written.items():
+            name = os.path.basename(there)
+            if here:
+                digests.append((rank, self.take_file(name, here)))
+            else:
+                self.remove_file(name)
+        return digests
+
     def remove_file(self, name: str) -> None:
         """Removes what a worker there has written.
 
@@ -160,6 +181,11 @@ class HostConnection:
     def free_bytes(self) -> int:
         """Memory of the host that was free when it spoke last, at most some seconds ago once it has workers."""
         return int(self.usage.get("free_bytes", self.report.free_memory_bytes))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory that copies of what workers hold take there, as of the same time."""
+        return int(self.usage.get("copied_bytes", 0))
 
     def lost(self) -> str | None:
         """Returns why the host cannot be used any longer, None while it can."""

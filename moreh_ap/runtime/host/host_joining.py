@@ -19,7 +19,7 @@ from rich.console import Console
 
 from moreh_ap.errors import OptionError
 from moreh_ap.hosts import host_files, host_table, joining_checks, kubernetes, reachability, script_files
-from moreh_ap.hosts.certificates import make_credentials
+from moreh_ap.hosts.certificates import Authority
 from moreh_ap.hosts.credentials import Credentials
 from moreh_ap.hosts.host_list import BY_KUBERNETES, LINK, LOCAL_NAMES, public_name
 from moreh_ap.hosts.host_report import look
@@ -69,13 +69,19 @@ class Hosts:
         on_all(self.connections, lambda connection: connection.end())
 
 
-def connect(hosts: Sequence[str], per_host: int | None = None, address: str = "127.0.0.1") -> Hosts:
+def connect(
+    hosts: Sequence[str],
+    per_host: int | None = None,
+    address: str = "127.0.0.1",
+    beside: Sequence[HostConnection] = (),
+) -> Hosts:
     """Connects to hosts and looks at them, all at the same time.
 
     Args:
         hosts: What `parse_hosts` returned.
         per_host: Devices wanted of each; None: as many as it has.
         address: This machine's, where all hosts are this machine.
+        beside: Hosts that are used already, which have to reach these, and these them.
 
     Returns:
         The hosts that have answered, and what was seen of all; `Hosts.rows` says what is not as it has to be.
@@ -110,7 +116,7 @@ def connect(hosts: Sequence[str], per_host: int | None = None, address: str = "1
                 found.rows.append(answer)
             else:
                 found.connections.append(answer)
-        _look_at_all(found, per_host, address)
+        _look_at_all(found, per_host, address, beside)
     except BaseException:  # Ctrl-C among them: in a notebook, agents would wait for a word for as long as it is open
         given_up.set()
         on_all(begun, lambda connection: connection.end())
@@ -118,18 +124,22 @@ def connect(hosts: Sequence[str], per_host: int | None = None, address: str = "1
     return found
 
 
-def _look_at_all(found: Hosts, per_host: int | None, address: str) -> None:
+def _look_at_all(found: Hosts, per_host: int | None, address: str, beside: Sequence[HostConnection]) -> None:
     """Adds what is to be said of each host, and gives it what it needs."""
-    here = look(os.environ)
-    kind = "cuda" if found.connections and any(one.report.gpus for one in found.connections) else "cpu"
+    here, own = look(os.environ), found.connections
+    together = [*beside, *own]
+    kind = "cuda" if own and any(one.report.gpus for one in together) else "cpu"
     wanted = Wanted(here, kind, per_host)
-    for one in found.connections:
+    for one in own:
         found.rows += joining_checks.check_report(one.host, one.report, wanted, one.arrived_s, one.delay_s)
-    found.rows += joining_checks.check_machines([(one.host, one.report) for one in found.connections], kind)
+    found.rows += joining_checks.check_machines([(one.host, one.report) for one in together], kind)
     try:
+        found.connections = together
         _look_at_network(found, address)
+        found.connections = own
         _send_script(found)
     except HostLostError as error:
+        found.connections = own
         found.rows.append(Row("all", "connection", str(error), "", False, "moreh-ap doctor --hosts ..."))
 
 
@@ -169,14 +179,20 @@ def join(hosts: Sequence[str], per_host: int | None = None, address: str = "127.
 
 
 class RunCredentials:
-    """What the processes of a run show each other; made once, since the authority's key is gone afterwards."""
+    """What the processes of a run show each other; made once, since the authority's key is gone afterwards, unless
+    hosts may join later."""
 
     def __init__(self) -> None:
         self._made: dict[str, Credentials] = {}
         self._files: dict[str, str] = {}
+        self._authority: Authority | None = None
 
-    def of_hosts(self, hosts: Hosts) -> dict[str, Credentials]:
+    def of_hosts(self, hosts: Hosts, *, others_may_join: bool = False) -> dict[str, Credentials]:
         """Returns the credentials of each address.
+
+        Args:
+            hosts: The hosts.
+            others_may_join: Whether there may be addresses that the first call does not have.
 
         Raises:
             OptionError: The hosts are others than those of this process's first call.
@@ -190,10 +206,17 @@ class RunCredentials:
                     'torch.moreh.option.enable_advanced_parallelization(hosts=["node1", "node2"])  # the only call',
                     LINK,
                 )
-            self._made = make_credentials(addresses)
+            authority = Authority()
+            self._made = {address: authority.credentials(address) for address in dict.fromkeys(addresses)}
+            self._authority = authority if others_may_join else None
             self._files = self._made[hosts.controller_address].as_files()
-        if not set(addresses) <= set(self._made):
-            raise OptionError("The hosts have other addresses than before.", "the hosts of the first call", "", LINK)
+        for address in addresses:
+            if address in self._made:
+                continue
+            if self._authority is None:
+                fact, allowed = "The hosts have other addresses than before.", "the hosts of the first call"
+                raise OptionError(fact, allowed, "", LINK)
+            self._made[address] = self._authority.credentials(address)
         return self._made
 
     @property

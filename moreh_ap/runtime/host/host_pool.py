@@ -5,6 +5,7 @@ Decides which hosts there are, how many workers each has, and which files they a
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from moreh_ap.hosts import host_files, script_files
 from moreh_ap.hosts.host_list import LOCAL_NAMES
 from moreh_ap.local.jobs import RemoteWorker
 from moreh_ap.runtime.host.host_connection import HostConnection
-from moreh_ap.runtime.host.host_joining import Hosts, join, run_credentials
+from moreh_ap.runtime.host.host_joining import Hosts, connect, join, run_credentials
 from moreh_ap.runtime.host.hosts_launcher import HostsLauncher
 from moreh_ap.runtime.launcher import Launcher, LaunchRequest
 
@@ -29,23 +30,40 @@ class HostPool:
         devices: Devices wanted of all together; None: as many as each has.
         say: Prints a line of the log.
         address: This machine's, where all hosts are this machine.
+        others_may_join: Whether hosts are used that join later: those of the file, and those that were lost.
+        file: The file that names the hosts; empty: they were named in another way.
 
     Attributes:
+        hosts: Those that are used.
         on_usage: Told every few seconds what all workers use.
+        kept_by: Hosts that have copies of what workers held that have ended. See [Note: who keeps copies].
+        refused: Hosts that are not tried again.
+        next_start: Returns a number for a start of workers.
 
     Raises:
         MeshStartError: A host cannot join.
     """
 
     def __init__(
-        self, hosts: Sequence[str], devices: int | None, say: Callable[[str], object], address: str = "127.0.0.1"
+        self,
+        hosts: Sequence[str],
+        devices: int | None,
+        say: Callable[[str], object],
+        address: str = "127.0.0.1",
+        *,
+        others_may_join: bool = False,
+        file: str = "",
     ) -> None:
-        self.hosts, self.say, self._address = hosts, say, address
+        self.hosts, self.say, self._address = list(hosts), say, address
+        self.given, self.others_may_join, self.file = list(hosts), others_may_join, file
+        self.kept_by: list[HostConnection] = []
+        self.refused: set[str] = set()
+        self.next_start = itertools.count(1).__next__
         self._devices = devices
         self._per_host = None if devices is None else devices // len(hosts)
         self._joined: Hosts | None = join(hosts, self._per_host, address)
         self._own_address = self._joined.controller_address
-        run_credentials.of_hosts(self._joined)  # before the engine is imported
+        run_credentials.of_hosts(self._joined, others_may_join=others_may_join)  # before the engine is imported
         self.device_type = self._joined.device_type
         self.per_host = self._per_host or self._joined.devices_per_host
         sharing = Counter(one.report.machine for one in self._joined.connections)  # containers of one machine
@@ -74,12 +92,39 @@ class HostPool:
         joined, self._joined = self._joined, None
         return joined or join(self.hosts, self._per_host, self._address)
 
-    def lose(self, connection: HostConnection) -> None:
-        """Leaves a host out from now on."""
-        self.hosts = [host for host in self.hosts if host != connection.host]
-        self.names.remove(connection.name)
+    def use(self, connections: Sequence[HostConnection]) -> None:
+        """Has these hosts be used from now on, and no others."""
+        self.hosts, self.names = [one.host for one in connections], [one.name for one in connections]
         if self._devices is not None:
             self._per_host = self._devices // len(self.hosts)
+
+    def give_back(self, connections: list[HostConnection], kept_by: list[HostConnection]) -> None:
+        """Has the next worker group use these hosts, whose agents go on, and know who keeps copies."""
+        self.use(connections)
+        self._joined, self.kept_by = Hosts(connections, [], self._own_address), kept_by
+
+    def refuse(self, kept: Sequence[str]) -> None:
+        """Has the next worker group use no other hosts than these; the others are not tried again."""
+        assert self._joined is not None, "given back"
+        others = [one for one in self._joined.connections if one.host not in kept]
+        self.refused |= {one.host for one in others}
+        for one in others:
+            one.end()
+        self._joined.connections = [one for one in self._joined.connections if one.host in kept]
+        self.use(self._joined.connections)
+
+    def num_workers_on(self, num_hosts: int, num_workers: int) -> int:
+        """Returns how many workers there can be on so many hosts: the number that was asked for, or at least so many.
+
+        Args:
+            num_hosts: How many hosts.
+            num_workers: How many workers there are.
+        """
+        return num_workers if self._devices is not None else max(num_workers, self.per_host * num_hosts)
+
+    def connect(self, host: str, beside: Sequence[HostConnection]) -> Hosts:
+        """Connects to a host that was not used, beside those that are, and compares it."""
+        return connect([host], self.per_host, self._own_address, beside)
 
     def beside(self) -> HostPool:
         """Returns this machine as the host of one more worker, beside those of the other hosts.

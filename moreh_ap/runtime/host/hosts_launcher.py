@@ -3,10 +3,10 @@
 Decides what differs from one machine: agents are told what to do over their connections, which also carry what workers
 print, how they end, and the store through which they meet. Must not know commands, nor how hosts are compared.
 
-[Note: lost hosts]
-Each host keeps the copies of its own workers and those of the host before it. So the workers of a lost host can go on
-on another one, as long as the host behind it lives. Every host has equally many, so all are dealt anew: those that are
-on another host than before get their copies from there.
+[Note: other hosts]
+Every host has equally many workers. So where a host is lost, or others have joined, all workers are dealt anew: those
+that are on another host than before get their copies from one that has them (`runtime/recovery/hosts_in_use.py`). If
+there are more workers on more hosts, another group has them, for which agents and their copies are left.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
-from moreh_ap.hosts import host_files, joining_checks
+from moreh_ap.hosts import joining_checks
 from moreh_ap.hosts.channel import Message
-from moreh_ap.hosts.credentials import ENGINE_VARIABLES, context_of
-from moreh_ap.hosts.host_environment import passed_on
+from moreh_ap.hosts.credentials import context_of
 from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.runtime import worker_environment
 from moreh_ap.runtime.bootstrap import Launch
@@ -33,13 +31,16 @@ from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.forking import warm_client
 from moreh_ap.runtime.forking.early_imports import EarlyImports
 from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
-from moreh_ap.runtime.host.host_joining import on_all, run_credentials
+from moreh_ap.runtime.host.host_joining import Hosts, on_all, run_credentials
 from moreh_ap.runtime.host.serving import Serving
 from moreh_ap.runtime.host.store_server import StoreServer
 from moreh_ap.runtime.host.usage_of_hosts import UsageOfHosts
 from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
 from moreh_ap.runtime.recovery.copy_memory import CopyKeeper
 from moreh_ap.runtime.recovery.host_copies import HostCopies
+from moreh_ap.runtime.recovery.hosts_in_use import joined_by, taken_of, why_not_on
+from moreh_ap.runtime.recovery.joining_hosts import JoiningHosts
+from moreh_ap.runtime.recovery.other_devices import Joined
 from moreh_ap.runtime.relay.carrier import Carrier
 from moreh_ap.runtime.relay.command_links import CommandLinks
 from moreh_ap.runtime.shared_memory import SharedMemory
@@ -66,10 +67,16 @@ class HostsLauncher(Launcher):
     def __init__(self, request: LaunchRequest, is_stopping: Callable[[], bool], pool: HostPool) -> None:
         self._pool = pool
         self._connections: list[HostConnection] = []  # until agents are asked to serve
+        self._new: list[HostConnection] = []  # those of them whose workers have not joined yet
+        self._kept_by: list[HostConnection] = []  # those that took the last copy
+        self._joining: JoiningHosts | None = None
+        self._left, self._leaves_agents = list[HostConnection](), False  # those whose agents go on
         self._answers_at = ""
         self._per_host = request.num_workers // len(pool.hosts)
+        self._threads = request.threads_per_worker, len(pool.hosts)
         self._served: dict[str, Serving] = {}
-        self._stores = {1: StoreServer()}  # by the start of workers whose it is: one at a time
+        self._start_number = pool.next_start()
+        self._stores = {self._start_number: StoreServer()}  # by the start of workers whose it is: one at a time
         self._host_links: CommandLinks | None = None
         self._early = EarlyImports(request.imports, self._tell_warm_parents)
         self._warm: set[str] = set()  # hosts that can fork workers
@@ -86,41 +93,67 @@ class HostsLauncher(Launcher):
     def prepare_again(self) -> str:
         """Has the agents end their workers, so that they can fork others; they keep the copies of what these held.
 
-        Where hosts are lost, those that are left have more workers each, if that is possible.
+        Where hosts are lost or have joined, workers are dealt anew. See [Note: other hosts].
         """
-        if self._num_starts == 1 and len(self._served) < max(1, len(self._connections)):
+        if self._num_starts == 1 and not self._kept_by and len(self._served) < max(1, len(self._connections)):
             return "the agents of its hosts never served"
+        num_workers = self._request.num_workers
+        for one in self._new:
+            one.give_up("its workers could not be started")
         left = [one for one in self._connections if one.lost() is None]
-        if len(left) < len(self._connections):
-            reason = self._why_not_on(left)
+        waiting = [] if self._joining is None else self._joining.waiting()
+        hosts = [*left, *taken_of(waiting, len(left), num_workers)]
+        if hosts != self._connections:
+            reason = why_not_on(hosts, self._kept_by, num_workers, self._request.device_type)
             if reason:
                 return reason
-            self._go_on_with(left)
+            self._go_on_with(hosts)
         if self._host_links is not None:
             self._host_links.close()
         self._num_starts += 1
-        self._stores = {self._num_starts: StoreServer()}
+        self._start_number = self._pool.next_start()
+        self._stores = {self._start_number: StoreServer()}
         self._served.clear()
         for one in self._connections:
-            with contextlib.suppress(HostLostError):  # `_await` says so
-                one.send("again", **self._asked_of(one))
+            self._tell(one)
         self._await(self._served, "have not ended their workers")
         self._children, self.engine = {}, None
         return ""
+
+    def copied(self) -> Joined | None:
+        self._kept_by = list(self._connections)
+        if self._joining is None:
+            return None
+        waiting, num_workers = self._joining.waiting(), self._request.num_workers
+        self._left, joined = joined_by(self._connections, waiting, num_workers, self._pool.num_workers_on)
+        return joined
+
+    def leave_agents(self) -> None:
+        assert self._joining is not None, "a host has joined"
+        self._joining.take(self._left)
+        self._leaves_agents = True
 
     def kill(self) -> None:
         self._ended.set()
         self._early.stop()
         if self._host_links is not None:
             self._host_links.close()
-        for one in self._connections:
+        for one in () if self._leaves_agents else self._connections:
             with contextlib.suppress(HostLostError):
                 one.send("end")
 
     def end(self) -> None:
         self.kill()
-        for one in self._connections:
-            one.end()  # what its workers printed last has arrived then
+        if self._joining is not None:
+            self._joining.close()
+        if self._leaves_agents:  # their workers end once the agents are asked for others
+            for one in self._left:
+                one.on_message = lambda message: None
+            self._pool.give_back(self._left, self._kept_by)
+            self.engine = None
+        else:
+            for one in self._connections:
+                one.end()  # what its workers printed last has arrived then
         super().end()
 
     def provide(self, files: Sequence[str]) -> None:
@@ -136,19 +169,10 @@ class HostsLauncher(Launcher):
 
     def take(self, written: Mapping[int, tuple[str, str]]) -> dict[int, str]:
         def from_host(one: HostConnection) -> list[tuple[int, str]]:
-            digests = []
-            for rank, (there, here) in written.items():
-                if self._host(rank) is not one:
-                    continue
-                name = os.path.basename(there)
-                try:
-                    if here:
-                        digests.append((rank, one.take_file(name, here)))
-                    else:
-                        one.remove_file(name)
-                except HostLostError as error:
-                    raise WorkerLostError(f"The host {one.name} is lost, and what it has saved: {error}") from error
-            return digests
+            try:
+                return one.take_files({rank: at for rank, at in written.items() if self._host(rank) is one})
+            except HostLostError as error:
+                raise WorkerLostError(f"The host {one.name} is lost, and what it has saved: {error}") from error
 
         return dict(found for digests in on_all(self._connections, from_host) for found in digests)
 
@@ -162,6 +186,9 @@ class HostsLauncher(Launcher):
             raise MeshStartError(str(error), fix=f"moreh-ap doctor --hosts {','.join(self._pool.names)}") from error
         memory.carry_by(links.keep, self._per_host)
         self.engine.serve()
+        self._new = []
+        if self._pool.others_may_join and self._joining is None and self._request.copies is not None:
+            self._joining = JoiningHosts(self._pool, lambda: self._connections)
         return links
 
     # -- what differs from one machine -----------------------------------------------------------------------------
@@ -197,65 +224,64 @@ class HostsLauncher(Launcher):
         return "A host's agent"
 
     def _start_agents(self) -> None:
-        again, hosts = self._pool.provided(), self._pool.take()
+        hosts = self._pool.take()
         self._connections, self._answers_at = hosts.connections, hosts.controller_address
-        made = run_credentials.of_hosts(hosts)
+        self._kept_by, self._pool.kept_by = self._pool.kept_by, []
+        self._new = [one for one in hosts.connections if self._kept_by and one not in self._kept_by]
         self._listen_to_usage()
         for one in self._connections:
             one.on_message = self._handler(one)
-            with contextlib.suppress(HostLostError):  # `_agents` says so
-                one.send(
-                    "serve",
-                    copies=0 if self._request.copies is None else self._request.num_workers,
-                    credentials=asdict(made[one.address]),
-                    working_folder=os.getcwd(),
-                    **self._asked_of(one),
-                )
-                if again:
-                    self._pool.provide(one, again)
+            self._tell(one)
         self._early.begin()
 
-    def _asked_of(self, one: HostConnection) -> dict[str, Any]:
-        """Returns which workers a host is to have."""
-        first = self._connections.index(one) * self._per_host
+    def _tell(self, one: HostConnection) -> None:
+        """Has an agent serve, if it does not, and let workers in."""
+        first, copies = self._connections.index(one) * self._per_host, self._request.copies
         ranks = list(range(first, first + self._per_host))
-        environment = worker_environment.of_all([self._environment(rank) for rank in ranks])
-        return {"start": self._num_starts, "ranks": ranks, "imports": self._early.now, "environment": environment}
+        asked: dict[str, Any] = {
+            "start": self._start_number,
+            "ranks": ranks,
+            "imports": self._early.now,
+            "environment": worker_environment.of_all([self._environment(rank) for rank in ranks]),
+            "copies": 0 if copies is None else self._request.num_workers,
+            "kept": None if copies is None else copies.kept,
+        }
+        with contextlib.suppress(HostLostError):  # who waits for it says so
+            if one.serves:
+                one.send("again", **asked)
+                return
+            one.serves = True
+            made = run_credentials.of_hosts(Hosts([one], [], self._answers_at))[one.address]
+            one.send("serve", credentials=asdict(made), working_folder=os.getcwd(), **asked)
+            again = self._pool.provided()
+            if again:
+                self._pool.provide(one, again)
 
     def _listen_to_usage(self) -> None:
         self._usage = UsageOfHosts(self._per_host, self._request.threads_per_worker, self._request.device_type)
         # All hosts speak equally often: once for all.
         self._connections[0].on_usage = lambda: self._pool.on_usage(self._usage.of_all(self._connections))
 
-    def _why_not_on(self, left: Sequence[HostConnection]) -> str:
-        """Returns why the workers cannot go on on some of the hosts; empty if they can. See [Note: lost hosts]."""
-        num_workers, lost = self._request.num_workers, [one not in left for one in self._connections]
-        if not left:
-            return "no host is left"
-        if any(one and other for one, other in zip(lost, [*lost[1:], lost[0]])):
-            return "the hosts that keep the copies of what their workers held are lost, too"
-        if num_workers % len(left):
-            return f"{num_workers} workers cannot be dealt evenly to {len(left)} hosts"
-        for one in left:
-            if self._request.device_type == "cuda" and len(one.report.gpus) < num_workers // len(left):
-                return f"{one.name} has {len(one.report.gpus)} GPUs, for {num_workers // len(left)} workers"
-        return ""
-
-    def _go_on_with(self, left: list[HostConnection]) -> None:
-        """Has some of the hosts have all workers from now on."""
-        for one in self._connections:
-            if one not in left:
-                self._pool.lose(one)
-                threading.Thread(target=one.end, name="moreh-lost", daemon=True).start()
-        num_workers, threads = self._request.num_workers, self._request.threads_per_worker
-        threads = max(1, threads * len(left) // len(self._connections))
-        self._request = replace(self._request, threads_per_worker=threads)
-        self._connections, self._per_host = left, num_workers // len(left)
+    def _go_on_with(self, hosts: list[HostConnection]) -> None:
+        """Has these hosts have all workers from now on."""
+        num_workers, lost = self._request.num_workers, [one for one in self._connections if one not in hosts]
+        for one in lost:
+            threading.Thread(target=one.end, name="moreh-lost", daemon=True).start()
+        self._new = [one for one in hosts if one not in self._connections]
+        for one in self._new:
+            one.on_message = self._handler(one)
+        if self._joining is not None:
+            self._joining.take(self._new)
+        threads, of_hosts = self._threads
+        self._request = replace(self._request, threads_per_worker=max(1, threads * len(hosts) // of_hosts))
+        self._connections, self._per_host = hosts, num_workers // len(hosts)
+        self._pool.use(hosts)
         self._launches = []
         self._warm.clear()
         self._listen_to_usage()
         self._output.rename([self._label(rank) for rank in range(num_workers)])
-        self._pool.say(f"all {num_workers} workers are on {', '.join(self._pool.names)} from now on")
+        if lost:
+            self._pool.say(f"all {num_workers} workers are on {', '.join(self._pool.names)} from now on")
 
     def _tell_warm_parents(self, module: str) -> None:
         for one in self._connections:
@@ -315,20 +341,7 @@ class HostsLauncher(Launcher):
             visible_devices=",".join(one.report.gpus),
             threads_per_worker=request.threads_per_worker,
         )
-        path = os.pathsep.join((str(Path(one.files, host_files.SCRIPT)), local["PYTHONPATH"]))
-        return {
-            **local,
-            worker_environment.WORKER_VARIABLE: str(rank),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(request.num_workers),
-            "PYTHONPATH": path,
-            host_files.FOLDER_VARIABLE: one.files,
-            "GLOO_SOCKET_IFNAME": one.interface,
-            "NCCL_SOCKET_IFNAME": one.interface,
-            **passed_on(os.environ),
-            "TMPDIR": None,  # the agent's is for sockets, and this process's may not be there
-            **dict.fromkeys(ENGINE_VARIABLES),
-        }
+        return worker_environment.on_other_host(local, rank, request.num_workers, one.files, one.interface)
 
     def _spec(self, rank: int) -> WorkerSpec:
         serving = self._served[self._host(rank).host]
@@ -361,16 +374,16 @@ class HostsLauncher(Launcher):
                 self._output.feed(values["rank"], values["name"], message.payload)
             elif kind == "store":
                 self._ask_store(one, dict(values), message.payload)
-            elif kind == "serving" and values.pop("start") == self._num_starts:
+            elif kind == "serving" and values.pop("start") == self._start_number:
                 self._served[one.host] = Serving(**values)
             elif kind == "warm":
                 self._warm.add(one.host)
             elif kind == "pid":
                 self._children[values["rank"]] = RemoteChild(values["pid"])
             elif kind == "exit":
-                child = self._children[values["rank"]]
-                assert isinstance(child, RemoteChild), "all are"
-                child.ended(values["code"])
+                child = self._children.get(values["rank"])  # none: of workers of another launcher
+                if isinstance(child, RemoteChild):
+                    child.ended(values["code"])
 
         return handle
 

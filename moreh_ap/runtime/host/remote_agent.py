@@ -65,12 +65,13 @@ class RemoteAgent:
         self._probe: reachability.Probe | None = None
         self._address = ""
         self._memory_fd, self._start = -1, 0
-        self._ranks: list[int] = []
+        self._workers: tuple[list[int], dict[str, str]] = [], {}  # ranks, and variables of all of them
         self._environment: dict[str, str] = {}  # of what forks workers
         self._copies: CopyMemory | None = None
         self._serves_at = ""  # where the engine listens
         self._shown: Mapping[str, str] = {}  # credentials
         self._warm: WarmProgram | None = None
+        self._is_warm = False
         self._heard_s = time.monotonic()
 
     def run(self) -> None:
@@ -147,6 +148,8 @@ class RemoteAgent:
         """Opens a port at an address of this host, to which the others try to connect."""
         self._address = address
         interface = interfaces().get(address, "")
+        if self._probe is not None:  # another host joins
+            self._probe.close()
         try:
             self._probe = reachability.Probe(address)
         except OSError as error:
@@ -213,12 +216,20 @@ class RemoteAgent:
         own.mkdir(mode=0o700)
         self._store = StoreRelay(own, self._start, self._tell)
         self._commands = CommandRelay(own, len(ranks), self._address, self._shown, self._memory_fd)
-        if ranks != self._ranks:
-            self._ranks = ranks
+        if self._is_for_others(values):
+            self._workers, self._is_warm = (ranks, values["environment"]), False
             self._pipes = pipes = WorkerPipes(ranks, self._tell)
             inherited = [pipes.pid_fd, self._memory_fd, *(fd for pair in pipes.streams.values() for fd in pair)]
             environment = {**self._environment, **values["environment"]}
-            self._warm = WarmProgram(own, values["imports"], environment, inherited, lambda: self._tell("warm"))
+            self._warm = WarmProgram(own, values["imports"], environment, inherited, self._say_warm)
+
+    def _is_for_others(self, values: Mapping[str, Any]) -> bool:
+        """Returns whether workers that are asked for are other ones than those that what runs here can fork."""
+        return (values["ranks"], values["environment"]) != self._workers
+
+    def _say_warm(self) -> None:
+        self._is_warm = True
+        self._tell("warm")
 
     def _begin_again(self, values: Mapping[str, Any]) -> None:
         """Ends the workers, and lets others in. Sent files and copies stay, and what forks workers of these ranks."""
@@ -226,7 +237,7 @@ class RemoteAgent:
         assert self._store is not None and self._commands is not None, "by `_prepare`"
         self._commands.close()
         self._store.close()
-        kept = self._warm.pid if values["ranks"] == self._ranks else None
+        kept = None if self._is_for_others(values) else self._warm.pid
         deadline_s = time.monotonic() + _END_S
         while agent.end_workers(kept):
             if time.monotonic() > deadline_s:
@@ -236,8 +247,12 @@ class RemoteAgent:
             self._end()
         if kept is None:
             self._pipes.close()
+        if self._copies is not None and values["copies"] != self._copies.num_workers:
+            self._copies.for_others(values["copies"], values["kept"])
         self._let_workers_in(values)
         self._say_serving(self._serves_at)
+        if self._is_warm:  # the controller may not have asked for these before
+            self._tell("warm")
 
     def _say_serving(self, address: str) -> None:
         assert self._pipes is not None and self._warm is not None, "by `_prepare`"
@@ -262,8 +277,9 @@ class RemoteAgent:
         usage = WorkerUsage()
         while time.monotonic() - self._heard_s < SILENCE_S:
             time.sleep(ALIVE_S)
-            pipes = self._pipes
-            self._tell("alive", usage=usage.look({} if pipes is None else pipes.pids))
+            pipes, copies = self._pipes, self._copies
+            seen = usage.look({} if pipes is None else pipes.pids)
+            self._tell("alive", usage={**seen, "copied_bytes": 0 if copies is None else copies.num_bytes})
         self._end()
 
     def _end(self) -> None:

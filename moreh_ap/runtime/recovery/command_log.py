@@ -90,7 +90,7 @@ class CommandLog:
         why_closed: Why they are not noted any more; empty before the log is opened.
         bound: Why workers under another plan cannot be told what is kept; empty if they can.
         wanted: A command that should go with the next one, if any: a snapshot is due.
-        has_copy: Whether a copy of what workers hold stands for commands of before.
+        num_copies: How many copies of what workers hold were complete.
     """
 
     def __init__(self, make_rules: Callable[[], ReplayRules], *, is_frugal: bool = False) -> None:
@@ -99,7 +99,7 @@ class CommandLog:
         self._make_rules, self._is_frugal = make_rules, is_frugal
         self.is_open, self.is_complete, self.why_closed, self.bound = False, False, "", ""
         self.wanted: Any = None
-        self.has_copy, self._most_copy_bytes = False, 0
+        self.num_copies = self._most_copy_bytes = 0
         self._lock = threading.Lock()
         self._commands: dict[int, Logged] = {}
         self._num_bytes = self._num_steps = self._last_number = 0
@@ -111,6 +111,11 @@ class CommandLog:
         self._last_error: BaseException | None = None  # of a command that is not kept
         self._snapshot_bytes = MOST_BYTES if is_frugal else SNAPSHOT_BYTES
         self._most_bytes = self._snapshot_bytes  # are kept before a snapshot is due
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether a copy of what workers hold stands for commands of before."""
+        return self.num_copies > 0
 
     @property
     def keeps_values(self) -> bool:
@@ -183,7 +188,7 @@ class CommandLog:
 
     def _next_snapshot(self) -> Any:
         """Returns a command that has workers copy what they hold; None where there is no memory that outlives them."""
-        self._most_copy_bytes = self._most_copy_bytes or self.copies().most_bytes()  # free before there is any copy
+        self._most_copy_bytes = self._most_copy_bytes or self.copies().most_bytes()
         most_bytes = self._most_copy_bytes
         return self.rules.next_snapshot(most_bytes, self._timing.most_s()) if most_bytes else None
 
@@ -275,11 +280,16 @@ class CommandLog:
                 return
             self._keep([first, *(one for number, one in self._commands.items() if number > logged.number)])
             self._keep_files()
-            was_complete, self.is_complete, self.has_copy = self.is_complete, True, True
+            was_complete, self.is_complete = self.is_complete, True
+            self.num_copies += 1
         if not was_complete:
             size = f"{taken.num_bytes / 2**20:.0f} MiB"
             self.rules.say_more(f"from now on a worker may be lost: copies of what workers hold are taken, {size} each")
         self._forgotten(logged.number - 1)
+
+    def memory_differs(self) -> None:
+        """Has it be found out once more how large copies may be: workers may be on other hosts."""
+        self._most_copy_bytes = 0
 
     def answered_commands(self) -> list[Logged]:
         """Returns the commands that have been answered, oldest first: those behind them have not."""

@@ -40,10 +40,15 @@ class CopyMemory:
 
     Args:
         num_workers: How many workers there are, by whose rank their parts of a slot are found.
+
+    Attributes:
+        num_workers: The same.
+        kept: The slot of which others need what there is, since there are so many; None: none of them.
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+        self.num_workers = num_workers
+        self.kept: int | None = None
         self._files: tuple[MemoryFile, ...] | None = None
         self._lock = threading.Lock()
 
@@ -62,15 +67,20 @@ class CopyMemory:
             num_workers: How many.
             kept: The slot of which they need what there is.
         """
-        self._num_workers = num_workers
+        self.num_workers, self.kept = num_workers, kept
         for slot, file in enumerate(self.files):
             if slot != kept:
                 os.truncate(file.descriptor, 0)  # gives back what others have written
             if os.fstat(file.descriptor).st_size < num_workers * BYTES_PER_WORKER:
                 os.truncate(file.descriptor, num_workers * BYTES_PER_WORKER)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that copies take."""
+        return sum(os.fstat(file.descriptor).st_blocks * 512 for file in self.files)
+
     def most_bytes(self) -> int:
-        return most_copy_bytes(free_memory(), self._num_workers) if self.files else 0
+        return most_copy_bytes(free_memory() + self.num_bytes, self.num_workers) if self.files else 0
 
     def close(self) -> None:
         with self._lock:
@@ -87,7 +97,7 @@ class CopyMemory:
             descriptor = os.memfd_create(name)
             files.append(MemoryFile(os.getpid(), descriptor, name))
             try:
-                os.truncate(descriptor, self._num_workers * BYTES_PER_WORKER)
+                os.truncate(descriptor, self.num_workers * BYTES_PER_WORKER)
             except OSError:  # the user's limit on the size of files
                 for file in files:
                     os.close(file.descriptor)

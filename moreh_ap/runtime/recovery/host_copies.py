@@ -31,7 +31,10 @@ class HostCopies:
             return 0
         sharing = Counter(one.report.machine for one in self._connections)  # containers of one machine
         kept = self._per_host * min(2, len(self._connections))  # its own, and those of the host before it
-        return min(most_copy_bytes(one.free_bytes, sharing[one.report.machine] * kept) for one in self._connections)
+        return min(
+            most_copy_bytes(one.free_bytes + one.copied_bytes, sharing[one.report.machine] * kept)
+            for one in self._connections
+        )
 
     def close(self) -> None:
         for one in self._connections:

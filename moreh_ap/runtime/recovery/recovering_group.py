@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from moreh_ap.errors import ExactnessError, MeshStartError, WorkerLostError
 from moreh_ap.local import logger
@@ -42,6 +42,8 @@ from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.recovery.command_log import CommandLog, Logged
 from moreh_ap.runtime.recovery.copy_memory import CopyMemory
 from moreh_ap.runtime.recovery.losses import MOST_LOSSES
+from moreh_ap.runtime.recovery.other_devices import DevicesJoinedError, NoOthersError
+from moreh_ap.runtime.recovery.past import Past
 from moreh_ap.runtime.recovery.rules import ReplayRules
 from moreh_ap.runtime.relay.carrier import Awaited, Carrier
 from moreh_ap.runtime.worker_group import MakeLauncher, WorkerGroup
@@ -50,30 +52,6 @@ _AHEAD = 16  # commands that are told again before the answer to the first of th
 _SEE = "docs/errors.md#workerlosterror"
 _STARTS = 2  # in a row that fail: a device may be gone
 _DEAD_WITHIN_S = 5.0  # a connection to a process breaks before it is seen to be gone: later on a busy machine
-
-
-class Past(NamedTuple):
-    """What workers knew that have been ended, for others under other plans. See [Note: another plan].
-
-    Attributes:
-        log: The commands that they had answered.
-        copies: Memory with copies of what they held.
-        number: That of the last one.
-        epoch: How many errors had been raised, with the one because of which they were ended.
-        reason: Why they were ended, for the log.
-        is_loss: Whether one of them was lost.
-    """
-
-    log: CommandLog
-    copies: CopyMemory
-    number: int
-    epoch: int
-    reason: str
-    is_loss: bool
-
-
-class NoOthersError(WorkerLostError):
-    """A worker was lost, and as many as before cannot be started any more. Fewer may be, under other plans."""
 
 
 class RecoveringWorkerGroup(WorkerGroup):
@@ -87,6 +65,8 @@ class RecoveringWorkerGroup(WorkerGroup):
         make_launcher: As for `WorkerGroup`.
         others: As for `WorkerGroup`.
     """
+
+    _why_waiting = ""  # why devices that have joined have no workers yet
 
     def __init__(
         self,
@@ -147,14 +127,34 @@ class RecoveringWorkerGroup(WorkerGroup):
         super()._send(command)
 
     def _complete(self, command: SentCommand, values: Sequence[object], error: BaseException | None) -> None:
+        log = self._log
+        num_copies = log.num_copies
         if command.origin is not None:
-            self._log.answered(command, values, error)
+            log.answered(command, values, error)
         super()._complete(command, values, error)
+        if log.num_copies > num_copies:
+            self._look_for_joined()
 
     # -- other plans, see [Note: another plan] ---------------------------------------------------------------------
 
-    def why_bound(self, error: BaseException) -> str:
-        """Returns why workers under other plans cannot go on from before the command that ended in `error`."""
+    def _look_for_joined(self) -> None:
+        """Has the workers end, now that there is a copy of what they hold, if there are more devices for others.
+
+        Raises:
+            DevicesJoinedError: There are; another number of workers on them is for the session to start.
+        """
+        joined = self._launcher.copied()
+        if joined is None:
+            return
+        why = self.why_bound(None) if joined.num_workers != self.num_workers else ""
+        if not why:
+            raise DevicesJoinedError(joined)
+        if why != self._why_waiting:
+            self._why_waiting = why
+            self._log.rules.say(f"{joined.fact} Not yet: {why}")
+
+    def why_bound(self, error: BaseException | None) -> str:
+        """Returns why workers under other plans cannot go on from before the command that ended in `error`, if any."""
         log = self._log
         if not log.is_open:
             return log.why_closed
@@ -180,7 +180,8 @@ class RecoveringWorkerGroup(WorkerGroup):
         log.keep_only([replace(one, origin=changed(one.origin), figures=None) for one in before])
         self._copies.for_others(num_workers, log.rules.complete_slot())
         number = before[-1].number if before else 0
-        return Past(log, self._copies, number, self._epoch, reason, isinstance(error, WorkerLostError))
+        is_loss = isinstance(error, WorkerLostError) and not isinstance(error, DevicesJoinedError)
+        return Past(log, self._copies, number, self._epoch, reason, is_loss)
 
     def _start(self) -> Receiver:
         if self._past is None:
@@ -242,12 +243,15 @@ class RecoveringWorkerGroup(WorkerGroup):
             time.sleep(POLL_S)
 
     def _replace(self, lost: WorkerLostError) -> Receiver:
-        started_s, first = time.monotonic(), lost
+        started_s, first, is_loss = time.monotonic(), lost, not isinstance(lost, DevicesJoinedError)
+        if isinstance(lost, DevicesJoinedError) and lost.num_workers != self.num_workers:
+            self._launcher.leave_agents()
+            raise lost
         with self._lock:
             self._carrier, self._has_lost = None, True  # commands wait, until the others know what was answered
             self._unsent.extendleft(command for command, _ in reversed(self._sent))
             self._sent.clear()
-            number = self._unsent[0].number if self._unsent else None
+            number = self._unsent[0].number if self._unsent and is_loss else None
         if not self._log.is_complete and not self._log.why_closed:
             raise lost
         num_starts = 0
@@ -269,7 +273,9 @@ class RecoveringWorkerGroup(WorkerGroup):
                 fact = f"{_ended(first.fact)} The run cannot go on: {reason}."
                 raise WorkerLostError(fact, first.allowed, first.fix) from first.__cause__
             number = self._last_number if number is None else number  # what is told again may be the cause
-        self._log.rules.others_took_over()
+        self._log.memory_differs()
+        if is_loss:
+            self._log.rules.others_took_over()
         took_s = time.monotonic() - started_s
         self._log.rules.say(f"{_in_short(first)} Others took over: {_steps(num_steps)} computed again, {took_s:.1f} s")
         return receiver
@@ -364,10 +370,11 @@ def _in_short(lost: WorkerLostError) -> str:
     return _ended(lost.fact.partition(chr(10))[0].removesuffix(" Its last output:"))
 
 
-def _before(log: CommandLog, error: BaseException) -> list[Logged]:
+def _before(log: CommandLog, error: BaseException | None) -> list[Logged]:
     """Returns the kept commands before the first that ended in `error`: all that were answered, if none did."""
     answered = log.answered_commands()
-    return answered[: next((index for index, one in enumerate(answered) if one.error is error), len(answered))]
+    ended = (index for index, one in enumerate(answered) if error is not None and one.error is error)
+    return answered[: next(ended, len(answered))]
 
 
 def _steps(number: int) -> str:

@@ -74,7 +74,7 @@ def machine_of(session: Session) -> Machine:
     If devices differ, the smallest memory and the slowest rates count. Measuring takes some seconds and needs every
     worker.
     """
-    (info, native), hosts = _weakest(session.devices()), session.options.hosts
+    (info, native), hosts = _weakest(session.devices()), session.hosts
     num_devices = len(session.devices())
     key = machine_key(info, num_devices, hosts)
     rates, is_new = rates_of(FILE.look_up(key)), False
@@ -86,7 +86,7 @@ def machine_of(session: Session) -> Machine:
             FILE.keep(key, as_entry(rates))
         if per_host:
             _say_of_hosts(list(map(public_name, hosts)), session.devices(), answers)
-    machine = _described(info, native, num_devices, rates, key, session.options)
+    machine = _described(info, native, num_devices, rates, key, session.options, len(hosts))
     if is_new and machine.cluster.num_nodes > 1:
         logger.say(log.measured_links_line(machine.cluster))
     return machine
@@ -117,16 +117,38 @@ def machine_on(session: Session, num_devices: int) -> Machine | None:
     Returns:
         None if so many were never measured and they are more than the present ones, or nothing is saved of those.
     """
-    (info, native), present = _weakest(session.devices()), len(session.devices())
+    (info, native), present, hosts = _weakest(session.devices()), len(session.devices()), session.hosts
     there = replace(info, num_threads=max(1, info.num_cores // num_devices)) if info.num_threads else info
-    key = machine_key(there, num_devices, session.options.hosts)
+    key = machine_key(there, num_devices, hosts)
     rates = rates_of(FILE.look_up(key))
     if rates is not None:
-        return _described(there, native, num_devices, rates, key, session.options)
-    rates = rates_of(FILE.look_up(machine_key(info, present, session.options.hosts)))
+        return _described(there, native, num_devices, rates, key, session.options, len(hosts))
+    rates = rates_of(FILE.look_up(machine_key(info, present, hosts)))
     if rates is None or num_devices > present:
         return None
-    return _described(info, native, num_devices, rates, key, session.options)
+    return _described(info, native, num_devices, rates, key, session.options, len(hosts))
+
+
+def machine_with(session: Session, num_devices: int, hosts: Sequence[str], known_as: str) -> Machine | None:
+    """Returns the same accelerator once hosts have joined, of which no worker needs to run.
+
+    If these hosts were never measured together, they have the rates of the present ones, and links between them are
+    taken to be as those inside of a host where there was one host.
+
+    Args:
+        session: The session of the present workers.
+        num_devices: Devices of all hosts.
+        hosts: The hosts.
+        known_as: The key of the present machine.
+
+    Returns:
+        None if nothing is saved of the present machine.
+    """
+    (info, native), present = _weakest(session.devices()), len(session.devices())
+    info = replace(info, num_cores=info.num_cores * num_devices // present)  # each brings its own
+    key = machine_key(info, num_devices, hosts)
+    rates = rates_of(FILE.look_up(key)) or rates_of(FILE.look_up(known_as))
+    return None if rates is None else _described(info, native, num_devices, rates, key, session.options, len(hosts))
 
 
 def _weakest(infos: Sequence[DeviceInfo]) -> tuple[DeviceInfo, bool]:
@@ -144,14 +166,14 @@ def machine_key(info: DeviceInfo, num_devices: int, hosts: Sequence[str] = ()) -
 
 
 def _described(
-    info: DeviceInfo, native: bool, num_devices: int, rates: DeviceRates, key: str, options: Options
+    info: DeviceInfo, native: bool, num_devices: int, rates: DeviceRates, key: str, options: Options, num_hosts: int
 ) -> Machine:
     # CPU workers stand in for accelerators, and are compared with one process on the CPU, which computes in float32.
     computes_bf16 = native and info.name != "CPU"
     precision = "bf16" if computes_bf16 and options.mixed_precision else "fp32"
     if options.plan is not None:
         precision = options.plan.precision
-    per_host = num_devices // max(1, len(options.hosts))
+    per_host = num_devices // max(1, num_hosts)
     return machine_from(replace(info, native_bf16=computes_bf16), precision, num_devices, rates, key, per_host)
 
 

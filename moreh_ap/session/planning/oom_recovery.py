@@ -26,7 +26,7 @@ from moreh_ap.errors import PlanError
 from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search.candidate import Candidate
-from moreh_ap.runtime.recovery.recovering_group import NoOthersError
+from moreh_ap.runtime.recovery.other_devices import DevicesJoinedError, NoOthersError
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.planning import device_count, oom_records
@@ -86,6 +86,8 @@ class Recovery:
 
     def _on_error(self, error: Exception) -> Restart | None:
         journal = self._session.outbox.journal
+        if isinstance(error, DevicesJoinedError):
+            return self._taking_over.on_more_devices(error)
         if isinstance(error, NoOthersError) and self._session.trial_plan is None:
             return self._taking_over.on_fewer_devices(error)
         if not oom_records.is_out_of_memory(error) or self._session.trial_plan is not None or self._largest is None:

@@ -31,12 +31,13 @@ from moreh_ap.planner.search.no_fit_error import nothing_fits
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.ranking import Ranking
 from moreh_ap.protocol.messages.models import BuildModel
-from moreh_ap.runtime.recovery.recovering_group import NoOthersError, RecoveringWorkerGroup
+from moreh_ap.runtime.recovery.other_devices import DevicesJoinedError, NoOthersError
+from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.planning import oom_records
-from moreh_ap.session.planning.machine_profile import machine_on
+from moreh_ap.session.planning.machine_profile import Machine, machine_on, machine_with
 from moreh_ap.session.planning.plan_selection import Planned, write_selected
 from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.replay.copy_after_error import CannotCopy, CopyAfterError
@@ -117,6 +118,56 @@ class TakingOver:
         self._tell_of(largest, fewer[largest])
         return Restart(workers, change, lost)
 
+    def on_more_devices(self, joined: DevicesJoinedError) -> Restart:
+        """Has workers on more devices take over, each model under the best plan for them; on those of before if there
+        is none."""
+        session, models = self._session, self._models()
+        before, num_before = list(session.hosts), session.num_devices
+        more = self._on_more(models, joined)
+        for remote, planned in more.items():
+            self.planned[remote] = planned
+            remote.laid_out_again(planned.plan)
+        change, reason = under({remote.owner: remote for remote in more}), joined.fact
+        num_devices = num_before
+        if more:
+            largest = max(more, key=lambda one: needed_bytes(more[one]))
+            num_devices = more[largest].plan.num_devices
+            reason += f" {log.next_plan(more[largest].plan)}"
+        past = cast(RecoveringWorkerGroup, session.workers).end_for_others(joined, change, num_devices, reason)
+        if not more:
+            assert session.pool is not None, "hosts have joined"
+            session.pool.refuse(before)
+            past = past._replace(reason=f"{joined.fact} No plan is for them: they are not used")
+        session.max_devices = max(session.max_devices, num_devices)
+        workers = session.restart_workers(num_devices, past)
+        session.outbox.state.enter(SessionState.UNREPLAYABLE)
+        if more:
+            self._tell_of(largest, more[largest])
+        return Restart(workers, change, joined)
+
+    def _on_more(self, models: Mapping[RemoteModel, Planned], joined: DevicesJoinedError) -> dict[RemoteModel, Planned]:
+        """Returns the plans of all models on as many devices as each has one for; none: on no more than there were."""
+        if not self._session.knows_devices or any(planned.is_given for planned in models.values()):
+            return {}
+        for count in range(joined.num_workers, self._session.num_devices, -len(joined.hosts)):
+            found: dict[RemoteModel, Planned] = {}
+            for remote, planned in models.items():
+                machine = machine_with(self._session, count, joined.hosts, planned.expected.machine)
+                if machine is not None:
+                    found |= self._best_on(machine, remote, planned)
+            if len(found) == len(models):
+                return found
+        return {}
+
+    def _best_on(self, machine: Machine, remote: RemoteModel, planned: Planned) -> dict[RemoteModel, Planned]:
+        """Returns a model with its best plan on a machine that can follow its present one; nothing if there is none."""
+        task = replace(planned.task, cluster=machine.cluster)
+        best = _first_possible(search(task), planned.family, functools.partial(self._is_possible, planned.plan))
+        if best is None:
+            return {}
+        there = replace(planned, task=task, expected=replace(planned.expected, machine=machine.key))
+        return {remote: there.instead(best)}
+
     def _on_fewer(self, models: Mapping[RemoteModel, Planned]) -> dict[RemoteModel, Planned]:
         """Returns the plans of all models on the largest smaller number of devices on which each has one.
 
@@ -130,13 +181,9 @@ class TakingOver:
             machine = machine_on(self._session, count)
             if machine is None:
                 continue
-            found = {}
+            found: dict[RemoteModel, Planned] = {}
             for remote, planned in models.items():
-                task = replace(planned.task, cluster=machine.cluster)
-                is_possible = functools.partial(self._is_possible, planned.plan)
-                best = _first_possible(search(task), planned.family, is_possible)
-                if best is not None:
-                    found[remote] = replace(planned.instead(best), task=task)
+                found |= self._best_on(machine, remote, planned)
             if len(found) == len(models):
                 return found
         raise PlanError("no plan fits on them")

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from moreh_ap.hosts.certificates import make_credentials
+from moreh_ap.hosts.certificates import Authority, make_credentials
 from moreh_ap.hosts.credentials import ENGINE_VARIABLES
 
 HERE = "127.0.0.1"
@@ -73,3 +73,8 @@ def test_a_key_is_in_no_variable_and_open_in_no_program_that_is_started():
     child = subprocess.run([sys.executable, "-c", f"open({path!r})"], env={**os.environ, **variables}, close_fds=False)
     assert child.returncode != 0
     assert "PRIVATE" not in repr(make_credentials([HERE])[HERE])
+
+
+def test_a_process_that_joins_later_meets_the_others_of_its_run(tmp_path):
+    run = Authority()
+    assert meet(run.credentials(HERE), run.credentials("10.0.0.3"), tmp_path) == b"in"

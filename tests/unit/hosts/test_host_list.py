@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moreh_ap.errors import OptionError
-from moreh_ap.hosts.host_list import by_hand, parse_hosts, public_name
+from moreh_ap.hosts.host_list import by_hand, file_of_hosts, parse_hosts, public_name
 
 LINE = f"tls://10.0.0.2:4000/{'a1' * 32}/{'T' * 43}"
 
@@ -18,6 +18,14 @@ def test_a_list_and_a_text_name_the_same_hosts(given):
 def test_a_file_has_a_host_in_each_line_and_remarks(tmp_path):
     (tmp_path / "hosts").write_text(f"# ours\nme@node1\n\n{LINE}  # by hand\n")
     assert parse_hosts(str(tmp_path / "hosts")) == ("me@node1", LINE)
+
+
+def test_which_file_names_the_hosts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("hosts", "slurm"):
+        (tmp_path / name).write_text("node1\n")
+    assert file_of_hosts("hosts") == str(tmp_path / "hosts"), "scripts may go to another folder"
+    assert [file_of_hosts(given) for given in ("node1", "node1,node2", "slurm", ["hosts"], None, "")] == [""] * 6
 
 
 @pytest.mark.parametrize(

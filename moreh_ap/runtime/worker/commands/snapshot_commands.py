@@ -18,7 +18,7 @@ from moreh_ap.protocol.messages.snapshots import (
 )
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.snapshots.held_state import CannotBeHeld, describe, take_over
-from moreh_ap.runtime.worker.snapshots.host_exchange import PartOf, all_agree, fetch, pass_on
+from moreh_ap.runtime.worker.snapshots.host_exchange import PartOf, all_agree, fetch, fetch_all, pass_on
 from moreh_ap.runtime.worker.snapshots.other_plan import take_over_from_all, why_bound, why_half_made
 from moreh_ap.runtime.worker.snapshots.slot_memory import SlotMemory
 
@@ -52,8 +52,12 @@ class SnapshotCommands:
         self._asked_s = began_s
         taken = self._copied(command)
         if self._are_on_several_hosts() and all_agree(not taken.problem):
-            problem = pass_on(self._part_of(command.slot), workers_of_a_host(), command.number)
-            taken = taken._replace(problem=f"{TOO_LARGE}: {problem}" if problem else "")
+            left_s = max(0.0, command.most_s - taken.num_bytes / COLD_BYTES_PER_S)
+            passed = pass_on(self._part_of(command.slot), workers_of_a_host(), command.number, left_s)
+            if passed.problem:
+                taken = taken._replace(problem=f"{TOO_LARGE}: {passed.problem}")
+            elif passed.needed_s:
+                taken = taken._replace(problem=TOO_LONG, seconds=command.most_s - left_s + passed.needed_s)
         if taken.problem == TOO_LONG:
             self._asked_s = before_s
         since_s = began_s - before_s if before_s else 0.0
@@ -91,11 +95,14 @@ class SnapshotCommands:
         def read(rank: int) -> tuple[bytes, list[Tensor]]:
             return part_of(rank).read(command.number)
 
-        if self._are_on_several_hosts():
-            fetch(part_of, command.number)
+        are_several = self._are_on_several_hosts()
         if command.of_workers is None:
+            if are_several:
+                fetch(part_of, command.number)
             take_over(self._tables, read)
         else:
+            if are_several:
+                fetch_all(part_of, workers_of_a_host(), command.number, command.of_workers)
             take_over_from_all(self._tables, read, command.of_workers)
 
     def _are_on_several_hosts(self) -> bool:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
+import socket
 import threading
 import time
 
 import pytest
 
+from moreh_ap.errors import OptionError
+from moreh_ap.hosts import script_files
+from moreh_ap.hosts.channel import Message
+from moreh_ap.hosts.host_report import look
 from moreh_ap.runtime.host import host_joining
-from moreh_ap.runtime.host.host_joining import connect, on_all
+from moreh_ap.runtime.host.host_joining import Hosts, RunCredentials, connect, on_all
 
 NOT_WAITED_S = 5.0
 
@@ -77,3 +83,52 @@ def test_ctrl_c_while_hosts_join_ends_their_agents_and_waits_for_none(monkeypatc
         connect(["node1", "node2"])
     assert time.monotonic() - start_s < NOT_WAITED_S
     assert len(ways) == 2 and all(way.closed.is_set() for way in ways)
+
+
+class Answering:
+    """A host that is used, or joins."""
+
+    def __init__(self, name):
+        self.host = self.name = name
+        self.address = "127.0.0.1"
+        self.report, self.arrived_s, self.delay_s = look(os.environ), time.time(), 0.0
+        self.asked = []
+
+    def ask(self, kind, timeout_s, **values):
+        self.asked.append(kind)
+        found = {
+            "listen": {"interface": "lo", "files": "", "port": self.port(), "error": ""},
+            "reach": {"failed": [""] * len(values.get("targets", ()))},
+            "identities": {"identities": [list(script_files.identity_of(path)) for path in values.get("paths", ())]},
+        }
+        return Message(kind, found[kind])
+
+    def port(self):
+        self.listening = socket.create_server((self.address, 0))
+        return self.listening.getsockname()[1]
+
+
+def test_a_host_that_joins_is_compared_beside_those_that_are_used():
+    used, new = Answering("a"), Answering("b")
+    found = Hosts([new], [], script_folder=os.getcwd())
+    host_joining._look_at_all(found, 1, "127.0.0.1", [used])
+    assert found.connections == [new], "the others have joined before"
+    assert all(row.ok for row in found.rows), found.rows
+    what = {(row.host, row.what) for row in found.rows}
+    assert {("b", "clock"), ("b", "reaches a"), ("a", "reaches b"), ("b", "script's folder")} <= what
+    assert ("a", "clock") not in what and used.asked == ["listen", "reach"]
+    for one in (used, new):
+        one.listening.close()
+
+
+def test_an_address_gets_credentials_later_only_where_hosts_may_join():
+    first, later = Hosts([], [], "127.0.0.1"), Hosts([], [], "10.0.0.3")
+    for may_join in (True, False):
+        made = RunCredentials()
+        made.of_hosts(first, others_may_join=may_join)
+        assert set(made.of_hosts(first)) == {"127.0.0.1"}
+        if may_join:
+            assert made.of_hosts(later)["10.0.0.3"].authority == made.of_hosts(first)["127.0.0.1"].authority
+        else:
+            with pytest.raises(OptionError, match="other addresses"):
+                made.of_hosts(later)

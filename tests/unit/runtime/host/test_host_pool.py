@@ -34,7 +34,7 @@ class Connection:
 
 @pytest.fixture
 def pool_of(monkeypatch):
-    monkeypatch.setattr(host_pool.run_credentials, "of_hosts", lambda hosts: {})
+    monkeypatch.setattr(host_pool.run_credentials, "of_hosts", lambda hosts, **others: {})
 
     def make(connections, devices=None):
         monkeypatch.setattr(host_pool, "join", lambda hosts, per_host, address: Hosts(list(connections), []))
@@ -77,3 +77,17 @@ def test_only_files_that_a_host_lacks_are_sent(pool_of, tmp_path):
         assert connection.sent == sent
         assert said == [f"sent to b: {path} (10 bytes)" for path in sent]
         assert pool.provided() == [path]
+
+
+def test_hosts_that_join_are_used_by_the_next_worker_group(pool_of):
+    one, other = Connection("a"), Connection("b")
+    pool, _ = pool_of([one])
+    pool.take()
+    assert [pool.num_workers_on(count, 8) for count in (1, 2)] == [8, 16], "8 cores each"
+    pool.give_back([one, other], [one])
+    assert (pool.hosts, pool.names, pool.kept_by) == (["a", "b"], ["a", "b"], [one])
+    other.end = lambda: pool.refused.add("ended")
+    pool.refuse(["a"])
+    assert pool.take().connections == [one] and pool.hosts == ["a"] and pool.refused == {"b", "ended"}
+    assert pool_of([one], devices=2)[0].num_workers_on(2, 2) == 2, "as many as were asked for"
+    assert [pool.next_start() for _ in range(2)] == [1, 2]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 
 from moreh_ap.errors import MeshStartError
+from moreh_ap.hosts.credentials import Credentials
 from moreh_ap.hosts.host_report import HostReport
 from moreh_ap.runtime import engine_variables
 from moreh_ap.runtime.child_process import RemoteChild
+from moreh_ap.runtime.host import hosts_launcher
 from moreh_ap.runtime.host.hosts_launcher import HostsLauncher
 from moreh_ap.runtime.host.serving import Serving
 from moreh_ap.runtime.launcher import LaunchRequest
@@ -31,14 +35,17 @@ class Connection:
         self.sent: list[tuple[str, dict]] = []
         self.on_again = lambda start: None
         self.reason: str | None = None
-        self.has_ended = False
+        self.has_ended, self.serves = False, True
 
     def lost(self) -> str | None:
         return self.reason
 
+    def give_up(self, reason: str) -> None:
+        self.reason = reason
+
     def send(self, kind: str, payload: bytes = b"", **values) -> None:
         self.sent.append((kind, values))
-        if kind == "again":
+        if kind in ("again", "serve"):
             self.on_again(values["start"])
 
     def end(self) -> None:
@@ -62,8 +69,10 @@ def serving(start: int) -> dict:
 def launcher_of(names: str, num_workers: int, device_type: str = "cpu", num_gpus: int = 0) -> HostsLauncher:
     request = LaunchRequest(num_workers, device_type, 4, "", (), 5.0, 1.0, shared_memory_fd=-1)
     connections = [Connection(name, num_gpus) for name in names]
-    pool = SimpleNamespace(hosts=list(names), names=list(names), said=[])
-    pool.say, pool.lose = pool.said.append, lambda one: pool.names.remove(one.name)
+    pool = SimpleNamespace(hosts=list(names), names=list(names), said=[], next_start=itertools.count(1).__next__)
+    pool.say, pool.provided = pool.said.append, list
+    pool.use = lambda hosts: setattr(pool, "names", [one.name for one in hosts])
+    pool.num_workers_on = lambda num_hosts, count: count
     made = HostsLauncher(request, lambda: False, pool)
     made._connections = connections
     made._served = {one.host: Serving(**serving(1)) for one in connections}
@@ -71,14 +80,52 @@ def launcher_of(names: str, num_workers: int, device_type: str = "cpu", num_gpus
     made._host_links = SimpleNamespace(close=lambda: closed.append(True))
     closed = made.closed = []
     for rank, one in enumerate(connections):
-        handle = made._handler(one)
-
-        def again(start: int, handle=handle, rank=rank) -> None:
-            handle(SimpleNamespace(kind="exit", values={"rank": rank, "code": -9}, payload=b""))
-            handle(SimpleNamespace(kind="serving", values={"start": start, **serving(start)}, payload=b""))
-
-        one.on_again = again
+        answer_from(made, one, rank)
     return made
+
+
+def answer_from(launcher: HostsLauncher, one: Connection, rank: int) -> None:
+    """Has an agent answer the launcher."""
+    handle = launcher._handler(one)
+
+    def again(start: int) -> None:
+        if rank in launcher._children:
+            handle(SimpleNamespace(kind="exit", values={"rank": rank, "code": -9}, payload=b""))
+        handle(SimpleNamespace(kind="serving", values={"start": start, **serving(start)}, payload=b""))
+
+    one.on_again = again
+
+
+class Joining:
+    """Hosts that wait."""
+
+    def __init__(self, hosts: list[Connection]) -> None:
+        self.hosts, self.has_ended = hosts, False
+
+    def waiting(self) -> list[Connection]:
+        return list(self.hosts)
+
+    def take(self, hosts: list[Connection]) -> None:
+        self.hosts = [one for one in self.hosts if one not in hosts]
+
+    def close(self) -> None:
+        self.has_ended = True
+
+
+@pytest.fixture
+def credentials(monkeypatch) -> None:
+    """Has every host have some."""
+    made = defaultdict(lambda: Credentials("authority", "certificate", "key"))
+    monkeypatch.setattr(hosts_launcher.run_credentials, "of_hosts", lambda hosts: made)
+
+
+def wait_at(launcher: HostsLauncher, name: str) -> Connection:
+    """Has one more host wait."""
+    one = Connection(name)
+    one.serves = False
+    answer_from(launcher, one, -1)
+    launcher._joining = Joining([one])
+    return one
 
 
 def test_agents_end_workers_and_let_others_in():
@@ -137,6 +184,7 @@ def test_the_hosts_that_are_left_have_all_workers():
 )
 def test_hosts_that_cannot_have_all_workers_say_why(names, num_workers, lost, gpus, why):
     launcher = launcher_of(names, num_workers, "cuda" if gpus else "cpu", gpus)
+    assert launcher.copied() is None
     for one in launcher._connections:
         one.reason = "gone" if one.name in lost else None
     assert launcher.prepare_again() == why
@@ -154,6 +202,52 @@ def test_a_host_that_is_lost_meanwhile_is_left_out_next():
         launcher.prepare_again()
     assert launcher.prepare_again() == ""
     assert launcher._connections[0].sent[-1][1]["ranks"] == [0, 1]
+
+
+def test_hosts_that_join_get_workers_after_a_copy(credentials):
+    launcher = launcher_of("a", 4)
+    assert launcher.copied() is None, "none waits"
+    one = wait_at(launcher, "b")
+    joined = launcher.copied()
+    assert joined == ("b joined a: 4 workers on 2 hosts, 4 on 1 before.", 4, ("a", "b"))
+    assert one.sent == [] and launcher._pool.names == ["a"], "nothing is told before workers are ended"
+    assert launcher.prepare_again() == ""
+    asked = [(one.name, one.sent[-1][0], one.sent[-1][1]["ranks"]) for one in launcher._connections]
+    assert asked == [("a", "again", [0, 1]), ("b", "serve", [2, 3])] and one.serves
+    assert launcher._pool.names == ["a", "b"] and launcher._request.threads_per_worker == 8
+    assert launcher._pool.said == [], "the line of who takes over says it"
+    assert launcher.copied() is None
+
+
+def test_a_host_that_joins_replaces_one_that_is_lost(credentials):
+    launcher = launcher_of("abc", 3)
+    launcher.copied()
+    launcher._connections[1].reason = "its link was cut"
+    wait_at(launcher, "d")
+    assert launcher.prepare_again() == ""
+    assert [one.name for one in launcher._connections] == ["a", "c", "d"]
+    assert launcher._pool.said == ["all 3 workers are on a, c, d from now on"]
+
+
+def test_a_host_on_which_no_workers_start_is_left_out_again(credentials):
+    launcher = launcher_of("a", 2)
+    one = wait_at(launcher, "b")
+    assert launcher.prepare_again() == "" and launcher._new == [one]
+    assert launcher.prepare_again() == "", "after a start that has failed"
+    assert launcher._connections[0].sent[-1][1]["ranks"] == [0, 1]
+    assert one.reason == "its workers could not be started" and [one.name for one in launcher._connections] == ["a"]
+
+
+def test_agents_are_left_for_more_workers_on_more_hosts(credentials):
+    launcher = launcher_of("a", 2)
+    launcher._pool.num_workers_on = lambda num_hosts, count: 2 * num_hosts
+    launcher._pool.give_back = lambda hosts, kept_by: left.append((hosts, kept_by))
+    left, one, own = [], wait_at(launcher, "b"), launcher._connections[0]
+    assert launcher.copied() == ("b joined a: 4 workers on 2 hosts, 2 on 1 before.", 4, ("a", "b"))
+    launcher.leave_agents()
+    launcher.end()
+    assert left == [([own, one], [own])] and not own.has_ended and not one.has_ended
+    assert own.sent == [] and launcher._joining.has_ended
 
 
 def test_agents_that_never_served_cannot_go_on():

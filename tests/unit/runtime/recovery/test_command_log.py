@@ -1,4 +1,4 @@
-"""What is kept of commands, until when, and when losses are too many."""
+"""What is kept of commands, and until when."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from moreh_ap.protocol.encoding import Packed, Place, WorkerTraceback
 from moreh_ap.runtime.future import Reply, SentCommand
-from moreh_ap.runtime.recovery import command_log, losses, snapshot_timing
+from moreh_ap.runtime.recovery import command_log, snapshot_timing
 from moreh_ap.runtime.recovery.command_log import CommandLog
 from moreh_ap.runtime.recovery.rules import Noted, Taken
 
@@ -126,18 +126,6 @@ def test_a_log_that_grows_too_long_is_closed_and_says_so(log, monkeypatch, name,
     assert not log.is_open, "what was forgotten does not come back"
     log.when_forgotten(lambda: forgotten.append("at once"))
     assert forgotten == ["files", "at once"]
-
-
-def test_more_than_three_losses_at_one_command_within_ten_minutes_are_too_many(log, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(losses.time, "monotonic", lambda: now[0])
-    for _ in range(3):
-        assert log.why_not(5) == log.why_not(6) == ""
-        now[0] += 100
-    assert log.why_not(5) == "workers were lost 4 times at the same command"
-    now[0] += 550  # the three of command 6 are longer ago than ten minutes
-    assert log.why_not(6) == "" and log.why_not(7) == ""
-    assert all(log.why_not(None) == "" for _ in range(8)), "no command causes the loss of workers that wait for one"
 
 
 def test_a_file_that_was_written_again_cannot_be_read_again(log, tmp_path):
@@ -388,11 +376,10 @@ def test_commands_behind_those_that_are_kept_are_forgotten(log):
 
 def test_where_nothing_outlives_a_worker_there_are_no_copies_and_a_frugal_log_ends(clock, monkeypatch):
     monkeypatch.setattr(snapshot_timing, "STEPS", 1)
-    log, frugal = log_of(Copies(0)), log_of(Copies(0), is_frugal=True)
-    for one in (log, frugal):
+    for one in (log_of(Copies(0)), frugal := log_of(Copies(0), is_frugal=True)):
         train(one, 1, 3)
-        assert one.wanted is None and not one.has_copy
-    assert log.is_open and frugal.why_closed == "there is no memory that outlives a worker on this system"
+        assert one.wanted is None and not one.has_copy and one.is_open == (one is not frugal)
+    assert frugal.why_closed == "there is no memory that outlives a worker on this system"
 
 
 def test_how_large_copies_may_be_is_found_out_before_there_are_any(every_third):
@@ -404,3 +391,5 @@ def test_how_large_copies_may_be_is_found_out_before_there_are_any(every_third):
     assert log.has_copy
     train(log, 5, 8)
     assert log.rules.num_asked == 2 and log.rules.most_bytes == 1000
+    log.memory_differs()
+    assert log._next_snapshot() == "snapshot 3" and log.rules.most_bytes == 10

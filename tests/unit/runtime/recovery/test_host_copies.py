@@ -14,7 +14,8 @@ WITH, WITHOUT = SimpleNamespace(copies=[(1, 2, "a")]), SimpleNamespace(copies=[]
 
 class Connection:
     def __init__(self, free_bytes: int, machine: str, is_lost: bool = False) -> None:
-        self.free_bytes, self.report, self._is_lost = free_bytes, SimpleNamespace(machine=machine), is_lost
+        self.free_bytes, self.report, self._is_lost = free_bytes - 10, SimpleNamespace(machine=machine), is_lost
+        self.copied_bytes = 10
         self.sent: list[str] = []
 
     def send(self, kind: str) -> None:

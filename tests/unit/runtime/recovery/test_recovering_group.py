@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import Future
+from threading import Semaphore
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from moreh_ap.errors import WorkerLostError
 from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Packed, SentPlace
 from moreh_ap.protocol.messages.tensors import TensorData
 from moreh_ap.runtime.future import Reply, SentCommand
+from moreh_ap.runtime.recovery.other_devices import DevicesJoinedError, Joined
 from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
 from moreh_ap.runtime.shared_memory import SharedMemory
 
@@ -80,3 +83,44 @@ def test_agents_take_their_copies_with_them(group, why_not, has_copy, keeper, re
     group._make_launcher = lambda request, is_stopping: "another"
     assert group._prepare_others() == reason
     assert bool(ended) == (group._launcher == "another") == bool(why_not and not reason)
+
+
+class Copying:
+    """A log for which the next answer completes a copy of what workers hold."""
+
+    num_copies, is_open, is_complete, bound = 0, True, True, ""
+
+    def answered(self, command, values, error):
+        self.num_copies += 1
+
+    def answered_commands(self):
+        return []
+
+
+@pytest.mark.parametrize(
+    "num_workers, bound, ends", [(2, "", True), (2, "views", True), (4, "", True), (4, "views", False)]
+)
+def test_after_a_copy_workers_end_where_devices_have_joined(group, num_workers, bound, ends):
+    group._log, group.num_workers, group._slots = Copying(), 2, Semaphore(0)
+    group._log.bound, joined = bound, Joined("b joined a.", num_workers, ("a", "b"))
+    group._log.rules = SimpleNamespace(say=(said := []).append)
+    group._launcher = SimpleNamespace(copied=lambda: joined)
+    command = sent(group._packed(1), 1)
+    if ends:
+        with pytest.raises(DevicesJoinedError, match=r"^b joined a\.") as raised:
+            group._complete(command, [1, 1], None)
+        assert (raised.value.num_workers, raised.value.hosts) == (num_workers, ("a", "b"))
+    else:
+        group._complete(command, [1, 1], None)
+        group._look_for_joined()
+    assert said == ([] if ends else ["b joined a. Not yet: views"])
+    assert Future.result(command.reply) == [1, 1], "the script has its answer before"
+
+
+def test_more_workers_are_for_the_session_to_start(group):
+    group.num_workers, left = 2, []
+    group._launcher = SimpleNamespace(leave_agents=lambda: left.append(True))
+    joined = DevicesJoinedError(Joined("b joined a.", 4, ("a", "b")))
+    with pytest.raises(DevicesJoinedError) as raised:
+        group._replace(joined)
+    assert raised.value is joined and left == [True]

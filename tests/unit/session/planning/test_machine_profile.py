@@ -18,7 +18,7 @@ from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profil
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
 from moreh_ap.session.planning import machine_profile as machines
 from moreh_ap.session.planning.device_rates import as_entry, rates_of
-from moreh_ap.session.planning.machine_profile import _link, machine_from, machine_of, machine_on
+from moreh_ap.session.planning.machine_profile import _link, machine_from, machine_of, machine_on, machine_with
 from moreh_ap.settings import Options
 from unit.session.planning.samples import GIB, rates
 
@@ -104,7 +104,8 @@ class Outbox:
 
 
 def session(outbox: Outbox, info: DeviceInfo = CPU, **options: object) -> SimpleNamespace:
-    return SimpleNamespace(devices=lambda: [info, info], outbox=outbox, options=Options(devices=2, **options))
+    options = Options(devices=2, **options)
+    return SimpleNamespace(devices=lambda: [info, info], outbox=outbox, options=options, hosts=options.hosts)
 
 
 def test_a_machine_is_measured_once_by_all_workers(tmp_path, monkeypatch):
@@ -149,7 +150,7 @@ def test_hosts_are_measured_once_and_what_differs_is_said(tmp_path, monkeypatch,
     one, other = replace(CPU, machine="one"), replace(CPU, machine="other", memory_bytes=2 * GIB)
     options = Options(devices=4, hosts=("a", "b"))
     outbox = Outbox([of_hosts(), of_hosts(), of_hosts(2.0), of_hosts(2.0)])
-    here = SimpleNamespace(devices=lambda: [one, one, other, other], outbox=outbox, options=options)
+    here = SimpleNamespace(devices=lambda: [one, one, other, other], outbox=outbox, options=options, hosts="ab")
     found = machine_of(here)
     assert outbox.asked == [ProbeDevice(True, 2)]
     assert found.cluster.num_nodes == 2 and found.cluster.device.sharing == 1.0, "each machine has its cores"
@@ -158,7 +159,7 @@ def test_hosts_are_measured_once_and_what_differs_is_said(tmp_path, monkeypatch,
     assert "slower than the fastest host: b at 50% of its rate" in said
     assert "sums between 2 hosts pass 8 MB/s" in said and "in a host" in said
     assert machine_of(here) == found and len(outbox.asked) == 1 and capsys.readouterr().out == ""
-    together = SimpleNamespace(devices=lambda: [one] * 4, outbox=outbox, options=options)
+    together = SimpleNamespace(devices=lambda: [one] * 4, outbox=outbox, options=options, hosts="ab")
     assert machine_of(together).cluster.device.sharing == 2.0
 
 
@@ -224,7 +225,8 @@ def test_memory_that_other_processes_hold_is_not_planned_with(tmp_path, monkeypa
 
 def test_another_number_of_devices_has_what_was_measured_of_it_or_the_present_rates(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    here = SimpleNamespace(devices=lambda: [CPU] * 4, outbox=Outbox([rates(sizes=(2, 4))]), options=Options())
+    outbox = Outbox([rates(sizes=(2, 4))])
+    here = SimpleNamespace(devices=lambda: [CPU] * 4, outbox=outbox, options=Options(), hosts=())
     assert machine_on(here, 2) is None, "nothing is known yet"
     four = machine_of(here)
     two = machine_on(here, 2)
@@ -236,8 +238,21 @@ def test_another_number_of_devices_has_what_was_measured_of_it_or_the_present_ra
     assert machine_on(here, 8) is None, "more devices than there are workers"
     machines.FILE.keep(two.key, as_entry(rates(7.0)))
     assert machine_on(here, 2).cluster.device.fp32_flops == pytest.approx(two.cluster.device.fp32_flops / 7)
-    fewer = SimpleNamespace(devices=lambda: [CPU] * 2, outbox=here.outbox, options=Options())
+    fewer = SimpleNamespace(devices=lambda: [CPU] * 2, outbox=here.outbox, options=Options(), hosts=())
     assert machine_on(fewer, 4) == four == machine_on(here, 4), "known from when all had workers"
+
+
+def test_hosts_that_join_have_the_rates_of_the_present_ones_or_those_that_were_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    here = SimpleNamespace(devices=lambda: [CPU] * 2, outbox=Outbox([rates()]), options=Options(), hosts=("a",))
+    assert machine_with(here, 4, ("a", "b"), "unknown") is None
+    one = machine_of(here)
+    two = machine_with(here, 4, ("a", "b"), one.key)
+    assert (two.cluster.num_nodes, two.cluster.devices_per_node) == (2, 2) and two.key != one.key
+    assert two.cluster.device.fp32_flops == one.cluster.device.fp32_flops, "each host has its own cores"
+    assert two.cluster.inter == two.cluster.intra, "no worker has measured the link"
+    machines.FILE.keep(two.key, as_entry(of_hosts()))
+    assert machine_with(here, 4, ("a", "b"), one.key).cluster.inter.bytes_per_s < two.cluster.inter.bytes_per_s
 
 
 def test_a_link_of_which_one_size_was_measured_has_the_rate_of_that():

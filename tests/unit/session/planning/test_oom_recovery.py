@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from moreh_ap.planner.search.constraints import Constraints
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import UNCORRECTED
 from moreh_ap.protocol.messages.models import BuildModel
-from moreh_ap.runtime.recovery.recovering_group import NoOthersError
+from moreh_ap.runtime.recovery.other_devices import DevicesJoinedError, Joined, NoOthersError
 from moreh_ap.session.planning.oom_recovery import Recovery
 from moreh_ap.session.planning.plan_selection import Planned
 from moreh_ap.session.planning.step_watch import Expected
@@ -70,7 +71,7 @@ class Machine:
     """So many devices of the sort that the task is for."""
 
     def __init__(self, count):
-        self.cluster = on(task("8xT4", batch=8), count).cluster
+        self.cluster, self.key = on(task("8xT4", batch=8), count).cluster, f"with {count}"
 
 
 class Remote:
@@ -193,6 +194,59 @@ def test_where_a_device_is_gone_the_best_plan_for_fewer_takes_over(trained, monk
     assert (ended, built, num_workers) == (error, str(remote.plan), count) and entered == [SessionState.UNREPLAYABLE]
     assert reason == f'{error.fact} Others took over with plan="{remote.plan}"'
     assert made._taking_over.planned[remote].task.cluster.num_devices == count
+
+
+@pytest.fixture
+def on_a_host(trained, monkeypatch):
+    """The same on one of two hosts with four devices each."""
+    made, session, remote = trained()
+    layout = planned(on(task("8xT4", batch=8), 4))
+    made._taking_over.planned[remote], remote.plan = layout, layout.plan
+    monkeypatch.setattr(taking_over, "machine_with", lambda session, count, hosts, key: Machine(count))
+    session.num_devices = session.max_devices = 4
+    session.hosts, session.knows_devices = ["a"], True
+    session.pool = SimpleNamespace(refuse=lambda hosts: refused.append(hosts), refused=(refused := []))
+    session.outbox.state = SimpleNamespace(enter=lambda state: None)
+    return made, session, remote
+
+
+JOINED = DevicesJoinedError(Joined("b joined a: 8 workers on 2 hosts, 4 on 1 before.", 8, ("a", "b")))
+
+
+def test_where_a_host_has_joined_the_best_plan_for_all_devices_takes_over(on_a_host):
+    made, session, remote = on_a_host
+    before = remote.plan
+    restart = made._on_error(JOINED)
+    assert remote.plan.num_devices == 8 and restart.workers == (8, "past") and restart.error is JOINED
+    assert (remote.plan.tensor, remote.plan.pipeline) in {(1, 1), (before.tensor, before.pipeline)}
+    ended, built, num_workers, reason = session.workers.ended
+    assert (ended, built, num_workers) == (JOINED, str(remote.plan), 8)
+    assert reason == f'{JOINED.fact} Others took over with plan="{remote.plan}"'
+    assert session.max_devices == 8 and session.pool.refused == []
+    now = made._taking_over.planned[remote]
+    assert now.task.cluster.num_devices == 8 and now.expected.machine == "with 8"
+
+
+@pytest.mark.parametrize("why", ["the script gave the plan", "the machine is not known"])
+def test_hosts_that_joined_and_have_no_plan_are_not_used(on_a_host, monkeypatch, why):
+    made, session, remote = on_a_host
+    before, layout = remote.plan, made._taking_over.planned[remote]
+    if why == "the script gave the plan":
+        made._taking_over.planned[remote] = replace(layout, is_given=True)
+    else:
+        monkeypatch.setattr(taking_over, "machine_with", lambda *what: None)
+    session.workers = Group()
+    session.workers.end_for_others = lambda error, change, count, reason: ended.append((count, reason)) or Known("")
+    ended = []
+    restart = made._on_error(JOINED)
+    assert remote.plan == before and ended == [(4, JOINED.fact)] and session.pool.refused == [["a"]]
+    assert restart.workers == (4, Known(f"{JOINED.fact} No plan is for them: they are not used"))
+
+
+class Known(NamedTuple):
+    """Stands for what others are told."""
+
+    reason: str
 
 
 def test_a_lost_device_ends_the_run_where_fewer_cannot_take_over(trained):

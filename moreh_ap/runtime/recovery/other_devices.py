@@ -1,0 +1,40 @@
+"""Why others take over on more devices or on fewer, as it is told from who starts workers to who chooses plans."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moreh_ap.errors import WorkerLostError
+
+
+class Joined(NamedTuple):
+    """Devices that can be used and have no workers.
+
+    Attributes:
+        fact: What they are, for the log.
+        num_workers: How many workers there can be with them.
+        hosts: All hosts, with those that have joined, as they were given.
+    """
+
+    fact: str
+    num_workers: int
+    hosts: tuple[str, ...]
+
+
+class DevicesJoinedError(WorkerLostError):
+    """Nothing is lost: the workers are ended, so that others take over on more devices.
+
+    Args:
+        joined: These devices.
+
+    Attributes:
+        num_workers, hosts: As in `Joined`.
+    """
+
+    def __init__(self, joined: Joined) -> None:
+        super().__init__(joined.fact)
+        self.num_workers, self.hosts = joined.num_workers, joined.hosts
+
+
+class NoOthersError(WorkerLostError):
+    """A worker was lost, and as many as before cannot be started any more. Fewer may be, under other plans."""

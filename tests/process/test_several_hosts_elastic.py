@@ -1,0 +1,39 @@
+"""A host that is added to the file of hosts while a script trains, is lost and comes back: used, with the same numbers.
+
+Two agents that were started by hand on loopback, each with two workers.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hosts_lab import loopback_agents
+from user_script import UserScript
+
+HOST = r"127\.0\.0\.1:\d+"
+AGAIN = r"\d+ steps? (?:was|were) computed again, \d+\.\d s"
+
+
+@pytest.mark.rotating
+def test_hosts_that_join_and_come_back_are_used_with_the_numbers_of_one_process(tmp_path):
+    with loopback_agents(tmp_path, num_cores=2) as hosts:
+        first, second = Path(hosts).read_text().splitlines(keepends=True)
+        used, more = tmp_path / "used", tmp_path / "more"
+        used.write_text(first)
+        more.write_text(second)
+        with UserScript("join_hosts.py", used, more, cwd=tmp_path) as script:
+            out = script.succeed(timeout_s=280)
+            script.leaves_nothing()
+    found = re.search(r"^(\d+) values, largest difference (\S+), of weights (\S+)$", out, re.MULTILINE)
+    assert found and int(found[1]) > 20, out
+    assert float(found[2]) < 1e-4 and float(found[3]) < 1e-4, found[0]
+    for expected in (
+        rf'{HOST} joined {HOST}: 4 workers on 2 hosts, 2 on 1 before\. Others took over with plan="[^"]+": {AGAIN}',
+        rf"The host {HOST} is lost, and the workers on it \(2, 3\): [^.]+\. Others took over: {AGAIN}",
+        rf"{HOST} joined {HOST}: 4 workers on 2 hosts, 4 on 1 before\. Others took over: {AGAIN}",
+    ):
+        assert len(re.findall(rf"^\[info\] {expected}$", out, re.MULTILINE)) == 1, f"{expected}\n{out}"
+    assert out.count("MoAI Accelerator is ready") == 1
+    assert "tls://" not in out, "the secret of an agent"
