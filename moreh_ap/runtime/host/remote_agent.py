@@ -65,7 +65,7 @@ class RemoteAgent:
         self._probe: reachability.Probe | None = None
         self._address = ""
         self._memory_fd, self._start = -1, 0
-        self._workers: tuple[list[int], dict[str, str]] = [], {}  # ranks, and variables of all of them
+        self._workers: tuple[list[int], str] = [], ""  # ranks, and threads of each
         self._environment: dict[str, str] = {}  # of what forks workers
         self._copies: CopyMemory | None = None
         self._serves_at = ""  # where the engine listens
@@ -217,7 +217,7 @@ class RemoteAgent:
         self._store = StoreRelay(own, self._start, self._tell)
         self._commands = CommandRelay(own, len(ranks), self._address, self._shown, self._memory_fd)
         if self._is_for_others(values):
-            self._workers, self._is_warm = (ranks, values["environment"]), False
+            self._workers, self._is_warm = _workers_of(values), False
             self._pipes = pipes = WorkerPipes(ranks, self._tell)
             inherited = [pipes.pid_fd, self._memory_fd, *(fd for pair in pipes.streams.values() for fd in pair)]
             environment = {**self._environment, **values["environment"]}
@@ -225,7 +225,7 @@ class RemoteAgent:
 
     def _is_for_others(self, values: Mapping[str, Any]) -> bool:
         """Returns whether workers that are asked for are other ones than those that what runs here can fork."""
-        return (values["ranks"], values["environment"]) != self._workers
+        return _workers_of(values) != self._workers
 
     def _say_warm(self) -> None:
         self._is_warm = True
@@ -290,6 +290,11 @@ class RemoteAgent:
             pipes.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)  # the engine's threads would go on after `sys.exit`
+
+
+def _workers_of(values: Mapping[str, Any]) -> tuple[list[int], str]:
+    """Returns what of a start decides which warm parent can fork its workers: other variables each worker gets anew."""
+    return values["ranks"], values["environment"]["OMP_NUM_THREADS"]
 
 
 def main() -> None:
