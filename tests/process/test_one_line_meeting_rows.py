@@ -451,3 +451,32 @@ def test_what_is_zero_but_for_rounding_at_first_is_no_reason(session, capsys):
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
     assert WHOLE not in capsys.readouterr().out
+
+
+class StopsTogether(TwoEncoders):
+    """A solver, which goes on until all rows together change little."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        goal_BD, rate_B1 = self.left(x_BF), torch.sigmoid(y_BF[:, :1])
+        state_BD = torch.zeros_like(goal_BD)
+        for _ in range(60):
+            before_BD, state_BD = state_BD, state_BD + rate_B1 * (goal_BD - state_BD)
+            if (state_BD - before_BD).norm().item() < 0.05:
+                break
+        return F.mse_loss(state_BD, self.right(y_BF)), state_BD
+
+
+def test_a_solver_stops_where_one_device_does_though_the_tried_rows_do_not_show_it():
+    def script(device):
+        torch.manual_seed(0)
+        model = StopsTogether().to(device)
+        trace = []
+        for is_first in (True, False, False, False):
+            x, y = torch.randn(8, 8), torch.randn(8, 8)
+            y[:, 0] = 12.0 if is_first else torch.linspace(-2, 2, 8)  # the first batch is done in two rounds, each row
+            loss, state = model(x.to(device), y.to(device))
+            loss.backward()
+            trace += [loss.detach(), state.detach()]
+        return trace, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)

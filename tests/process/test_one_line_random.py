@@ -294,3 +294,33 @@ def test_rows_that_decide_whether_they_draw_are_noticed(accelerator, capsys, pla
     accelerator(plan)
     assert script("cuda") == pytest.approx(expected, rel=1e-5)
     assert "computes the whole batch" in capsys.readouterr().out
+
+
+class TwoPictures(nn.Module):
+    """Two pictures of each row go through as one batch, of which few are dropped out as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x_BF, y_BF):
+        hidden_NH = self.first(torch.cat([x_BF, y_BF])).tanh()
+        kept_N1 = (0.9 + torch.rand(len(hidden_NH), 1, device=x_BF.device)).floor()
+        return self.last(hidden_NH * kept_N1 / 0.9)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_a_mask_of_two_pictures_of_each_row_is_that_of_one_device(accelerator, capsys, plan):
+    def losses(device):
+        torch.manual_seed(0)
+        model = TwoPictures().to(device)
+        for _ in range(6):
+            scores = model(torch.randn(8, 6).to(device), torch.randn(8, 6).to(device))
+            loss = F.cross_entropy(scores, torch.randint(3, (16,)).to(device))
+            loss.backward()
+            yield loss.item()
+
+    expected = [*losses("cpu")]
+    accelerator(plan)
+    assert [*losses("cuda")] == pytest.approx(expected, rel=1e-5)
+    assert "computes the whole batch" not in capsys.readouterr().out

@@ -213,6 +213,6 @@ def _rows_in(one: Drawn, two: Drawn, other: Drawn, may_permute: bool) -> Rows | 
     if one.name.rstrip("_") in _VALUES_DECIDE and not (may_permute and one.name == "randperm"):
         raise UnsharedDraw(f"what {one.name} draws for a row depends on the rows before it")
     if two.shape[dims[0]] == 2 * one.shape[dims[0]] and other.shape == one.shape:
-        return Rows(dims[0], two.order)
+        return Rows(dims[0], two.order, has_several=one.shape[dims[0]] > 1)
     groups = {drawn.groups[dims[0]] for drawn in (one, two)}  # not the same where the mask's first dim has the rows
     return Rows(dims[0], two.order, groups=max(groups.pop(), 1) if len(groups) == 1 else 1)

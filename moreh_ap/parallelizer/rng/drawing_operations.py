@@ -37,6 +37,23 @@ def with_one_row(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     return (given.new_ones(1, *given.shape[1:]), *args[1:])
 
 
+def with_both_ends(name: str, args: tuple[Any, ...], drawn: Tensor) -> Tensor:
+    """Returns coins, or numbers from 0 to 1, that are as small and as large as can be, in turn, and still differ.
+
+    Those of other operations are returned as they are: they show.
+
+    Args:
+        name: The operation.
+        args: Its positional arguments.
+        drawn: What it gave.
+    """
+    odd = (torch.arange(drawn.numel()) % 2).view(drawn.shape).to(drawn.dtype)
+    if name.startswith("bernoulli"):
+        return odd
+    is_fraction = name in ("rand", "rand_like") or (name == "uniform_" and args[1:] in ((), (0, 1)))
+    return odd * (1 - 1e-5) + 1e-5 * drawn if is_fraction else drawn
+
+
 def _is_on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
     named = kwargs.get("device")
     places = [torch.device(named)] if named is not None else [arg.device for arg in args if isinstance(arg, Tensor)]

@@ -40,7 +40,7 @@ from moreh_ap.parallelizer.rng.host_draws import (
 )
 from moreh_ap.parallelizer.rng.host_position import host_position
 from moreh_ap.parallelizer.rng.routed_rows import WorkerCounts
-from moreh_ap.parallelizer.rng.shared_draws import Draw, Share, SharedDraws
+from moreh_ap.parallelizer.rng.shared_draws import Draw, Share, SharedDraws, repeated
 from moreh_ap.parallelizer.rng.turns import KnownTurns, Turns
 from moreh_ap.protocol.rng_state import (
     Streams,
@@ -83,6 +83,7 @@ class RandomPolicy:
         draws: What a split call draws.
         share: The rows that this worker, or this micro-batch, draws for.
         turns: In which rows draw from the host's streams where one process runs them one after the other.
+        is_trial: Whether a forward only finds something out.
     """
 
     seed: int | None = None
@@ -92,6 +93,7 @@ class RandomPolicy:
     draws: Draws = Draws()
     share: Share | None = None
     turns: KnownTurns | None = None
+    is_trial: bool = False
 
     @staticmethod
     def of(seed: int, streams: Streams | None, *, has_one_stream: bool) -> RandomPolicy:
@@ -118,7 +120,7 @@ class RandomPolicy:
 
     def for_probe(self) -> RandomPolicy:
         """Returns the policy of forwards that only find something out about a call: they all start alike."""
-        return replace(self, seed=None, worker=0, draws=Draws(), share=None)
+        return replace(self, seed=None, worker=0, draws=Draws(), share=None, is_trial=True)
 
     def fingerprint(self) -> Callable[[], int] | None:
         """Returns what tells where the streams are, None where rows cannot change how far they get."""
@@ -156,7 +158,7 @@ class RandomPolicy:
         if self.share is None:
             return Drawing()
         counts = None if self.turns is None else self.turns.counts
-        shared = None if self.stream is None else SharedDraws(self.draws.stream, self.share, counts)
+        shared = None if self.stream is None else SharedDraws(self.draws.stream, self.share, counts, self.is_trial)
         if self.turns is not None:
             self.turns.restart()
         host = SharedHostDraws(self.draws.host, self.share, self.turns) if self.draws.host else None
@@ -170,6 +172,7 @@ class RandomPolicy:
         *,
         in_turn: bool = False,
         may_permute: bool = False,
+        repeat: bool = False,
     ) -> Draws:
         """Returns what a forward draws from the common streams, and how the rows lie in it.
 
@@ -180,6 +183,7 @@ class RandomPolicy:
             fewest: How many rows it can do with; it is run with twice as many too.
             in_turn: Whether workers may take turns in drawing from the host's streams, and count rows that are routed.
             may_permute: See `draws_of`.
+            repeat: Whether all rows follow each other once for each entry that a row has.
 
         Raises:
             UnsharedDraw: It cannot be told which numbers of PyTorch's stream belong to which row.
@@ -198,7 +202,9 @@ class RandomPolicy:
         others = dict.fromkeys(itertools.chain(*(draws.stream for draws in found[1:])))
         of_host = {block.place: block for block in itertools.chain(*(draws.host for draws in found))}
         of_stream = (*in_order, *(draw for draw in others if draw not in in_order))
-        return Draws(of_stream, tuple(of_host.values()), any(draw.site for draw in of_stream))
+        return Draws(
+            repeated(of_stream) if repeat else of_stream, tuple(of_host.values()), any(draw.site for draw in of_stream)
+        )
 
     def _compare_draws(
         self, forward: Callable[..., object], fewest: int, coins: Coins, in_turn: bool, may_permute: bool

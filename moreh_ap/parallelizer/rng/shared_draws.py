@@ -16,6 +16,12 @@ of the same name with as many dims has them there too. Where such draws differ f
 come in the same order. A draw whose numbers depend on the values of other rows cannot be shared. Which number goes
 where follows the order of dims in memory, which is that of the two rows: one row leaves it open.
 
+[Note: several entries]
+A forward that concatenates two pictures of each row draws for twice as many rows: one picture of each, then the other
+(`repeat`). One that views heads as rows draws for the heads of a row, then for those of the next. The trial finds out
+which, if what is drawn shows: masks that leave out one row in ten are all alike in a few rows. So where a trial draws
+one number an entry, these are as small and as large as can be, in turn (`with_both_ends`).
+
 [Note: drawn again]
 A checkpointed block draws once more in backward, from the state that it drew from in forward. That state is by what a
 draw is recognised.
@@ -35,7 +41,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,7 +52,13 @@ from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.data.call_sites import site_of_call
-from moreh_ap.parallelizer.rng.drawing_operations import draws_numbers, place_of_size, shape_drawn, with_one_row
+from moreh_ap.parallelizer.rng.drawing_operations import (
+    draws_numbers,
+    place_of_size,
+    shape_drawn,
+    with_both_ends,
+    with_one_row,
+)
 from moreh_ap.parallelizer.rng.found_rows import FINDS_ROWS, FoundRows
 from moreh_ap.parallelizer.rng.packed_sequences import lengths_in, places_of
 from moreh_ap.protocol.rng_state import state_of_stream
@@ -121,12 +133,16 @@ class Rows:
 
     `groups`: where rows of the batch have different numbers of entries along it, in how many groups those follow each
     other; 0 where each row has as many. See [Note: routed rows]. `are_packed`: they are the steps of packed sequences.
+    `has_several`: whether a row has several entries. `repeat`: whether all rows follow each other once for each.
+    See [Note: several entries].
     """
 
     dim: int
     order: tuple[int, ...]
     groups: int = 0
     are_packed: bool = False
+    repeat: bool = False
+    has_several: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -142,6 +158,19 @@ class Draw:
     site: int = 0
 
 
+def have_several(draws: Sequence[Draw]) -> bool:
+    """Returns whether a row has several entries in some draws, which may lie together or not."""
+    return any(draw.rows is not None and draw.rows.has_several for draw in draws)
+
+
+def repeated(draws: Sequence[Draw]) -> tuple[Draw, ...]:
+    """Returns draws in which all rows follow each other once for each entry that a row has."""
+    return tuple(
+        draw if draw.rows is None or draw.rows.groups else replace(draw, rows=replace(draw.rows, repeat=True))
+        for draw in draws
+    )
+
+
 class SharedDraws(TorchFunctionMode):
     """While active in a forward, everything that is drawn is this worker's part of what one device would draw.
 
@@ -152,11 +181,14 @@ class SharedDraws(TorchFunctionMode):
         draws: The draws of such a forward, as `draws_of` tells them.
         share: The rows that are computed here.
         counts: Say how many routed rows there are elsewhere; None where all rows are here.
+        is_trial: Whether what is drawn is to show which entries a row has. See [Note: several entries].
     """
 
-    def __init__(self, draws: Sequence[Draw], share: Share, counts: Counts | None = None) -> None:
+    def __init__(
+        self, draws: Sequence[Draw], share: Share, counts: Counts | None = None, is_trial: bool = False
+    ) -> None:
         super().__init__()
-        self._draws, self._share = draws, share
+        self._draws, self._share, self._is_trial = draws, share, is_trial
         self.counts = counts
         self._routed: dict[int, Rows] = {}
         self._found: FoundRows | None = None
@@ -215,6 +247,8 @@ class SharedDraws(TorchFunctionMode):
             self._is_drawing = False
         if self._draws_for_others:
             self._passed_over[before] = torch.default_generator.get_state()
+        if self._is_trial and not rows.groups and here.whole > self._share.total and whole.numel() == here.whole:
+            whole = with_both_ends(func._opname, args, whole)
         own = whole[_along(rows.dim, here.where)]
         if func._schema.is_mutable:
             args[0].copy_(own)
@@ -276,7 +310,10 @@ class SharedDraws(TorchFunctionMode):
         if rest:  # rows that are routed, which few rows did not show: other workers learn by where the streams end
             torch.rand(share.start + 1)
             return None
-        where = slice(share.start * entries, share.stop * entries)
+        where: slice | Tensor = slice(share.start * entries, share.stop * entries)
+        if rows.repeat:
+            own = torch.arange(share.start, share.stop)
+            where = torch.cat([own + number * share.total for number in range(entries)])
         return rows, Here(where, drawn[rows.dim], share.total * entries)
 
     def _packed_here(self, state: int, own: int) -> Here:

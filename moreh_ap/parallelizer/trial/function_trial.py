@@ -27,9 +27,9 @@ from moreh_ap.parallelizer.data.row_gathering import has_first_rows
 from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
 from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, GlobalReduction, takes_statistics
 from moreh_ap.parallelizer.rng.policy import streams_untouched
+from moreh_ap.parallelizer.row_dims.read_numbers import ReadNumbers, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
-from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
 from moreh_ap.parallelizer.trial.dry_run import RECURRENT, Refused
 from moreh_ap.parallelizer.trial.row_comparison import close
 
@@ -125,12 +125,12 @@ class Trial:
         """
         device = self._device if self._device.type == "cuda" else None
         recording = GlobalReduction(self._device, record=True, rules=LENGTHS) if self.takes_means else nullcontext()
-        with streams_untouched(device), recording as full, Selections() as together:
+        with streams_untouched(device), recording as full, ReadNumbers() as together:
             args, kwargs = map_leaves(lambda leaf: leaf, (self._args, self._kwargs))  # a module may add to a dict
             wanted = [leaf.detach() for leaf in tensors_of(self._func(*args, **kwargs))]
         denominators = full.global_denominators if full is not None else ()
         for adds_up, for_all in self._ways() if wanted and self._has_rows else ():
-            results, apart = [], (Selections(), Selections())
+            results, apart = [], (ReadNumbers(), ReadNumbers())
             for which in (0, 1):
                 args, kwargs = self._slice_of((self._args, self._kwargs), which, adds_up, for_all)
                 own = GlobalReduction(self._device, denominators=denominators, rules=LENGTHS)
@@ -140,7 +140,7 @@ class Trial:
                 except Exception:  # whatever the module raises for such slices: it does not work on them
                     break
             found = self._compare(wanted, results)
-            works = found is not None and not selects_rows(together.sizes, [one.sizes for one in apart])
+            works = found is not None and not why_rows_meet(together, apart)
             if found is not None and works and all(isinstance(double.placement, Rows) for double in found):
                 return self._step(adds_up, for_all, found), found
         return None

@@ -26,8 +26,8 @@ from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.rng.turns import KnownTurns
 from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
+from moreh_ap.parallelizer.row_dims.read_numbers import ReadNumbers, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_steps import Step
-from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
 from moreh_ap.parallelizer.state.host_activations import saved_on_host
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.agreement import all_workers_or_none
@@ -76,12 +76,12 @@ class Probe:
         may_take_turns: Whether workers may take turns in drawing for rows, since none is cut into micro-batches.
         steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
         places: Where results have rows that are to be gathered, by number. See `placed_probe.py`.
-        turned: Whether arguments have rows elsewhere than along dim 0.
+        turned, repeats: Whether arguments have rows elsewhere than along dim 0; see `RandomPolicy.find_draws`.
     """
 
     is_joined, _gathers, in_order = False, False, True
     steps: tuple[Step, ...] = ()
-    turned = False
+    turned = repeats = False
     _noise = 1e-2
     """Gradients may differ by this part of the tolerance times the largest gradient (2e-7 in float32).
 
@@ -121,7 +121,7 @@ class Probe:
         self._buffers: dict[str, Tensor] = {}
         self._changed_buffers: dict[str, Tensor] = {}
         self._ways: list[BlockTrace] = []
-        self._selected: list[list[int]] = []
+        self._noted: list[ReadNumbers] = []
         self._singles: list[EagerForward | PipelinedPass] = []
         self._weights: list[Tensor | None] = []
         self._wanted: dict[str, Tensor | None] = {}
@@ -188,8 +188,8 @@ class Probe:
 
         if rules.extremes or (rules.lengths and may_pad(call.module)):
             forward(RandomPolicy(), len(self._chosen))
-        random, in_turn = call.random, self.may_take_turns
-        self.draws = random.find_draws(call.device, forward, self.each, in_turn=in_turn, may_permute=self._gathers)
+        ways = {"in_turn": self.may_take_turns, "may_permute": self._gathers, "repeat": self.repeats}
+        self.draws = call.random.find_draws(call.device, forward, self.each, **ways)
 
     def compare_outputs(self) -> None:
         """Runs the rows together and one by one, and finds the kinds.
@@ -361,7 +361,7 @@ class Probe:
         call = replace(self.call, random=self._policy(chosen), **changes)
         self._drew = call.random.for_probe()
         with self._from_the_same_state():
-            with self._surroundings(), Selections(self.saw) as selections, record_block_order(call.module) as way:
+            with self._surroundings(), ReadNumbers(self.saw) as noted, record_block_order(call.module) as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else EagerForward
                 with saved_on_host() if self._exceeds_own_rows() else nullcontext():
@@ -376,7 +376,7 @@ class Probe:
             return done
         after.update(self._state)
         self._ways.append(way)
-        self._selected.append(selections.sizes)
+        self._noted.append(noted)
         self._buffers = self._buffers or after
         for name, value in after.items():
             if name not in self._buffers or not self._is_same_buffer(name, value):
@@ -390,8 +390,8 @@ class Probe:
             Refused: It depends on the rows, in which order and with how much of them they come to what FSDP2 gathers,
                 or which of them count.
         """
-        if not self._gathers and selects_rows(self._selected[0], self._selected[1:]):
-            raise Refused("the forward takes some of the rows, by their values")
+        if not self._gathers and (reason := why_rows_meet(self._noted[0], self._noted[1:])):
+            raise Refused(reason)
         common, first, *others = self._ways
         if [name for name, _ in common] != [name for name, _ in first] or any(way != first for way in others):
             raise Refused(

@@ -27,9 +27,10 @@ object that cannot be compared; each worker has its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -39,6 +40,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.kept_rows import KeptRows, may_be_kept, shapes_of
 from moreh_ap.parallelizer.loss.loss_reduction import MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
+from moreh_ap.parallelizer.rng.shared_draws import have_several
 from moreh_ap.parallelizer.row_dims.equal_rows import with_equal_rows
 from moreh_ap.parallelizer.row_dims.placed_probe import PlacedJoinedProbe, PlacedProbe
 from moreh_ap.parallelizer.row_dims.selections import COUNTS_SELECTED
@@ -55,6 +57,8 @@ from moreh_ap.parallelizer.trial.row_comparison import DEPEND, gathered_kinds, w
 from moreh_ap.parallelizer.trial.split_verdict import Apart, Joined, SplitVerdict
 from moreh_ap.protocol.batch import are_single_rows, row_dims_elsewhere, rows_along
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
+
+_Probe = TypeVar("_Probe", bound=Probe)
 
 DROPS_ROWS = "how many rows the forward has selected, by their values, decides which of them count"
 
@@ -180,9 +184,12 @@ class _Trials:
         number = len(self.faults)
 
         def run(call: Call) -> tuple[Probe, SplitVerdict]:
-            probe = kind(call, self._args, self._kwargs, rows, dims, each)
-            probe.may_take_turns = may_place
-            return probe, self._compare_under_rules(probe, number)
+            def make() -> Probe:
+                probe = kind(call, self._args, self._kwargs, rows, dims, each)
+                probe.may_take_turns = may_place
+                return probe
+
+            return self._compare_both_ways(make, number)
 
         probe, found = run(call)
         if found.split or found.added:
@@ -223,8 +230,9 @@ class _Trials:
         """Tries the rows under some rules, until they are right."""
         number = len(self.faults)
         for rules in untried:
-            probe = kind(replace(self._call, rules=rules), self._args, self._kwargs, self._rows, each=each)
-            found = self._compare_under_rules(probe, number)
+            call = replace(self._call, rules=rules)
+            make = partial(kind, call, self._args, self._kwargs, self._rows, each=each)
+            probe, found = self._compare_both_ways(make, number)
             if found.split:
                 break
         return Joined(found, probe.draws, probe.counts_rows)
@@ -269,6 +277,17 @@ class _Trials:
                 return replace(found, dims=tuple(dims))
         return None
 
+    def _compare_both_ways(self, make: Callable[[], _Probe], first: int) -> tuple[_Probe, SplitVerdict]:
+        """Compares with what is drawn for a row lying together, or else, where a row has several entries, apart."""
+        probe = make()
+        found = self._compare_under_rules(probe, first)
+        if found.split or found.added or everywhere(not have_several(probe.draws.stream), probe.call):
+            return probe, found
+        other = make()
+        other.repeats = True
+        again = self._compare_under_rules(other, first)
+        return (other, again) if again.split else (probe, found)
+
     def _compare_under_rules(self, probe: Probe, first: int) -> SplitVerdict:
         """Compares one of several ways to take numbers; `first` is how many faults there were before them. Errors of
         others came of their rules where this one is right, and its own of counts or extremes where they are not."""
@@ -312,7 +331,7 @@ class _Trials:
     def _like(self, probe: Probe, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Probe:
         """Returns a probe of the same kind, without gradients."""
         other = type(probe)(replace(probe.call, grad=False), args, kwargs, probe.rows, probe.dims, probe.each)
-        other.may_take_turns, other.may_write = probe.may_take_turns, probe.may_write
+        other.may_take_turns, other.may_write, other.repeats = probe.may_take_turns, probe.may_write, probe.repeats
         return other
 
     def _elsewhere(self) -> SplitVerdict | None:

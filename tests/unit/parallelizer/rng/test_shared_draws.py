@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.rng.draw_recording import Drawn, DrawRecorder, draws_of
 from moreh_ap.parallelizer.rng.routed_rows import KnownCounts
-from moreh_ap.parallelizer.rng.shared_draws import Draw, Rows, Share, SharedDraws, UnsharedDraw
+from moreh_ap.parallelizer.rng.shared_draws import Draw, Rows, Share, SharedDraws, UnsharedDraw, have_several, repeated
 
 BATCH = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8)
 
@@ -260,3 +260,40 @@ def test_draws_of_which_some_are_skipped_are_told_apart_or_refused():
         F.dropout(BATCH[:2].mT, 0.5)
     with pytest.raises(ExactnessError, match="1 times, and 2 times before"):
         shared.end()
+
+
+def two_views(x):
+    """Drops whole rows of two pictures of each row, which lie one behind the other."""
+    views = torch.cat([x, -x])
+    return (views * views.new_empty(len(views), 1, 1).bernoulli_(0.5)).view(2, *x.shape).transpose(0, 1)
+
+
+@pytest.mark.parametrize("parts", [(2, 2), (1, 3), (4,)])
+def test_two_pictures_of_each_row(parts):
+    draws = recorded(two_views)
+    assert have_several(draws) and not have_several(recorded(FORWARDS["dropout"]))
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    expected = two_views(BATCH)
+    torch.set_rng_state(state)
+    assert torch.equal(in_parts(two_views, repeated(draws), parts), expected)
+
+
+@pytest.mark.parametrize("probability", [0.999, 0.001])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x, p: x.new_empty(len(x), 1).bernoulli_(p),
+        lambda x, p: (p + torch.rand(len(x), 1)).floor(),
+        lambda x, p: (torch.rand_like(x[:, :1]) < p).float(),
+        lambda x, p: (x.new_empty(len(x), 1).uniform_() < p).float(),
+    ],
+)
+def test_a_trial_shows_which_entries_a_row_has(mask, probability):
+    draws = (Draw("bernoulli_", 2, Rows(0, (0, 1))),)
+    draws += tuple(Draw(name, 2, Rows(0, (0, 1))) for name in ("rand", "rand_like", "uniform_"))
+    with SharedDraws(draws, Share(0, 2, 2), is_trial=True):
+        assert len(set(mask(torch.ones(4, 3), probability).flatten().tolist())) == 2
+    torch.manual_seed(0)
+    with SharedDraws(draws, Share(0, 4, 4), is_trial=True):  # one number a row
+        assert len(set(mask(torch.ones(4, 3), probability).flatten().tolist())) == 1

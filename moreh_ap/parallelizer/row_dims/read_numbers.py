@@ -1,0 +1,83 @@
+"""Whether a forward reads numbers, or compares one with others, that several rows of a batch have made.
+
+Decides which numbers those are. Must not know how rows are tried (`trial/probe.py`).
+
+[Note: numbers that Python reads]
+A solver goes on until the residual of all rows together is small: `if (f(z) - z).norm().item() < limit: break`. A few
+rows may take as many rounds together as one by one, and then their results are equal, but rows of a later batch would
+stop a round earlier or later than on one device. So what is compared is not only what a forward gives, but also the
+numbers by which it decides: a row may read what it reads beside others, and a batch what some row of it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
+
+_READ = frozenset({"item", "__float__", "tolist"})
+_COMPARE = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "less", "greater", "less_equal", "greater_equal"})
+_MOST_READ = 4096
+"""Entries of a tensor that may be numbers to decide by: more are a picture."""
+_ROUNDING, _SMALLEST = 1e-4, 1e-6
+"""Numbers are equal that differ by this part of themselves, or by this."""
+TAKES_ROWS = "the forward takes some of the rows, by their values"
+READS_NUMBERS = "the forward reads a number that several rows have made, and may decide by it"
+
+
+class ReadNumbers(Selections):
+    """While active, notes what `Selections` does, and the fractions that a forward reads or compares with others.
+
+    Args:
+        saw: See `Selections`.
+
+    Attributes:
+        numbers: Those numbers, in order.
+    """
+
+    def __init__(self, saw: set[str] | None = None) -> None:
+        super().__init__(saw)
+        self.numbers: list[float] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READ and args[0].is_floating_point() and args[0].numel() <= _MOST_READ:
+            self.numbers += args[0].detach().flatten().tolist()
+        elif name.strip("_") in _COMPARE:
+            self.numbers += [float(one) for one in args[:2] if _is_fraction(one)]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+
+
+def why_rows_meet(together: ReadNumbers, apart: Sequence[ReadNumbers]) -> str:
+    """Returns in words why rows depend on each other, given what was noted for all of them together and for some apart;
+    empty if they do not by anything that was noted.
+
+    Args:
+        together: What was noted of all rows.
+        apart: What was noted of some of them each time: of all, or once, of those of this worker.
+    """
+    if selects_rows(together.sizes, [one.sizes for one in apart]):
+        return TAKES_ROWS
+    alone = [number for one in apart for number in one.numbers]
+    of_rows = _are_among(together.numbers, alone) if len(apart) > 1 else _are_among(alone, together.numbers)
+    return "" if of_rows else READS_NUMBERS
+
+
+def _are_among(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Says whether each of some numbers is, but for rounding, one of the others. Those that are not finite count as
+    equal."""
+    return all(
+        not math.isfinite(one)
+        or any(math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_SMALLEST) for other in others)
+        for one in some
+    )

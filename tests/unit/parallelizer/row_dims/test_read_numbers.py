@@ -1,0 +1,70 @@
+"""Numbers that a forward reads, or compares with others, and which of them several rows have made."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moreh_ap.parallelizer.row_dims.read_numbers import READS_NUMBERS, TAKES_ROWS, ReadNumbers, why_rows_meet
+
+X = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
+
+
+def noted(forward) -> tuple[ReadNumbers, list[ReadNumbers]]:
+    """Returns what was noted of all rows together, and of each by itself."""
+    modes = [ReadNumbers() for _ in range(3)]
+    for mode, rows in zip(modes, (X, X[:1], X[1:])):
+        with mode:
+            forward(rows)
+    return modes[0], modes[1:]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x.norm().item(),
+        lambda x: float(x.norm()),
+        lambda x: x.norm() < 7,
+        lambda x: torch.le(x.norm(), 7),
+        lambda x: x > x.mean(),
+        lambda x: x.mean(0).tolist(),
+        lambda x: (x[:, 0] > 0).float().sum() == len(x),  # whether all rows are done
+    ],
+)
+def test_a_number_of_several_rows_is_a_reason(forward):
+    assert why_rows_meet(*noted(forward)) == READS_NUMBERS
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x.norm(),  # nothing is read
+        lambda x: [row.norm().item() for row in x],
+        lambda x: x.norm(dim=1).tolist(),
+        lambda x: x[0, 0].item(),  # that of the first row, whichever rows there are
+        lambda x: x.max().item(),
+        lambda x: torch.tensor(0.5).item(),
+        lambda x: x.norm(dim=1) < 7,
+        lambda x: x.long().sum().item(),  # a count
+        lambda x: x.new_tensor(math.nan).item(),
+    ],
+)
+def test_a_number_of_one_row_or_of_none_is_no_reason(forward):
+    assert why_rows_meet(*noted(forward)) == ""
+
+
+def test_rows_that_are_taken_by_their_values_are_a_reason_too():
+    assert why_rows_meet(*noted(lambda x: x[:, 0].topk(1))) == TAKES_ROWS
+
+
+def test_workers_that_know_their_own_rows_alone_are_no_reason():
+    together, (first, _) = noted(lambda x: x.norm(dim=1).tolist())
+    assert why_rows_meet(together, [first]) == ""
+
+
+def test_what_differs_by_rounding_is_one_number():
+    together, apart = ReadNumbers(), ReadNumbers()
+    together.numbers, apart.numbers = [1.0, 1e-9], [1.00001, 3e-8]
+    assert why_rows_meet(together, [apart]) == ""
