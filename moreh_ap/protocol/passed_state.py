@@ -9,6 +9,11 @@ set it.
 [Note: rows in an attribute]
 A script may set such a value itself, before each call: ``model.hidden = (torch.zeros(1, rows, 12), ...)``. Where a call
 cannot be split otherwise, attributes that have as many entries as the batch has rows are passed in the same way.
+
+[Note: trained by the script]
+An attribute may be a tensor that requires a gradient and is no parameter: the weights of operations that DARTS searches
+(``self.alphas = torch.randn(14, 8, requires_grad=True)``), which an optimizer of the script steps. It is passed from
+the first call on, so that its gradient comes back, and that each call has its value of now.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -41,6 +47,30 @@ def names_with_rows(root: nn.Module, rows: int, first: Any) -> set[str]:
 def keeps_tensors(root: nn.Module) -> bool:
     """Returns whether a part of a model has tensors in attributes that are neither parameters nor buffers."""
     return any(True for _ in _state(root))
+
+
+def trained_attributes(root: nn.Module) -> dict[str, set[str]]:
+    """Returns the paths and names of attributes that the script trains, by the path of each module that has them in it.
+
+    See [Note: trained by the script].
+    """
+    found: dict[str, set[str]] = {}
+    for name, tensors in _state(root):
+        add_trained(found, name, tensors)
+    return found
+
+
+def add_trained(found: dict[str, set[str]], name: str, value: Any) -> bool:
+    """Adds an attribute to what `trained_attributes` returns if the script trains it; returns whether it does."""
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    has_parameters = any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+    with torch._C.DisableTorchFunctionSubclass():
+        is_trained = not has_parameters and any(leaf.requires_grad and leaf.is_leaf for leaf in leaves)
+    if is_trained:
+        parts = name.split(".")
+        for number in range(len(parts)):
+            found.setdefault(".".join(parts[:number]), set()).add(name)
+    return is_trained
 
 
 def _state(root: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:

@@ -521,3 +521,83 @@ def test_other_names_of_a_dict_that_is_filled_stay_names_of_it(plan, accelerator
         return trace
 
     assert_same(*on_both(script))
+
+
+class Searched(nn.Module):
+    """Weights of operations that are searched for, as DARTS keeps them: tensors that are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(6, 4)
+        self.alphas: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.alphas.softmax(-1)
+        return self.last(sum(weight * operation(x) for weight, operation in zip(weights, self.operations)))
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("is_set_late", [False, True])
+def test_a_tensor_that_the_script_trains_gets_its_gradient(accelerator, capsys, plan, is_set_late):
+    def script(device):
+        torch.manual_seed(0)
+        model = Searched()
+        alphas = (0.1 * torch.randn(3)).to(device).requires_grad_()
+        model.alphas = torch.zeros(3) if is_set_late else alphas
+        model.to(device)
+        if is_set_late:
+            model.alphas = torch.zeros(3).to(device)
+            model(torch.randn(2, 6).to(device))
+            model.alphas = alphas
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([alphas], lr=0.5)]
+        trace = []
+        for step in range(4):
+            loss = F.cross_entropy(model(torch.randn(8, 6).to(device)), torch.randint(4, (8,)).to(device))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizers[step % 2].step()
+            trace += [loss.detach(), alphas.grad.clone(), alphas.detach().clone()]
+        return trace
+
+    accelerator(plan)
+    assert_same(*on_both(script))
+    assert "computes the whole batch" not in capsys.readouterr().out
+
+
+class Memory(nn.Module):
+    """A memory that is set for all rows and written in each step; the step before it is read first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write, self.read = nn.Linear(6 + 4, 4), nn.Linear(4, 3)
+        self.start = nn.Parameter(torch.randn(2, 4))
+
+    def begin(self, rows: int) -> None:
+        self.before = self.start.new_zeros(rows, 4)
+        self.memory = self.start.clone().repeat(rows, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        written = torch.tanh(self.write(torch.cat([x, self.before], dim=1)))
+        self.memory = 0.5 * self.memory + written[:, None]
+        self.before = self.memory.mean(1)
+        return self.read(self.before)
+
+
+def test_a_state_that_only_the_whole_batch_can_read_is_passed_with_its_gradient(accelerator):
+    def script(device):
+        torch.manual_seed(0)
+        model = Memory().to(device)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(3):
+            model.begin(5)
+            loss = sum(model(torch.randn(5, 6).to(device)).square().mean() for _ in range(3))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, [parameter.grad for parameter in model.parameters()]
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script))

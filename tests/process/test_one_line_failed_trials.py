@@ -136,3 +136,37 @@ def test_a_fault_of_ours_is_an_error_if_asked_for(accelerator):
     model = RaisesUnderOurModes().cuda()
     with pytest.raises(TrialError, match="KeyError: 'a fault of ours'"):
         model(torch.randn(8, 6).cuda())
+
+
+class Forces(nn.Module):
+    """The energy of atoms and what pulls at each: the forward differentiates, and needs gradients to run at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.last = nn.Embedding(4, 6), nn.Sequential(nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 1))
+
+    def forward(self, kinds_BA: Tensor, places_BAX: Tensor) -> tuple[Tensor, Tensor]:
+        places_BAX = places_BAX.requires_grad_()
+        energy_B = self.last(torch.cat([self.kinds(kinds_BA), places_BAX], dim=-1)).sum((1, 2))
+        ones = torch.ones_like(energy_B)
+        (gradient_BAX,) = torch.autograd.grad(energy_B, places_BAX, grad_outputs=ones, create_graph=True)
+        return energy_B, -gradient_BAX
+
+
+def test_a_forward_that_differentiates_is_tried_with_gradients(accelerator, capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model = Forces().to(device)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(3):
+            energy, forces = model(torch.randint(4, (6, 5)).to(device), torch.randn(6, 5, 3).to(device))
+            loss = energy.square().mean() + (forces - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, [parameter.grad for parameter in model.parameters()]
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert "computes the whole batch" not in capsys.readouterr().out

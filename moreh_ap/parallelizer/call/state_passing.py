@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,20 +117,24 @@ def find_passed_state(
 ) -> set[str]:
     """Returns which attributes the forward of `call` reads before it sets them itself, of those called `names`.
 
-    A forward of a few rows that ends early tells of those that it has come to. It leaves nothing. A collective, as
-    `check_split`.
+    A forward of a few rows that ends early, as where an attribute has the rows of the whole batch, is run with all of
+    them; what it has come to counts. It leaves nothing. A collective, as `check_split`.
     """
     leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+    tried = [leaves]
     if rows is not None and rows > 1:
-        leaves = select_rows(leaves, rows, choose_rows(leaves, rows))
-    args, kwargs = tree_unflatten(leaves, spec)
+        tried.insert(0, select_rows(leaves, rows, choose_rows(leaves, rows)))
     call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, rules=NO_RULES, grad=False)
     reads = Reads(call.module, names)
 
-    def run() -> None:
+    def run(leaves: list[Any]) -> None:
+        args, kwargs = tree_unflatten(leaves, spec)
         with reads, NoDropout(), WrittenParameters(call.module):
             EagerForward(call, args, kwargs, reduction=GlobalReduction(call.device, record=True))
 
-    with untouched(call.module):
-        attempt(run, call.module)
+    for some in tried:
+        with untouched(call.module):
+            failed = attempt(partial(run, some), call.module)
+        if not failed:
+            break
     return reads.found

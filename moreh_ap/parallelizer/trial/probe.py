@@ -76,12 +76,13 @@ class Probe:
         may_take_turns: Whether workers may take turns in drawing for rows, since none is cut into micro-batches.
         steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
         places: Where results have rows that are to be gathered, by number. See `placed_probe.py`.
-        turned, repeats: Whether arguments have rows elsewhere than along dim 0; see `RandomPolicy.find_draws`.
+        turned: Whether arguments have rows elsewhere than along dim 0.
+        repeats, has_graph: See `RandomPolicy.find_draws`; whether draws are found by forwards with gradients.
     """
 
     is_joined, _gathers, in_order = False, False, True
     steps: tuple[Step, ...] = ()
-    turned = repeats = False
+    turned = repeats = has_graph = False
     _noise = 1e-2
     """Gradients may differ by this part of the tolerance times the largest gradient (2e-7 in float32).
 
@@ -169,8 +170,7 @@ class Probe:
         Raises:
             UnsharedDraw: They do not tell.
         """
-        call = replace(self.call, grad=False)
-
+        call = replace(self.call, grad=self.has_graph)
         lengths: Sequence[Tensor] = ()
         rules = replace(NO_RULES, lengths=call.rules.lengths, extremes=call.rules.extremes)
 

@@ -361,16 +361,13 @@ def compare(probe: Probe) -> SplitVerdict:
     call = probe.call
     for step in (probe.compare_draws, probe.compare_outputs, *([probe.compare_gradients] if call.grad else [])):
         tried = try_out(step, probe.run_again, call)
+        if tried.outcome > Outcome.REFUSED and step == probe.compare_draws and call.grad:  # it may need gradients
+            probe.has_graph = True
+            tried = try_out(step, probe.run_again, call)
         if tried.outcome is not Outcome.DONE:
-            return SplitVerdict(
-                False,
-                (),
-                tried.reason,
-                written=probe.written,
-                added=probe.added,
-                could_run=tried.outcome is not Outcome.CANNOT_RUN,
-                faults=(tried.fault,) if tried.fault else (),
-            )
+            could_run, faults = tried.outcome is not Outcome.CANNOT_RUN, (tried.fault,) if tried.fault else ()
+            found = SplitVerdict(False, (), tried.reason, could_run=could_run, faults=faults)
+            return replace(found, written=probe.written, added=probe.added)
     if not everywhere(not probe.has_unknown, call):
         raise UnsupportedError(
             "a result of a training call is on an earlier stage of the pipeline (hidden states of every layer?)",

@@ -35,7 +35,7 @@ from moreh_ap.protocol.messages.models import (
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.model_settings import Settings
 from moreh_ap.protocol.module_attributes import full_name
-from moreh_ap.protocol.passed_state import PASSED_STATE, keeps_tensors
+from moreh_ap.protocol.passed_state import PASSED_STATE, add_trained, keeps_tensors, trained_attributes
 from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
 from moreh_ap.session import script_line
 from moreh_ap.session.models.container_attributes import Containers
@@ -107,8 +107,8 @@ class RemoteModel:
         self._warned_of: set[str] = set()
         self.left_out: dict[str, None] = {}  # attributes that forwards set on the workers only, in their order
         self.warnings: dict[str, type[Warning]] = {}  # of what else workers do that the script does not see, in order
-        self.passes_state, self._keeps_tensors = False, keeps_tensors(root)
-        self._passed_on: dict[str, set[str]] = {}
+        self._passed_on, self._keeps_tensors = trained_attributes(root), keeps_tensors(root)
+        self.passes_state = bool(self._passed_on)
         self._path_of = {id(module): path for path, module in root.named_modules()}
         self._objects = ObjectAttributes(root, self._path_of)
         self._built: Posted
@@ -221,6 +221,7 @@ class RemoteModel:
         path = self._path_of[id(module)]
         self._containers.note(path, module, name, value)
         self._keeps_tensors |= any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+        self.passes_state |= add_trained(self._passed_on, full_name(path, name), value)
         if not self._is_passed_on(full_name(path, name), value):
             self._changes.append((path, name, value))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moreh_ap.protocol.passed_state import keeps_tensors, names_with_rows
+from moreh_ap.protocol.passed_state import add_trained, keeps_tensors, names_with_rows, trained_attributes
 
 
 class Recurrent(nn.Module):
@@ -41,3 +41,15 @@ def test_the_model_s_own_tensors_in_a_container_are_no_state():
     model.spare = [nn.Parameter(torch.zeros(6, 6))]
     assert names_with_rows(model, 6, torch.zeros(6, 3)) == set()
     assert not keeps_tensors(model)
+
+
+def test_attributes_that_the_script_trains_are_those_of_each_module_around_them():
+    model = nn.Sequential(nn.Sequential(Recurrent()), Recurrent())
+    model[0][0].alphas = [torch.zeros(3, requires_grad=True), torch.zeros(3)]
+    model[1].seen = torch.zeros(3)
+    model[1].computed = torch.zeros(3, requires_grad=True) * 2
+    model[1].own = [model[1].cell.weight]
+    found = trained_attributes(model)
+    assert found == {path: {"0.0.alphas"} for path in ("", "0", "0.0")}
+    assert add_trained(found, "1.hidden", torch.ones(2, requires_grad=True)) and found["1"] == {"1.hidden"}
+    assert not add_trained(found, "1.own", [model[1].cell.weight]) and "1.own" not in found[""]
