@@ -158,13 +158,41 @@ def test_experts_drop_what_they_drop_on_one_device(layer_class):
     assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
 
 
-def test_an_expert_that_only_some_workers_call_is_computed_as_one_device_does(request, accelerator, capsys):
-    """Workers that skip it exchange no numbers of rows: the call runs whole."""
-    accelerator(request.node.callspec.params["session"], strict=False)
+class Skipping(Layer):
+    """Asks how many of a worker's rows go to an expert: none is none of any worker, for all it knows."""
+
+    def mixed(self, x_BTD: Tensor) -> Tensor:
+        flat_ND = x_BTD.flatten(0, 1)
+        best_N, chosen_N = self.router(flat_ND).softmax(-1).max(-1)
+        result_ND = torch.zeros_like(flat_ND)
+        for number, expert in enumerate(self.experts):
+            row_M = torch.eq(chosen_N, number).nonzero()[:, 0]
+            if row_M.shape[0]:
+                result_ND[row_M] = expert(flat_ND[row_M]) * best_N[row_M, None]
+        return result_ND.view_as(x_BTD)
+
+
+class Hit(ByChoice):
+    """Goes through the experts that any row goes to, as transformers does."""
+
+    def mixed(self, x_BTD: Tensor) -> Tensor:
+        flat_ND = x_BTD.flatten(0, 1)
+        weights_NK, chosen_NK = self.router(flat_ND).softmax(-1).topk(1, dim=-1)
+        mask_EKN, result_ND = F.one_hot(chosen_NK, 3).permute(2, 1, 0), torch.zeros_like(flat_ND)
+        for number in torch.greater(mask_EKN.sum(dim=(-1, -2)), 0).nonzero():
+            choice_M, row_M = torch.where(mask_EKN[number].squeeze(0))
+            result_ND.index_add_(0, row_M, self.experts[number](flat_ND[row_M]) * weights_NK[row_M, choice_M, None])
+        return result_ND.view_as(x_BTD)
+
+
+@pytest.mark.parametrize(("layer_class", "is_whole"), [(Masked, False), (Hit, False), (Skipping, True)])
+def test_an_expert_that_only_some_workers_have_rows_for(request, accelerator, capsys, layer_class, is_whole):
+    """Workers come to it together where the forward asks whether any row goes to it; else the call runs whole."""
+    accelerator(request.node.callspec.params["session"], strict=not is_whole)
 
     def script(device):
         torch.manual_seed(0)
-        model = LanguageModel(Masked).to(device)
+        model = LanguageModel(layer_class).to(device)
         tokens = torch.randint(0, 20, (6, 12))
         losses = []
         for alike in (False, True, False):
@@ -177,7 +205,7 @@ def test_an_expert_that_only_some_workers_call_is_computed_as_one_device_does(re
         return losses, [parameter.grad for parameter in model.parameters()]
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
-    assert "Every device computes the whole batch" in capsys.readouterr().out
+    assert ("Every device computes the whole batch" in capsys.readouterr().out) is is_whole
 
 
 class Telling(Switch):

@@ -13,7 +13,8 @@ from parallelizer_models import make_batch, make_model
 from torch import Tensor, nn
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction, MeanRules
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.mean_rules import MeanRules
 from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 
 CPU = torch.device("cpu")
@@ -103,6 +104,21 @@ def test_largest_and_smallest_whole_numbers_are_those_of_the_batch_only_where_th
     with GlobalReduction(CPU, denominators=known, rules=MeanRules(extremes=True)):
         assert (torch.max(lengths).item(), lengths.min().item()) == (9, 2)
         assert lengths.max(0).values == 5 and lengths.float().amax() == 5 and lengths.bool().max()
+
+
+def test_loads_of_experts_are_those_of_the_batch_only_at_the_call_sites_that_are_named() -> None:
+    def ask(mask: torch.Tensor) -> tuple[list[int], bool]:
+        loads = mask.long().sum(1).tolist()
+        return loads, bool(mask[0].any())
+
+    mask = torch.tensor([[False, False, False], [True, False, True]])
+    with GlobalReduction(CPU, record=True) as plain:
+        assert ask(mask) == ([0, 2], False)
+    assert plain.local_denominators == [] and set(map(len, plain.load_shapes.values())) == {1}
+    known = [torch.tensor([4.0, 3.0]), torch.tensor(1.0)]
+    with GlobalReduction(CPU, denominators=known, rules=MeanRules(loads=frozenset(plain.load_shapes))) as asking:
+        assert ask(mask) == ([4, 3], True)
+    assert [own.tolist() for own in asking.local_denominators] == [[0, 2], 0]
 
 
 def test_numbers_of_true_elements_are_denominators_only_where_they_are_asked_for() -> None:

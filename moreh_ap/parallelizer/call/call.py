@@ -26,7 +26,7 @@ from torch import nn
 
 from moreh_ap.parallelizer.call.extension import CallExtension
 from moreh_ap.parallelizer.data.item_reduction import ItemRules
-from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, MeanRules
+from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 from moreh_ap.parallelizer.mesh import Axis, world_axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows

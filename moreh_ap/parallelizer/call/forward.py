@@ -237,6 +237,7 @@ def reducing(call: Call) -> AbstractContextManager[Any]:
                 call.device,
                 axis=call.axis,
                 gathering=call.gathering,
+                rules=call.rules,
                 mark=fingerprint,
                 meets_failed=call.meets_failed,
             )

@@ -18,7 +18,8 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
-from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, GlobalReduction
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.mean_rules import NO_RULES
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, attempt, untouched
 from moreh_ap.parallelizer.trial.row_comparison import choose_rows
 from moreh_ap.protocol.batch import select_rows

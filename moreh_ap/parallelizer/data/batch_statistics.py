@@ -26,7 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moreh_ap.parallelizer.loss.loss_reduction import EMBEDS, NORMALISES, GlobalReduction, takes_statistics
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.mean_functions import EMBEDS, NORMALISES, takes_statistics
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.statistics.batch_parts import BatchParts
 from moreh_ap.parallelizer.statistics.embedding_norms import with_norms_of_batch

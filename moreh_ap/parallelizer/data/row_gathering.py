@@ -14,6 +14,11 @@ The copies of one device's tensor on W workers are W tensors, each of which goes
 worker computes. So the gradient of rows that were gathered is the sum of what the workers found for them, and that of
 a summand is the sum of the gradients of all copies of the total. A loss that every worker computes counts 1/W on each.
 
+[Note: dealt modules]
+Where a product deals rows to places of experts (`torch.einsum`), each worker has summands of what experts get. Once
+these are added up, every worker would compute all places. A module that works place by place computes a part of them on
+each worker instead, and the results are gathered: each place counts once in the gradients of its parameters.
+
 [Note: the rest]
 Some forwards do with rows what steps do not tell: go through them in Python, keep a part of them, divide by what is not
 a multiple of their number (`n**2 - n`). What comes before, up to a module with parameters, has steps; the rest runs on
@@ -26,6 +31,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,10 +45,12 @@ from moreh_ap.parallelizer.data.call_sites import GATHERING, is_called_by, site_
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.data.torch_calls import asks_for_sizes, function_name, is_question, leaves_of, map_leaves
 from moreh_ap.parallelizer.loss.diverged import Diverged
-from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, call_site
+from moreh_ap.parallelizer.loss.loss_reduction import call_site
+from moreh_ap.parallelizer.loss.mean_rules import LENGTHS, MeanRules
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.refused_draws import RefusedDraws
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW
+from moreh_ap.parallelizer.row_dims.dealt_modules import dealt_tensor, with_part
 from moreh_ap.parallelizer.row_dims.placements import Placements
 from moreh_ap.parallelizer.row_dims.row_numbers import RowFloat, RowNumber, everyone_s, math_of_both, own_of, row_sizes
 from moreh_ap.parallelizer.row_dims.row_steps import REST, SHARE, Gathering, Placement, Rows, Step
@@ -53,7 +61,7 @@ class GatheringReduction(JoinedReduction):
     """A `JoinedReduction` that also gathers rows where they meet.
 
     Args:
-        device, axis, mark, meets_failed: See `GlobalReduction`.
+        device, axis, rules, mark, meets_failed: See `GlobalReduction`.
         gathering: What was learned of the forward.
 
     Attributes:
@@ -71,10 +79,14 @@ class GatheringReduction(JoinedReduction):
         *,
         axis: Axis,
         gathering: Gathering,
+        rules: MeanRules = LENGTHS,
         mark: Callable[[], int] | None = None,
         meets_failed: bool = False,
     ) -> None:
-        super().__init__(device, axis=axis, rules=LENGTHS, mark=mark, meets_failed=meets_failed)
+        super().__init__(
+            device, axis=axis, rules=replace(rules, loads=frozenset()), mark=mark, meets_failed=meets_failed
+        )
+        self._rules, self._rules_inside = self.rules, rules  # functions that are steps have placements instead
         self._gathering = gathering
         self._placements = Placements()
         self._position = 0
@@ -201,13 +213,28 @@ class GatheringReduction(JoinedReduction):
         step = self._next(module_step(module), args, kwargs)
         if step.enters:
             return call(*args, **kwargs)
-        args, kwargs, placements = self._prepare(step, args, kwargs)
-        self._inside = has_first_rows(placements)
+        self._inside = False  # what is called now is no step of the forward
         try:
-            result = call(*args, **kwargs)
+            args, kwargs, placements = self._prepare(step, args, kwargs)
+            if step.deals is None:
+                self._inside, self.rules = has_first_rows(placements), self._rules_inside
+                result = call(*args, **kwargs)
+            else:
+                result = self._deal(step.deals, call, (args, kwargs))
         finally:
-            self._inside = None
+            self._inside, self.rules = None, self._rules
         return self._placed(step, result)
+
+    def _deal(self, along: Rows, call: Original, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+        """Returns the result of a module of which each worker computes a part. See `dealt_modules.py`."""
+        given, workers = dealt_tensor(leaves_of(arguments)), self.axis.size
+        if given is None or len(given) < workers:
+            return call(*arguments[0], **arguments[1])  # type: ignore[no-any-return]
+        start, stop = row_range(self.axis.rank, workers, len(given))
+        args, kwargs = with_part(given, start, stop, arguments)
+        own = along.split(call(*args, **kwargs), stop - start)
+        self._meet_here()
+        return along.merge(GatherRows.apply(own, along.dim + 1, len(given), self.axis))
 
     def _next(self, name: str, args: Any, kwargs: Any) -> Step:
         """Returns the step of the function or module that is called now."""

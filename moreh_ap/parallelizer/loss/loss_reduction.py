@@ -22,6 +22,11 @@ of the batch. So workers take the largest of theirs, which is a site too; it cou
 mask of that size itself, `torch.arange(lengths.max())`: where the split check fails with the largest whole number of a
 worker's rows and passes with that of all rows, such numbers, and the smallest ones, are those of the batch.
 
+[Note: loads]
+A mixture of experts may leave out experts that no row goes to. With dropout in them, workers draw for the rows of all,
+so each has to come to the experts that any row of the batch goes to, with no rows perhaps. The numbers by which a
+forward tells them, of which each is one for all rows, are sites: they add up.
+
 [Note: workers meet]
 A forward may take a mean only if some of its rows want it (labels that not every row has), and then the rows of one
 worker come to it and those of another do not. So a denominator travels with the place in the code it is for, and when a
@@ -41,7 +46,6 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -59,44 +63,26 @@ from moreh_ap.parallelizer.loss.mean_functions import (
     COUNTS,
     ELEMENT_LOSSES,
     EXTREMES,
+    LOADS,
     MEANS,
+    NORMALISES,
     PADS,
     SMALLEST,
     WEIGHTED_MEANS,
     is_extreme,
+    is_load,
+    takes_statistics,
 )
+from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 from moreh_ap.parallelizer.loss.postponed_mean import PostponedMean, can_wait
 from moreh_ap.parallelizer.mesh import Axis, world_axis
 
 _NOT_THE_MODEL = {"torch", "moreh_ap"}
 _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 """Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
-EMBEDS = frozenset({F.embedding, F.embedding_bag})
-NORMALISES = EMBEDS | {F.batch_norm, F.instance_norm}
-"""Functions that may take something of all rows; see `takes_statistics`."""
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _PLACES = 2**16  # so that sums of their squares are exact in float64
 _signature_of = functools.cache(inspect.signature)  # PyTorch's own functions; it reads their code each time
-
-
-@dataclass(frozen=True)
-class MeanRules:
-    """Which numbers of a forward are means over the batch, beyond what the operations themselves say.
-
-    Attributes:
-        counts: Whether the numbers of true elements of masks are denominators too. See [Note: counts].
-        beside_rows: Call sites whose means over dim 0 leave the rows alone: `torch.stack(heads).mean(0)`.
-        lengths: Whether packed sequences are padded to the longest of the batch. See [Note: lengths].
-        extremes: Whether the largest whole number in a tensor is that of the batch. See [Note: lengths].
-    """
-
-    counts: bool = False
-    beside_rows: frozenset[int] = frozenset()
-    lengths: bool = False
-    extremes: bool = False
-
-
-NO_RULES, LENGTHS = MeanRules(), MeanRules(lengths=True)
 
 
 class GlobalReduction(OwnDevice):
@@ -118,8 +104,9 @@ class GlobalReduction(OwnDevice):
         saw: What there was in the forward: "counts" and "extremes" as in `MeanRules`, "statistics" of the rows that a
             normalisation took; see `takes_statistics`.
         mean_places: The call site of each mean over dim 0, by its site; with `record` only.
-        local_denominators: What this worker contributed, one float64 number a site.
-        global_denominators: What was divided by, one float64 number a site.
+        load_shapes: The shapes of what may be loads of experts, by call site; with `record`, or rules about such sites.
+        local_denominators: What this worker contributed, one float64 number a site; of loads of experts all of them.
+        global_denominators: What was divided by, likewise.
         kinds: The kind of every leaf of the result, where `finish` found out; see `call.call`.
 
     Raises:
@@ -148,6 +135,7 @@ class GlobalReduction(OwnDevice):
         self._record = record
         self.rules = rules
         self.mean_places: dict[int, int] = {}
+        self.load_shapes: dict[int, set[torch.Size]] = {}
         self._meets, self._mark, self._meets_failed = meets, mark, meets_failed
         self._apart: list[Tensor] = []
         self._postpones = type(self) is GlobalReduction and meets and denominators is None and not record
@@ -201,6 +189,10 @@ class GlobalReduction(OwnDevice):
             if self.rules.extremes:
                 own, sign = func(*args), -1 if func in SMALLEST else 1
                 return torch.full_like(own, sign * self._largest(sign * int(own)))
+        if (self._record or self.rules.loads) and func in LOADS and is_load(func, args, kwargs):
+            place, own = call_site(), func(*args, **kwargs)
+            self.load_shapes.setdefault(place, set()).add(own.shape)
+            return self._load(own) if place in self.rules.loads else own
         if (
             func is Tensor.cuda
             or kwargs.get("device") in CUDA_DEVICES
@@ -322,17 +314,27 @@ class GlobalReduction(OwnDevice):
 
     def _largest(self, own: int) -> int:
         """Returns the largest of a number that each worker's rows have; `own` is that of these rows. A site."""
-        largest = torch.full((), own, dtype=torch.float64, device=self.device)
-        self.local_denominators.append(torch.zeros_like(largest))
+        return int(self._of_batch(torch.full((), own, dtype=torch.float64, device=self.device), adds_up=False))
+
+    def _load(self, own: Tensor) -> Tensor:
+        """Returns the loads of experts over the batch; `own` are those of these rows. A site. See [Note: loads]."""
+        load = self._of_batch(own.to(torch.float64), adds_up=own.dtype is not torch.bool)
+        return load.to(own.device, own.dtype)
+
+    def _of_batch(self, own: Tensor, *, adds_up: bool) -> Tensor:
+        """Returns the sum or the maximum over the workers of what forwards get from no mean: a site."""
+        self.local_denominators.append(own if adds_up else torch.zeros_like(own))
+        everywhere = own
         if self._known is not None:
             site = len(self.local_denominators) - 1
-            largest = self._known[site] if site < len(self._known) else self._refuse_another()
+            everywhere = self._known[site] if site < len(self._known) else self._refuse_another()
         elif not self._record:
             if not self.is_common(call_site()):
-                raise Diverged("rows decide whether the forward takes the largest of numbers, or pads sequences")
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.axis.group)
-        self.global_denominators.append(largest)
-        return int(largest)
+                raise Diverged("rows decide whether the forward asks for largest numbers, or loads of experts")
+            everywhere = own.clone()
+            dist.all_reduce(everywhere, dist.ReduceOp.SUM if adds_up else dist.ReduceOp.MAX, group=self.axis.group)
+        self.global_denominators.append(everywhere)
+        return everywhere
 
     def _exchange(self, local: Tensor, place: int, mark: int, *, is_through: bool = False) -> tuple[Tensor, Tensor]:
         """Returns the sum of a denominator over the workers, and how many of them are not through with the forward."""
@@ -385,14 +387,3 @@ def call_site() -> int:
 def _summed_in(values: Tensor) -> torch.dtype | None:
     """Returns the dtype in which numbers are summed for a mean, which PyTorch rounds once; None for their own."""
     return torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else None
-
-
-def takes_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Says whether a normalisation takes statistics of its input into its result or into running ones, or which rows of
-    an embedding it renormalises."""
-    if func in EMBEDS:
-        return kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None
-    if func is F.batch_norm:
-        return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
-    running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
-    return running is not None and bool(kwargs.get("use_input_stats", args[5] if len(args) > 5 else True))

@@ -1,4 +1,4 @@
-"""Functions of PyTorch whose results depend on all rows of a batch in a known way: means, counts, extremes.
+"""Functions of PyTorch whose results depend on all rows of a batch in a known way: means, counts, extremes, statistics.
 
 Must not know what is made of that (`loss_reduction.py`).
 """
@@ -38,6 +38,12 @@ COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}
 PADS = torch._VF._pad_packed_sequence  # what `torch.nn.utils.rnn.pad_packed_sequence` calls
 SMALLEST = {torch.min, Tensor.min, torch.amin, Tensor.amin}
 EXTREMES = {torch.max, Tensor.max, torch.amax, Tensor.amax} | SMALLEST
+EMBEDS = frozenset({F.embedding, F.embedding_bag})
+NORMALISES = EMBEDS | {F.batch_norm, F.instance_norm}
+"""Functions that may take something of all rows; see `takes_statistics`."""
+_SUMS, _ANY = {torch.sum, Tensor.sum}, {torch.any, Tensor.any}
+LOADS = _SUMS | _ANY
+"""Functions that may say how many rows go somewhere; see `is_load`."""
 
 
 def is_extreme(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -46,3 +52,26 @@ def is_extreme(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not isinstance(value, Tensor) or value.ndim == 0 or value.dtype is torch.bool:
         return False
     return not value.is_floating_point() and not value.is_complex()
+
+
+def is_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Says whether a result may tell how many rows go to each of several experts, or whether any goes to one: sums of
+    whole numbers over some dims, and whether a mask is true anywhere."""
+    value = args[0] if args else kwargs.get("input")
+    if not isinstance(value, Tensor) or value.ndim == 0 or value.is_floating_point() or value.is_complex():
+        return False
+    if func in _ANY and len(args) == 1 and not kwargs:
+        return value.dtype is torch.bool
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    return value.ndim > 1 and (isinstance(dim, int) or (isinstance(dim, (tuple, list)) and 0 < len(dim) < value.ndim))
+
+
+def takes_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Says whether a normalisation takes statistics of its input into its result or into running ones, or which rows of
+    an embedding it renormalises."""
+    if func in EMBEDS:
+        return kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None
+    if func is F.batch_norm:
+        return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+    running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
+    return running is not None and bool(kwargs.get("use_input_stats", args[5] if len(args) > 5 else True))

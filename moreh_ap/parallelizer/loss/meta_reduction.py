@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, GlobalReduction, MeanRules
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_functions import CLASS_LOSSES, COUNTS, ELEMENT_LOSSES, MEANS
+from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 
 _GROUPED_PRODUCTS = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
 """Products of a mixture of experts. On meta PyTorch takes nothing but bfloat16, on devices every dtype."""

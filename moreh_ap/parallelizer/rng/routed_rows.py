@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from moreh_ap.parallelizer.data.call_sites import site_of_call
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.packed_sequences import ranks_of
-from moreh_ap.parallelizer.rng.shared_draws import Share, UnsharedDraw
+from moreh_ap.parallelizer.rng.shared_draws import Draw, Share, SharedDraws, UnsharedDraw
 
 _AT_MODULE = zlib.crc32(b"a module in which workers wait for each other")
 
@@ -138,3 +138,20 @@ class WorkerCounts:
         if self._gathering is not None and isinstance(module, self._gathering):
             while not self._is_common(_AT_MODULE):
                 continue
+
+
+def drawn_in_turn(draws: Sequence[Draw], total: int) -> Callable[[int, int], AbstractContextManager[Any]]:
+    """Returns what gives the surroundings of runs of some rows in this process, which draw what a run of all of them
+    has drawn for these rows. That has to be the first.
+
+    Args:
+        draws: What is drawn; without any, such runs have no surroundings.
+        total: How many rows there are.
+    """
+    counts = KnownCounts()
+
+    def surroundings(start: int, stop: int) -> AbstractContextManager[Any]:
+        counts.restart()
+        return SharedDraws(draws, Share(start, stop, total), counts) if draws else nullcontext()
+
+    return surroundings

@@ -61,6 +61,8 @@ class Step:
         for_all: Whether those numbers have to be the ones of the whole batch, and else of this worker's rows.
         writes: Whether it writes to its first argument.
         cuts: Whether the result is one device's at first, and cut to this worker's rows.
+        deals: Where the result of a module has the entries that its one tensor has along dim 0, if each worker computes
+            some of them and the results are gathered. See `dealt_modules.py`.
         results: The placements of the tensors in the result.
         site: Where in the model's code it is called, as `call_sites.site_of_call` tells.
         given: The placements of the tensors among the arguments.
@@ -75,6 +77,7 @@ class Step:
     for_all: bool = False
     writes: bool = False
     cuts: bool = False
+    deals: Rows | None = None
     results: tuple[Placement, ...] = ()
     site: int = 0
     given: tuple[Placement, ...] = ()
@@ -83,7 +86,8 @@ class Step:
     @property
     def meets(self) -> bool:
         """Whether it does more with rows than to work row by row."""
-        return self.gathers or self.cuts or bool(self.follows) or SHARE in (*self.given, *self.results)
+        does_more = self.gathers or self.cuts or self.deals is not None or bool(self.follows)
+        return does_more or SHARE in (*self.given, *self.results)
 
     @property
     def is_of_one_size(self) -> bool:

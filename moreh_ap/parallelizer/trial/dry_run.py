@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moreh_ap.parallelizer.data.fsdp import recover, settle
-from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction, MeanRules
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.mean_rules import MeanRules
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.shared_draws import UnsharedDraw
 from moreh_ap.parallelizer.trial.outside_state import outside_restored
@@ -163,14 +164,14 @@ def attempt(step: Callable[[], None], module: nn.Module) -> str:
 
 class PaddedAlike(GlobalReduction):
     """Records means as `GlobalReduction` does, with the largest numbers of all rows where some rows run: packed
-    sequences are padded to the longest of all.
+    sequences are padded to the longest of all, and the same experts are called.
 
-    See [Note: lengths] in `loss_reduction.py`.
+    See [Note: lengths] and [Note: loads] in `loss_reduction.py`.
 
     Args:
         device: This worker's device.
         rules: Which numbers are means over the batch.
-        lengths: The largest numbers of all rows together, at the sites where they were taken.
+        lengths: The largest numbers, and loads, of all rows together, at the sites where they were taken.
     """
 
     def __init__(self, device: torch.device, *, rules: MeanRules, lengths: Sequence[Tensor]) -> None:
@@ -178,9 +179,18 @@ class PaddedAlike(GlobalReduction):
         self._lengths = lengths
 
     def _largest(self, own: int) -> int:
-        site = len(self.local_denominators)
+        known = self._known_at(len(self.local_denominators))
         largest = super()._largest(own)
-        return max(largest, int(self._lengths[site])) if site < len(self._lengths) else largest
+        return largest if known is None or known.ndim else max(largest, int(known))
+
+    def _load(self, own: Tensor) -> Tensor:
+        """Returns the loads of all rows, also if these rows go elsewhere now: with other random numbers they may."""
+        known = self._known_at(len(self.local_denominators))
+        load = super()._load(own)
+        return load if known is None or known.shape != load.shape else known.to(load.device, load.dtype)
+
+    def _known_at(self, site: int) -> Tensor | None:
+        return self._lengths[site] if site < len(self._lengths) else None
 
 
 def may_pad(module: nn.Module) -> bool:

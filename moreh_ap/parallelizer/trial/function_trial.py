@@ -25,8 +25,12 @@ from torch import Tensor
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.row_gathering import has_first_rows
 from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
-from moreh_ap.parallelizer.loss.loss_reduction import LENGTHS, GlobalReduction, takes_statistics
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.mean_functions import takes_statistics
+from moreh_ap.parallelizer.loss.mean_rules import MeanRules
 from moreh_ap.parallelizer.rng.policy import streams_untouched
+from moreh_ap.parallelizer.rng.routed_rows import drawn_in_turn
+from moreh_ap.parallelizer.rng.shared_draws import Draw
 from moreh_ap.parallelizer.row_dims.read_numbers import ReadNumbers, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
@@ -59,13 +63,10 @@ _ADDED_TO = dict.fromkeys(_names("addmm scatter_add scatter_add_ index_add index
 DRAWS = _names(
     "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ bernoulli bernoulli_",
     "multinomial poisson exponential_ random_ dropout dropout_ dropout1d dropout2d dropout3d feature_dropout",
-    "_sample_dirichlet _standard_gamma",
-    "alpha_dropout feature_alpha_dropout",
+    "_sample_dirichlet _standard_gamma alpha_dropout feature_alpha_dropout",
 )
 _REORDERS = (
-    _names(
-        "argsort flip flipud roll cumsum cumprod logcumsumexp",
-    ),
+    _names("argsort flip flipud roll cumsum cumprod logcumsumexp"),
     _names("__getitem__ index_select take_along_dim gather"),
 )
 """Functions that put rows into another order, or give each what those before it add to it, by themselves or by indices
@@ -93,6 +94,7 @@ class Trial:
         arguments: Positional and keyword ones.
         doubles: For each leaf of them what two workers have, None for what is one device's.
         follows: See `Step`.
+        within: Which numbers in a module are those of the batch, and what is drawn from the common stream.
     """
 
     def __init__(
@@ -105,11 +107,12 @@ class Trial:
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         doubles: Sequence[Double | None],
         follows: tuple[RowCount, ...],
+        within: tuple[MeanRules, Sequence[Draw]],
     ) -> None:
         self._device, self._rows, self._func, self._name = device, rows, func, name
         self._args, self._kwargs = arguments
         self._leaves, self._doubles = leaves_of(arguments), doubles
-        self._follows, self._tolerance = follows, tolerance
+        self._follows, self._tolerance, self._within = follows, tolerance, within
         self._mutates = self._kwargs.get("out") is not None or (name.endswith("_") and not name.endswith("__"))
         self._mutates = self._mutates or name in _WRITING
         placements = [double.placement for double in doubles if double is not None]
@@ -121,21 +124,23 @@ class Trial:
     def decide_on_module(self) -> tuple[Step, Sequence[Double | None]] | None:
         """Returns the step of a module that works row by row, and what its results are; None if rows meet in it.
 
-        Every call draws the same random numbers, and the streams are left as they were.
+        Every call draws the numbers of its rows, and the streams are left as they were.
         """
-        device = self._device if self._device.type == "cuda" else None
-        recording = GlobalReduction(self._device, record=True, rules=LENGTHS) if self.takes_means else nullcontext()
-        with streams_untouched(device), recording as full, ReadNumbers() as together:
+        (rules, draws), total = self._within, sum(self._rows)
+        device, drawing = self._device if self._device.type == "cuda" else None, drawn_in_turn(draws, total)
+        recording = GlobalReduction(self._device, record=True, rules=rules) if self.takes_means else nullcontext()
+        with streams_untouched(device), recording as full, ReadNumbers() as together, drawing(0, total):
             args, kwargs = map_leaves(lambda leaf: leaf, (self._args, self._kwargs))  # a module may add to a dict
             wanted = [leaf.detach() for leaf in tensors_of(self._func(*args, **kwargs))]
         denominators = full.global_denominators if full is not None else ()
         for adds_up, for_all in self._ways() if wanted and self._has_rows else ():
-            results, apart = [], (ReadNumbers(), ReadNumbers())
+            results, apart, ends = [], (ReadNumbers(), ReadNumbers()), (0, self._rows[0], total)
             for which in (0, 1):
                 args, kwargs = self._slice_of((self._args, self._kwargs), which, adds_up, for_all)
-                own = GlobalReduction(self._device, denominators=denominators, rules=LENGTHS)
+                reduction = GlobalReduction(self._device, denominators=denominators, rules=rules)
+                own = reduction if self.takes_means else nullcontext()
                 try:
-                    with streams_untouched(device), own if self.takes_means else nullcontext(), apart[which]:
+                    with streams_untouched(device), own, apart[which], drawing(*ends[which : which + 2]):
                         results.append([leaf.detach() for leaf in tensors_of(self._func(*args, **kwargs))])
                 except Exception:  # whatever the module raises for such slices: it does not work on them
                     break
@@ -149,7 +154,7 @@ class Trial:
         """Returns the step, the result for all rows, and what two workers have in place of its tensors."""
         if self._func is F.batch_norm and takes_statistics(self._func, self._args, self._kwargs):
             return self._normalise()
-        if self._name in DRAWS:
+        if self._name in DRAWS or self._name == "empty_like":  # what is in the memory of the latter says nothing
             return self._draw()
         before = self._cloned() if self._mutates else (self._args, self._kwargs)
         full = GlobalReduction(self._device, record=True)
@@ -198,14 +203,8 @@ class Trial:
 
     def _step(self, adds_up: bool, for_all: bool, found: Sequence[Double]) -> Step:
         placements = tuple(double.placement for double in found)
-        return Step(
-            self._name,
-            adds_up=adds_up,
-            follows=self._follows,
-            for_all=for_all,
-            writes=self._mutates,
-            results=placements,
-        )
+        follows, writes = self._follows, self._mutates
+        return Step(self._name, adds_up=adds_up, follows=follows, for_all=for_all, writes=writes, results=placements)
 
     def _outcome(self, result: Any, args: tuple[Any, ...]) -> list[Tensor]:
         """Returns the tensors that a function made or wrote to."""

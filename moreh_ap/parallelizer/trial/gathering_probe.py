@@ -101,6 +101,8 @@ class GatheringProbe(JoinedProbe):
             fewer=(first, fewer),
             others=others,
             tolerance=self._tolerance,
+            rules=self.call.rules,
+            draws=self.draws.stream,
         )
         self._lockstep, self._few = lockstep, (fewer, others)
         self._forward(self._chosen, lockstep, host, self.call.grad)
@@ -136,7 +138,10 @@ class GatheringProbe(JoinedProbe):
 
     def _reduction(self, mark: Callable[[], int] | None) -> GatheringReduction:
         gathering = Gathering(self.steps, tuple(self.dims), len(self._chosen), in_order=self.in_order)
-        return GatheringReduction(self.call.device, axis=self.call.axis, gathering=gathering, mark=mark)
+        call = self.call
+        return GatheringReduction(
+            call.device, axis=call.axis, gathering=gathering, rules=call.rules, mark=mark, meets_failed=True
+        )
 
     def _kind(self, index: int, name: str, leaf: Any, singles: Sequence[Any]) -> str:
         """Of a number that is zero but for rounding (the divergence of a policy from itself), the kind is what the

@@ -28,14 +28,14 @@ from moreh_ap.parallelizer.data.fsdp import record_block_order
 from moreh_ap.parallelizer.data.item_recorder import ItemRecorder
 from moreh_ap.parallelizer.data.item_reduction import ItemReduction, ItemRules
 from moreh_ap.parallelizer.data.item_results import gathered
-from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES
+from moreh_ap.parallelizer.loss.mean_rules import NO_RULES
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt, clear_gradients, untouched
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.item_rules import find_counts, find_merge, find_rules, find_sizes
 from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
-from moreh_ap.parallelizer.trial.row_comparison import names_of, random_weight, without_meaning
+from moreh_ap.parallelizer.trial.row_comparison import names_of, random_weight, take_gradients, without_meaning
 from moreh_ap.parallelizer.trial.split_check import compare
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict
 from moreh_ap.protocol.batch import row_range
@@ -166,7 +166,7 @@ class ItemProbe(JoinedProbe):
         if self.call.grad:
             self._weights = [random_weight(leaf) for leaf in common.outputs]
             self._go_back(common, self._weights)
-            self._wanted = self._take_gradients()
+            self._wanted = take_gradients(self.call.module)
         self._find_rounding(common)
         self._refuse_what_fails_alone(())
         axis = self.call.axis

@@ -30,13 +30,15 @@ from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.torch_calls import asks_for_sizes
-from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction, MeanRules, takes_statistics
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.mean_functions import takes_statistics
+from moreh_ap.parallelizer.loss.mean_rules import MeanRules
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.statistics.batch_parts import BatchParts, Part, part_of, tensor_names, whole_parts
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, attempt
 from moreh_ap.parallelizer.trial.probe import Probe, Result
-from moreh_ap.parallelizer.trial.row_comparison import close, sort_by_class
+from moreh_ap.parallelizer.trial.row_comparison import close, sort_by_class, take_gradients
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.pytree import pickle_treespec, unpickle_treespec
 
@@ -110,7 +112,7 @@ class JoinedProbe(Probe):
         ]
         if self.call.grad:
             self._go_back(other, self._weights)
-            found = self._take_gradients()
+            found = take_gradients(self.call.module)
             self._gradient_rounding = {name: _difference(want, found[name], 2.0) for name, want in self._wanted.items()}
 
     def _tolerance_of(self, output: int) -> float:

@@ -28,12 +28,17 @@ from moreh_ap.parallelizer.data.call_sites import GATHERING, is_called_by, site_
 from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.mean_rules import LENGTHS, MeanRules
+from moreh_ap.parallelizer.rng.policy import streams_untouched
+from moreh_ap.parallelizer.rng.shared_draws import Draw
+from moreh_ap.parallelizer.row_dims.dealt_modules import dealt_along
 from moreh_ap.parallelizer.row_dims.placements import Placements
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
-from moreh_ap.parallelizer.row_dims.row_steps import Placement, Rows, Step
+from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
 from moreh_ap.parallelizer.trial.dry_run import Refused, state_restored
 from moreh_ap.parallelizer.trial.function_trial import DRAWS, Double, Trial, cut, tensors_of, with_numbers
 from moreh_ap.parallelizer.trial.recorded_calls import Called
+from moreh_ap.parallelizer.trial.row_comparison import close
 
 _HARMLESS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """Arguments of a module that a second call of it finds as they were; not so a cache."""
@@ -53,6 +58,8 @@ class Lockstep(GlobalReduction):
         fewer: How many rows ran before, and what they called.
         others: What as many other rows called.
         tolerance: Which differences are rounding; see `row_comparison.py`.
+        rules: Which numbers in modules are those of the batch.
+        draws: What is drawn from the common stream.
 
     Attributes:
         steps: What was learned so far.
@@ -69,11 +76,13 @@ class Lockstep(GlobalReduction):
         fewer: tuple[int, Sequence[Called]],
         tolerance: float,
         others: Sequence[Called] = (),
+        rules: MeanRules = LENGTHS,
+        draws: Sequence[Draw] = (),
     ) -> None:
-        super().__init__(device, record=True)
+        super().__init__(device, record=True, rules=rules)
         self.steps: list[Step] = []
         self.ends: list[tuple[int, nn.Module]] = []
-        self._rows = rows
+        self._rows, self._within = rows, (rules, draws)
         self._dims = dims
         self._num_fewer, self._fewer_calls = fewer
         self._other_calls = others if len(others) == len(self._fewer_calls) else ()
@@ -134,9 +143,10 @@ class Lockstep(GlobalReduction):
             step = self._of_one_device(func, args, kwargs, follows, result) if follows else Step(name)
             self._note(step, leaves, doubles)
             return result
-        step, result, found = Trial(
-            self.device, self._rows, self._tolerance, func, name, (args, kwargs), doubles, follows
-        ).decide()
+        trial = Trial(
+            self.device, self._rows, self._tolerance, func, name, (args, kwargs), doubles, follows, self._within
+        )
+        step, result, found = trial.decide()
         self._note(step, leaves, doubles)
         self._place(result, found)
         return result
@@ -154,7 +164,10 @@ class Lockstep(GlobalReduction):
         if any(doubles) and all(isinstance(leaf, _HARMLESS) for leaf in leaves):
             self._inside = False
             try:
-                trial = Trial(self.device, self._rows, self._tolerance, call, name, (args, kwargs), doubles, follows)
+                given = (args, kwargs)
+                trial = Trial(
+                    self.device, self._rows, self._tolerance, call, name, given, doubles, follows, self._within
+                )
                 with state_restored(module):  # with gradients as in the call: a module may ask whether there are any
                     learned = trial.decide_on_module()
                 if learned is not None:
@@ -166,10 +179,30 @@ class Lockstep(GlobalReduction):
                     self._place(result, found)
                     self.ends += [(len(self.steps), module)] if any(True for _ in module.parameters()) else []
                     return result
+                deals = self._dealt(call, module, (args, kwargs), doubles) if not follows else None
+                if deals is not None:
+                    result = call(*args, **kwargs)
+                    self._position = after
+                    self._note(Step(name, adds_up=True, deals=deals, results=(None,)), leaves, doubles)
+                    self._place(result, [None])
+                    return result
             finally:
                 self._inside = None
         self._note(Step(name, enters=True), leaves, doubles)
         return call(*args, **kwargs)
+
+    def _dealt(
+        self, call: Original, module: nn.Module, arguments: Any, doubles: Sequence[Double | None]
+    ) -> Rows | None:
+        """Returns where the result of a module that gets a summand has the entries that the sum has along dim 0, if
+        each worker may compute some of them; None if not."""
+        if any(double is not None and double.placement != SHARE for double in doubles):
+            return None
+        if not any(True for _ in module.parameters()):
+            return None
+        device = self.device if self.device.type == "cuda" else None
+        with streams_untouched(device), state_restored(module):
+            return dealt_along(call, arguments, lambda one, other: close(one, other, self._tolerance))
 
     def _note(self, step: Step, leaves: Sequence[Any], doubles: Sequence[Double | None]) -> None:
         """Keeps a step with the place at which the forward took it."""

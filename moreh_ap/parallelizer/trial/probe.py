@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -19,8 +20,8 @@ from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.fsdp import BlockTrace, record_block_order, settle
-from moreh_ap.parallelizer.loss.loss_reduction import NO_RULES, GlobalReduction
+from moreh_ap.parallelizer.data.fsdp import BlockTrace, record_block_order
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
@@ -29,7 +30,6 @@ from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
 from moreh_ap.parallelizer.row_dims.read_numbers import ReadNumbers, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_steps import Step
 from moreh_ap.parallelizer.state.host_activations import saved_on_host
-from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.trial.agreement import all_workers_or_none
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, may_pad, state_restored
 from moreh_ap.parallelizer.trial.row_comparison import (
@@ -42,7 +42,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     names_of,
     random_weight,
     repeats,
-    some_parameters,
+    take_gradients,
     tolerance_of,
     without_meaning,
 )
@@ -67,6 +67,7 @@ class Probe:
     Attributes:
         kinds: The kind of every leaf of the result, once outputs were compared. See `split_check.py`.
         draws: What is drawn from common streams, once draws were compared.
+        draws_told: Whether they were, and it can be told which numbers belong to which row.
         saw: See `GlobalReduction`.
         beside_rows: Call sites whose means over dim 0 count as much in one row as in several.
         takes_means: Whether the forward takes means over the batch.
@@ -102,11 +103,11 @@ class Probe:
         self.places: dict[int, RowsAlong] = {}
         self.attributes: Mapping[str, int] = {}
         self.draws = Draws()
-        self.has_unknown = self.takes_means = self._writes_nothing = False
+        self.has_unknown = self.takes_means = self._writes_nothing = self.draws_told = False
+        self._load_shapes: dict[int, set[torch.Size]] = {}
         self.saw: set[str] = set()
-        self.call = call
+        self.call, self.rows = call, rows
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
-        self.rows = rows
         self.dims = row_dims(self._leaves, rows) if dims is None else dims
         self.each = each
         self._ran: Sequence[int] = ()
@@ -142,7 +143,7 @@ class Probe:
             done = EagerForward(call, args, kwargs, reduction=OwnDevice(call.device))
             if call.grad:
                 done.accumulate([random_weight(leaf) for leaf in done.outputs])
-                self._take_gradients()
+                take_gradients(self.call.module)
 
     def _exceeds_own_rows(self) -> bool:
         """Says whether a device would hold more rows than it trains with. See [Note: memory of a trial]."""
@@ -172,13 +173,14 @@ class Probe:
         """
         call = replace(self.call, grad=self.has_graph)
         lengths: Sequence[Tensor] = ()
-        rules = replace(NO_RULES, lengths=call.rules.lengths, extremes=call.rules.extremes)
+        rules = replace(call.rules, counts=False, beside_rows=frozenset())
 
         def forward(random: RandomPolicy, num_rows: int, first: int = 0) -> None:
             nonlocal lengths
             args, kwargs = self._arguments(self._chosen[first : first + num_rows])
             self._drew = random
             recorder = PaddedAlike(call.device, rules=rules, lengths=lengths)
+            recorder.load_shapes = self._load_shapes
             try:
                 with self._from_the_same_state():
                     EagerForward(replace(call, random=random), args, kwargs, reduction=recorder)
@@ -186,10 +188,18 @@ class Probe:
                 self.saw |= recorder.saw
             lengths = lengths or recorder.global_denominators
 
-        if rules.extremes or (rules.lengths and may_pad(call.module)):
+        if rules.extremes or rules.loads or (rules.lengths and may_pad(call.module)):
             forward(RandomPolicy(), len(self._chosen))
         ways = {"in_turn": self.may_take_turns, "may_permute": self._gathers, "repeat": self.repeats}
         self.draws = call.random.find_draws(call.device, forward, self.each, **ways)
+        self.draws_told = True
+
+    @property
+    def loads(self) -> frozenset[int]:
+        """Call sites that may tell how many rows go to each expert, where experts draw, or draws were not told."""
+        if self.draws_told and not self.draws.are_for_routed:
+            return frozenset()
+        return frozenset(place for place, shapes in self._load_shapes.items() if len(shapes) == 1)
 
     def compare_outputs(self) -> None:
         """Runs the rows together and one by one, and finds the kinds.
@@ -207,7 +217,7 @@ class Probe:
         if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones
             self._weights = [random_weight(leaf) for leaf in common.outputs]
             self._go_back(common, self._weights)
-            self._wanted = self._take_gradients()
+            self._wanted = take_gradients(self.call.module)
         self._find_rounding(common)
         singles, counted = self._run_apart(denominators)
         self._check_ways()
@@ -294,7 +304,7 @@ class Probe:
             Refused: The gradients do not add up.
         """
         self._backward_apart()
-        got_by_name = self._take_gradients()
+        got_by_name = take_gradients(self.call.module)
         wanted = [grad.abs().max() for grad in self._wanted.values() if grad is not None and grad.numel()]
         noise = self._noise * self._tolerance * float(max(wanted, default=0.0))
         for name, want in self._wanted.items():
@@ -303,16 +313,6 @@ class Probe:
                 raise Refused(f"whether {name} gets a gradient depends on the rows")
             if got is not None and want is not None and not self._is_rounding(name, got, want, noise):
                 raise Refused(f"the gradient of {name} is not the sum of what its rows give one by one")
-
-    def _take_gradients(self) -> dict[str, Tensor | None]:
-        """Returns this worker's shard of the gradients of some parameters, and clears all."""
-        module = self.call.module
-        settle(module)
-        found = {name: param.grad for name, param in some_parameters(module).items()}
-        gradients = {name: None if grad is None else local_shard(grad).detach().clone() for name, grad in found.items()}
-        for param in module.parameters():
-            param.grad = None
-        return gradients
 
     @contextmanager
     def _from_the_same_state(self) -> Iterator[None]:

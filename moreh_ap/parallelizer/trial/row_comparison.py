@@ -15,7 +15,7 @@ from torch.backends import cuda, cudnn
 
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
-from moreh_ap.parallelizer.data.fsdp import compute_dtype
+from moreh_ap.parallelizer.data.fsdp import compute_dtype, settle
 from moreh_ap.parallelizer.rounding import TOLERANCE_BF16, TOLERANCE_FP32, TOLERANCE_TF32
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
@@ -72,9 +72,14 @@ def _alike(tolerance: float, got: Any, want: Any) -> bool:
 
 def check_denominators(common: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> None:
     for site, whole in enumerate(common):
-        summed = sum(float(single[site]) for single in singles)
-        if abs(summed - float(whole)) > 1e-9 * max(1.0, abs(float(whole))):
-            raise Refused(f"mean {site} of the forward counts {float(whole)} together but {summed} row by row")
+        parts = [single[site].cpu() for single in singles]
+        if any(part.shape != whole.shape for part in parts):
+            raise Refused(f"how many numbers the forward counts at site {site} depends on the rows")
+        summed, together = torch.stack(parts).sum(0), whole.cpu()
+        if bool(((summed - together).abs() > 1e-9 * together.abs().clamp(min=1.0)).any()):
+            raise Refused(
+                f"mean {site} of the forward counts {together.tolist()} together but {summed.tolist()} row by row"
+            )
 
 
 def means_beside_rows(places: Mapping[int, int], common: Sequence[Tensor], single: Sequence[Tensor]) -> frozenset[int]:
@@ -271,6 +276,16 @@ def some_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     names = list(trainable)
     step = max(1, -(-len(names) // _MAX_COMPARED_PARAMETERS))
     return {name: trainable[name] for name in [*names[::step], *names[-1:]]}
+
+
+def take_gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    """Returns this worker's shard of the gradients of some parameters, and clears all."""
+    settle(module)
+    found = {name: param.grad for name, param in some_parameters(module).items()}
+    gradients = {name: None if grad is None else local_shard(grad).detach().clone() for name, grad in found.items()}
+    for param in module.parameters():
+        param.grad = None
+    return gradients
 
 
 def without_attributes(

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.kept_rows import KeptRows, may_be_kept, shapes_of
-from moreh_ap.parallelizer.loss.loss_reduction import MeanRules
+from moreh_ap.parallelizer.loss.mean_rules import MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.shared_draws import have_several
 from moreh_ap.parallelizer.row_dims.equal_rows import with_equal_rows
@@ -192,6 +192,7 @@ class _Trials:
             return self._compare_both_ways(make, number)
 
         probe, found = run(call)
+        call, probe, found = self._with_loads(probe, found, run) if may_place else (call, probe, found)
         if found.split or found.added:
             return Apart(found)
         counts, statistics, extremes = (
@@ -213,6 +214,21 @@ class _Trials:
             if found.split:
                 break
         return Apart(found)
+
+    def _with_loads(
+        self, probe: Probe, found: SplitVerdict, run: Callable[[Call], tuple[Probe, SplitVerdict]]
+    ) -> tuple[Call, Probe, SplitVerdict]:
+        """Tries a forward that draws for rows that are routed once more, with the loads of experts those of the batch.
+        Returns what it is to be tried as from now on, and what was found. See [Note: loads] in `loss_reduction.py`."""
+        call, loads = probe.call, probe.loads
+        if found.added or everywhere(not loads, call):
+            return call, probe, found
+        with_loads, before = replace(call, rules=replace(call.rules, loads=loads)), self._call
+        again, as_well = run(with_loads)
+        if not as_well.split and (found.split or not everywhere(again.draws_told, call)):
+            return call, probe, found
+        self._call = replace(before, rules=replace(before.rules, loads=loads))
+        return with_loads, again, as_well
 
     def _run_joined(self, untried: Sequence[MeanRules], each: int) -> SplitVerdict:
         """Tries rows of which normalisations take statistics: a few of them, in float64 too, and all, where statistics
@@ -290,10 +306,12 @@ class _Trials:
 
     def _compare_under_rules(self, probe: Probe, first: int) -> SplitVerdict:
         """Compares one of several ways to take numbers; `first` is how many faults there were before them. Errors of
-        others came of their rules where this one is right, and its own of counts or extremes where they are not."""
+        others came of their rules where this one is right, and its own of counts, extremes or loads where they are
+        not."""
         number = len(self.faults)
         found = self._compare(probe)
-        if found.split or probe.call.rules.counts or probe.call.rules.extremes:
+        rules = probe.call.rules
+        if found.split or rules.counts or rules.extremes or rules.loads:
             del self.faults[first if found.split else number :]
         return found
 

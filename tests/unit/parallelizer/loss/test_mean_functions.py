@@ -1,11 +1,11 @@
-"""Which maxima and minima are those of all whole numbers in a tensor."""
+"""Which maxima and minima are those of all whole numbers in a tensor, and which sums may be loads of experts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from moreh_ap.parallelizer.loss.mean_functions import EXTREMES, SMALLEST, is_extreme
+from moreh_ap.parallelizer.loss.mean_functions import EXTREMES, SMALLEST, is_extreme, is_load
 
 LENGTHS = torch.tensor([3, 5, 4])
 
@@ -29,3 +29,23 @@ def test_an_extreme_is_one_number_of_a_whole_tensor(args, kwargs, wanted):
 
 def test_minima_are_extremes():
     assert {torch.min, torch.Tensor.amin} <= SMALLEST < EXTREMES
+
+
+MASK_EN = torch.tensor([[True, False, True], [False, False, False]])
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs", "wanted"),
+    [
+        (torch.Tensor.sum, (MASK_EN, -1), {}, True),
+        (torch.Tensor.sum, (MASK_EN.long()[:, None],), {"dim": (-1, -2)}, True),
+        (torch.any, (MASK_EN[0],), {}, True),
+        (torch.any, (MASK_EN[0].long(),), {}, False),
+        (torch.Tensor.sum, (MASK_EN,), {}, False),  # a count
+        (torch.Tensor.sum, (MASK_EN.float(), -1), {}, False),
+        (torch.Tensor.sum, (MASK_EN.long(), (0, 1)), {}, False),
+        (torch.Tensor.sum, (LENGTHS, 0), {}, False),
+    ],
+)
+def test_a_load_is_a_number_for_each_expert_or_whether_any_row_goes_to_one(func, args, kwargs, wanted):
+    assert is_load(func, args, kwargs) is wanted

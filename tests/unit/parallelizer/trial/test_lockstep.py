@@ -240,3 +240,15 @@ def test_a_difference_that_is_rounding_alone_has_the_rows_of_its_arguments():
     layer = RoundsByRows()
     step = learn(lambda x: layer(x) - x)["sub"]
     assert (step.results, step.gathers) == ((Rows(0),), False)
+
+
+def test_a_module_that_gets_summands_computes_a_part_of_their_sum_on_each_worker():
+    expert = nn.Linear(4, 3)
+    step = learn(lambda x: x @ expert(x.t() @ x))["module Linear"]
+    assert (step.adds_up, step.deals, step.results) == (True, Rows(0), (None,))
+
+
+def test_a_module_that_draws_is_not_dealt_out():
+    experts = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    steps = learn(lambda x: x @ experts(x.t() @ x))
+    assert steps["module Sequential"].enters and steps["module Linear"].deals == Rows(0)
