@@ -76,8 +76,7 @@ class Launcher:
     ) -> None:
         self._agent_variables = agent_variables or {}
         self.engine: Engine | None = None
-        self._request = request
-        self._is_stopping = is_stopping
+        self._request, self._is_stopping = request, is_stopping
         self._output = WorkerOutput([self._label(rank) for rank in range(request.num_workers)])
         self._children: dict[int, Child | RemoteChild] = {}
         self._pid_reader, self._pid_writer = os.pipe()
@@ -179,9 +178,8 @@ class Launcher:
         self.kill()
         deadline_s = time.monotonic() + _COLLECTED_S
         while any(child.is_alive() for child in self._children.values()):
-            is_late = time.monotonic() > deadline_s  # what collects them is stopped
-            if is_late or self._is_stopping() or self._agent.exit_code() is not None:
-                return gone
+            if time.monotonic() > deadline_s or self._is_stopping() or self._agent.exit_code() is not None:
+                return gone  # if it is late, what collects them is stopped
             time.sleep(START_POLL_S)
         for child in self._children.values():
             child.close()
@@ -193,6 +191,9 @@ class Launcher:
     def copied(self) -> Joined | None:
         """Is told that there is a copy of what workers hold; returns what can be used from now on that was not."""
         return None
+
+    def restored(self) -> None:
+        """Is told that others hold what a copy has, which is where they are from now on."""
 
     def leave_agents(self) -> None:
         """Has `end` leave what keeps copies of what workers hold, for the launcher of others."""

@@ -146,6 +146,8 @@ class HostPool:
             HostLostError: The host is lost.
             OSError: A file cannot be read here, or not be written there.
         """
+        if not files:
+            return
         self._provided.update(dict.fromkeys(files))
         there = connection.ask("identities", _ASK_S, paths=list(files)).values["identities"]
         for path, seen in zip(files, map(tuple, there)):

@@ -128,6 +128,9 @@ class HostsLauncher(Launcher):
         self._left, joined = joined_by(self._connections, waiting, num_workers, self._pool.num_workers_on)
         return joined
 
+    def restored(self) -> None:
+        self._kept_by = self._kept_by and list(self._connections)
+
     def leave_agents(self) -> None:
         assert self._joining is not None, "a host has joined"
         self._joining.take(self._left)
@@ -197,8 +200,7 @@ class HostsLauncher(Launcher):
         for index, one in enumerate(self._connections):
             reason = one.lost()
             if reason is not None and not self._ended.is_set():
-                first = index * self._per_host
-                ranks = ", ".join(str(first + rank) for rank in range(self._per_host))
+                ranks = ", ".join(str(index * self._per_host + rank) for rank in range(self._per_host))
                 return WorkerLostError(
                     f"The host {one.name} is lost, and the workers on it ({ranks}): {reason}",
                     fix=f"moreh-ap doctor --hosts {one.name}",
@@ -253,9 +255,7 @@ class HostsLauncher(Launcher):
             one.serves = True
             made = run_credentials.of_hosts(Hosts([one], [], self._answers_at))[one.address]
             one.send("serve", credentials=asdict(made), working_folder=os.getcwd(), **asked)
-            again = self._pool.provided()
-            if again:
-                self._pool.provide(one, again)
+            self._pool.provide(one, self._pool.provided())
 
     def _listen_to_usage(self) -> None:
         self._usage = UsageOfHosts(self._per_host, self._request.threads_per_worker, self._request.device_type)

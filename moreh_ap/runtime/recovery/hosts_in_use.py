@@ -5,8 +5,8 @@ told.
 
 [Note: who keeps copies]
 Each host keeps the copies of its own workers and those of the host before it. So what the workers of a lost host held
-is there as long as the host behind it lives: behind it among the hosts that took the last copy. Those that have joined
-since have none, and are missed by nobody.
+is there as long as the host behind it lives: behind it among the hosts that took the last copy, or to which workers
+have been dealt since, once these have been told everything. Before that nobody misses those that have just joined.
 """
 
 from __future__ import annotations

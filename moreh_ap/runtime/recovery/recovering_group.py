@@ -294,6 +294,7 @@ class RecoveringWorkerGroup(WorkerGroup):
                     self._compare(*on_the_way.popleft(), receiver)
             while on_the_way:
                 self._compare(*on_the_way.popleft(), receiver)
+            self._launcher.restored()
         finally:
             for _, payload, _ in on_the_way:  # these workers have been lost, too
                 self._release(payload)

@@ -98,7 +98,7 @@ class SnapshotCommands:
         are_several = self._are_on_several_hosts()
         if command.of_workers is None:
             if are_several:
-                fetch(part_of, command.number)
+                fetch(part_of, workers_of_a_host(), command.number)
             take_over(self._tables, read)
         else:
             if are_several:

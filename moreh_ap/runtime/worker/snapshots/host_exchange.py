@@ -97,8 +97,15 @@ def _seconds_of_a_piece(per_host: int) -> float:
     return time.perf_counter() - began_s
 
 
-def fetch(part_of: PartOf, number: int) -> None:
-    """Has every host get the copies of its workers that are on another one alone. A collective.
+def fetch(part_of: PartOf, per_host: int, number: int) -> None:
+    """Has every host get the copies of its workers and those of the host before it, as far as it lacks them.
+
+    A collective. Copies that are there are not written again: nothing is lost if a host is lost meanwhile.
+
+    Args:
+        part_of: This host's slot.
+        per_host: Workers of each host now.
+        number: Of the copies.
 
     Raises:
         ValueError: No host has one of them.
@@ -106,8 +113,9 @@ def fetch(part_of: PartOf, number: int) -> None:
     world = get_world_size()
     found = _found(part_of, number, world)
     for other in range(world):
-        if other not in found[other]:
-            _pass(part_of, number, other, _source(found, number, other), other)
+        for to in (other, (other + per_host) % world):
+            if other not in found[to]:
+                _pass(part_of, number, other, _source(found, number, other), to)
 
 
 def fetch_all(part_of: PartOf, per_host: int, number: int, num_workers: int) -> None:

@@ -70,7 +70,7 @@ def launcher_of(names: str, num_workers: int, device_type: str = "cpu", num_gpus
     request = LaunchRequest(num_workers, device_type, 4, "", (), 5.0, 1.0, shared_memory_fd=-1)
     connections = [Connection(name, num_gpus) for name in names]
     pool = SimpleNamespace(hosts=list(names), names=list(names), said=[], next_start=itertools.count(1).__next__)
-    pool.say, pool.provided = pool.said.append, list
+    pool.say, pool.provided, pool.provide = pool.said.append, list, lambda one, files: None
     pool.use = lambda hosts: setattr(pool, "names", [one.name for one in hosts])
     pool.num_workers_on = lambda num_hosts, count: count
     made = HostsLauncher(request, lambda: False, pool)
@@ -216,6 +216,9 @@ def test_hosts_that_join_get_workers_after_a_copy(credentials):
     assert asked == [("a", "again", [0, 1]), ("b", "serve", [2, 3])] and one.serves
     assert launcher._pool.names == ["a", "b"] and launcher._request.threads_per_worker == 8
     assert launcher._pool.said == [], "the line of who takes over says it"
+    assert [one.name for one in launcher._kept_by] == ["a"], "until the others hold what the copy has"
+    launcher.restored()
+    assert launcher._kept_by == launcher._connections
     assert launcher.copied() is None
 
 

@@ -27,10 +27,13 @@ def passed(monkeypatch):
     return make
 
 
-def test_each_worker_gets_its_copy_from_a_host_that_has_it(passed):
+def test_each_worker_gets_its_copy_from_a_host_that_has_it_and_the_next_host_too(passed):
     made = passed([[0, 1, 2, 3], [0, 1, 2, 3], [], []])
-    fetch(None, 7)
-    assert made == [(2, 0, 2), (3, 0, 3)]
+    fetch(None, 2, 7)
+    assert made == [(0, 0, 2), (1, 0, 3), (2, 0, 2), (3, 0, 3)]
+    made = passed([[0, 2], [0, 1], [1, 2]])
+    fetch(None, 1, 7)
+    assert made == [], "nothing is written that is there"
 
 
 def test_under_another_plan_each_host_gets_the_copies_of_all(passed):
