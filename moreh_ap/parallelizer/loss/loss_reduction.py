@@ -192,7 +192,7 @@ class GlobalReduction(OwnDevice):
         if (self._record or self.rules.loads) and func in LOADS and is_load(func, args, kwargs):
             place, own = call_site(), func(*args, **kwargs)
             self.load_shapes.setdefault(place, set()).add(own.shape)
-            return self._load(own) if place in self.rules.loads else own
+            return self._load_of(own) if place in self.rules.loads else own
         if (
             func is Tensor.cuda
             or kwargs.get("device") in CUDA_DEVICES
@@ -316,7 +316,7 @@ class GlobalReduction(OwnDevice):
         """Returns the largest of a number that each worker's rows have; `own` is that of these rows. A site."""
         return int(self._of_batch(torch.full((), own, dtype=torch.float64, device=self.device), adds_up=False))
 
-    def _load(self, own: Tensor) -> Tensor:
+    def _load_of(self, own: Tensor) -> Tensor:
         """Returns the loads of experts over the batch; `own` are those of these rows. A site. See [Note: loads]."""
         load = self._of_batch(own.to(torch.float64), adds_up=own.dtype is not torch.bool)
         return load.to(own.device, own.dtype)

@@ -83,6 +83,12 @@ class Stages:
         """The place on the axis of the worker with the last stage: it has the results."""
         return (self.num_stages - 1) % self.axis.size
 
+    def of_last_stage(self, found: Any) -> Any:
+        """Returns what the worker of the last stage has found. A collective; `found` can be pickled."""
+        told = [found]
+        dist.broadcast_object_list(told, group=self.axis.group, group_src=self.last_worker)
+        return told[0]
+
     def first_holder_of(self, name: str) -> int:
         """Returns the place on the axis whose copy of a parameter counts. See [Note: held twice]."""
         return self._first_holder[name]

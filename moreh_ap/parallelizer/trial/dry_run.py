@@ -183,10 +183,10 @@ class PaddedAlike(GlobalReduction):
         largest = super()._largest(own)
         return largest if known is None or known.ndim else max(largest, int(known))
 
-    def _load(self, own: Tensor) -> Tensor:
+    def _load_of(self, own: Tensor) -> Tensor:
         """Returns the loads of all rows, also if these rows go elsewhere now: with other random numbers they may."""
         known = self._known_at(len(self.local_denominators))
-        load = super()._load(own)
+        load = super()._load_of(own)
         return load if known is None or known.shape != load.shape else known.to(load.device, load.dtype)
 
     def _known_at(self, site: int) -> Tensor | None:

@@ -32,7 +32,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moreh_ap.errors import UnsupportedError
@@ -179,9 +178,7 @@ class _Trials:
         self, call: Call, rows: int, may_place: bool, dims: Sequence[int | None] | None = None, each: int = 1
     ) -> Apart:
         """Tries rows by themselves: as they are, and with other of the forward's numbers as means over the batch."""
-        kind = PlacedProbe if may_place else Probe
-
-        number = len(self.faults)
+        kind, number = PlacedProbe if may_place else Probe, len(self.faults)
 
         def run(call: Call) -> tuple[Probe, SplitVerdict]:
             def make() -> Probe:
@@ -275,9 +272,8 @@ class _Trials:
         steps = probe.steps_of_batch()
         alike = range(probe.rows, probe.rows + 1)
         if steps is None:
-            return SplitVerdict(
-                False, (), "all rows of the batch lead to other functions than a few of them", sizes=alike
-            )
+            reason = "all rows of the batch lead to other functions than a few of them"
+            return SplitVerdict(False, (), reason, sizes=alike)
         is_of_one_size = any(step.is_of_one_size for step in steps)
         return replace(found, steps=steps, sizes=alike if is_of_one_size else range(probe.rows + 1))
 
@@ -393,21 +389,12 @@ def compare(probe: Probe) -> SplitVerdict:
             'plan="shard=2"',
         )
     kinds, attributes = without_attributes(probe.kinds, probe.attributes)
-    last = _of_last_stage(kinds, call)
-    found = SplitVerdict(True, last, "", probe.takes_means, call.rules, probe.is_joined, probe.draws, attributes)
+    stages = stages_of(call.module) if call.grad else None  # those of the last one have the result
+    kinds = kinds if stages is None else stages.of_last_stage(kinds)
+    found = SplitVerdict(True, kinds, "", probe.takes_means, call.rules, probe.is_joined, probe.draws, attributes)
     if probe.places or probe.turned:
         each_leaf = tuple(map(probe.places.get, range(len(probe.kinds))))
         places, of_attributes = without_attributes(each_leaf, probe.attributes)
         found = replace(found, means=True, places=places, attribute_places=of_attributes)
     parts = probe.parts if isinstance(probe, JoinedProbe) else ()
     return replace(found, written=probe.written, steps=probe.steps, in_order=probe.in_order, parts=parts)
-
-
-def _of_last_stage(kinds: tuple[str, ...], call: Call) -> tuple[str, ...]:
-    """Returns what the workers found that have the result."""
-    stages = stages_of(call.module)
-    if stages is None or not call.grad:
-        return kinds
-    found = [kinds]
-    dist.broadcast_object_list(found, group=stages.axis.group, group_src=stages.last_worker)
-    return found[0]
