@@ -177,7 +177,7 @@ class GlobalReduction(OwnDevice):
             return self._mean(func, args, kwargs)
         if func is PADS and self.rules.lengths:
             return func(*args[:-1], self._largest(args[-1]))
-        if func in NORMALISES:
+        if self._record and func in NORMALISES:
             self.saw |= {"statistics"} if takes_statistics(func, args, kwargs) else set()
         if func in COUNTS and is_count(args, kwargs):
             self.saw.add("counts")
@@ -367,8 +367,8 @@ class GlobalReduction(OwnDevice):
                 mean.settle(everywhere)
             mean, count, place = None, through, 0
             apart = torch.stack(self._apart)
-            answers = torch.stack([inside, apart[:, 0].any(), apart[-1, 1]])  # marks count when all are through
-            are_others_inside, other_places, other_marks = map(bool, answers.tolist())  # the one read
+            answers = torch.stack([inside, apart[:, 0].any(), apart[-1, 1]]).bool()  # marks count when all are through
+            are_others_inside, other_places, other_marks = answers.tolist()  # the one read, of no fractions
         if other_places:
             raise Diverged("rows decide over which losses the forward takes a mean")
         if other_marks:
