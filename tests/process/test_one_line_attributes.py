@@ -352,6 +352,35 @@ def test_what_one_part_keeps_is_read_by_another_call(accelerator):
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
 
 
+class MovingMean(nn.Module):
+    """Keeps a tensor at first, and a number from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.mean = nn.Linear(4, 1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = self.net(x).mean().detach()
+        kept = self.mean.item() if isinstance(self.mean, Tensor) else self.mean
+        self.mean = now if kept == 0 else 0.1 * now.item() + 0.9 * kept
+        return (self.net(x) - self.mean).square().mean()
+
+
+def test_a_state_that_becomes_a_number(accelerator):
+    def script(device):
+        torch.manual_seed(0)
+        model, trace = MovingMean().to(device), []
+        for _ in range(4):
+            loss = model(torch.randn(6, 4).to(device))
+            model.zero_grad()
+            loss.backward()
+            trace += [loss.detach(), model.net.weight.grad, torch.as_tensor(model.mean)]
+        return trace
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
 class CachedAttention(nn.Module):
     """As in the reference code of Llama: keys are written into a tensor that the module keeps, which is no buffer."""
 

@@ -19,7 +19,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.kept_rows import KeptRows, shapes_of
 from moreh_ap.parallelizer.call.parameter_writes import require_full_parameters
 from moreh_ap.parallelizer.call.reports import Reports
-from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_state, split_passed_state
+from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_state, split_passed_state, with_tensors
 from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
 from moreh_ap.parallelizer.compiling.compiled_blocks import as_written
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
@@ -308,12 +308,12 @@ class CallPreparation:
         self, key: Hashable, kept: set[str], call: Call, args: Sequence[Any], kwargs: dict[str, Any], rows: int | None
     ) -> tuple[str, ...]:
         """Which attributes of some a call reads before it sets them, of those that it is not given."""
-        names = kept.difference(split_passed_state(kwargs)[1])
+        names = with_tensors(self.model.module, kept.difference(split_passed_state(kwargs)[1]))
         if not names:
             return ()
         if key not in self.reads_of:
             self.reads_of[key] = tuple(sorted(find_passed_state(call, tuple(args), kwargs, rows, names)))
-        return self.reads_of[key]
+        return tuple(name for name in self.reads_of[key] if name in names)
 
     def _kind_of_verdict(self, kind: Hashable, leaves: Sequence[Any], rows: int | None) -> Hashable:
         """What calls have in common that may be split likewise."""
