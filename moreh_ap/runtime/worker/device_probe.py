@@ -121,7 +121,7 @@ def _update_bytes_per_s(device: torch.device) -> float:
     parameters = [nn.Parameter(torch.ones(_PARAMETER[device.type], device=device)) for _ in range(_NUM_PARAMETERS)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, fused=True)  # as `worker_optimizer.py` has it
+    optimizer = torch.optim.AdamW(parameters, fused=device.type == "cuda" or None)  # as `worker_optimizer.py` has it
     return 36.0 * sum(one.numel() for one in parameters) / _seconds(optimizer.step, device)
 
 

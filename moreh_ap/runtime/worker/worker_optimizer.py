@@ -6,11 +6,8 @@ is for `norms.py` to know.
 
 from __future__ import annotations
 
-import functools
-import operator
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -39,11 +36,10 @@ _WITHOUT_FUSED_STEP_ON_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
 """Their fused kernels do not know FSDP2's shards (torch 2.13: "does not have a sharding strategy registered"). The step
 runs as several kernels there."""
 
-_FUSED = (torch.optim.Adam, torch.optim.AdamW)
-"""Whose step is one kernel where the script has not said how it runs: it reads and writes weights and state once, where
-the default reads and writes them once an operation (a third of its bytes, and rounding differs in the last bits)."""
-
-_GRADIENT, _IS_THERE = operator.attrgetter("grad"), functools.partial(operator.is_not, None)
+_FUSED_ON_GPUS = (torch.optim.Adam, torch.optim.AdamW)
+"""Whose step is one kernel on a GPU where the script has not said how it runs: it reads and writes weights and state
+once, where the default reads and writes them once an operation (a third of its bytes, and rounding differs in the last
+bits)."""
 
 _MADE_ANEW = ("state", "param_groups", "defaults")
 """Attributes of an optimizer that are not copied as they are."""
@@ -193,8 +189,8 @@ class WorkerOptimizer:
         self._device = device
         self._is_on_host = device.is_cuda and any(local_shard(one).is_cpu for group in here for one in group)
         self._offloaded = OffloadedState(self._optimizer) if offload else None
-        fused = [] if offload or self._is_on_host else fuse_where_possible(self._optimizer)
-        self._fused_on_cpu = [] if device.is_cuda else fused
+        if device.is_cuda and not offload and not self._is_on_host:
+            fuse_where_possible(self._optimizer)
 
     def step(self, changes: dict[int, dict[str, Any]], scaling: Mapping[str, Tensor]) -> None:
         """Take over changed hyper-parameters, then step; `scaling` is what a fused step reads as attributes."""
@@ -206,11 +202,6 @@ class WorkerOptimizer:
             scaling = {}
         if self._is_on_host:
             scaling = {name: value.cpu() for name, value in scaling.items()}
-        for group in self._fused_on_cpu:  # in the memory of all that a step touches, entries have to lie side by side
-            parameters = group["params"]
-            gradients = filter(_IS_THERE, map(_GRADIENT, parameters))
-            state = map(dict.values, filter(None, map(self._optimizer.state.get, parameters)))
-            group["fused"] = all(map(Tensor.is_contiguous, chain(parameters, gradients, chain.from_iterable(state))))
         vars(self._optimizer).update(scaling)
         (self._offloaded or self._optimizer).step()
         for name in scaling:
@@ -322,18 +313,15 @@ class WorkerOptimizer:
         return shard
 
 
-def fuse_where_possible(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Has groups of `_FUSED` step as one kernel unless the script decided how they step; returns these groups."""
-    if type(optimizer) not in _FUSED:
-        return []
-    fused = []
+def fuse_where_possible(optimizer: torch.optim.Optimizer) -> None:
+    """Has groups of `_FUSED_ON_GPUS` step as one kernel unless the script decided how they step."""
+    if type(optimizer) not in _FUSED_ON_GPUS:
+        return
     for group in optimizer.param_groups:
         is_undecided = group["fused"] is None and group["foreach"] is None
         is_usual = not (group["capturable"] or group["differentiable"])
         if is_undecided and is_usual and all(parameter.is_floating_point() for parameter in group["params"]):
             group["fused"] = True
-            fused.append(group)
-    return fused
 
 
 def _position(held: StateShard | None) -> Position:

@@ -1,4 +1,4 @@
-"""Optimizers of workers step as one kernel where the script has not said how they step."""
+"""Optimizers of a GPU's worker step as one kernel where the script has not said how they step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moreh_ap.runtime.worker.worker_optimizer import WorkerOptimizer, fuse_where_possible
+from moreh_ap.runtime.worker.worker_optimizer import fuse_where_possible
 
 
 def _steps(optimizer, parameter):
@@ -44,22 +44,3 @@ def test_other_classes_stay_as_they_are():
         optimizer = cls([nn.Parameter(torch.ones(2))])
         fuse_where_possible(optimizer)
         assert optimizer.param_groups[0]["fused"] is None
-
-
-@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
-def test_gradients_in_another_order_than_weights_are_taken_for_what_they_are(order):
-    def built():
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(2, 3, 4, 5))
-        weight.grad = torch.randn(2, 3, 4, 5).contiguous(memory_format=order)
-        return torch.optim.AdamW([weight], lr=0.1), weight
-
-    (plain, wanted), (optimizer, weight) = built(), built()
-    worker = WorkerOptimizer.__new__(WorkerOptimizer)
-    worker._optimizer, worker._fused_on_cpu, worker._offloaded = optimizer, fuse_where_possible(optimizer), None
-    worker._lacks_fused_step = worker._is_on_host = False
-    for _ in range(2):
-        plain.step()
-        worker.step({}, {})
-    assert optimizer.param_groups[0]["fused"] is (order is torch.contiguous_format)
-    torch.testing.assert_close(weight, wanted, rtol=1e-6, atol=1e-6)
