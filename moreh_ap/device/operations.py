@@ -267,8 +267,11 @@ def _compute_here(func: Any, args: Any, kwargs: Any, device: torch.device) -> An
     host_args, host_kwargs = mapped(VirtualTensor, read, args, kwargs)
     result = func(*host_args, **host_kwargs)
     for tensor in written:
-        value = tensor._cell.value
-        if not isinstance(value, Here):
+        value, is_view = tensor._cell.value, torch.Tag.inplace_view in func.tags
+        if isinstance(value, View) and is_view and func not in _NOT_PLAIN:  # `squeeze_`: it is another view from now on
+            seen = View(tensor._cell, lambda whole: func(whole.view_as(whole), *args[1:], **kwargs))
+            tensor._use(Cell(seen, device))
+        elif not isinstance(value, Here):
             value.write(host_of[id(tensor)])
     if torch.Tag.inplace_view in func.tags:
         with torch.utils._mode_utils.no_dispatch():

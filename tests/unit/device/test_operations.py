@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from moreh_ap.device import operations
+from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor
+from moreh_ap.device.values import Cell, View
 from unit.device.samples import promise
 
 
@@ -24,6 +26,18 @@ def test_views_and_in_place_operations_share_memory():
     assert labels.tolist() == [-100, 1, -100, 3]
     tensor.unsqueeze_(0)
     assert tensor.shape == (1, 2, 3)
+
+
+def test_a_view_of_what_is_elsewhere_that_is_seen_otherwise_from_now_on():
+    base = torch.arange(6.0).reshape(2, 3).cuda()
+    row = VirtualTensor(Cell(View(base._cell, lambda whole: whole[1:]), ACCELERATOR), torch.empty(1, 3, device="meta"))
+    before = row.detach()
+    row.squeeze_(0).add_(1)
+    assert (row.shape, (row * 2).tolist(), before.tolist()) == ((3,), [8, 10, 12], [[4, 5, 6]])
+    before.t_()
+    assert before.tolist() == [[4], [5], [6]]
+    before.zero_()
+    assert base.tolist() == [[0, 1, 2], [0, 0, 0]]
 
 
 def test_arithmetic_on_a_promise_does_not_wait():
