@@ -294,7 +294,7 @@ class RemoteAgent:
 
 def _workers_of(values: Mapping[str, Any]) -> tuple[list[int], str]:
     """Returns what of a start decides which warm parent can fork its workers: other variables each worker gets anew."""
-    return values["ranks"], values["environment"]["OMP_NUM_THREADS"]
+    return values["ranks"], values["environment"].get("OMP_NUM_THREADS", "")
 
 
 def main() -> None:
