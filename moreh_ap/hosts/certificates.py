@@ -1,7 +1,7 @@
 """Certificates for one run.
 
 Decides who may talk to whom: every process of a run has a certificate of an authority that was made for the run, whose
-key is thrown away before `make_credentials` returns. So nobody can make another one. Where hosts may join during the
+key is thrown away before `make_credentials` returns. No other can be made. Where hosts may join during the
 run, the controller keeps the `Authority`, and its key, in its own memory. Must not know how keys travel.
 """
 

@@ -105,5 +105,5 @@ def test_workers_of_an_earlier_start_are_not_answered(make_store):
     relay.close()
     deadline_s = time.monotonic() + 10.0
     while relay._server.socket.fileno() >= 0:
-        assert time.monotonic() < deadline_s, "nobody is let in any more"
+        assert time.monotonic() < deadline_s, "the relay takes no more connections"
         time.sleep(0.05)

@@ -81,7 +81,7 @@ def test_hosts_that_the_file_names_since_are_tried(joining, tmp_path):
     file.write_text("a\n")
     pool = Pool(["a"], str(file))
     found = joining(pool, [Connection("a")])
-    file.write_text("a\nb c\n")  # somebody has not finished
+    file.write_text("a\nb c\n")  # the line is not finished
     wait_for(lambda: pool.said)
     assert "cannot be read as a list of hosts" in pool.said[0] and pool.tried == []
     file.write_text("a\nb\n")

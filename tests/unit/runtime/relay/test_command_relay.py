@@ -74,7 +74,7 @@ def test_workers_are_told_which_value_their_host_had_no_memory_for(tmp_path, mon
             assert (frame.kind, frame.number) == (MISSING, 42)
 
 
-def test_a_closed_relay_lets_nobody_in_and_writes_nothing_more(tmp_path):
+def test_a_closed_relay_takes_no_connection_and_writes_nothing_more(tmp_path):
     with running(tmp_path, 2, 1) as run:
         run.serve(lambda *_: ("done", None))
         run.links.execute(1, 0, Packed(b"")).wait(TIMEOUT_S)

@@ -8,7 +8,7 @@ from moreh_ap.session.replay.snapshot_slots import SnapshotSlots
 def test_the_slot_with_the_last_complete_copy_is_not_written():
     slots = SnapshotSlots()
     first, again = slots.next_copy(40, 9.0), slots.next_copy(40, 9.0)
-    assert first.slot == again.slot and again.number > first.number, "nobody knows whether the first was written"
+    assert first.slot == again.slot and again.number > first.number, "whether the first was written is not known"
     assert (first.most_bytes, first.most_s) == (40, 9.0)
     restore = slots.completed(again)
     assert (restore.slot, restore.number) == (again.slot, again.number)
