@@ -9,11 +9,12 @@ share the batch and divided by nothing. FSDP2 averages by default; both its fact
 (`data/fsdp.py`), because only the plain SUM exists on every back end.
 
 [Note: which machinery]
-shard > 1, bf16 or offload=all: FSDP2 (it keeps float32 shards and computes on bf16 copies, also with a shard axis of
-one). fp32 replication: the parameters stay ordinary tensors and `GradientSync` sums their gradients. Measured beside
-DistributedDataParallel on two CPU workers (Llama, 6 layers, hidden 512): GradientSync took 1.01 times its CPU time a
-step, FSDP2 with a shard axis of one and `replicate` on FSDP2's machinery 1.16 and 1.17 times its wall time, because
-they copy every parameter. One device: nothing at all in fp32, in bf16 nothing for weights that are bfloat16 already.
+shard > 1 or offload=all: FSDP2 (it keeps float32 shards and computes on bf16 copies). Replication: the parameters stay
+ordinary tensors and `GradientSync` sums their gradients. Measured beside DistributedDataParallel on two CPU workers
+(Llama, 6 layers, hidden 512, fp32): GradientSync took 1.01 times its CPU time a step, FSDP2 with a shard axis of one
+and `replicate` on FSDP2's machinery 1.16 and 1.17 times its wall time, because they copy every parameter. One device:
+nothing at all in fp32. In bf16, models that are not sharded compute on copies (`precision/computing_copies.py`), but
+for pipelines and for gradients in bf16 that are added up, which are FSDP2's.
 
 [Note: order]
 1. Tensor parallelism first: whatever follows sees this worker's smaller parameters as if they were whole.
@@ -24,20 +25,21 @@ that a block is gathered before it runs, and its hooks are in no graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.call.extension import CallExtension
 from moreh_ap.parallelizer.compiling.chosen_blocks import blocks_of_requests
 from moreh_ap.parallelizer.compiling.compiled_blocks import compile_blocks
 from moreh_ap.parallelizer.data import bucketed_allreduce, unused_parameters
-from moreh_ap.parallelizer.data.fsdp import only_copied, shard, unshardable, uses_fsdp
+from moreh_ap.parallelizer.data.fsdp import only_copied, shard, unshardable, uses_fsdp, with_own_parameters
 from moreh_ap.parallelizer.data.recompute import apply_recompute
 from moreh_ap.parallelizer.group_sums import host_sums
 from moreh_ap.parallelizer.mesh import TENSOR_AXIS, Position
@@ -45,6 +47,8 @@ from moreh_ap.parallelizer.pipeline import stages
 from moreh_ap.parallelizer.pipeline.stages import Stages
 from moreh_ap.parallelizer.pipeline.streaming import Streaming
 from moreh_ap.parallelizer.pipeline.trace import trace
+from moreh_ap.parallelizer.precision.computing_copies import compute_in
+from moreh_ap.parallelizer.precision.output_precision import PROMISES, results_in
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
@@ -116,18 +120,20 @@ def apply_plan(
         PlanError: The model cannot be split so; the text says why and what can be done instead.
     """
     aside = modules_aside(module)
-    if aside and (uses_fsdp(plan) or plan.tensor * plan.pipeline > 1):
+    by_fsdp = uses_fsdp(module, plan)
+    casts = plan.precision != "fp32"
+    if aside and (by_fsdp or casts or plan.tensor * plan.pipeline > 1):
         raise PlanError(
             f"{type(module).__name__} keeps a {type(aside[0]).__name__} in a list or dict of Python, where "
             f"plan={str(plan)!r} does not find it",
             "plans with replicate alone in float32, or nn.ModuleList and nn.ModuleDict",
             f'plan="replicate={plan.num_devices}", mixed_precision=False',
         )
-    unusual = module_that_renames(module) if uses_fsdp(plan) else None
+    unusual = module_that_renames(module) if by_fsdp or casts else None
     if unusual is not None:
         raise PlanError(
             f"{type(unusual).__name__} gives its parameters names that are not attributes of modules, and "
-            f"plan={str(plan)!r} is carried out by FSDP2, which puts shards in their place by name",
+            f"plan={str(plan)!r} puts shards or copies in their place by name",
             "plans with replicate alone in float32",
             f'plan="replicate={plan.num_devices}", mixed_precision=False',
         )
@@ -155,36 +161,53 @@ def apply_plan(
         apply_recompute(blocks, plan.recompute, stop_early=plan.tensor == 1)
     if plan.compile == "blocks":
         assert device is not None
-        _compile(module, local, plan, device, compiled)
-    _spread_over_data(module, plan, mesh, position, here)
+        _compile(module, local, device, compiled, casts=casts, by_fsdp=by_fsdp)
+    _spread_over_data(module, plan, mesh, position, here, by_fsdp=by_fsdp)
     extensions = () if here is None else (Streaming(module, here),)
     return AppliedPlan(plan, position, tensor, here, tensor.layouts if tensor else {}, extensions)
 
 
 def _compile(
-    module: nn.Module, local: Sequence[Sequence[nn.Module]], plan: Plan, device: torch.device, asked: CompileRequests
+    module: nn.Module,
+    local: Sequence[Sequence[nn.Module]],
+    device: torch.device,
+    asked: CompileRequests,
+    *,
+    casts: bool,
+    by_fsdp: bool,
 ) -> None:
     """Has this worker's blocks run compiled, as the script asks; all of them if only the plan does."""
     blocks = [block for members in local for block in members]
-    casts = uses_fsdp(plan) and plan.precision != "fp32"
     for request, chosen in blocks_of_requests(module, blocks, asked):
-        compile_blocks(chosen, request, device, casts=casts)
+        compile_blocks(chosen, request, device, casts=casts, gathers=by_fsdp)
 
 
-def _spread_over_data(module: nn.Module, plan: Plan, mesh: DeviceMesh, position: Position, here: Stages | None) -> None:
+def _spread_over_data(
+    module: nn.Module, plan: Plan, mesh: DeviceMesh, position: Position, here: Stages | None, *, by_fsdp: bool
+) -> None:
     """Shards or replicates what this worker holds. See [Note: which machinery]."""
     plain = unshardable(module)
     if here is not None:
         inside = {id(p) for stage in here.local.values() for p in stage.parameters()}
         plain |= {p for p in module.parameters() if id(p) not in inside}
-    if uses_fsdp(plan):
+    if by_fsdp:
         if position.data.size == 1:
             plain |= only_copied(module, plan)
         roots = [module] if here is None else list(here.local.values())
         blocks = [block for root in roots for block in repeated_blocks(root)]
         shard(module, roots, blocks, plan, mesh, plain)
-    if position.data.size > 1 and (not uses_fsdp(plan) or plain):
+    elif plan.precision != "fp32":
+        _compute_on_copies(module, plain)
+    if position.data.size > 1 and (not by_fsdp or plain):
         group = position.data.group
         bucketed_allreduce.attach(module, group, host_sums(group, mesh.device_type))
-    if position.data.size > 1 and uses_fsdp(plan):
+    if position.data.size > 1 and by_fsdp:
         unused_parameters.attach(module, position.data.group)
+
+
+def _compute_on_copies(module: nn.Module, plain: Collection[nn.Parameter]) -> None:
+    """Has a model that nothing shards compute in bfloat16, but for batch normalisations, and promise float32."""
+    low, statistics = torch.bfloat16, [one for one in module.modules() if isinstance(one, _BatchNorm)]
+    compute_in(module, low, with_own_parameters(module, repeated_blocks(module)), statistics, plain)
+    module.register_forward_hook(results_in(low, torch.float32))
+    object.__setattr__(module, PROMISES, True)

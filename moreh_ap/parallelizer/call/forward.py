@@ -22,7 +22,6 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import GRADIENT_SYNCS, Call
 from moreh_ap.parallelizer.call.execution import FREED, Execution
 from moreh_ap.parallelizer.call.extension import Forward, extended
-from moreh_ap.parallelizer.call.output_precision import PROMISES, all_converted, shapes_of
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
@@ -32,6 +31,7 @@ from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
 from moreh_ap.parallelizer.loss.loss_precision import Float32Losses
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.precision.output_precision import PROMISES, all_converted, shapes_of
 from moreh_ap.parallelizer.rng.routed_rows import WorkerCounts
 from moreh_ap.parallelizer.rng.turns import WorkerTurns
 from moreh_ap.parallelizer.statistics.batch_parts import BatchParts

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.parallelizer.data.fsdp import fsdp_roots
+from moreh_ap.parallelizer.data.fsdp import has_others_in_place
 from moreh_ap.parallelizer.data.outer_layers import unnoticed
 from moreh_ap.plan import Plan
 
@@ -47,7 +47,8 @@ class WrittenParameters(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._module, self._is_sharded = module, bool(fsdp_roots(module))
+        self._module = module
+        self._has_others = has_others_in_place(module)
         self._memory: dict[int, str] = {}
         self._before: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._values: dict[str, Tensor] = {}
@@ -69,7 +70,7 @@ class WrittenParameters(TorchDispatchMode):
                 self.state[name] = parameter.detach()
                 parameter.data = before
         for name, value in self._values.items():
-            if name in self._before:  # what FSDP2 gathered for the forward is not kept
+            if name in self._before:  # what stood in its place during the forward is not kept
                 _, before = self._before[name]
                 self.state.setdefault(name, before.clone())
                 before.data.copy_(value)  # `.data`: a graph that has kept the parameter is not told of the change
@@ -77,7 +78,7 @@ class WrittenParameters(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            if self._is_sharded:
+            if self._has_others:
                 self._memory = {_address(parameter): name for name, parameter in self._plain().items()}
             for tensor in _written(func, args, kwargs):
                 name = self._memory.get(_address(tensor))
@@ -88,12 +89,12 @@ class WrittenParameters(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _plain(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters that have memory of their own: under FSDP2 those of the blocks that run now."""
+        """Returns the parameters that have memory of their own: in a forward also what stands in place of others."""
         with unnoticed():
             return {
                 name: parameter
                 for name, parameter in self._module.named_parameters()
-                if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel()
+                if type(parameter) in (nn.Parameter, Tensor) and not parameter.is_meta and parameter.numel()
             }
 
 
@@ -125,7 +126,7 @@ def keep_parameters(module: nn.Module) -> RemovableHandle:
         assert old is not None and new is not None
         if isinstance(old, DTensor) or isinstance(new, DTensor):
             return None  # FSDP2 gathers a parameter of an `nn.LSTM`, or lets go of it
-        if fsdp_roots(root) or (old.shape, old.dtype) != (new.shape, new.dtype):
+        if has_others_in_place(root) or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise UnsupportedError(
                 f"forward puts a parameter of shape {tuple(new.shape)} in place of {name} of shape {tuple(old.shape)}, "
                 "which is sharded or another one.",
@@ -158,7 +159,7 @@ def require_full_parameters(module: nn.Module, plan: Plan, name: str) -> None:
     Raises:
         UnsupportedError: The plan does one of these.
     """
-    if fsdp_roots(module) or plan.tensor > 1 or plan.pipeline > 1 or plan.recompute != "none":
+    if has_others_in_place(module) or plan.tensor > 1 or plan.pipeline > 1 or plan.recompute != "none":
         raise UnsupportedError(
             f"forward changes the parameter {name} itself, which plan={str(plan)!r} splits or computes twice.",
             allowed="Plans with replicate alone, in float32, for such a model.",

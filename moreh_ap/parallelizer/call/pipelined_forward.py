@@ -29,7 +29,6 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.forward import autocasting, reducing, scaled_gradient, summing_gradients
 from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
-from moreh_ap.parallelizer.call.output_precision import shapes_of
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import compute_dtype, recover, settle
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
@@ -37,6 +36,7 @@ from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.pipeline.stage import Nesting, Stage, Travelling, nesting_of
 from moreh_ap.parallelizer.pipeline.stages import Stages, stages_of
+from moreh_ap.parallelizer.precision.output_precision import shapes_of
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
 

@@ -67,7 +67,12 @@ def as_written() -> Iterator[None]:
 
 
 def compile_blocks(
-    blocks: Sequence[nn.Module], request: CompileRequest, device: torch.device, *, casts: bool = False
+    blocks: Sequence[nn.Module],
+    request: CompileRequest,
+    device: torch.device,
+    *,
+    casts: bool = False,
+    gathers: bool = False,
 ) -> None:
     """Has blocks run compiled, where they can. Applied after recomputation and before `fully_shard`.
 
@@ -75,7 +80,8 @@ def compile_blocks(
         blocks: This worker's blocks to compile.
         request: The options of the script.
         device: This worker's device.
-        casts: Whether FSDP2 will have the blocks compute in bfloat16, but for batch normalisations and losses.
+        casts: Whether the blocks will compute in bfloat16, but for batch normalisations and losses.
+        gathers: Whether FSDP2 will gather their parameters.
     """
     compilers.prepare(device, len(blocks) + _MORE_GRAPHS)
     missing = compilers.why_not(request, device)
@@ -84,7 +90,7 @@ def compile_blocks(
     for block in blocks:
         inner, forward = unwrapped(block), vars(block).get("forward")
         recomputed = forward if isinstance(forward, RecomputedForward) else None
-        reason = missing or _why_not(block, inner, recomputed, casts)
+        reason = missing or _why_not(block, inner, recomputed, casts and gathers)
         if reason:
             said.say(type(inner).__name__, reason)
             continue
@@ -105,9 +111,9 @@ def use_compiled_blocks(module: nn.Module, is_on: bool) -> None:
             forward.is_on = is_on
 
 
-def _why_not(block: nn.Module, inner: nn.Module, recomputed: RecomputedForward | None, casts: bool) -> str:
+def _why_not(block: nn.Module, inner: nn.Module, recomputed: RecomputedForward | None, gathers: bool) -> str:
     """Returns why a block cannot be compiled whatever its graph is, as the end of a sentence; "" if it may be."""
-    if casts and any(isinstance(submodule, _BatchNorm) for submodule in inner.modules()):
+    if gathers and any(isinstance(submodule, _BatchNorm) for submodule in inner.modules()):
         return "its batch normalisation stays in float32, and is gathered by itself"
     own = vars(inner).get("forward")
     if inner is block and recomputed is not None:

@@ -36,17 +36,31 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.errors import PlanError
-from moreh_ap.parallelizer.call.output_precision import PROMISES, results_in
 from moreh_ap.parallelizer.data.outer_layers import outer_layers, watch
+from moreh_ap.parallelizer.precision.computing_copies import computes_on_copies
+from moreh_ap.parallelizer.precision.output_precision import PROMISES, results_in
 from moreh_ap.plan import Plan
 
 _ATTRIBUTE = "_moreh_fsdp_roots"
 _WAITING = "_moreh_fsdp_what_waits"
 
 
-def uses_fsdp(plan: Plan) -> bool:
-    """Says whether a plan is carried out by FSDP2: it shards, casts parameters, and brings them from host memory."""
-    return plan.shard > 1 or plan.precision != "fp32" or plan.offload == "all"
+def uses_fsdp(module: nn.Module, plan: Plan) -> bool:
+    """Says whether a plan is carried out by FSDP2, which shards parameters and brings them from host memory.
+
+    It also adds up gradients in float32 of parameters that the script has in another precision. In a pipeline it keeps
+    the copies of a stage for all micro-batches. Other plans in bfloat16 compute on copies (`computing_copies.py`).
+    """
+    if plan.shard > 1 or plan.offload == "all":
+        return True
+    if plan.precision == "fp32":
+        return False
+    adds_up = plan.micro_batches > 1 or plan.data_parallel > 1
+    return plan.pipeline > 1 or (adds_up and any(_is_trained_in_low_precision(one) for one in module.parameters()))
+
+
+def _is_trained_in_low_precision(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16)
 
 
 def unshardable(module: nn.Module) -> set[nn.Parameter]:
@@ -181,11 +195,12 @@ def _own_outputs(block: nn.Module, args: object, output: Any) -> Any:
 
 
 def calling(module: nn.Module, target: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what runs `target`, a part of `module` or a method of one, with the parameters there that FSDP2 gathers.
+    """Returns what runs `target`, a part of `module` or a method of one, with the parameters there that it computes on.
 
-    Where FSDP2 manages the module as a whole, its hooks on the module gather what the module owns itself.
+    Where FSDP2 manages the module as a whole, its hooks on the module gather what the module owns itself; so do hooks
+    on the module put copies in the place of parameters.
     """
-    if module not in fsdp_roots(module):
+    if module not in fsdp_roots(module) and not computes_on_copies(module):
         return target
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -207,6 +222,11 @@ def _forward_replaced(module: nn.Module, target: Callable[..., Any]) -> Iterator
             del module.__dict__["forward"]
         else:
             object.__setattr__(module, "forward", own)
+
+
+def has_others_in_place(module: nn.Module) -> bool:
+    """Says whether forwards of a module compute with other tensors than its parameters: gathered ones, or copies."""
+    return bool(fsdp_roots(module)) or computes_on_copies(module)
 
 
 def prepare(module: nn.Module) -> None:

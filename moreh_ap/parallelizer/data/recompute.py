@@ -7,8 +7,9 @@ or how blocks were found.
 A worker's forward runs under torch function modes: CUDA devices mean this worker's (`placement.py`), means are shares
 of the global batch (`loss_reduction.py`), dropout may be off (`dry_run.py`). The backward runs outside of them. So a
 block remembers the modes of its forward and runs again under the same ones; the denominators that the forward summed
-over workers are used once more, so nothing is communicated for them and nothing can differ. Autocast and random numbers
-of PyTorch are put back by `torch.utils.checkpoint`, those of Python and NumPy by `HostReplay`.
+over workers are used once more, so nothing is communicated for them and nothing can differ. Copies of parameters in
+another dtype are those of the first run (`computing_copies.py`). Autocast and random numbers of PyTorch are put back by
+`torch.utils.checkpoint`, those of Python and NumPy by `HostReplay`.
 
 [Note: run twice, counted once]
 A forward may change things: running statistics in buffers, a key-value cache among its arguments. Buffers are put back
@@ -35,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.parallelizer.data.selective_recompute import KeptResults
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.precision.computing_copies import in_place_again
 from moreh_ap.parallelizer.rng.policy import HostReplay
 
 
@@ -107,6 +109,7 @@ class _Surroundings:
         self._host = HostReplay()
         self._sites: list[slice] = []
         self._kept = KeptResults() if selective else None
+        self._computing_again = in_place_again(block)
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
@@ -128,7 +131,7 @@ class _Surroundings:
             for mode, replay, sites in zip(self._modes, self._again, self._sites, strict=True)
         ]
         try:
-            with self._host.again(), function_modes(modes):
+            with self._host.again(), function_modes(modes), self._computing_again():
                 if self._kept is None:
                     yield
                 else:

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
-from moreh_ap.parallelizer.call.output_precision import as_promised
 from moreh_ap.parallelizer.data.fsdp import compute_dtype
 from moreh_ap.parallelizer.pipeline.stages import Stages
+from moreh_ap.parallelizer.precision.output_precision import as_promised
 from moreh_ap.parallelizer.tensor.split_tensor import is_no_plain_container
 
 

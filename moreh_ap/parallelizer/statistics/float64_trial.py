@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.output_precision import PROMISES
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
+from moreh_ap.parallelizer.precision.output_precision import PROMISES
 from moreh_ap.parallelizer.row_dims.placed_probe import PlacedJoinedProbe
 
 

@@ -15,7 +15,8 @@ from torch.backends import cuda, cudnn
 
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
-from moreh_ap.parallelizer.data.fsdp import compute_dtype, settle
+from moreh_ap.parallelizer.data.fsdp import settle
+from moreh_ap.parallelizer.precision.output_precision import PROMISES
 from moreh_ap.parallelizer.rounding import TOLERANCE_BF16, TOLERANCE_FP32, TOLERANCE_TF32
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
@@ -35,8 +36,8 @@ _CLASS_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 
 def tolerance_of(call: Call) -> float:
     """Returns the largest difference that rounding explains in what a call computes."""
-    dtypes = {p.dtype for p in call.module.parameters()} | {compute_dtype(call.module), call.autocast}
-    if dtypes & {torch.bfloat16, torch.float16}:
+    dtypes = {p.dtype for p in call.module.parameters()} | {call.autocast}
+    if dtypes & {torch.bfloat16, torch.float16} or PROMISES in call.module.__dict__:
         return TOLERANCE_BF16
     return TOLERANCE_TF32 if call.device.type == "cuda" and rounds_to_tf32(call.module) else TOLERANCE_FP32
 

@@ -4,7 +4,7 @@ Decides how a worker computes its share of an operation: which rows it takes of 
 local size of a dim, and when a sum is reduced over all workers. The controller decides which operations may run so.
 
 [Note: held]
-Logits may be held in another precision than the script was promised (`parallelizer/call/output_precision.py`). An
+Logits may be held in another precision than the script was promised (`parallelizer/precision/output_precision.py`). An
 operation that only moves values leaves them so; any other converts what it is given. Before values are changed in
 place, all that lies in the same memory is converted for good. Many numbers that a script converts to float32 itself
 stay as they are too, in the same memory, marked as another copy.

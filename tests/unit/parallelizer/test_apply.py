@@ -73,16 +73,20 @@ def test_they_have_the_gradients_of_one_process(one_device):
 
 
 def test_weights_in_another_precision_are_cast_and_adapters_beside_them_too(one_device):
-    module = made(torch.float32)
-    applied(module, "precision=bf16")
-    assert all(isinstance(one, DTensor) for one in module.parameters())
-    frozen = made(torch.bfloat16).requires_grad_(False)
+    frozen, seen = made(torch.bfloat16).requires_grad_(False), []
     frozen.first.float().requires_grad_(True)
     applied(frozen, "precision=bf16")
-    assert [isinstance(one, DTensor) for one in frozen.parameters()] == [True] * 2 + [False] * 6
+    for layer in (frozen.first, frozen.blocks[0]):
+        layer.register_forward_pre_hook(lambda layer, args: seen.append((layer.weight.dtype, args[0].dtype)))
     frozen(torch.ones(2, 4)).sum().backward()
-    settle(frozen)
+    assert seen == [(torch.bfloat16, torch.bfloat16)] * 2
     assert frozen.first.weight.grad.dtype == torch.float32
+
+
+def test_a_plan_that_does_not_shard_leaves_ordinary_parameters(one_device):
+    module = made(torch.float32)
+    applied(module, "precision=bf16")
+    assert all(type(one) is nn.Parameter and one.dtype == torch.float32 for one in module.parameters())
 
 
 @pytest.mark.parametrize("text", ["precision=bf16,micro_batches=2", "precision=bf16,offload=all"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moreh_ap.parallelizer.call.output_precision import LEAST_ROW_ELEMENTS, all_converted, as_promised, shapes_of
+from moreh_ap.parallelizer.precision.output_precision import LEAST_ROW_ELEMENTS, all_converted, as_promised, shapes_of
 
 LOW, PROMISED = torch.bfloat16, torch.float32
 Pair = collections.namedtuple("Pair", "loss logits")

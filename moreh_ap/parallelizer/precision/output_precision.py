@@ -53,12 +53,12 @@ def as_promised(result: Any, computed: torch.dtype, promised: torch.dtype) -> An
         setattr(leaf, _PROMISED, promised)
         return leaf
 
-    return _converted(result, convert)
+    return converted(result, convert)
 
 
 def all_converted(result: Any) -> Any:
     """Returns a result in which no tensor is left in another precision than promised."""
-    return _converted(result, lambda leaf: leaf.to(leaf.__dict__[_PROMISED]) if _PROMISED in leaf.__dict__ else leaf)
+    return converted(result, lambda leaf: leaf.to(leaf.__dict__[_PROMISED]) if _PROMISED in leaf.__dict__ else leaf)
 
 
 def shapes_of(leaves: Sequence[Any], detached: Sequence[Any]) -> Sequence[Any]:
@@ -80,7 +80,7 @@ def _shape_of(leaf: Any, detached: Any) -> Any:
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=promised, device="meta")
 
 
-def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+def converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     """Returns `value` with its tensors converted; containers in which nothing changes stay the same objects."""
     if isinstance(value, Tensor):
         return convert(value)
@@ -92,7 +92,7 @@ def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
         before = dict(enumerate(value))
     else:
         return value
-    after = {key: _converted(one, convert) for key, one in before.items()}
+    after = {key: converted(one, convert) for key, one in before.items()}
     if all(after[key] is one for key, one in before.items()):
         return value
     if dataclasses.is_dataclass(value):
