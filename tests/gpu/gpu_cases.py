@@ -257,6 +257,7 @@ HALF = 6e-2
 
 _TWO = [
     Case("llama", "replicate=2"),
+    Case("llama", "replicate=2,precision=bf16", HALF),
     Case("llama", "shard=2"),
     Case("llama", "tensor=2"),
     Case("llama", "tensor=2,sequence_parallel=true"),
@@ -279,6 +280,8 @@ PLACES = {
                Case("llama", "replicate=1,offload=optimizer"), Case("llama", "replicate=1,offload=all"),
                Case("scaled", "replicate=1,offload=all", HALF), Case("compiled", "replicate=1,compile=blocks"),
                Case("llama", "replicate=1,precision=bf16", HALF),
+               Case("pictures", "replicate=1,precision=bf16", HALF),
+               Case("recurrent", "replicate=1,precision=bf16", HALF),
                Case("vocabulary", "replicate=1,precision=bf16", HALF)]),
     "shared by two": (2, _TWO),
     "shared by four": (4, [*_FOUR, Case("llama", "tensor=2,pipeline=2,micro_batches=2")]),

@@ -16,6 +16,12 @@ With `offload=all` the shards of parameters and gradients are in host memory, by
 the device is a GPU: a unit's shard is copied to the device before it is gathered, also where it is the whole unit, and
 its reduced gradient is copied back. Nothing may stay on the device for longer than a unit is used, so gradients are
 summed over replicas, too, after every micro-batch. Other parameters (`unshardable`) and buffers are on the device.
+
+[Note: recurrent layers]
+On a GPU a recurrent layer whose weights are other tensors than at its last call moves them into one piece of memory
+(`flatten_parameters`). What FSDP2 has gathered would point there from then on, and FSDP2 gathers the weights of the
+next step into the memory that it knows: the layer would compute with the weights of its first step for ever. So layers
+leave weights where they are; cuDNN copies them, and says so in a warning.
 """
 
 from __future__ import annotations
@@ -132,6 +138,11 @@ def shard(
         for norm in [submodule for root in roots for submodule in root.modules() if isinstance(submodule, _BatchNorm)]:
             if next(iter(norm.parameters()), None) is not None:  # its running statistics are in float32
                 _shard_one(norm, mp_policy=whole_precision, **options)
+    for root in roots:
+        for layer in root.modules():
+            if isinstance(layer, nn.RNNBase):  # see [Note: recurrent layers]
+                object.__setattr__(layer, "flatten_parameters", _leave_apart)
+                warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
     blocks = [block for root in roots for block in with_own_parameters(root, blocks)]
     for block in blocks:
         block.register_forward_hook(_own_outputs)
@@ -159,6 +170,10 @@ def shard(
         if plan.data_parallel > 1 or plan.offload != "all":  # FSDP2 copies the gradients of one device to divide them
             submodule.set_gradient_divide_factor(1.0)
         submodule.set_force_sum_reduction_for_comms(True)
+
+
+def _leave_apart() -> None:
+    """Leaves the weights of a recurrent layer where they are."""
 
 
 def with_own_parameters(root: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:

@@ -32,6 +32,11 @@ Follows = Callable[[Tensor], bool]
 
 aten = torch.ops.aten
 
+_TOLD_BY_VALUE = (bool, int, float, str, torch.dtype, torch.memory_format)
+_MOST_KNOWN = 512
+_known_results: dict[Any, Any] = {}
+"""Results on meta by operation and operands, see `Operation.metas`."""
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -100,7 +105,21 @@ class Operation:
         return [argument.name for argument in self.func._schema.arguments].index(name)
 
     def metas(self) -> Any:
-        """Returns the results on meta."""
+        """Returns the results on meta.
+
+        Losses run on meta by functions of Python, for milliseconds, so what a step computes for the second time is
+        known by its operands' shapes.
+        """
+        key = (self.func, _known_by(self.args), _known_by(self.kwargs))
+        if self.func.is_view or None in key:
+            return self._run_on_meta()
+        if key not in _known_results:
+            if len(_known_results) >= _MOST_KNOWN:
+                _known_results.clear()
+            _known_results[key] = self._run_on_meta()
+        return tree_map_only(Tensor, _made_like, _known_results[key])
+
+    def _run_on_meta(self) -> Any:
         return self.func(*operations.meta_of(self.args), **operations.meta_of(self.kwargs))
 
     def has_rows(self, tensor: Tensor) -> bool:
@@ -199,6 +218,23 @@ class Operation:
         if small.shape == tensor.shape:
             return operand
         return Expanded(operand, (LocalNumRows(tensor.shape[0]) if has_rows else tensor.shape[0], *tensor.shape[1:]))
+
+
+def _made_like(meta: Tensor) -> Tensor:
+    return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device="meta")
+
+
+def _known_by(value: Any) -> Any:
+    """Returns what tells operands apart that give results of different shapes or dtypes; None where nothing does."""
+    if isinstance(value, Tensor):
+        return value.size(), value.stride(), value.dtype
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    if isinstance(value, (tuple, list)):
+        parts = tuple(map(_known_by, value))
+        return None if None in parts else (type(value), parts)
+    kind = type(value)
+    return (kind, value) if value is None or kind in _TOLD_BY_VALUE else None
 
 
 def like(shape: torch.Size) -> Follows:

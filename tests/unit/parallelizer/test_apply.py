@@ -89,6 +89,26 @@ def test_a_plan_that_does_not_shard_leaves_ordinary_parameters(one_device):
     assert all(type(one) is nn.Parameter and one.dtype == torch.float32 for one in module.parameters())
 
 
+def test_a_recurrent_layer_leaves_weights_where_fsdp_gathers_them(one_device, monkeypatch):
+    """On a GPU it moves them at its next call, and FSDP2 would gather those of later steps elsewhere."""
+    moved: list[nn.Module] = []
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda layer: moved.append(layer))
+    x = torch.randn(2, 3, 4)
+    alone = nn.LSTM(4, 4)
+    assert moved == [alone]
+    module = copy.deepcopy(alone)
+    applied(module, "offload=all")
+    for layer in (alone, module):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(2):
+            layer(x)[0].square().sum().backward()
+            settle(module)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not any(one is module for one in moved)
+    assert torch.equal(module(x)[0], alone(x)[0])
+
+
 @pytest.mark.parametrize("text", ["precision=bf16,micro_batches=2", "precision=bf16,offload=all"])
 def test_fsdp_keeps_weights_whose_gradients_it_adds_up_or_that_lie_in_host_memory(one_device, text):
     module = made(torch.bfloat16)
