@@ -88,7 +88,7 @@ def test_a_hook_writes_its_file_once_and_of_the_whole_batch(accelerator: Callabl
 def test_the_script_is_warned_once_of_a_file_that_a_forward_writes(
     accelerator: Callable[[str], Session], tmp_path: Path
 ):
-    accelerator("replicate=2")
+    accelerator("shard=2")  # by FSDP2, which gives the model another class
     model = Saving(tmp_path / "rows.txt").cuda()
     with pytest.warns(UserWarning, match=r"forward\(\) of Saving writes .*rows.txt in every worker"):
         model(torch.ones(8, 4).cuda())

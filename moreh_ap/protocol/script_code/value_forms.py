@@ -12,6 +12,7 @@ import copyreg
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import pickle
 import sys
@@ -162,13 +163,24 @@ def is_of_script(name: str) -> bool:
     if file is None or name.partition(".")[0] in ("moreh_ap", "moreh"):
         return False
     path = Path(file)
-    return not any(path.is_relative_to(folder) for folder in _installed()) and "site-packages" not in path.parts
+    if any(path.is_relative_to(folder) for folder in _installed()) or "site-packages" in path.parts:
+        return False
+    top = path.parent if path.name == "__init__.py" else path
+    return top.name not in _installed_into(top.parent)
 
 
 @functools.cache
 def _installed() -> list[Path]:
     """Returns the folders of Python's own modules and of installed libraries."""
     return [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+
+
+@functools.cache
+def _installed_into(folder: Path) -> frozenset[str]:
+    """Returns the packages and modules that an installer has put into a folder, as `pip install --target` does."""
+    records = [one.read_text("RECORD") or "" for one in importlib.metadata.distributions(path=[str(folder)])]
+    lines = (line for record in records for line in record.splitlines())
+    return frozenset(line.partition(",")[0].partition("/")[0] for line in lines)
 
 
 # -- what pickle makes of a value --------------------------------------------------------------------------------------

@@ -3,6 +3,12 @@
 A hook writes nothing there: it runs once more where the script is, and writes then (`hook_records.py`, [Note: hooks run
 twice]). What a forward writes is written, and noted for the script to be warned of. Seen are files that are opened by
 Python, and `torch.save`. Decides which files count. Must not know who is told.
+
+[Note: whose file]
+A file is the forward's if a function of the script is on the stack around what opens it, nearer than a compiler and
+nearer than this package. A call may bring a compiler along: of blocks, of a Triton kernel, of C++. A forward is inside
+functions of this package, and what is farther out runs the worker: the engine, which looks like the script's own where
+it was installed by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +29,11 @@ from moreh_ap.patching import Patches
 from moreh_ap.protocol.script_code.value_forms import is_of_script
 
 _NOT_THE_SCRIPTS = ("__pycache__", ".cache", ".triton", "torchinductor", "triton_")
-_COMPILER = ("torch._dynamo.", "torch._inductor.")
+_COMPILERS = (
+    *("torch._dynamo", "torch._inductor", "torch._functorch", "torch._native", "torch.utils.cpp_extension"),
+    *("triton", "cutlass", "numba"),
+)
+_OURS = "moreh_ap"
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 _PATHS = (str, bytes, os.PathLike)
 
@@ -103,21 +113,26 @@ def _is_reading(mode: Any) -> bool:
 def _note(file: Any) -> None:
     path = os.path.abspath(os.fsdecode(file))
     if not path.startswith(_NO_FILES) and not any(one in path for one in _NOT_THE_SCRIPTS) and _is_called_by_script():
-        WRITTEN[path] = None
+        WRITTEN[f"a temporary file in {path}" if os.path.isdir(path) else path] = None
 
 
 def _is_called_by_script() -> bool:
     """Returns whether a function of the script is on the stack; not the code of a Python module that is imported.
 
-    A compiler that one has brought along writes files of its own.
+    See [Note: whose file].
     """
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(3)  # around `open`, `_note` and this one
     own_main = vars(sys.modules["__main__"])  # of this process; what the script's has, has come as functions
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith(_COMPILER):
+        if _is_in(name, _COMPILERS) or _is_in(name, (_OURS,)):
             return False
         if frame.f_globals is not own_main and is_of_script(name):
             return frame.f_code.co_name != "<module>"
         frame = frame.f_back
     return False
+
+
+def _is_in(name: str, packages: tuple[str, ...]) -> bool:
+    """Returns whether a Python module is one of these packages, or in one."""
+    return any(name == package or name.startswith(package + ".") for package in packages)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
-
 from moreh_ap.protocol.module_attributes import Attributes
 from moreh_ap.protocol.script_code.written_files import take_written
 
@@ -19,16 +17,16 @@ class UnseenChanges:
     """Warnings of one model.
 
     Args:
-        module: The model.
-        attributes: Its attributes, if those that change in a backward are looked at.
+        kind: The class of the model, as the script knows it.
+        attributes: The model's attributes, if those that change in a backward are looked at.
 
     Attributes:
         warnings: Those that the script was not told of yet.
         known: The kinds of calls of which a backward has been looked at.
     """
 
-    def __init__(self, module: nn.Module, attributes: Attributes | None) -> None:
-        self._title, self._attributes = f"forward() of {type(module).__name__}", attributes
+    def __init__(self, kind: type, attributes: Attributes | None) -> None:
+        self._title, self._attributes = f"forward() of {kind.__name__}", attributes
         self.warnings: list[str] = []
         self.known: set[Hashable] = set()
 

@@ -60,6 +60,7 @@ class WorkerModel:
             self.plan = self.plan.with_compiled_blocks()
         aliases: list[tuple[str, Tensor]] = []
         self.module = self._unpickle(command, aliases)
+        kind = type(self.module)  # FSDP2 derives another class
         self.meta_module = (
             self._unpickle(command, []) if self.plan.micro_batches > 1 or self.plan.pipeline > 1 else None
         )
@@ -96,7 +97,7 @@ class WorkerModel:
         self._attributes, self._first_marks = attributes, {} if attributes is None else attributes.marks()
         looks_at_backward = answers_attributes and self.plan.recompute == "none"
         self.faults: list[str] = []  # tracebacks of errors that are ours, of which the script was not told yet
-        self.unseen_changes = UnseenChanges(self.module, attributes if looks_at_backward else None)
+        self.unseen_changes = UnseenChanges(kind, attributes if looks_at_backward else None)
         reports = Reports(self.module, attributes if answers_attributes else None)
         self.extensions = (*self.applied.extensions, reports) if reports.is_needed else self.applied.extensions
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib
 import threading
 import time
 import types
@@ -13,7 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from moreh_ap.protocol.script_code.value_forms import PickledForm, Same, form_of, is_alike, is_stable, tensors_in
+from moreh_ap.protocol.script_code.value_forms import (
+    PickledForm,
+    Same,
+    form_of,
+    is_alike,
+    is_of_script,
+    is_stable,
+    tensors_in,
+)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +106,21 @@ def test_tensors_are_found_in_small_containers():
     tensor = torch.ones(1)
     assert tensors_in({"a": [tensor, 1]}) == [tensor]
     assert tensors_in(3) == tensors_in([1] * 100) == []
+
+
+def test_what_an_installer_has_put_beside_the_script_is_not_the_scripts(tmp_path, monkeypatch):
+    """As `pip install --target` does."""
+    for name in ("installed_package", "own_package"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    for name in ("installed_module", "own_module"):
+        (tmp_path / f"{name}.py").write_text("")
+    info = tmp_path / "library-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: library\nVersion: 1.0\n")
+    (info / "RECORD").write_text("installed_package/__init__.py,sha256=a,0\ninstalled_module.py,sha256=a,0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("installed_package", "own_package", "installed_module", "own_module"):
+        importlib.import_module(name)
+        assert is_of_script(name) is name.startswith("own")
+    assert not is_of_script("installed_package.part")

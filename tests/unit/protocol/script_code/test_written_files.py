@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -52,6 +55,34 @@ def test_reading_and_caches_are_not_noted(tmp_path: Path):
     with open(os.devnull, "w") as file:
         file.write("a")
     assert take_written() == ()
+
+
+def called_by(call: Callable[[], IO[str]], module: str) -> Callable[[], IO[str]]:
+    """Returns a function of a Python module of that name, which calls another."""
+    scope: dict[str, Any] = {"__name__": module, "call": call}
+    exec("def caller():\n    return call()", scope)
+    return scope["caller"]
+
+
+@pytest.mark.parametrize(
+    ("names", "is_noted"),
+    [
+        (["__main__"], True),
+        (["numpy.lib", "__main__"], True),
+        (["torch._inductor.codecache", "torch._dynamo.eval_frame", "__main__"], False),
+        (["torch._inductor", "__main__"], False),
+        (["triton.backends.nvidia.compiler", "torch.nn.functional", "__main__"], False),  # a kernel of PyTorch's own
+        (["tritonless", "__main__"], True),
+        (
+            ["transformers.utils", "moreh_ap.parallelizer.call.forward", "__main__"],
+            False,
+        ),  # engine by hand
+        (["__main__", "moreh_ap.parallelizer.call.forward"], True),
+    ],
+)
+def test_what_compilers_and_libraries_write_is_not_the_scripts(names: list[str], is_noted: bool):
+    functools.reduce(called_by, names, functools.partial(tempfile.TemporaryFile, "w"))().close()
+    assert take_written() == ((f"a temporary file in {tempfile.gettempdir()}",) if is_noted else ())
 
 
 def test_what_a_hook_writes_is_dropped(tmp_path: Path):

@@ -18,19 +18,19 @@ class Net(nn.Module):
 
 def test_numbers_that_change_in_a_backward_are_named():
     net = Net()
-    unseen = UnseenChanges(net, Attributes(net))
+    unseen = UnseenChanges(Net, Attributes(net))
     with unseen.looking_at_backward("kind"):
         net.last = torch.zeros(1)
     assert unseen.warnings == [] and unseen.known == {"kind"}
     with unseen.looking_at_backward("other"):
         net.nfe += 1
     assert "forward() of Net changes nfe when it runs in a backward" in unseen.warnings[0]
-    with UnseenChanges(net, None).looking_at_backward("kind"):
+    with UnseenChanges(Net, None).looking_at_backward("kind"):
         net.nfe += 1
 
 
 def test_files_are_named():
-    unseen = UnseenChanges(Net(), None)
+    unseen = UnseenChanges(Net, None)
     WRITTEN["/data/scores.txt"] = None
     unseen.note_files()
     assert "forward() of Net writes /data/scores.txt in every worker" in unseen.warnings[0] and not WRITTEN
