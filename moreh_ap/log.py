@@ -123,6 +123,14 @@ def compiling_line() -> str:
     return "blocks are compiled now, which takes some seconds: kept if the next steps show that it pays, and remembered"
 
 
+def not_timed_line() -> str:
+    """Returns the line for a model whose steps could not be compared with those of compiled blocks."""
+    return (
+        "tried compiled blocks: blocks run as written, since a step of one forward and one backward was not timed, "
+        "or could not be remembered"
+    )
+
+
 def compiled_before_line(compiled_s: float, written_s: float) -> str:
     """Returns the line for a plan whose blocks are compiled since that paid in earlier runs; arguments as above."""
     return (

@@ -7,7 +7,8 @@
 
 Each run is a fresh process; the ways take turns in which comes first. Step times are medians by CUDA events, tokens a
 second and MFU (6 N without the embedding, 12 L H S) by the clock around all timed steps, memory is what the allocator
-held at most, and idle is the part of two more, profiled steps in which no kernel ran.
+held at most, and idle is the part of two more, profiled steps in which no kernel ran. The last column says whether
+blocks ran compiled in these: the one line decides that in the warm-up, which is as long for every way.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def mfu(found: dict[str, Any]) -> float | None:
 def table(runs: Sequence[dict[str, Any]]) -> list[str]:
     """Returns a line for each way: medians over its runs."""
     lines = [
-        f"{'way':16} {'step':>9} {'tokens/s':>10} {'MFU':>6} {'memory':>9} {'idle':>6} {'start':>7} {'last loss':>9}"
+        f"{'way':16} {'step':>9} {'tokens/s':>10} {'MFU':>6} {'memory':>9} {'idle':>6} {'start':>7} {'last loss':>9}  "
+        "blocks"
     ]
     for way in dict.fromkeys(one["way"] for one in runs):
         good = [one for one in runs if one["way"] == way and "error" not in one]
@@ -82,7 +84,8 @@ def table(runs: Sequence[dict[str, Any]]) -> list[str]:
         held = f"{(memory or 0) / 2**30:.1f} GiB" if memory else "-"
         lines.append(
             f"{way:16} {1e3 * (step_s or 0):>6.1f} ms {tokens or 0:>10,.0f} {percent['mfu']:>6} {held:>9} "
-            f"{percent['idle']:>6} {start_s or 0:>5.1f} s {good[-1]['losses'][-1]:>9.3f}"
+            f"{percent['idle']:>6} {start_s or 0:>5.1f} s {good[-1]['losses'][-1]:>9.3f}  "
+            f"{' or '.join(sorted({'compiled' if one['compiled'] else 'as written' for one in good}))}"
         )
     return lines
 

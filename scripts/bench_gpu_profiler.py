@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 RESULT = ".result"
+_COMPILED = "Torch-Compiled Region"
+"""How PyTorch calls what runs as it was compiled."""
 
 
 def idle_share(intervals: Iterable[tuple[float, float]]) -> float:
@@ -52,12 +54,13 @@ class _Recorder:
             os.close(descriptor)
 
 
-def _summary(events: Sequence[Any]) -> dict[str, float]:
+def _summary(events: Sequence[Any]) -> dict[str, Any]:
     on_device = (event for event in events if event.device_type == torch.autograd.DeviceType.CUDA)
     kernels = [event for event in on_device if not event.is_user_annotation]  # which last while nothing runs, as FSDP's
     counted = kernels or events
     spans = [(event.time_range.start, event.time_range.end) for event in counted]
-    return {"idle": idle_share(spans), "kernels": float(len(kernels))}
+    compiled = any(event.name.startswith(_COMPILED) for event in events)
+    return {"idle": idle_share(spans), "kernels": float(len(kernels)), "compiled": compiled}
 
 
 RECORDER = _Recorder()

@@ -1,6 +1,10 @@
 """One training in a process of its own, in one of the ways that `bench_gpu.py` compares; prints a line of JSON.
 
-python scripts/bench_gpu_ways.py WAY SIZE
+    python scripts/bench_gpu_ways.py WAY SIZE
+
+The steps that are timed come after a warm-up of as many steps for every way: enough for the one line to have tried
+compiled blocks, and to have kept them or not (40 steps of 30 ms, 12 of a second). Should its trial not have ended by
+then, it goes on until that has.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from bench_gpu_profiler import RESULT, Recorded
 from torch import Tensor, nn
 
 LINE = "line"
+_MOST_MORE = 100
+"""Steps beyond the warm-up within which the one line has to settle."""
 CHANGES = ("compiled", "fused_adamw", "cudnn_attention", "chunked_loss")
 WAYS = ("plain", "fsdp", LINE, *CHANGES, "line_replicate")
 """`plain`: eager, autocast. `fsdp`: FSDP2 on a mesh of one, compiled blocks, fused AdamW. `line`: the one line. Then
@@ -45,7 +51,7 @@ class Size:
     config: dict[str, Any]
     rows: int
     tokens: int
-    warm_up: int = 5
+    warm_up: int = 45
     timed: int = 15
 
 
@@ -53,7 +59,7 @@ _WIDE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads":
 _NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES = {
     "8b": Size(
-        "llama", {**_WIDE, "num_hidden_layers": 8, "vocab_size": 128256, "max_position_embeddings": 8192}, 1, 8192
+        "llama", {**_WIDE, "num_hidden_layers": 8, "vocab_size": 128256, "max_position_embeddings": 8192}, 1, 8192, 20
     ),
     "124m": Size("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, 8, 1024),
     "toy": Size(
@@ -153,6 +159,13 @@ def _device_name(way: str, real: str) -> str:
     return str(accelerators.current().session.devices()[0].name)
 
 
+def is_unsettled() -> bool:
+    """Returns whether the one line still compares its first steps with what it expected, or tries compiled blocks."""
+    from moreh_ap import device as accelerators
+
+    return accelerators.current().session.watch is not None
+
+
 @contextlib.contextmanager
 def _recording(flag: str) -> Iterator[None]:
     with open(flag, "w"):
@@ -193,6 +206,11 @@ def run(way: str, size: Size, folder: str) -> dict[str, Any]:
     synchronize: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
     losses = [step(number) for number in range(size.warm_up)]
     synchronize()
+    while way.startswith(LINE) and is_unsettled():
+        losses.append(step(len(losses)))
+        synchronize()
+        if len(losses) > size.warm_up + _MOST_MORE:
+            raise RuntimeError(f"the one line has not settled within {len(losses)} steps")
     first_s = time.perf_counter() - started_s
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(size.timed + 1)] if device == "cuda" else []
     began_s, seconds = time.perf_counter(), []
@@ -209,7 +227,7 @@ def run(way: str, size: Size, folder: str) -> dict[str, Any]:
     if marks:
         seconds = [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)]
     peak = torch.cuda.max_memory_reserved() if real == "cuda" else 0
-    idle = None
+    idle, compiled = None, False
     if way != "chunked_loss":  # whose forward is not the model's
         with _recording(flag):
             for number in range(2):
@@ -218,7 +236,8 @@ def run(way: str, size: Size, folder: str) -> dict[str, Any]:
         step(0)
         synchronize()
         with open(flag + RESULT) as file:
-            idle = json.load(file)["idle"]
+            recorded = json.load(file)
+        idle, compiled = recorded["idle"], recorded["compiled"]
     return {
         "way": way,
         "device": _device_name(way, real),
@@ -228,6 +247,7 @@ def run(way: str, size: Size, folder: str) -> dict[str, Any]:
         "flops_per_s": flops * size.rows * size.tokens / mean_s,
         "peak_reserved_bytes": peak,
         "idle": idle,
+        "compiled": compiled,
         "start_s": first_s,
         "losses": [float(loss) for loss in losses],
     }

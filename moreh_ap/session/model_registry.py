@@ -28,7 +28,7 @@ from moreh_ap.session.own_process.faster_place import StepTrial
 from moreh_ap.session.own_process.small_models import SmallModels
 from moreh_ap.session.planning import first_call
 from moreh_ap.session.planning.autotune import tune
-from moreh_ap.session.planning.compiled_runs import try_compiled
+from moreh_ap.session.planning.compiled_runs import watch_to_try
 from moreh_ap.session.planning.oom_recovery import Recovery
 from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
@@ -221,8 +221,9 @@ class ModelRegistry:
         if not isinstance(session.watch, StepTrial):
             watched = functools.partial(self._watched, session.outbox.new_id())
             if planned.tries_compiled:
-                watched = functools.partial(try_compiled, session, model.owner, planned.expected, watched)
-            session.watch = Watch(session.outbox, planned.expected, watched)
+                session.watch = watch_to_try(session, model.owner, planned.expected, watched)
+            else:
+                session.watch = Watch(session.outbox, planned.expected, watched)
         return model
 
     def _watched(self, since: int, optimizer: Optimizer, step_s: float | None) -> None:

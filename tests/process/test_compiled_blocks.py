@@ -21,7 +21,8 @@ from moreh_ap import device
 from moreh_ap.errors import PlanError
 from moreh_ap.local import cpp_compiler
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
-from moreh_ap.protocol.messages.models import UseCompiledBlocks
+from moreh_ap.protocol.messages.models import BuildModel, UseCompiledBlocks
+from moreh_ap.protocol.messages.optimizers import StepOptimizer
 from moreh_ap.session.planning import compiled_runs, plan_selection, step_watch
 from moreh_ap.session.planning.compiled_runs import Measured
 
@@ -334,6 +335,7 @@ def test_gpu_workers_try_compiled_blocks_after_the_first_steps(accelerator, caps
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(plan_selection, "compiles_quickly", lambda device_type: True)
     monkeypatch.setattr(compiled_runs, "LEAST_STEP_S", 0.0)
+    monkeypatch.setattr(compiled_runs, "WRITTEN_FIRST_S", 0.0)
     monkeypatch.setattr(step_watch, "_LEAST_S", 0.0)
     monkeypatch.setattr(Measured, "pays", property(lambda measured: pays))
     session = accelerator("replicate=2")
@@ -342,23 +344,22 @@ def test_gpu_workers_try_compiled_blocks_after_the_first_steps(accelerator, caps
     session.outbox.on_sent = lambda commands, posted: sent.extend(commands)
 
     def script(device):
-        def between(step):
-            if device == "cuda":
-                torch.cuda.synchronize()  # so that the watch has its answer at the next step
-
-        return train(Model().to(device), device, rows=(6,) * 24, between=between)
+        return train(Model().to(device), device, rows=(6,) * 24)
 
     assert_same(*on_both(script), rtol=1e-4)
     session.outbox.on_sent = None
-    asked = [command.is_on for command in sent if isinstance(command, UseCompiledBlocks)]
-    assert asked == ([True] if pays else [True, False])
+    (built,) = [place for place, command in enumerate(sent) if isinstance(command, BuildModel)]
+    kinds = (UseCompiledBlocks, StepOptimizer)
+    made = [getattr(command, "is_on", "step") for command in sent[built:] if isinstance(command, kinds)]
+    steps = ["step"] * 6  # after which the script waits once, and is not ahead
+    assert made == [*steps, True, *steps, *([] if pays else [False]), *["step"] * 12]
     seen = capsys.readouterr().out
     kept = "compile=blocks is kept" if pays else "blocks run as written"
     assert "blocks are compiled now" in seen and kept in seen
     graphs = [int(one) for one in re.findall(r"graphs (\d+)", seen.partition("blocks are compiled now")[2])]
     assert max(graphs) > 0, "blocks were compiled"
     saved = json.loads((tmp_path / "learned.json").read_text())
-    plans = [run["plan"] for entry in saved.values() for run in entry["runs"]]
+    plans = [run["plan"] for entry in saved.values() for run in entry["runs"] if "measured_s" in run]
     assert len(plans) == 2 and "compile=blocks" not in plans[0] and "compile=blocks" in plans[1]
     script("cuda")
     assert "blocks are compiled now" not in capsys.readouterr().out, "it is known"

@@ -13,11 +13,20 @@ GPU workers try compiled blocks where nothing is known of them yet: after the fi
 compiled, and what as many steps show decides. The weights do not move, and no step is made twice. Compiling takes 10 to
 20 s, so steps that are shorter than `LEAST_STEP_S` are left alone: within `REPAID_AFTER_STEPS`, half of a step saved
 would not make up for it. Models that draw random numbers are, too: compiled dropout has other masks.
+
+[Note: how long a run will be]
+Nobody says how many steps a script makes, and a short one should not wait for a compiler. So a trial begins when the
+steps as written have taken `WRITTEN_FIRST_S`, and not before the median of the first `LOOKS_AFTER_STEPS` is known. For
+that the last of them waits for the workers, once: a script that reads no loss would be many steps ahead otherwise. A
+trial leaves a record when it begins. Where the run ended before the trial did, the next run of the model makes twice as
+many steps before it tries: a script that is always short meets the compiler once.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +37,7 @@ from moreh_ap import log
 from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.messages.models import UseCompiledBlocks
-from moreh_ap.session.planning.step_watch import Expected, Watch, runs_of, seconds_of
+from moreh_ap.session.planning.step_watch import LOOKS_AFTER_STEPS, Expected, Watch, keep_run, runs_of, seconds_of
 from moreh_ap.session.session import Session
 
 MOST_OF_WRITTEN = 0.95
@@ -38,6 +47,11 @@ REPAID_AFTER_STEPS = 1000
 
 LEAST_STEP_S = 0.03
 """Seconds of a step as written from which compiled blocks are tried. See [Note: tried in a run]."""
+
+WRITTEN_FIRST_S = 1.0
+"""Seconds that steps as written take before blocks are compiled. See [Note: how long a run will be]."""
+
+_BEGUN_AFTER = "trial_begun_after_steps"
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,21 @@ def _last(machine: str, model: str, batch: int, plan: Plan) -> tuple[float, floa
     return None
 
 
-def try_compiled(
+def watch_to_try(
+    session: Session, owner: str, expected: Expected, done: Callable[[Optimizer, float | None], object]
+) -> Watch:
+    """Returns a watch that has a model's blocks run compiled after its first steps. See [Note: tried in a run].
+
+    Args:
+        session: The session of the workers.
+        owner: The model, which was built to compile blocks later.
+        expected: The predictions for its plan as written.
+        done: What else is called when the first steps are over; it ends the watch.
+    """
+    return Watch(session.outbox, expected, functools.partial(_try, session, owner, expected, done), waits=True)
+
+
+def _try(
     session: Session,
     owner: str,
     expected: Expected,
@@ -97,24 +125,64 @@ def try_compiled(
     optimizer: Optimizer,
     step_s: float | None,
 ) -> None:
-    """Has a model's blocks run compiled after its first steps. See [Note: tried in a run].
-
-    Args:
-        session: The session of the workers.
-        owner: The model, which was built to compile blocks later.
-        expected: The predictions for its plan as written.
-        done: What else is called when the first steps are over; it ends the watch.
-        optimizer: The optimizer that stepped.
-        step_s: Seconds from one step to the next; None if workers failed.
-    """
+    """Has blocks run compiled now, or after further steps; arguments as above, and those of `done`."""
     done(optimizer, step_s)
     written = _last(expected.machine, expected.model, expected.batch, expected.chosen.plan)
     if step_s is None or written is None or written[1] < LEAST_STEP_S or session.watch is not None:
         return
+    steps = steps_before(expected, written[1])
+    begin = functools.partial(_begin, session, owner, expected, steps)
+    if steps > LOOKS_AFTER_STEPS:
+        session.watch = _Later(optimizer, steps - LOOKS_AFTER_STEPS, begin)
+    else:
+        begin()
+
+
+def steps_before(expected: Expected, written_s: float) -> int:
+    """Returns how many steps a model makes before its blocks are compiled. See [Note: how long a run will be].
+
+    Args:
+        expected: The predictions for its plan as written.
+        written_s: Seconds of a step.
+    """
+    compiled = str(expected.chosen.plan.with_compiled_blocks())
+    wanted: dict[str, Any] = {"model": expected.model, "batch": expected.batch, "plan": compiled}
+    runs = [run for run in runs_of(expected.machine) if all(run.get(key) == value for key, value in wanted.items())]
+    begun = [run[_BEGUN_AFTER] for run in runs if type(run.get(_BEGUN_AFTER)) is int]
+    return max(LOOKS_AFTER_STEPS, math.ceil(WRITTEN_FIRST_S / written_s), 2 * max(begun, default=0))
+
+
+class _Later:
+    """Counts steps until a trial begins.
+
+    Args:
+        optimizer: Whose steps count.
+        steps: How many there are before.
+        begin: Begins the trial.
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: int, begin: Callable[[], object]) -> None:
+        self._optimizer, self._left, self._begin = weakref.ref(optimizer), steps, begin
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Counts a step that was sent."""
+        self._left -= self._optimizer() is optimizer
+        if self._left == 0:
+            self._begin()
+
+    def stepped_here(self, optimizer: Optimizer) -> None:
+        """Does not count a step of another model, in the script's own process."""
+
+
+def _begin(session: Session, owner: str, expected: Expected, steps: int) -> None:
+    """Has blocks run compiled from the next step on; arguments as above, and the steps that were made before."""
     logger.say(log.compiling_line())
     session.outbox.post_soon(UseCompiledBlocks(owner, True))
     compiled = replace(expected, chosen=replace(expected.chosen, plan=expected.chosen.plan.with_compiled_blocks()))
-    session.watch = Watch(session.outbox, compiled, functools.partial(_decide, session, owner, expected))
+    run = {"model": compiled.model, "plan": str(compiled.chosen.plan), "batch": compiled.batch, _BEGUN_AFTER: steps}
+    keep_run(expected.machine, run)
+    decide = functools.partial(_decide, session, owner, expected)
+    session.watch = Watch(session.outbox, compiled, decide, waits=True)
 
 
 def _decide(session: Session, owner: str, expected: Expected, optimizer: Optimizer, step_s: float | None) -> None:
@@ -123,7 +191,9 @@ def _decide(session: Session, owner: str, expected: Expected, optimizer: Optimiz
     if step_s is None:
         return
     found = measured(expected.machine, expected.model, expected.batch, expected.chosen.plan)
-    if found is not None:
+    if found is None:
+        logger.say(log.not_timed_line())
+    else:
         logger.say(log.compiled_line(found.compiled_s, found.written_s, found.compiling_s, pays=found.pays))
     if found is None or not found.pays:
         session.outbox.post_soon(UseCompiledBlocks(owner, False))

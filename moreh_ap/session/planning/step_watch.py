@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from moreh_ap import log
 from moreh_ap.local import logger
 from moreh_ap.local.cache_files import CacheFile
+from moreh_ap.local.interrupts import wait_in_turns
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.planning_task import UNCORRECTED, Corrections
 from moreh_ap.protocol.messages.devices import ReportSteps, StepReport
@@ -75,16 +77,25 @@ class Watch:
         expected: The predictions.
         done: Called when the watch ends, with the optimizer and the seconds from one of its steps to the next; None
             if workers failed.
+        waits: Whether the last of the steps waits for the workers. Otherwise the watch ends some steps later, if the
+            script sends ahead, and none waits.
     """
 
-    def __init__(self, outbox: Outbox, expected: Expected, done: Callable[[Optimizer, float | None], object]) -> None:
-        self._outbox, self._expected, self._on_done = outbox, expected, done
+    def __init__(
+        self,
+        outbox: Outbox,
+        expected: Expected,
+        done: Callable[[Optimizer, float | None], object],
+        *,
+        waits: bool = False,
+    ) -> None:
+        self._outbox, self._expected, self._on_done, self._waits = outbox, expected, done, waits
         self._stepped_at: list[float] = []
         self._asked: Posted | None = None
         self._optimizer: weakref.ref[Optimizer] | None = None
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Counts a step that was sent, of the optimizer that stepped first. Never waits."""
+        """Counts a step that was sent, of the optimizer that stepped first."""
         if self._optimizer is None:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer() is not optimizer:
@@ -94,7 +105,12 @@ class Watch:
             return
         if self._asked is None:
             self._asked = self._outbox.post_soon(ReportSteps())
-        elif self._asked.failed():
+            if not self._waits:
+                return
+            answered = threading.Event()
+            self._asked.add_done_callback(lambda _: answered.set())
+            wait_in_turns(answered.wait)
+        if self._asked.failed():
             self._on_done(optimizer, None)  # the script gets the error when it reads a result
         elif self._asked.done():
             self._on_done(optimizer, self._compare(list(self._asked.result())))
@@ -204,5 +220,10 @@ def remember_run(expected: Expected, first_s: float, seconds: float, peak_bytes:
         "measured_bytes": round(peak_bytes),
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
+    keep_run(expected.machine, run)
+
+
+def keep_run(machine: str, run: dict[str, Any]) -> None:
+    """Saves a run of a machine, and as many others as are kept."""
     with contextlib.suppress(OSError):  # the folder cannot be written: the run is lost
-        FILE.keep(expected.machine, {"runs": [*runs_of(expected.machine), run][-_KEPT_RUNS:]})
+        FILE.keep(machine, {"runs": [*runs_of(machine), run][-_KEPT_RUNS:]})

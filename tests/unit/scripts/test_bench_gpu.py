@@ -19,7 +19,7 @@ from bench_gpu_ways import SIZES, flops_per_token  # noqa: E402
 def measured(way, step_s, device="NVIDIA H100 80GB HBM3"):
     figures = {"step_s": step_s, "tokens_per_s": 8192 / step_s, "flops_per_s": 1e14 / step_s}
     return {"way": way, "device": device, **figures, "peak_reserved_bytes": 2**34, "idle": 0.1, "start_s": 9.0,
-            "losses": [2.0, 1.5]}  # fmt: skip
+            "losses": [2.0, 1.5], "compiled": step_s < 0.3}  # fmt: skip
 
 
 def test_idle_is_what_no_kernel_covers():
@@ -28,13 +28,16 @@ def test_idle_is_what_no_kernel_covers():
 
 
 def test_names_around_kernels_are_no_kernels():
-    def event(start, end, device, is_user_annotation=False):
+    def event(start, end, device, is_user_annotation=False, name="kernel"):
         time_range = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(time_range=time_range, device_type=device, is_user_annotation=is_user_annotation)
+        return SimpleNamespace(
+            time_range=time_range, device_type=device, is_user_annotation=is_user_annotation, name=name
+        )
 
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     events = [event(0, 4, cuda), event(6, 10, cuda), event(0, 10, cuda, True), event(0, 10, cpu)]
-    assert _summary(events) == {"idle": pytest.approx(0.2), "kernels": 2.0}
+    assert _summary(events) == {"idle": pytest.approx(0.2), "kernels": 2.0, "compiled": False}
+    assert _summary([*events, event(0, 10, cpu, name="Torch-Compiled Region: 0/0")])["compiled"]
 
 
 def test_operations_of_a_token():
@@ -49,6 +52,8 @@ def test_the_table_has_medians_and_says_what_failed():
     runs = [measured("plain", 0.4), measured("plain", 0.2), measured("plain", 0.3), {"way": "fsdp", "error": "?"}]
     _, plain, failed = bench_gpu.table(runs)
     assert "300.0 ms" in plain and "16.0 GiB" in plain and "10.0%" in plain and "1.500" in plain
+    assert plain.endswith("as written or compiled")
+    assert bench_gpu.table([measured("line", 0.2)])[1].endswith("  compiled")
     assert f"{100 * 1e14 / 0.3 / 989e12:.1f}%" in plain and failed.split() == ["fsdp", "failed"]
     assert bench_gpu.mfu(measured("plain", 0.3, "CPU")) is None
 

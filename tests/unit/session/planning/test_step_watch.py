@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -133,6 +134,28 @@ def test_seconds_from_step_to_step_are_told_once(learned, monkeypatch, on_worker
         watch.stepped(other)
         watch.stepped_here(first)
     assert told == [(first, expected)]
+
+
+def test_a_watch_that_waits_ends_with_the_last_of_its_steps(learned):
+    asked, told = [], []
+
+    class Slow:
+        """Answer only while somebody waits for them."""
+
+        def post_soon(self, command):
+            return SimpleNamespace(
+                add_done_callback=lambda call: (asked.append(command), threading.Timer(0.05, call, [None]).start()),
+                failed=lambda: False,
+                done=lambda: True,
+                result=lambda: [StepReport((9.0, *[2.0] * 5), GIB)],
+            )
+
+    watch = step_watch.Watch(Slow(), _expected(), lambda *result: told.append(result), waits=True)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    for number in range(step_watch.LOOKS_AFTER_STEPS):
+        assert asked == told == [], number
+        watch.stepped(optimizer)
+    assert len(asked) == 1 and told == [(optimizer, 2.0)]
 
 
 def test_where_nothing_was_learned_of_a_number_of_devices_that_of_another_counts(learned):
