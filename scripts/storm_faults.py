@@ -68,7 +68,7 @@ class Training:
         arguments: What follows its folder.
         recovery: Its MOREH_RECOVERY.
         variables: More of its environment.
-        found_below: Processes of which the workers are descendants; None: of the training.
+        found_below: Processes of which the workers are descendants; None: they have the training's environment.
 
     Attributes:
         lines: The numbers that it has printed.
@@ -84,7 +84,7 @@ class Training:
         variables: Mapping[str, str] | None = None,
         found_below: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        self._found_below = found_below or (lambda: [self.process.pid])
+        self._found_below = found_below
         self.lines: list[Line] = []
         self.says: list[tuple[float, str]] = []
         self._id, self._folder, self._temporary = uuid.uuid4().hex, folder, folder / "t"
@@ -161,13 +161,12 @@ class Training:
     def workers(self) -> dict[int, int]:
         """Returns the process ids of its workers, by rank."""
         found = {}
-        for pid in self._found_below():
+        for pid in self._processes() if self._found_below is None else _below(self._found_below()):
             with contextlib.suppress(psutil.NoSuchProcess):
-                for child in psutil.Process(pid).children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        name = _WORKER.fullmatch(child.name())
-                        if name and child.status() != psutil.STATUS_ZOMBIE:
-                            found[int(name[1])] = child.pid
+                one = psutil.Process(pid)
+                name = _WORKER.fullmatch(one.name())
+                if name and one.status() != psutil.STATUS_ZOMBIE:
+                    found[int(name[1])] = pid
         return found
 
     def end(self) -> list[str]:
@@ -200,6 +199,15 @@ class Training:
                 if path.name.isdecimal() and f"{_RUN_VARIABLE}={self._id}".encode() in (path / "environ").read_bytes():
                     found.append(int(path.name))
         return found
+
+
+def _below(pids: Sequence[int]) -> list[int]:
+    """Returns the ids of all that processes have started, and what these have."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return found
 
 
 def _shared_files() -> set[str]:

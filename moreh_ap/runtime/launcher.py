@@ -156,8 +156,7 @@ class Launcher:
 
     def find_dead(self) -> WorkerLostError | None:
         """Returns the error for the agent or the first worker whose process is gone, None while all live."""
-        code = None if self._agent is None else self._agent.exit_code()
-        if self._agent is not None and code is not None:
+        if self._agent is not None and (code := self._agent.exit_code()) is not None:
             return WorkerLostError(f"{self._supervisor()} died: {_how(code)}. The workers ended with it.")
         for rank, child in self._children.items():
             if not child.is_alive():
@@ -165,22 +164,23 @@ class Launcher:
         return None
 
     def prepare_again(self) -> str:
-        """Ends the workers so that `start` may be called once more, with workers of the agent that runs.
+        """Ends the workers so that `start` may be called once more, with others of the same warm parent.
 
         The engine's own end of the old ones is not waited for: it takes seconds where one was killed.
 
         Returns:
             Why that is not possible, empty if it is; this launcher is of no use then.
         """
-        gone = "the process that supervises the workers has ended"
-        if self._agent is None or self._agent.exit_code() is not None or self.engine is None:
+        gone = "what starts the workers has ended"
+        if self._agent is None or not self._agent.can_go_on() or self.engine is None:
             return gone
         self.kill()
         deadline_s = time.monotonic() + _COLLECTED_S
         while any(child.is_alive() for child in self._children.values()):
-            if time.monotonic() > deadline_s or self._is_stopping() or self._agent.exit_code() is not None:
+            if time.monotonic() > deadline_s or self._is_stopping() or not self._agent.can_go_on():
                 return gone  # if it is late, what collects them is stopped
             time.sleep(START_POLL_S)
+        self._agent = self._agent.going_on()
         for child in self._children.values():
             child.close()
         self._close_links()
@@ -301,7 +301,7 @@ class Launcher:
     def _command(self, rank: int) -> Sequence[str]:
         """Returns the arguments of Python with which a worker is started."""
         assert self._agent is not None, "started"
-        return ["-S", warm_client.__file__, self._agent.warm_socket]
+        return ["-S", warm_client.__file__, *self._agent.warm]
 
     def _listen(self) -> None:
         """Opens the socket to which workers connect for commands."""

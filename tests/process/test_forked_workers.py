@@ -13,7 +13,7 @@ import pytest
 from runtime_executor import Executor
 
 from moreh_ap.errors import WorkerLostError
-from moreh_ap.runtime.host import agent
+from moreh_ap.runtime.forking.descendants import descendants
 from moreh_ap.runtime.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is a warm parent on Linux only")
@@ -227,7 +227,7 @@ def test_no_process_is_left_whichever_is_killed(mesh, who):
     workers = mesh()
     children = workers.submit(("start_child",)).result(NOT_HUNG_S)
     supervisor = workers._launcher._agent.pid
-    everyone = [supervisor, *agent._descendants(supervisor)]
+    everyone = [supervisor, *descendants(supervisor)]
     assert {*workers.pids, *children} < set(everyone)
     clients = [pid for pid in everyone if "warm_client.py" in command_line(pid)]
     assert len(clients) == 2
@@ -245,14 +245,15 @@ def test_the_client_ends_as_its_worker_does_and_passes_signals_on(mesh):
     workers = mesh()
     workers.wait_ready(NOT_HUNG_S)
     supervisor = workers._launcher._agent.pid
-    clients = [pid for pid in agent._descendants(supervisor) if "warm_client.py" in command_line(pid)]
+    clients = [pid for pid in descendants(supervisor) if "warm_client.py" in command_line(pid)]
     os.kill(clients[0], signal.SIGTERM)
     with pytest.raises(WorkerLostError, match=r"died: (killed by signal 15|exit code)"):
         workers.submit(("sleep", 600)).result(NOT_HUNG_S)
     wait_until_gone(clients)
 
 
-def test_a_script_that_is_killed_takes_them_all_along(tmp_path):
+@pytest.mark.parametrize("first", ["script", "agent"])
+def test_a_script_that_is_killed_takes_them_all_along(tmp_path, first):
     path = os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parent)])
     body = "import os\nprint(os.getpid(), flush=True)\nmesh.submit(('start_child',)).result()\n"
     body += "print(mesh._launcher._agent.pid, flush=True)\nimport time\ntime.sleep(600)\n"
@@ -260,8 +261,15 @@ def test_a_script_that_is_killed_takes_them_all_along(tmp_path):
     script = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
     lines = [script.stdout.readline() for _ in range(3)]
     supervisor = int(lines[-1])
-    everyone = [supervisor, *agent._descendants(supervisor)]
+    everyone = [supervisor, *descendants(supervisor)]
     assert len(everyone) >= 1 + 1 + 3 * 3
+    clients = [pid for pid in everyone if "warm_client.py" in command_line(pid)]
+    (forks,) = [pid for pid in everyone if parents([pid]) == {supervisor} and pid not in clients]
+    if first == "agent":
+        script.send_signal(signal.SIGSTOP)  # it does not see that they are killed one after the other
+        os.kill(supervisor, signal.SIGKILL)
+        wait_until_gone(clients)
+        assert is_there(forks), "what forks workers outlives their agent"
     script.kill()
     script.wait()
     wait_until_gone(everyone)

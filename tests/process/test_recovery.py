@@ -23,7 +23,8 @@ pytestmark = pytest.mark.rotating  # one more way to lose a worker each
 
 SCRIPT = "survive_losses.py"
 TOOK_OVER = re.compile(
-    r"\[info\] Worker \d of \d \(process \d+\) died: killed by signal 9, Killed\. "
+    r"\[info\] (?:Worker \d of \d|The process that supervises the workers) \(process \d+\) died: "
+    r"killed by signal 9, Killed\. (?:The workers ended with it\. )?"
     r"Others took over: (\d+) steps? (?:was|were) computed again, \d+\.\d s"
 )
 WITHIN_S = 60.0  # on a machine that does other things, too
@@ -76,6 +77,10 @@ def test_a_worker_that_dies_in_replicated_training_and_again_while_others_take_o
 @pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2,micro_batches=2"])
 def test_a_worker_that_dies_under_plans_that_split_the_model(folders, tmp_path, plan):
     survive(folders, tmp_path, plan, "sent forward", "sent backward", "random")
+
+
+def test_the_process_that_supervises_the_workers_is_replaced_without_what_forks_them(folders, tmp_path):
+    survive(folders, tmp_path, "shard=2", "supervisor", "forward", "supervisor")
 
 
 FEW = 4

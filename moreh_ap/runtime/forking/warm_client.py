@@ -1,8 +1,9 @@
-"""The program that the engine starts and watches in place of a worker: `warm_client.py SOCKET LAUNCH -m ENGINE_MODULE`.
+"""The program that the engine starts and watches in place of a worker: `warm_client.py SOCKET AGENT LAUNCH -m ENGINE`.
 
 The engine starts this process and waits for its end; the worker itself is forked by the warm parent (`warm_parent`),
-which is asked here. Decides that signals, deaths and exit codes go both ways, and that where no warm parent answers the
-worker starts in this process and imports everything itself. It runs without `site`, so it imports what Python brings.
+which is asked here. Decides that signals, deaths and exit codes go both ways, that the worker ends with the agent, and
+that where no warm parent answers it starts in this process and imports everything itself. It runs without `site`, so it
+imports what Python brings.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -20,11 +22,12 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _COLLECTED_S = 4.0  # the first process of the system may take a second, and in some containers it never collects any
 
 
-def main(path: str, arguments: list[str]) -> None:
+def main(path: str, agent: int, arguments: list[str]) -> None:
     """Ends as the worker ends, or becomes the worker.
 
     Args:
         path: Where the warm parent listens.
+        agent: Process id of the agent, in which the engine has started this process.
         arguments: What the worker's bootstrap module is given.
     """
     parent = socket.socket(socket.AF_UNIX)
@@ -41,6 +44,7 @@ def main(path: str, arguments: list[str]) -> None:
 
         for number in _FORWARDED:
             signal.signal(number, forward)
+    _await_line(parent, agent)
     status = _line(parent)
     if status is None and worker is not None:  # the warm parent is gone
         _await_end(worker)
@@ -73,6 +77,18 @@ def _line(parent: socket.socket) -> str | None:
     return line.decode()
 
 
+def _await_line(parent: socket.socket, agent: int) -> None:
+    """Waits for the next line from the warm parent, or its end. Ends with the agent: then the warm parent kills the
+    worker."""
+    try:
+        watched = os.pidfd_open(agent)
+    except ProcessLookupError:
+        _end(-signal.SIGKILL)
+    if os.getppid() != agent or watched in select.select([parent.fileno(), watched], [], [])[0]:
+        _end(-signal.SIGKILL)
+    os.close(watched)
+
+
 def _await_end(worker: int) -> None:
     """Waits until a worker without a parent, which the kernel kills, has been collected: the engine hears of it after
     the controller can see it."""
@@ -94,4 +110,4 @@ def _end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

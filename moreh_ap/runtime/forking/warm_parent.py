@@ -7,9 +7,14 @@ engine, which starts threads when it is imported, nor commands.
 The agent forks this process before it imports the engine; that of another host starts it (`warm_program`). It imports
 PyTorch and what else workers import early, once for all of them, and listens at a socket in the folder that only this
 user can enter. The engine starts a program for each worker, the client (`warm_client`), and waits for its end; the
-client asks here for the worker, and ends as the worker ends. The kernel ends this process with the agent and the
-workers with this process, and a worker is killed when its client is gone. Where this process has ended or never was,
-the client becomes the worker and imports for itself.
+client asks here for the worker, and ends as the worker ends. The kernel ends the workers with this process, and a
+worker is killed when its client is gone. Where this process has ended or never was, the client becomes the worker and
+imports for itself.
+
+While this process imports, the kernel ends it with the agent. Once it can fork it outlives the agent, so that PyTorch
+is not imported once more when the agent is killed: clients end with their agent, those of another agent ask here for
+other workers, and these inherit from this process what the first ones did. It then ends with the controller, to which
+it has told its process id, or when the controller kills it. (On another host the agent is its controller.)
 
 A process may be forked as long as it has one thread and no device. So a module of another library is imported in a
 forked copy: if the copy is fit to be forked it goes on in place of this process, which waits for it; if it is not, it
@@ -30,10 +35,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from moreh_ap.runtime.child_process import end_with
+from moreh_ap.runtime.child_process import end_with, outlive_parent
+from moreh_ap.runtime.forking.descendants import end_descendants
 
 _UNFIT = 3  # exit code of a process that must not be forked
 _OWN = ("torch", "moreh_ap")  # packages whose modules start no threads
@@ -85,14 +90,15 @@ class _Client:
         os.close(self._watched)
 
 
-def fork(path: str, imports: Sequence[str], controller_fd: int) -> list[str] | None:
+def fork(path: str, imports: Sequence[str], controller_fd: int, controller: int) -> list[str] | None:
     """Starts the warm parent, where this process can be forked.
 
     Args:
         path: Where it is to listen.
         imports: Modules to import, in this order.
         controller_fd: Descriptor of a socket, which goes to the warm parent: names of further modules arrive there,
-            a line each, until it says that it is ready.
+            a line each, until it says that it is ready, by its process id.
+        controller: Process id of who has the other end. The warm parent ends with it.
 
     Returns:
         None in the calling process; in a worker, what its bootstrap module is given.
@@ -106,13 +112,13 @@ def fork(path: str, imports: Sequence[str], controller_fd: int) -> list[str] | N
             os.dup2(nothing, 0)
             os.dup2(nothing, 1)
             os.close(nothing)
-            return _WarmParent(listener, socket.socket(fileno=controller_fd)).run(imports)
+            return _WarmParent(listener, socket.socket(fileno=controller_fd), controller).run(imports)
         listener.close()
     os.close(controller_fd)
     return None
 
 
-def serve(path: str, imports: Sequence[str], controller_fd: int) -> list[str] | None:
+def serve(path: str, imports: Sequence[str], controller_fd: int, controller: int) -> list[str] | None:
     """Makes this process the warm parent; see `fork` for the arguments.
 
     Returns:
@@ -120,7 +126,7 @@ def serve(path: str, imports: Sequence[str], controller_fd: int) -> list[str] | 
     """
     if not _can_serve():
         return None
-    return _WarmParent(_listener(path), socket.socket(fileno=controller_fd)).run(imports)
+    return _WarmParent(_listener(path), socket.socket(fileno=controller_fd), controller).run(imports)
 
 
 def _listener(path: str) -> socket.socket:
@@ -131,8 +137,8 @@ def _listener(path: str) -> socket.socket:
 
 
 class _WarmParent:
-    def __init__(self, listener: socket.socket, controller: socket.socket) -> None:
-        self._listener, self._controller = listener, controller
+    def __init__(self, listener: socket.socket, connection: socket.socket, controller: int) -> None:
+        self._listener, self._connection, self._controller = listener, connection, controller
         self._added: dict[str, str] = {}  # variables that modules set while they are imported
         self._left_out: list[str] = []
 
@@ -155,18 +161,18 @@ class _WarmParent:
         sys.stderr.flush()
         gc.freeze()
         with suppress(OSError):  # the controller has ended
-            self._controller.sendall(b"\n")
-        self._controller.close()
+            self._connection.sendall(f"{os.getpid()}\n".encode())
+        self._connection.close()
         return self._serve()
 
     def _further_imports(self) -> list[str]:
         """Returns the modules of which the controller has told meanwhile."""
-        self._controller.setblocking(False)
+        self._connection.setblocking(False)
         told = b""
         with suppress(BlockingIOError, ConnectionResetError):
-            while part := self._controller.recv(4096):
+            while part := self._connection.recv(4096):
                 told += part
-        self._controller.setblocking(True)
+        self._connection.setblocking(True)
         return told.decode().split()
 
     def _imported_in_a_copy(self, name: str) -> bool:
@@ -185,8 +191,12 @@ class _WarmParent:
 
     def _serve(self) -> list[str]:
         clients: list[_Client] = []
+        own = [self._listener.fileno(), self._watched_controller()]
         while True:
-            readable = _wait([self._listener.fileno(), *(each for client in clients for each in client.descriptors())])
+            readable = _wait([*own, *(each for client in clients for each in client.descriptors())])
+            if own[1] in readable:
+                end_descendants()
+                os._exit(0)
             clients = [client for client in clients if not client.has_ended(readable)]
             if self._listener.fileno() not in readable:
                 continue
@@ -199,11 +209,21 @@ class _WarmParent:
             if worker == 0:
                 self._listener.close()
                 connection.close()
+                os.close(own[1])
                 for client in clients:
                     client.close()
                 self._become_worker(request["environment"])
                 return list(request["arguments"])
             clients.append(_Client(connection, worker))
+
+    def _watched_controller(self) -> int:
+        """Returns a descriptor of the controller, with which this process ends from now on instead of its parent."""
+        try:
+            controller = os.pidfd_open(self._controller)
+        except ProcessLookupError:
+            os._exit(0)
+        outlive_parent()
+        return controller
 
     def _become_worker(self, environment: dict[str, str]) -> None:
         """Gives a worker what it would have if it had been started anew.
@@ -294,8 +314,3 @@ def _request(connection: socket.socket) -> dict[str, Any] | None:
         return None
     connection.settimeout(None)
     return json.loads(text)  # type: ignore[no-any-return]
-
-
-def socket_path(folder: Path) -> str:
-    """Returns where the warm parent of the agent with that folder listens."""
-    return str(folder / "warm")

@@ -41,7 +41,7 @@ class WarmProgram:
         inherited: Sequence[int],
         on_ready: Callable[[], object],
     ) -> None:
-        self.path = warm_parent.socket_path(folder)
+        self.path = str(folder / "warm")
         self._ours, theirs = socket.socketpair()
         task = json.dumps([os.getpid(), self.path, list(imports), theirs.fileno()])
         self._process = subprocess.Popen(
@@ -65,7 +65,7 @@ class WarmProgram:
 
     def _await(self, on_ready: Callable[[], object]) -> None:
         with suppress(OSError):
-            self._ours.recv(1)  # what it says once it is ready; nothing if it has ended
+            self._ours.recv(32)  # what it says once it is ready; nothing if it has ended
         on_ready()
         self._process.wait()
 
@@ -74,7 +74,7 @@ def main(task: str) -> None:
     """Serves as long as the agent lives; in a forked worker, does what the engine says."""
     agent, path, imports, controller_fd = json.loads(task)
     end_with(agent)
-    arguments = warm_parent.serve(path, imports, controller_fd)
+    arguments = warm_parent.serve(path, imports, controller_fd, agent)
     if arguments is not None:
         bootstrap.main(arguments)
 

@@ -12,7 +12,6 @@ controller, where the engine has a fixed name, `engine` closes that socket.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from moreh_ap.runtime import bootstrap
 from moreh_ap.runtime.forking import warm_parent
+from moreh_ap.runtime.forking.descendants import end_descendants
 from moreh_ap.runtime.worker_environment import IGNORES_SIGTERM_VARIABLE
 
 END = b"end\n"
@@ -39,13 +39,15 @@ class AgentTask:
         controller: Process id of the controller.
         folder: Folder of the controller's run, for sockets; ends with the controller.
         name: A folder below it for this agent's sockets.
-        imports: Modules that the warm parent imports.
+        warm_socket: Where the warm parent that this agent forks is to listen; empty: there is one already.
+        imports: Modules that it imports.
         warm_parent_fd: Inherited descriptor of a socket between controller and warm parent.
     """
 
     controller: int
     folder: str
     name: str
+    warm_socket: str
     imports: tuple[str, ...]
     warm_parent_fd: int
 
@@ -56,8 +58,7 @@ class AgentTask:
     def parse(cls, text: str) -> AgentTask:
         """Returns the task that `str` printed."""
         values = json.loads(text)
-        imports = tuple(values["imports"])
-        return cls(values["controller"], values["folder"], values["name"], imports, values["warm_parent_fd"])
+        return cls(**{**values, "imports": tuple(values["imports"])})
 
 
 def main() -> None:
@@ -68,10 +69,11 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # processes that it starts inherit this
     own = Path(task.folder, task.name)
     own.mkdir(mode=0o700)
-    arguments = warm_parent.fork(warm_parent.socket_path(own), task.imports, task.warm_parent_fd)
-    if arguments is not None:
-        bootstrap.main(arguments)
-        return
+    if task.warm_socket:
+        arguments = warm_parent.fork(task.warm_socket, task.imports, task.warm_parent_fd, task.controller)
+        if arguments is not None:
+            bootstrap.main(arguments)
+            return
     os.environ["TMPDIR"] = str(own)  # the engine makes folders for sockets of its own there
     threading.Thread(target=_end_with_controller, args=(task,), name="moreh-controller", daemon=True).start()
     serve(f"ipc://{own}/host", lambda address: os.write(1, f"{address}\n".encode()))
@@ -104,56 +106,9 @@ def _end_with_controller(task: AgentTask) -> None:
         if ready:
             told = os.read(0, 4096)
             break
-    end_workers()
+    end_descendants()
     shutil.rmtree(Path(task.folder, task.name) if told == END else task.folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)  # the engine's threads would go on after `sys.exit`
-
-
-def end_workers(warm_parent: int | None = None) -> int:
-    """Ends the processes that this one has started, and all that they started; returns how many lived.
-
-    Args:
-        warm_parent: What forks workers, and goes on; None: it ends, too. Copies of it that go on in its place are in
-            its process group, in which no worker is.
-    """
-    kept: set[int] = set()
-    if warm_parent is not None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended: workers start anew
-            group = os.getpgid(warm_parent)
-            kept = {pid for pid in (warm_parent, *_descendants(warm_parent)) if _group_of(pid) == group}
-    doomed = [pid for pid in reversed(_descendants(os.getpid())) if pid not in kept and _lives(pid)]
-    for pid in doomed:  # workers before the warm parent, with which they would be gone
-        with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(pid) == pid:
-                os.killpg(pid, signal.SIGKILL)
-            else:
-                os.kill(pid, signal.SIGKILL)
-    return len(doomed)
-
-
-def _group_of(pid: int) -> int:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return 0
-
-
-def _lives(pid: int) -> bool:
-    """Returns whether a process has not ended, collected or not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def _descendants(pid: int) -> list[int]:
-    """Returns the ids of a process's children and theirs: workers are children of the warm parent."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended meanwhile
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found += [child, *_descendants(child)]
-    return found
 
 
 if __name__ == "__main__":

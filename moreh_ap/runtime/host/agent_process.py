@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import subprocess
 import sys
 import uuid
@@ -16,50 +15,54 @@ from collections.abc import Callable, Mapping, Sequence
 
 from moreh_ap.errors import MeshStartError
 from moreh_ap.runtime import engine_variables
-from moreh_ap.runtime.forking.early_imports import EarlyImports
-from moreh_ap.runtime.forking.warm_parent import socket_path
+from moreh_ap.runtime.forking.warm_parent_process import WarmParentProcess
 from moreh_ap.runtime.host.agent import END, AgentTask
 from moreh_ap.runtime.host.private_sockets import run_folder
 
 _END_TIMEOUT_S = 5.0
-_POLL_S = 0.1
 
 
 class AgentProcess:
     """A running agent.
 
     Args:
-        inherited: File descriptors for the workers.
+        inherited: File descriptors for the workers, which have them from the warm parent.
         imports: Modules that all workers need; one of a library that the script has not imported, when it does.
         environment: Variables of all workers.
+        warm_parent: What forks them, started by an agent that has ended; None: this agent starts one.
 
     Attributes:
         folder: Its own folder for files of the workers; it makes it, and it removes it when it ends.
     """
 
-    def __init__(self, inherited: Sequence[int], imports: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        inherited: Sequence[int],
+        imports: Sequence[str],
+        environment: Mapping[str, str],
+        warm_parent: WarmParentProcess | None = None,
+    ) -> None:
+        self._imports, self._environment = imports, environment
+        self._warm_parent = warm_parent or WarmParentProcess(imports)
         folder, name = run_folder(), uuid.uuid4().hex[:8]
         self.folder = folder / name
         self._address = ""
         self._errors = open(folder / f"{name}.log", "w+")  # noqa: SIM115, closed with the agent
-        self._warm_parent, theirs = socket.socketpair()
-        self._imports = EarlyImports(imports, self._tell_warm_parent)
+        task = AgentTask(os.getpid(), str(folder), name, *self._warm_parent.to_start())
         self._process = subprocess.Popen(
             [sys.executable, "-m", "moreh_ap.runtime.host.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            pass_fds=[*inherited, theirs.fileno()],
+            pass_fds=[*inherited, *([task.warm_parent_fd] if task.warm_socket else [])],
             start_new_session=True,  # Ctrl-C is for the script
             env={**os.environ, **engine_variables.of_worker(), **environment},
         )
         assert self._process.stdin is not None, "asked for"
         with contextlib.suppress(BrokenPipeError):  # it has ended: `address` says so
-            task = AgentTask(os.getpid(), str(folder), name, self._imports.now, theirs.fileno())
             self._process.stdin.write(f"{task}\n".encode())
             self._process.stdin.flush()
-        theirs.close()
-        self._imports.begin()
+        self._warm_parent.started()
 
     def address(self, timeout_s: float) -> str:
         """Returns where the engine of the agent listens, once it does.
@@ -84,20 +87,24 @@ class AgentProcess:
         )
 
     @property
-    def warm_socket(self) -> str:
-        """Where its warm parent listens, if it has one."""
-        return socket_path(self.folder)
+    def warm(self) -> Sequence[str]:
+        """What a client is told: where the warm parent listens, if there is one, and the process id of this agent."""
+        return self._warm_parent.path, str(self.pid)
 
     def await_imports(self, is_stopping: Callable[[], bool]) -> None:
         """Waits until the warm parent has imported what workers need, or has ended; the engine waits 30 s at most."""
-        while not select.select([self._warm_parent], [], [], _POLL_S)[0]:
-            if is_stopping():
-                return
-        self._imports.stop()
+        self._warm_parent.await_imports(is_stopping)
 
-    def _tell_warm_parent(self, module: str) -> None:
-        with contextlib.suppress(OSError):  # it has ended, or is ready: each worker imports the module itself
-            self._warm_parent.sendall(f"{module}\n".encode())
+    def can_go_on(self) -> bool:
+        """Returns whether this agent, or another one in its place, can start workers as quickly as before."""
+        return self._warm_parent.can_fork() or (self.exit_code() is None and not self._warm_parent.was_lost())
+
+    def going_on(self) -> AgentProcess:
+        """Returns this agent; if it has ended, another one in its place, whose workers the same warm parent forks."""
+        if self.exit_code() is None:
+            return self
+        self._end()
+        return AgentProcess((), self._imports, self._environment, self._warm_parent)
 
     @property
     def pid(self) -> int:
@@ -110,6 +117,10 @@ class AgentProcess:
 
     def end(self) -> None:
         """Ends the agent, and with it all workers."""
+        self._end()
+        self._warm_parent.end()
+
+    def _end(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None, "asked for"
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(END)
@@ -120,6 +131,4 @@ class AgentProcess:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-        self._imports.stop()
-        self._warm_parent.close()
         self._errors.close()

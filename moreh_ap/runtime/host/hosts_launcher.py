@@ -318,7 +318,7 @@ class HostsLauncher(Launcher):
         return f"tls://[{address}]:0" if ":" in address else f"tls://{address}:0"
 
     def _command(self, rank: int) -> Sequence[str]:
-        return ["-S", warm_client.__file__, self._served[self._host(rank).host].warm]
+        return ["-S", warm_client.__file__, *self._served[self._host(rank).host].warm]
 
     def _listen(self) -> None:
         """Does nothing: workers connect to the agent of their host."""

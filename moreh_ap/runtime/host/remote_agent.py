@@ -24,6 +24,7 @@ from moreh_ap.hosts.channel import Channel, ChannelError, Message
 from moreh_ap.hosts.credentials import Credentials
 from moreh_ap.hosts.host_report import interfaces, look
 from moreh_ap.runtime import engine_variables
+from moreh_ap.runtime.forking.descendants import end_descendants
 from moreh_ap.runtime.forking.warm_program import WarmProgram
 from moreh_ap.runtime.host import agent
 from moreh_ap.runtime.host.agent_output import WorkerPipes
@@ -239,7 +240,7 @@ class RemoteAgent:
         self._store.close()
         kept = None if self._is_for_others(values) else self._warm.pid
         deadline_s = time.monotonic() + _END_S
-        while agent.end_workers(kept):
+        while end_descendants(kept):
             if time.monotonic() > deadline_s:
                 self._end()
             time.sleep(_END_POLL_S)
@@ -263,7 +264,7 @@ class RemoteAgent:
             pid_fd=self._pipes.pid_fd,
             streams={str(rank): pair for rank, pair in self._pipes.streams.items()},
             store=self._store.path,
-            warm=self._warm.path,
+            warm=(self._warm.path, str(os.getpid())),
             memory_fd=self._memory_fd,
             commands=self._commands.path,
             commands_port=self._commands.port,
@@ -284,7 +285,7 @@ class RemoteAgent:
 
     def _end(self) -> None:
         """Ends the workers, all that they started, and this process; what they printed is passed on before."""
-        agent.end_workers()
+        end_descendants()
         if self._pipes is not None:
             pipes, self._pipes = self._pipes, None
             pipes.close()

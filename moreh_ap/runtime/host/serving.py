@@ -15,7 +15,7 @@ class Serving:
         pid_fd: Descriptor to which a worker writes its process id.
         streams: Descriptors of the output of each worker, by its rank.
         store: Socket of the store.
-        warm: Socket of the warm parent.
+        warm: What a client is told: socket of the warm parent, and process id of the agent.
         memory_fd: Descriptor of the memory that the host's workers share.
         commands: Socket of commands.
         commands_port: Port at which the host takes them.
@@ -26,7 +26,7 @@ class Serving:
     pid_fd: int
     streams: Mapping[str, Sequence[int]]
     store: str
-    warm: str
+    warm: Sequence[str]
     memory_fd: int
     commands: str
     commands_port: int

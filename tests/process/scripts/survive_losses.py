@@ -153,6 +153,18 @@ def kill_agents(ranks):
         next(one for one in parents if "moreh_ap.runtime.host.remote_agent" in one.cmdline()).kill()
 
 
+def kill_supervisor():
+    """Kills the agent of this machine, and with it all workers; returns what had forked them."""
+    forked_by = what_forks_workers()
+    next(one for one in psutil.Process().children() if "moreh_ap.runtime.host.agent" in one.cmdline()).kill()
+    return forked_by
+
+
+def what_forks_workers():
+    """Returns the process ids of the workers' parents."""
+    return {psutil.Process(pid).ppid() for pid in device.current().session.workers.pids}
+
+
 def kill_soon():
     """Kills a worker at a random moment from now, unless none is there then, since others are about to take over."""
 
@@ -170,7 +182,7 @@ def train(plan, fault, losses):
     model, generator = build(plan).cuda(), torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    timers = []
+    timers, forked_by = [], None
     for step in range(STEPS):
         if fault == "random" and step in (1, AT, 4):
             timers.append(kill_soon())
@@ -193,6 +205,8 @@ def train(plan, fault, losses):
             if now in ("agent", "agents"):
                 kill_agents([1] if now == "agent" else [0, 1])
                 now = ""
+            if now == "supervisor":
+                forked_by, now = kill_supervisor(), ""
             if now == "sent forward":
                 kill(1)
             loss.backward()
@@ -217,6 +231,7 @@ def train(plan, fault, losses):
         losses.append(loss_of(model, generator))
     losses += [parameter.detach() for parameter in model.parameters()]
     values = [one.cpu() for one in losses]
+    assert forked_by is None or forked_by == what_forks_workers(), "PyTorch was imported once more"
     if fault == "idle":
         kill(0)
         time.sleep(1.0)
@@ -227,7 +242,7 @@ def train(plan, fault, losses):
 
 def main():
     """FAULT: a place in a step, "two" workers, "again" during recovery, "random", "evaluation", "idle", "for ever",
-    "agent" and "agents" (of several hosts), or a way to be silent, see `stop`."""
+    "supervisor" (of this machine), "agent" and "agents" (of several hosts), or a way to be silent, see `stop`."""
     plan, *faults = sys.argv[1:]
     random.seed(plan)
     if "SNAPSHOT_STEPS" in os.environ:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has descr
 
 
 def start(path, *arguments: str, **options) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-S", warm_client.__file__, str(path), *arguments], **options)
+    agent = str(os.getpid())
+    return subprocess.Popen([sys.executable, "-S", warm_client.__file__, str(path), agent, *arguments], **options)
 
 
 @pytest.fixture
@@ -76,6 +78,32 @@ def test_it_ends_its_worker_where_the_warm_parent_is_gone(parent):
     connection.close()
     assert worker.wait(30) == -signal.SIGKILL
     assert client.wait(30) == -signal.SIGKILL
+
+
+OF_AN_AGENT = """
+import os, subprocess, sys
+client = subprocess.Popen([sys.executable, "-S", *sys.argv[1:], os.environ.get("AGENT", str(os.getpid()))])
+print(client.pid, flush=True)
+client.wait()
+"""
+
+
+@pytest.mark.parametrize("dies", ["while the worker runs", "before the client starts"])
+def test_it_ends_with_its_agent(parent, dies):
+    listener, path = parent
+    command = [sys.executable, "-c", OF_AN_AGENT, warm_client.__file__, str(path)]
+    another = {"AGENT": str(os.getpid())} if dies == "before the client starts" else {}
+    agent = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **another})
+    client = os.pidfd_open(int(agent.stdout.readline()))
+    connection, _ = asked(listener)
+    connection.sendall(f"{os.getpid()}\n".encode())
+    if not another:
+        assert not select.select([client], [], [], 0.5)[0]
+        agent.kill()
+    assert connection.recv(1) == b"", "which has the warm parent kill the worker"
+    assert select.select([client], [], [], 30.0)[0]
+    os.close(client)
+    agent.wait(30)
 
 
 @pytest.mark.parametrize("dies", ["before it listens", "before it forks"])
