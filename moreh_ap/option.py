@@ -77,7 +77,7 @@ def enable_advanced_parallelization(
             writes it into the folder ``moreh_report``; a path is another folder. Default: `MOREH_REPORT`, else none.
         recovery: "memory" keeps what workers were told, so that others take over where one is lost, and the training
             goes on with the same numbers; "auto" does so in runs that are long enough for it to cost next to nothing,
-            "off" never. Default: `MOREH_RECOVERY`, else "auto", which does nothing on GPUs yet.
+            "off" never. Default: `MOREH_RECOVERY`, else "auto", which does nothing on GPUs: the cost is not known.
         elastic: Whether hosts are used that join during the run, as soon as recovery has a copy for them: those that
             were lost, and those that the file of `hosts` names since. Default: `MOREH_ELASTIC`, else False.
         autosave: A folder into which checkpoints of all models and optimizers that train are saved every ten minutes

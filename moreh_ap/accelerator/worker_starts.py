@@ -149,7 +149,7 @@ class WorkerStarts:
 
 
 def _recovers(options: Options, device_type: str) -> bool:
-    """Returns whether others take over from lost workers: on GPUs, where it has not run yet, only where asked for."""
+    """Returns whether others take over from lost workers: on GPUs, where its cost is not known, only if asked for."""
     return options.recovery == "memory" or (options.recovery == "auto" and device_type == "cpu")
 
 

@@ -65,7 +65,7 @@ def test_one_that_cannot_fork_was_never_lost(warm_parent):
     assert (seen.can_fork(), seen.was_lost()) == (False, False)
 
 
-def test_it_is_ended_even_where_nobody_has_read_its_word(process):
+def test_it_is_ended_even_before_its_word_is_read(process):
     seen, theirs = started()
     theirs.sendall(f"{process.pid}\n".encode())
     theirs.close()
