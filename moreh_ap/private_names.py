@@ -229,7 +229,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.distributed.pipelining.stage._PipelineStageBase._prepare_forward_infra", "parallelizer/pipeline"),
     ),
     *_names(
-        "The shard that is here, for a write that autograd must not see.",
+        "The shard that is here: optimizers step by it, as an ordinary tensor.",
         ("torch.distributed.tensor.DTensor._local_tensor", "runtime/worker"),
     ),
     *_names(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,18 @@ import pytest
 import torch
 from parallelizer_team import Team
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moreh_ap.parallelizer.apply import apply_plan
 from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.state.loading import full_tensor
+from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.plan import Plan
+from moreh_ap.protocol.messages.optimizers import BuildOptimizer
+from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.runtime.worker.optimizer_offload import OffloadedState
+from moreh_ap.runtime.worker.worker_device import WorkerDevice
+from moreh_ap.runtime.worker.worker_optimizer import WorkerOptimizer
 from moreh_ap.session.models.remote_optimizer import elementwise_optimizers
 
 pytestmark = pytest.mark.rotating  # one more plan each
@@ -89,12 +94,23 @@ def sharded(rank: int, world: int, bucket_bytes: int) -> tuple[bool, list[Tensor
     """Returns whether state is split like its parameter, and the weights after training on shards."""
     model = make_model()
     plan = Plan(shard=world)
-    apply_plan(model, plan, build_mesh(plan, "cpu"))
-    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
-    step = OffloadedState(optimizer, bucket_bytes).step if bucket_bytes else optimizer.step
-    train(optimizer, model, step)
-    split = all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
-    return split, [full_tensor(param).clone() for param in model.parameters()]
+    applied = apply_plan(model, plan, build_mesh(plan, "cpu"))
+    groups = [[StateShard(one, applied.position) for one in group["params"]] for group in groups_of(model)]
+    refs = tuple(tuple(StateRef("model0", "param", "") for _ in group) for group in groups)
+    command = BuildOptimizer("optimizer0", pickle.dumps(torch.optim.AdamW), refs, {"lr": 1e-2})
+    optimizer = WorkerOptimizer(command, groups, WorkerDevice(rank, world, "cpu"))
+    stepped: Any = optimizer._optimizer
+    stepped.param_groups[1]["lr"] = 3e-3
+    if bucket_bytes:
+        optimizer._offloaded = OffloadedState(stepped, bucket_bytes)
+    stepped.zero_grad = model.zero_grad  # clears the gradients of the shards
+    weights = train(stepped, model, lambda: optimizer.step({}, {}))
+    shards = [one.to_local() for one in weights]
+    own = [one for group in stepped.param_groups for one in group["params"]]
+    assert [one.data_ptr() for one in own] == [one.data_ptr() for one in shards]  # FSDP2 has left them their memory
+    states = [(value, held) for _, _, value, held in optimizer.states()]
+    split = len(states) == 2 * len(own) and all(value.shape == held.local.shape for value, held in states)
+    return split, [full_tensor(one).clone() for one in weights]
 
 
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)

@@ -74,7 +74,7 @@ def test_a_scaler_looks_at_no_gradient(monkeypatch):
 
 
 def test_a_fused_step_of_sgd_without_a_scaler(session):
-    """PyTorch's fused kernel of SGD knows no shards."""
+    """PyTorch's fused kernel of SGD knows no DTensors."""
 
     def script(device):
         model = OwnTransformer().to(device)

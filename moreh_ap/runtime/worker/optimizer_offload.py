@@ -16,10 +16,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-
-from moreh_ap.parallelizer.state.loading import local_shard
 
 BUCKET_BYTES = 256 * 2**20
 """Bytes of parameters whose state is on the device at a time: far more than a copy costs to start, little for a GPU."""
@@ -71,7 +68,7 @@ class OffloadedState:
     """Keeps the state of `optimizer` in host memory, pinned where the device is a GPU.
 
     Args:
-        optimizer: Its step treats every parameter by itself.
+        optimizer: Its step treats every parameter by itself; all are ordinary ones.
         bucket_bytes: Bytes of parameters that are stepped at a time.
     """
 
@@ -102,31 +99,28 @@ class OffloadedState:
 
     def fetch(self, parameter: Tensor) -> None:
         """Brings a parameter's state to its device, where it stays until the next step or `put_away`."""
-        device = local_shard(parameter).device
         for tensor in self._tensors(parameter).values():
-            local = local_shard(tensor)
-            if local.device != device:
-                _point(tensor, local.to(device, non_blocking=True))
+            if tensor.device != parameter.device:
+                tensor.data = tensor.to(parameter.device, non_blocking=True)
 
     def put_away(self, parameter: Tensor) -> None:
         """Brings a parameter's state to host memory."""
         buffers = self._host.setdefault(parameter, {})
         for key, tensor in self._tensors(parameter).items():
-            local = local_shard(tensor)
-            if local.device.type == "cpu":
+            if tensor.device.type == "cpu":
                 continue
             buffer = buffers.get(key)
-            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                buffer = buffers[key] = self._memory(parameter).take(local)
-            buffer.copy_(local, non_blocking=True)
-            _point(tensor, buffer)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = buffers[key] = self._memory(parameter).take(tensor)
+            buffer.copy_(tensor, non_blocking=True)
+            tensor.data = buffer
 
     def _memory(self, parameter: Tensor) -> HostSlabs:
         """Returns where state goes, for all of which there is room if each parameter has as much as this one."""
         if self._slabs is None:
-            state_bytes = sum(local_shard(one).nbytes for one in self._tensors(parameter).values())
-            all_bytes = sum(local_shard(one).nbytes for one in self._parameters)
-            self._slabs = HostSlabs(all_bytes * state_bytes // max(1, local_shard(parameter).nbytes))
+            state_bytes = sum(one.nbytes for one in self._tensors(parameter).values())
+            all_bytes = sum(one.nbytes for one in self._parameters)
+            self._slabs = HostSlabs(all_bytes * state_bytes // max(1, parameter.nbytes))
         return self._slabs
 
     def _tensors(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -145,18 +139,9 @@ class OffloadedState:
         for index, parameters in enumerate(groups):
             for parameter in parameters:
                 bucket[index].append(parameter)
-                local = local_shard(parameter)
-                num_bytes += local.numel() * local.element_size()
+                num_bytes += parameter.nbytes
                 if num_bytes >= self._bucket_bytes:
                     yield bucket
                     bucket, num_bytes = [[] for _ in groups], 0
         if any(bucket):
             yield bucket
-
-
-def _point(tensor: Tensor, local: Tensor) -> None:
-    """Makes the tensor's memory here that of `local`, on whatever device; whoever has the tensor sees it."""
-    if isinstance(tensor, DTensor):
-        tensor._local_tensor = local
-    else:
-        tensor.data = local

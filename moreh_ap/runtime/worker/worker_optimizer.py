@@ -2,6 +2,13 @@
 
 Decides which gradients a norm counts here, and how they are clipped and cleared. How a norm is taken over all workers
 is for `norms.py` to know.
+
+[Note: shards as ordinary parameters]
+Every optimizer that reaches a worker computes each element from the elements at the same place, so a step on a shard
+is a step on its local tensor. With FSDP2's DTensors, each operation of a step would go through their dispatch, which
+takes longer than the operation where shards are small, and knows no fused SGD. So the optimizer is built over ordinary
+parameters in the memory of the shards, which have the local gradients while it steps, and its state is local, too.
+Whoever reads or writes state that is laid out like a sharded parameter gets a DTensor around it.
 """
 
 from __future__ import annotations
@@ -12,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moreh_ap.parallelizer.data.norms import total_norm
 from moreh_ap.parallelizer.mesh import Position
-from moreh_ap.parallelizer.state.loading import Wanted, local_shard, read
+from moreh_ap.parallelizer.state.loading import Wanted, read
 from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.optimizers import (
     BuildOptimizer,
@@ -31,10 +38,6 @@ from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.optimizer_offload import OffloadedState
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
-
-_WITHOUT_FUSED_STEP_ON_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
-"""Their fused kernels do not know FSDP2's shards (torch 2.13: "does not have a sharding strategy registered"). The step
-runs as several kernels there."""
 
 _FUSED_ON_GPUS = (torch.optim.Adam, torch.optim.AdamW)
 """Whose step is one kernel on a GPU where the script has not said how it runs: it reads and writes weights and state
@@ -147,8 +150,9 @@ class OptimizerCommands:
                 model = self._tables.models[ref.owner]
                 gradient = model.parameters[ref.name].grad
                 if gradient is not None:
-                    shard = gradient if type(gradient) is Tensor else local_shard(gradient)
-                    found.append((shard.detach(), model.is_canonical[ref.name]))
+                    if isinstance(gradient, DTensor):
+                        gradient = gradient._local_tensor  # `to_local` builds a graph, a step of it for each gradient
+                    found.append((gradient.detach(), model.is_canonical[ref.name]))
             elif (held := self._tables.state(ref)) is not None:
                 found.append((held.local, held.is_canonical))
         return found
@@ -180,14 +184,13 @@ class WorkerOptimizer:
         offload: bool = False,
     ) -> None:
         cls = pickle.loads(command.pickled_class)
-        here = [[held.tensor for held in group if held is not None] for group in groups]
-        is_sharded = any(isinstance(parameter, DTensor) for group in here for parameter in group)
-        self._lacks_fused_step = is_sharded and issubclass(cls, _WITHOUT_FUSED_STEP_ON_SHARDS)
-        self._optimizer = cls([{"params": group} for group in here], **self._possible(command.defaults))
         self._parameters = [held for group in groups for held in group]
+        self._shards: dict[DTensor, nn.Parameter] = {}  # see [Note: shards as ordinary parameters]
+        here = [[self._own(held) for held in group if held is not None] for group in groups]
+        self._optimizer = cls([{"params": group} for group in here], **command.defaults)
         self.refs = [ref for group in command.groups for ref in group]
         self._device = device
-        self._is_on_host = device.is_cuda and any(local_shard(one).is_cpu for group in here for one in group)
+        self._is_on_host = device.is_cuda and any(one.is_cpu for group in here for one in group)
         self._offloaded = OffloadedState(self._optimizer) if offload else None
         if device.is_cuda and not offload and not self._is_on_host:
             fuse_where_possible(self._optimizer)
@@ -195,31 +198,38 @@ class WorkerOptimizer:
     def step(self, changes: dict[int, dict[str, Any]], scaling: Mapping[str, Tensor]) -> None:
         """Take over changed hyper-parameters, then step; `scaling` is what a fused step reads as attributes."""
         for index, values in changes.items():
-            self._optimizer.param_groups[index].update(self._possible(values))
-        if scaling and self._lacks_fused_step:
-            if self._unscale(scaling):
-                return
-            scaling = {}
+            self._optimizer.param_groups[index].update(values)
         if self._is_on_host:
             scaling = {name: value.cpu() for name, value in scaling.items()}
         vars(self._optimizer).update(scaling)
-        (self._offloaded or self._optimizer).step()
+        for shard, own in self._shards.items():
+            own.data = shard._local_tensor  # FSDP2 may have given it other memory
+            gradient: Any = shard.grad
+            own.grad = None if gradient is None else gradient._local_tensor
+        try:
+            (self._offloaded or self._optimizer).step()
+        finally:
+            for own in self._shards.values():
+                own.grad = None  # so that the memory of a gradient is free once it is cleared
         for name in scaling:
             del vars(self._optimizer)[name]
 
-    def _possible(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {**values, "fused": False} if self._lacks_fused_step and values.get("fused") else values
+    def _own(self, held: StateShard) -> Tensor:
+        """Returns what the optimizer steps: the parameter, or an ordinary one in the memory of its shard."""
+        shard = held.tensor
+        if not isinstance(shard, DTensor):
+            return shard
+        if shard not in self._shards:
+            self._shards[shard] = nn.Parameter(shard._local_tensor.detach(), shard.requires_grad)
+        return self._shards[shard]
 
-    def _unscale(self, scaling: Mapping[str, Tensor]) -> bool:
-        """Divides gradients by their scale, as a fused step does; returns whether it would skip itself."""
-        if "found_inf" in scaling and bool(scaling["found_inf"]):
-            return True
-        if "grad_scale" in scaling:
-            for group in self._optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        local_shard(parameter.grad).div_(scaling["grad_scale"])
-        return False
+    def _laid_out(self, value: Tensor, held: StateShard) -> Tensor:
+        """Returns a tensor of the state as its parameter is held: a DTensor in its memory if that is sharded."""
+        if not (isinstance(held.tensor, DTensor) and _is_like(value, self._own(held))):
+            return value
+        seen = torch.empty_like(held.tensor, dtype=value.dtype, device=value.device, requires_grad=False)
+        seen._local_tensor = value  # type: ignore[attr-defined]
+        return seen
 
     def state(self, index: int, key: str, *, fetch: bool = True) -> StateShard | None:
         """One tensor of the state of parameter `index`; None if the parameter is not here.
@@ -229,16 +239,17 @@ class WorkerOptimizer:
         """
         held = self._parameters[index]
         if held is not None and self._offloaded is not None and fetch:
-            self._offloaded.fetch(held.tensor)
-        return None if held is None else held.like(self._optimizer.state[held.tensor][key])
+            self._offloaded.fetch(self._own(held))
+        return None if held is None else held.like(self._laid_out(self._optimizer.state[self._own(held)][key], held))
 
     def describe(self) -> dict[int, dict[str, Any]]:
         """The state by parameter index: a meta tensor for what is shaped like the parameter, else the value."""
         described: dict[int, dict[str, Any]] = {}
         for index, held in enumerate(self._parameters):
-            entries = None if held is None else self._optimizer.state.get(held.tensor)
-            if held is not None and entries:
-                described[index] = {key: _describe(value, held) for key, value in entries.items()}
+            own = None if held is None else self._own(held)
+            entries = None if own is None else self._optimizer.state.get(own)
+            if held is not None and own is not None and entries:
+                described[index] = {key: _describe(value, own, held.shape) for key, value in entries.items()}
         return described
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
@@ -250,27 +261,32 @@ class WorkerOptimizer:
             held = self._parameters[index]
             if held is not None:
                 decoded = {key: self._decode(value, held) for key, value in entries.items()}
-                if held.tensor in fused and "step" in decoded:  # such a step counts on the device
-                    decoded["step"] = decoded["step"].to(held.local.device)
-                self._optimizer.state[held.tensor] = decoded
+                own = self._own(held)
+                if own in fused and "step" in decoded:  # such a step counts on the device
+                    decoded["step"] = decoded["step"].to(own.device)
+                self._optimizer.state[own] = decoded
                 if self._offloaded is not None:
-                    self._offloaded.put_away(held.tensor)
+                    self._offloaded.put_away(own)
 
     def held(self) -> dict[str, Any]:
         """Returns what the optimizer keeps, for another process with the same one."""
         optimizer = self._optimizer
         own = {name: value for name, value in vars(optimizer).items() if name not in _MADE_ANEW and name[:1] != "_"}
-        states = [None if held is None else optimizer.state.get(held.tensor) for held in self._parameters]
+        states = [None if held is None else optimizer.state.get(self._own(held)) for held in self._parameters]
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         return {"own": own, "states": states, "groups": groups}
 
     def states(self) -> Iterator[tuple[int, str, Tensor, StateShard]]:
-        """Yields the tensors of the state that are laid out like their parameters: number, key, tensor, parameter."""
+        """Yields the tensors of the state that are laid out like their parameters: number, key, tensor, parameter.
+
+        Of a sharded one the tensor is what is here of it.
+        """
         for index, shard in enumerate(self._parameters):
             if shard is None:
                 continue
-            for key, value in self._optimizer.state.get(shard.tensor, {}).items():
-                if isinstance(value, Tensor) and value.dim() > 0 and value.shape == shard.tensor.shape:
+            own = self._own(shard)
+            for key, value in self._optimizer.state.get(own, {}).items():
+                if isinstance(value, Tensor) and _is_like(value, own):
                     yield index, key, value, shard
 
     def put_back(self, held: Mapping[str, Any]) -> None:
@@ -279,7 +295,7 @@ class WorkerOptimizer:
         self._optimizer.state.clear()
         for shard, state in zip(self._parameters, held["states"]):
             if shard is not None and state is not None:
-                self._optimizer.state[shard.tensor] = state
+                self._optimizer.state[self._own(shard)] = state
         for group, values in zip(self._optimizer.param_groups, held["groups"]):
             group.update(values)
 
@@ -287,7 +303,7 @@ class WorkerOptimizer:
         """Takes over what `held` has returned under another plan; `state` is as for `load`, with whole tensors."""
         vars(self._optimizer).update(held["own"])
         for group, values in zip(self._optimizer.param_groups, held["groups"]):
-            group.update(self._possible(values))
+            group.update(values)
         self.load(state)
 
     def _decode(self, value: Any, held: StateShard) -> Any:
@@ -298,19 +314,19 @@ class WorkerOptimizer:
             return tensor
         if tuple(tensor.shape) != held.shape:
             return tensor.to(held.local.device) if isinstance(value, TensorData) and value.on_device else tensor
-        laid_out = torch.zeros_like(held.tensor, dtype=tensor.dtype, requires_grad=False)
-        held.like(laid_out).write(tensor)
-        return laid_out
+        local = torch.zeros_like(self._own(held), dtype=tensor.dtype, requires_grad=False)
+        held.like(self._laid_out(local, held)).write(tensor)
+        return local
 
     def _read(self, saved: SavedTensor, held: StateShard) -> Tensor:
         if saved.shape == held.shape:
-            shard = torch.zeros_like(held.tensor, dtype=saved.dtype, requires_grad=False)
-            layout = held.layout
+            local = torch.zeros_like(self._own(held), dtype=saved.dtype, requires_grad=False)
+            shard, layout = self._laid_out(local, held), held.layout
         else:
-            shard = torch.zeros(saved.shape, dtype=saved.dtype, device=held.local.device)
+            shard = local = torch.zeros(saved.shape, dtype=saved.dtype, device=held.local.device)
             layout = None
         read(Wanted("optimizer state", shard, source, layout) for source in saved.sources)
-        return shard
+        return local
 
 
 def fuse_where_possible(optimizer: torch.optim.Optimizer) -> None:
@@ -329,9 +345,14 @@ def _position(held: StateShard | None) -> Position:
     return held.position
 
 
-def _describe(value: Any, held: StateShard) -> Any:
+def _is_like(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a tensor of the state has a value for each element of its parameter."""
+    return value.dim() > 0 and value.shape == parameter.shape
+
+
+def _describe(value: Any, parameter: Tensor, shape: tuple[int, ...]) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value.shape == held.tensor.shape and value.dim() > 0:
-        return torch.empty(held.shape, dtype=value.dtype, device="meta")
+    if _is_like(value, parameter):
+        return torch.empty(shape, dtype=value.dtype, device="meta")
     return value.detach().cpu()
