@@ -21,7 +21,7 @@ summed over replicas, too, after every micro-batch. Other parameters (`unshardab
 On a GPU a recurrent layer whose weights are other tensors than at its last call moves them into one piece of memory
 (`flatten_parameters`). What FSDP2 has gathered would point there from then on, and FSDP2 gathers the weights of the
 next step into the memory that it knows: the layer would compute with the weights of its first step for ever. So layers
-leave weights where they are; cuDNN copies them, and says so in a warning.
+leave weights where they are, and cuDNN copies them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.data.outer_layers import outer_layers, watch
-from moreh_ap.parallelizer.precision.computing_copies import computes_on_copies
+from moreh_ap.parallelizer.precision.computing_copies import allow_weights_apart, computes_on_copies
 from moreh_ap.parallelizer.precision.output_precision import PROMISES, results_in
 from moreh_ap.plan import Plan
 
@@ -142,7 +142,7 @@ def shard(
         for layer in root.modules():
             if isinstance(layer, nn.RNNBase):  # see [Note: recurrent layers]
                 object.__setattr__(layer, "flatten_parameters", _leave_apart)
-                warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+                allow_weights_apart()
     blocks = [block for root in roots for block in with_own_parameters(root, blocks)]
     for block in blocks:
         block.register_forward_hook(_own_outputs)

@@ -25,6 +25,7 @@ finds the copies of its first run (`in_place_again`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -58,6 +59,8 @@ def compute_in(
         whole: Modules whose own parameters are used as they are.
         ignored: Parameters that are used as they are.
     """
+    if any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
+        allow_weights_apart()
     copies = _ComputingCopies(module, dtype, blocks, whole, ignored)
     object.__setattr__(module, _ATTRIBUTE, copies)
     for block in blocks:
@@ -65,6 +68,11 @@ def compute_in(
     module.register_forward_pre_hook(_Cast(dtype), prepend=True, with_kwargs=True)
     module.register_forward_pre_hook(lambda *unused: copies.enter(), prepend=True)
     module.register_forward_hook(lambda *unused: copies.leave(), always_call=True)
+
+
+def allow_weights_apart() -> None:
+    """Has cuDNN not warn of weights of a recurrent layer that lie apart, which it copies for each call."""
+    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
 
 
 def computes_on_copies(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import pickle
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from moreh_ap.protocol.messages.tensors import ArrivedTensors, OutputRef, TensorData
+from moreh_ap.protocol.messages.tensors import THREADS_PAY_BYTES, ArrivedTensors, OutputRef, TensorData
 
 CPU = torch.device("cpu")
 HELD = torch.arange(6.0).reshape(3, 2)
@@ -164,6 +165,21 @@ def test_on_a_gpu_bytes_are_copied_once_into_pinned_memory(monkeypatch):
     assert rows.on(CPU).device == CPU and replace(rows, on_device=False).on(torch.device("meta")).device == CPU
     assert TensorData.of(torch.eye(2).to_sparse()).on(torch.device("meta")).is_sparse
     assert len(pinned) == 1
+
+
+@pytest.mark.parametrize("num_bytes", [100_000, THREADS_PAY_BYTES])
+def test_threads_of_pytorch_copy_large_tensors_alone(monkeypatch, num_bytes):
+    """They are woken for more than 32 KB, which took milliseconds beside another process at work."""
+    copied = []
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda own, other: copied.append(own.nbytes) or copy(own, other))
+    tensor = torch.arange(num_bytes // 8)
+    lent = TensorData.of(tensor, lend=True)
+    with mmap.mmap(-1, num_bytes + 64) as memory:
+        lent.data.write_to(memory, 64)
+        assert memory[64:] == bytes(lent.data) and memory[:64] == bytes(64)
+    assert torch.equal(lent.tensor(), tensor)
+    assert copied == ([num_bytes] * 2 if num_bytes == THREADS_PAY_BYTES else [])
 
 
 def test_a_scalar_has_no_rows():
