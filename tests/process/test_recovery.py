@@ -80,7 +80,7 @@ def test_a_worker_that_dies_under_plans_that_split_the_model(folders, tmp_path, 
 
 
 def test_the_process_that_supervises_the_workers_is_replaced_without_what_forks_them(folders, tmp_path):
-    survive(folders, tmp_path, "shard=2", "supervisor", "forward", "supervisor")
+    survive(folders, tmp_path, "tensor=2", "supervisor", "sent forward", "supervisor")
 
 
 FEW = 4

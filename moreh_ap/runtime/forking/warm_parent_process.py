@@ -50,7 +50,7 @@ class WarmParentProcess:
 
     def await_imports(self, is_stopping: Callable[[], bool]) -> None:
         """Waits until it has imported what workers need, or has ended; the engine waits 30 s at most."""
-        while not self._says_something(_POLL_S):
+        while self._process is None and not self._says_something(_POLL_S):
             if is_stopping():
                 return
         self._imports.stop()
