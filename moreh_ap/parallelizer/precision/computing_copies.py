@@ -195,7 +195,8 @@ _Slot = tuple[nn.Module, str, Tensor]
 
 
 def _held(owner: nn.Module, name: str) -> Tensor | None:
-    return owner._parameters.get(name)
+    held: Tensor | None = owner._parameters.get(name)
+    return held
 
 
 def _put(slots: Iterable[_Slot]) -> None:
@@ -220,7 +221,7 @@ def in_place_again(block: nn.Module) -> Callable[[], Any]:
 
     @contextmanager
     def again() -> Iterator[None]:
-        before = [(owner, name, now) for owner, name, _ in slots if (now := _held(owner, name)) is not None]
+        before: list[_Slot] = [(owner, name, now) for owner, name, _ in slots if (now := _held(owner, name)) is not None]
         _put(slots)
         try:
             yield
