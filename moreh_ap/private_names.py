@@ -210,7 +210,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ),
     ),
     *_names(
-        "Replaced on objects: zeros for missing gradients; layers read outside of their calls wait for all gradients.",
+        "Replaced: zeros for missing gradients; layers read outside of their calls; gathers without function modes.",
+        ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", "parallelizer"),
         ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward", "parallelizer/data"),
         ("torch._C._current_autograd_node", "parallelizer/data"),
     ),

@@ -30,7 +30,7 @@ from moreh_ap.protocol.script_code.value_forms import is_of_script
 
 _NOT_THE_SCRIPTS = ("__pycache__", ".cache", ".triton", "torchinductor", "triton_")
 _COMPILERS = (
-    *("torch._dynamo", "torch._inductor", "torch._functorch", "torch._native", "torch.utils.cpp_extension"),
+    *(f"torch.{name}" for name in ("_dynamo", "_inductor", "_functorch", "utils.cpp_extension")),
     *("triton", "cutlass", "numba"),
 )
 _OURS = "moreh_ap"

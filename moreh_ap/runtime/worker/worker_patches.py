@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moreh_ap.integrations import transformers_worker
+from moreh_ap.parallelizer import unseen_gathers
 from moreh_ap.parallelizer.call import own_collectives
 from moreh_ap.parallelizer.data import unused_parameters
 from moreh_ap.parallelizer.loss import chunked_cross_entropy, postponed_mean
@@ -22,6 +23,7 @@ def install() -> Patches:
     transformers_worker.note_recorded(patches)
     own_collectives.install(patches)
     unused_parameters.install(patches)
+    unseen_gathers.install(patches)
     chunked_cross_entropy.install(patches)
     postponed_mean.install(patches)
     written_files.install(patches)
