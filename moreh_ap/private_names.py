@@ -51,7 +51,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Tells parameters from tensors: `nn.Parameter` of a subclass has its type.",
-        ("torch.nn.Parameter._is_param", "device device/patches protocol/objects"),
+        ("torch.nn.Parameter._is_param", "device device/patches parallelizer/precision protocol/objects"),
     ),
     *_names(
         "Makes a tensor of our class with shape and strides but no memory.",
@@ -131,7 +131,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._dynamo.lookup_backend", "parallelizer/compiling"),
         ("torch._TorchCompileInductorWrapper", "parallelizer/compiling"),
     ),
-    *_names("Copies gradients into a bucket in one kernel.", ("torch._foreach_copy_", "parallelizer/data")),
+    *_names("Copies many tensors at once.", ("torch._foreach_copy_", "parallelizer/data parallelizer/precision")),
     *_names(
         "Norms and clipping of all gradients at once, as PyTorch's own functions take them.",
         ("torch._foreach_mul_", "runtime/worker"),

@@ -32,14 +32,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.call.extension import CallExtension
 from moreh_ap.parallelizer.compiling.chosen_blocks import blocks_of_requests
 from moreh_ap.parallelizer.compiling.compiled_blocks import compile_blocks
 from moreh_ap.parallelizer.data import bucketed_allreduce, unused_parameters
-from moreh_ap.parallelizer.data.fsdp import only_copied, shard, unshardable, uses_fsdp, with_own_parameters
+from moreh_ap.parallelizer.data.fsdp import (
+    batch_normalizations,
+    only_copied,
+    shard,
+    unshardable,
+    uses_fsdp,
+    with_own_parameters,
+)
 from moreh_ap.parallelizer.data.recompute import apply_recompute
 from moreh_ap.parallelizer.group_sums import host_sums
 from moreh_ap.parallelizer.mesh import TENSOR_AXIS, Position
@@ -207,7 +213,7 @@ def _spread_over_data(
 
 def _compute_on_copies(module: nn.Module, plain: Collection[nn.Parameter]) -> None:
     """Has a model that nothing shards compute in bfloat16, but for batch normalisations, and promise float32."""
-    low, statistics = torch.bfloat16, [one for one in module.modules() if isinstance(one, _BatchNorm)]
-    compute_in(module, low, with_own_parameters(module, repeated_blocks(module)), statistics, plain)
+    low, blocks = torch.bfloat16, with_own_parameters(module, repeated_blocks(module))
+    compute_in(module, low, blocks, batch_normalizations(module), plain)
     module.register_forward_hook(results_in(low, torch.float32))
     object.__setattr__(module, PROMISES, True)

@@ -135,7 +135,7 @@ def shard(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     if compute is not None:
         whole_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
-        for norm in [submodule for root in roots for submodule in root.modules() if isinstance(submodule, _BatchNorm)]:
+        for norm in [norm for root in roots for norm in batch_normalizations(root)]:
             if next(iter(norm.parameters()), None) is not None:  # its running statistics are in float32
                 _shard_one(norm, mp_policy=whole_precision, **options)
     for root in roots:
@@ -170,6 +170,11 @@ def shard(
         if plan.data_parallel > 1 or plan.offload != "all":  # FSDP2 copies the gradients of one device to divide them
             submodule.set_gradient_divide_factor(1.0)
         submodule.set_force_sum_reduction_for_comms(True)
+
+
+def batch_normalizations(module: nn.Module) -> list[nn.Module]:
+    """Returns the layers of a module that compute in float32 under every plan: their statistics are in it."""
+    return [submodule for submodule in module.modules() if isinstance(submodule, _BatchNorm)]
 
 
 def _leave_apart() -> None:

@@ -207,7 +207,7 @@ def _put(slots: Iterable[_Slot]) -> None:
         if isinstance(owner, nn.RNNBase):
             recurrent[id(owner)] = owner
     for layer in recurrent.values():
-        layer.__dict__["_flat_weights"] = [layer._parameters.get(name) for name in layer._flat_weights_names]
+        layer.__dict__["_flat_weights"] = [weight for weights in layer.all_weights for weight in weights]
 
 
 def in_place_again(block: nn.Module) -> Callable[[], Any]:
@@ -221,7 +221,9 @@ def in_place_again(block: nn.Module) -> Callable[[], Any]:
 
     @contextmanager
     def again() -> Iterator[None]:
-        before: list[_Slot] = [(owner, name, now) for owner, name, _ in slots if (now := _held(owner, name)) is not None]
+        before: list[_Slot] = [
+            (owner, name, now) for owner, name, _ in slots if (now := _held(owner, name)) is not None
+        ]
         _put(slots)
         try:
             yield
