@@ -210,7 +210,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ),
     ),
     *_names(
-        "Replaced: zeros for missing gradients; layers read outside of their calls; gathers without function modes.",
+        "Replaced: zeros for missing gradients, layers that wait for all, gathers without modes, parameters of others.",
+        ("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._module_info", "parallelizer/state"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param", "parallelizer/state"),
         ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", "parallelizer"),
         ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward", "parallelizer/data"),
         ("torch._C._current_autograd_node", "parallelizer/data"),
@@ -283,8 +285,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.nn.Module._non_persistent_buffers_set", "session/checkpoint session/models"),
     ),
     *_names(
-        "Batch normalization of any dimensions.",
-        ("torch.nn.modules.batchnorm._BatchNorm", "device parallelizer/compiling parallelizer/data"),
+        "Normalization.", ("torch.nn.modules.batchnorm._BatchNorm", "device parallelizer/compiling parallelizer/data")
     ),
     *_names("Convolutions of any dimensions.", ("torch.nn.modules.conv._ConvNd", "protocol")),
     *_names("Dropout of any dimensions.", ("torch.nn.modules.dropout._DropoutNd", "session/verification")),

@@ -19,6 +19,7 @@ from moreh_ap.protocol.pytree import add_node, register_by_attributes
 
 _CACHES: set[type] = set()
 _RECORDED: set[str] = set()
+_MODEL = "transformers.modeling_utils.PreTrainedModel"
 
 
 def install(patches: Patches) -> None:
@@ -73,7 +74,7 @@ def _register_batch(cls: Any) -> None:
 def complete_unpickled(module: nn.Module) -> None:
     """Do for a model that was unpickled what its constructor does beside setting attributes."""
     for submodule in module.modules():
-        if any(cls.__module__ == "transformers.modeling_utils" for cls in type(submodule).__mro__):
+        if any(f"{cls.__module__}.{cls.__name__}" == _MODEL for cls in type(submodule).__mro__):
             from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
             # Without it output_hidden_states=True gives None. Keyed by the class's name in every version since 5.17.

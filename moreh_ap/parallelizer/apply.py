@@ -40,7 +40,9 @@ from moreh_ap.parallelizer.compiling.compiled_blocks import compile_blocks
 from moreh_ap.parallelizer.data import bucketed_allreduce, unused_parameters
 from moreh_ap.parallelizer.data.fsdp import (
     batch_normalizations,
+    fsdp_modules,
     only_copied,
+    param_groups,
     shard,
     unshardable,
     uses_fsdp,
@@ -55,6 +57,7 @@ from moreh_ap.parallelizer.pipeline.streaming import Streaming
 from moreh_ap.parallelizer.pipeline.trace import trace
 from moreh_ap.parallelizer.precision.computing_copies import compute_in
 from moreh_ap.parallelizer.precision.output_precision import PROMISES, results_in
+from moreh_ap.parallelizer.state import parameter_identity
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.tensor_parallel import TensorParallel, apply_tensor_parallel
@@ -201,7 +204,10 @@ def _spread_over_data(
             plain |= only_copied(module, plan)
         roots = [module] if here is None else list(here.local.values())
         blocks = [block for root in roots for block in repeated_blocks(root)]
+        originals = parameter_identity.originals(module)
         shard(module, roots, blocks, plan, mesh, plain)
+        groups = [group for submodule in fsdp_modules(module) for group in param_groups(submodule)]
+        parameter_identity.keep(originals, (one for group in groups for one in group.fsdp_params))
     elif plan.precision != "fp32":
         _compute_on_copies(module, plain)
     if position.data.size > 1 and (not by_fsdp or plain):

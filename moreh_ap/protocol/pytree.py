@@ -295,6 +295,8 @@ def _names_of(cls: type) -> tuple[str, ...]:
 def _hides_tensors(value: Any) -> bool:
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
         return False
+    if isinstance(value, nn.Module) and next(itertools.chain(value.parameters(), value.buffers()), None) is not None:
+        return True
     search = _TensorSearch(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
     try:
         search.dump(value)

@@ -46,6 +46,7 @@ from moreh_ap.parallelizer.data.outer_layers import outer_layers, watch
 from moreh_ap.parallelizer.precision.computing_copies import allow_weights_apart, computes_on_copies
 from moreh_ap.parallelizer.precision.output_precision import PROMISES, results_in
 from moreh_ap.plan import Plan
+from moreh_ap.protocol.blocks import ModelGroup
 
 _ATTRIBUTE = "_moreh_fsdp_roots"
 _WAITING = "_moreh_fsdp_what_waits"
@@ -200,6 +201,9 @@ def with_own_parameters(root: nn.Module, blocks: Collection[nn.Module]) -> list[
 def _shard_one(module: nn.Module, **options: Any) -> None:
     """Shards a module. FSDP2 gives it a class of its own, which a wrapper that passes on what is set would pass on."""
     kind = type(module)
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and kind.forward is nn.Module.forward:
+        kind = type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": ModelGroup.forward})
+        object.__setattr__(module, "__class__", kind)
     if kind.__setattr__.__module__.startswith("torch."):  # a recurrent layer keeps its weights in a list as well
         fully_shard(module, **options)
         return
@@ -225,7 +229,7 @@ def calling(module: nn.Module, target: Callable[..., Any]) -> Callable[..., Any]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _forward_replaced(module, target):
-            return module(*args, **kwargs)
+            return nn.Module.__call__(module, *args, **kwargs)  # a `__call__` of its own may pass its hooks over
 
     return call
 

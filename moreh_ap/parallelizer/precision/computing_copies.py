@@ -215,8 +215,8 @@ def in_place_again(block: nn.Module) -> Callable[[], Any]:
     slots = [
         (owner, name, tensor)
         for owner in block.modules()
-        for name, tensor in owner._parameters.items()
-        if type(tensor) is Tensor  # no parameter, but a copy of one
+        for name in owner._parameters
+        if type(tensor := _held(owner, name)) is Tensor  # no parameter, but a copy of one
     ]
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
@@ -120,6 +121,10 @@ def test_what_cannot_be_taken_apart_is_refused():
     circle.append(circle)
     with pytest.raises(UnsupportedError, match="A Linear with tensors inside"):
         flatten([nn.Linear(2, 2)])
+    locked = nn.Linear(2, 2)
+    locked.lock = threading.Lock()
+    with pytest.raises(UnsupportedError, match="A Linear with tensors inside"):
+        flatten([locked])
     with pytest.raises(UnsupportedError, match="leads back to itself"):
         flatten([circle])
     owner = Batch(tensor=torch.ones(1), module=nn.Linear(2, 2))

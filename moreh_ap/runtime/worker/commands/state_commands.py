@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -74,7 +74,11 @@ class StateCommands:
         # A tensor that is not sharded is the same on every worker. DTensor's convolution asks for its rank by the
         # public name, which answers for models.
         with torch.no_grad(), implicit_replication(), seeing_group():
-            result = func(*arguments[0], **arguments[1])
+            if packet == "_foreach_copy_":  # DTensor has no rule for it
+                result = list(map(torch.ops.aten.copy_.default, *arguments[0][:2]))
+            else:
+                result = func(*arguments[0], **arguments[1])
+            result = tree_map_only(DTensor, _summed_up, result)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         source = next((held for held in operands if held is not None), None)
         assert source is not None
@@ -90,6 +94,14 @@ class StateCommands:
         held = self._tables.state(data)
         assert held is not None
         return held.tensor
+
+
+def _summed_up(tensor: DTensor) -> DTensor:
+    """Returns the tensor; where each worker has a part of a sum or a norm, the whole one: no operation in place can
+    change parts."""
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=[Replicate() if one.is_partial() else one for one in tensor.placements])
 
 
 def _is_ref(node: Any) -> bool:

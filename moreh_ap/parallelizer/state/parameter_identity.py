@@ -1,0 +1,60 @@
+"""Parameters that are one object from the script's model on to forwards under FSDP2.
+
+A module may keep its parameters a second time in an object or a list (`self.weight = Gaussian(self.mu, self.rho)`).
+FSDP2 puts parameters of its own in the place of a module's, so that such an object would keep one without values.
+Decides which object is the gathered parameter; must not know when parameters are gathered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Originals = Mapping[tuple[int, str], nn.Parameter]
+"""Parameters by the `id` of the module that has one, and its name there."""
+
+
+def originals(module: nn.Module) -> Originals:
+    """Returns the parameters of `module` as they are before FSDP2 manages it."""
+    return {
+        (id(owner), name): parameter
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if type(parameter) is nn.Parameter
+    }
+
+
+def keep(found: Originals, managed: Iterable[Any]) -> None:
+    """Has each gathered parameter be the object that was the module's own before.
+
+    Args:
+        found: What `originals` returned.
+        managed: The parameters of FSDP2 (`FSDPParam`), none of which was gathered yet.
+    """
+    for one in managed:
+        info = one._module_info
+        original = found.get((id(info.module), info.param_name))
+        # PyTorch swaps no tensor with weak references: those of recurrent layers, which look theirs up again.
+        if original is not None and not weakref.getweakrefcount(original):
+            # From now on others may have weak references. A tensor on meta cannot be given values on a device.
+            empty = torch.empty(original.shape, dtype=original.dtype, device=one.device)
+            empty.untyped_storage().resize_(0)
+            torch.utils.swap_tensors(original, nn.Parameter(empty, original.requires_grad))
+            one.init_unsharded_param = _first_gather(one, one.init_unsharded_param, original)
+
+
+def _first_gather(one: Any, gather: Callable[[], None], original: nn.Parameter) -> Callable[[], None]:
+    """Returns what stands for `gather` until it ran once: FSDP2 makes the gathered parameter then, and keeps it."""
+
+    def run() -> None:
+        gather()
+        del one.init_unsharded_param  # the class's own from now on
+        made = one._unsharded_param
+        original.data = made.data  # the same memory
+        one._unsharded_param = original.requires_grad_(made.requires_grad)
+
+    return run
