@@ -164,12 +164,15 @@ class _ComputingCopies:
         self._entered += 1
         if self._entered > 1:
             return
+        with torch._C.DisableTorchFunction():  # modes of a forward have nothing to do with it
+            self._put_copies()
+
+    def _put_copies(self) -> None:
         copies: dict[int, Tensor] = {}
         now = [[(*slot, parameter) for slot in unit if (parameter := _held(*slot)) is not None] for unit in self._units]
         for unit in now:
             own = {id(slot[2]): slot[2] for slot in unit if id(slot[2]) not in copies and slot[2].dtype != self._dtype}
-            with torch._C.DisableTorchFunction():  # modes of a forward have nothing to do with it
-                copies.update(self._copies(list(own.values())))
+            copies.update(self._copies(list(own.values())))
         self._originals = [slot for unit in now for slot in unit if id(slot[2]) in copies]
         _put([(owner, name, copies[id(parameter)]) for owner, name, parameter in self._originals])
 
