@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ class Words(NamedTuple):
     no_neighbours: str
     circumstances: str
     printed: str
+    heads: dict[str, str]  # of printed tables, by what they are called there
 
 
 ENGLISH = Words(
@@ -64,6 +66,7 @@ ENGLISH = Words(
     "not measured",
     "{names}Measured on {machine}; {versions}; load {load} at the beginning. Losses differ by {losses} at most.",
     "### {title} { #figure-NAME }\n\n`{command}`, {measured}.",
+    {},
 )
 KOREAN = Words(
     "| 수치 | 중앙값 | 중앙값의 구간 | 같은 두 실행 | 목표 | 측정 |",
@@ -88,6 +91,13 @@ KOREAN = Words(
     "측정하지 않음",
     "{names}측정한 장비: {machine}. {versions}. 시작할 때의 부하 {load}. 손실의 차이는 최대 {losses}입니다.",
     "### {title} { #figure-NAME }\n\n`{command}`, {measured}.",
+    {
+        "script": "스크립트",
+        "process, ms a step": "프로세스, 스텝당 ms",
+        "line, ms a step": "한 줄, 스텝당 ms",
+        "workers, ms a step": "워커, 스텝당 ms",
+        "losses differ by": "손실의 차이",
+    },
 )
 LANGUAGES = {"": ENGLISH, ".ko": KOREAN}
 AIMS = {"startup": "x1.10", "empty": "+2.0 ms"}
@@ -151,7 +161,7 @@ def part_of(results: Mapping[str, Any], words: Words) -> str:
         if "printed" in entry:
             values = {"title": words.titles[name], "measured": measured, "command": entry["command"]}
             text = words.printed.replace("{ #figure-NAME }", f"{{{{ #figure-{name} }}}}").format(**values)
-            shown = table_of(entry["printed"]) or ["```text", *entry["printed"], "```"]
+            shown = table_of(entry["printed"], words) or ["```text", *entry["printed"], "```"]
             printed.append("\n".join([text, "", *shown]))
         else:
             rows.append(_row(name, entry, words, measured))
@@ -161,12 +171,14 @@ def part_of(results: Mapping[str, Any], words: Words) -> str:
     return "\n\n".join(parts)
 
 
-def table_of(lines: Sequence[str]) -> list[str]:
+def table_of(lines: Sequence[str], words: Words = ENGLISH) -> list[str]:
     """Returns a table of box characters as a Markdown table; nothing where lines are something else."""
     if not lines or any(line[:1] not in set("┏┃┡│└") for line in lines):
         return []
     rows = [[cell.strip() for cell in line[1:-1].split(line[0])] for line in lines if line[0] in "┃│"]
+    rows[0] = [words.heads.get(cell, cell) for cell in rows[0]]
     head, *rest = (f"| {' | '.join(row)} |" for row in rows)
+    rest = [re.sub(r"([\d.]+) to ([\d.]+)", words.span.format(low=r"\1", high=r"\2"), row) for row in rest]
     return [head, "|---" * len(rows[0]) + "|", *rest]
 
 

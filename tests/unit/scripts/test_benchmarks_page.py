@@ -175,3 +175,12 @@ def test_a_table_of_box_characters_becomes_one_of_the_page(tools):
     lines = ["┏━━━┳━━━┓", "┃ a ┃ b ┃", "┡━━━╇━━━┩", "│ 1 │ 2 │", "└───┴───┘"]
     assert tools.page.table_of(lines) == ["| a | b |", "|---|---|", "| 1 | 2 |"]
     assert tools.page.table_of(["round 1: 2 s", *lines]) == []
+
+
+def test_a_printed_table_reads_in_the_language_of_its_page(tools):
+    lines = ["┏━━━┓", "┃ script ┃ line, ms a step ┃", "┡━━━┩", "│ small │ 2 (1.5 to 2.5), x1.1 │", "└───┘"]
+    assert tools.page.table_of(lines, tools.page.KOREAN) == [
+        "| 스크립트 | 한 줄, 스텝당 ms |",
+        "|---|---|",
+        "| small | 2 (1.5~2.5), x1.1 |",
+    ]
