@@ -2,11 +2,12 @@
 
 A module may keep its parameters a second time in an object or a list (`self.weight = Gaussian(self.mu, self.rho)`).
 FSDP2 puts parameters of its own in the place of a module's, so that such an object would keep one without values.
-Decides which object is the gathered parameter; must not know when parameters are gathered.
+Decides of such parameters which object is the gathered one; must not know when parameters are gathered.
 """
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,18 +15,45 @@ from typing import Any
 import torch
 from torch import nn
 
+_LEVELS = 4
+_OF_MODULES = frozenset(vars(nn.Module()))
+_NO_HOLDERS = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, str, bytes, int, float)
+
 Originals = Mapping[tuple[int, str], nn.Parameter]
 """Parameters by the `id` of the module that has one, and its name there."""
 
 
 def originals(module: nn.Module) -> Originals:
-    """Returns the parameters of `module` as they are before FSDP2 manages it."""
+    """Returns the parameters of `module` that objects and lists hold, too, as they are before FSDP2 manages it."""
+    held = _held_aside(module)
     return {
         (id(owner), name): parameter
         for owner in module.modules()
         for name, parameter in owner._parameters.items()
-        if type(parameter) is nn.Parameter
+        if type(parameter) is nn.Parameter and id(parameter) in held
     }
+
+
+def _held_aside(module: nn.Module) -> set[int]:
+    """Returns the `id`s of parameters that attributes of modules hold in objects and containers, a few levels down."""
+    found: set[int] = set()
+    seen: set[int] = set()
+
+    def search(value: Any, levels: int) -> None:
+        if isinstance(value, nn.Parameter):
+            found.add(id(value))
+        if levels == 0 or isinstance(value, _NO_HOLDERS) or id(value) in seen:
+            return
+        seen.add(id(value))
+        inside = value if isinstance(value, (list, tuple, set, dict)) else getattr(value, "__dict__", {})
+        for one in list(inside.values() if isinstance(inside, dict) else inside):
+            search(one, levels - 1)
+
+    for owner in module.modules():
+        for name, value in list(vars(owner).items()):
+            if name not in _OF_MODULES:
+                search(value, _LEVELS)
+    return found
 
 
 def keep(found: Originals, managed: Iterable[Any]) -> None:

@@ -37,6 +37,7 @@ def gathered_twice(module: nn.Module) -> Any:
 
 def test_what_is_gathered_is_the_parameter_that_others_hold_too():
     module = nn.Linear(2, 2, device="meta")
+    module.aside = {"prior": [SimpleNamespace(mu=module.weight)]}
     held = module.weight
     assert gathered_twice(module) is held
     assert held.device.type == "cpu" and torch.equal(held.detach(), torch.full((2, 2), 7.0))
@@ -44,6 +45,17 @@ def test_what_is_gathered_is_the_parameter_that_others_hold_too():
 
 def test_a_parameter_with_weak_references_is_left_alone():
     module = nn.Linear(2, 2, device="meta")
+    module.aside = [module.weight]
     reference = weakref.ref(module.weight)
     assert gathered_twice(module) is not reference()
     assert module.weight.device.type == "meta"
+
+
+def test_parameters_that_modules_alone_hold_are_left_to_fsdp():
+    inner = nn.Linear(2, 2, device="meta")
+    module = nn.Sequential(inner, nn.LayerNorm(2))
+    module.config, module.listed, module.again = SimpleNamespace(parent=module), [inner], inner
+    module.config.itself = module.config
+    assert originals(module) == {}
+    module.config.bias = inner.bias
+    assert originals(module) == {(id(inner), "bias"): inner.bias}
