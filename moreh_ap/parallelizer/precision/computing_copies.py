@@ -61,7 +61,24 @@ def compute_in(
     """
     if any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
         allow_weights_apart()
-    copies = _ComputingCopies(module, dtype, blocks, whole, ignored)
+    as_they_are, left_out = {id(one) for one in whole}, {id(parameter) for parameter in ignored}
+
+    def slots(modules: Iterable[nn.Module]) -> list[_Slot]:
+        return [
+            (owner, name, parameter)
+            for owner in modules
+            if id(owner) not in as_they_are
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and parameter.is_floating_point() and id(parameter) not in left_out
+        ]
+
+    inside = {id(submodule) for block in blocks for submodule in block.modules()}
+    outside = slots(submodule for submodule in module.modules() if id(submodule) not in inside)
+    large = {id(one): one for _, _, one in outside if one.numel() >= LEAST_LARGE_ELEMENTS}
+    of_large = [[slot for slot in outside if slot[2] is one] for one in large.values()]
+    rest = [slot for slot in outside if id(slot[2]) not in large]
+    units = [rest, *of_large, *(slots(block.modules()) for block in blocks)]
+    copies = _ComputingCopies(dtype, [[slot[:2] for slot in unit] for unit in units if unit])
     object.__setattr__(module, _ATTRIBUTE, copies)
     for block in blocks:
         block.register_forward_pre_hook(_Cast(dtype), prepend=True, with_kwargs=True)
@@ -125,39 +142,14 @@ class _ComputingCopies:
     """The copies of a model. See [Note: in their place].
 
     Args:
-        module, dtype, blocks, whole, ignored: See `compute_in`.
+        dtype: The dtype of the copies.
+        units: The parameters of each unit, by the modules that have them. See [Note: one node a unit].
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        dtype: torch.dtype,
-        blocks: Sequence[nn.Module],
-        whole: Collection[nn.Module],
-        ignored: Collection[nn.Parameter],
-    ) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, units: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
+        self._dtype, self._units = dtype, units
         self._entered = 0
         self._originals: list[_Slot] = []
-        left_out = {id(parameter) for parameter in ignored}
-        as_they_are = {id(one) for one in whole}
-
-        def slots(modules: Iterable[nn.Module]) -> list[_Slot]:
-            return [
-                (owner, name, parameter)
-                for owner in modules
-                if id(owner) not in as_they_are
-                for name, parameter in owner._parameters.items()
-                if parameter is not None and parameter.is_floating_point() and id(parameter) not in left_out
-            ]
-
-        inside = {id(submodule) for block in blocks for submodule in block.modules()}
-        outside = slots(submodule for submodule in module.modules() if id(submodule) not in inside)
-        large = {id(one): one for _, _, one in outside if one.numel() >= LEAST_LARGE_ELEMENTS}
-        of_blocks = [slots(block.modules()) for block in blocks]
-        of_large = [[slot for slot in outside if slot[2] is one] for one in large.values()]
-        rest = [slot for slot in outside if id(slot[2]) not in large]
-        self._units = [[slot[:2] for slot in unit] for unit in (rest, *of_large, *of_blocks) if unit]
 
     def enter(self) -> None:
         """Puts copies in place of the parameters, unless a forward of the model has called the model again."""
