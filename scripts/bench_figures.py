@@ -23,6 +23,7 @@ STEP = (
     "moreh_ap/parallelizer/call/*.py",
     "moreh_ap/parallelizer/data/*.py",
     "moreh_ap/parallelizer/loss/*.py",
+    "moreh_ap/parallelizer/precision/output_precision.py",
     "tutorials/manual/common.py",
     "tutorials/manual/train_one_line.py",
 )

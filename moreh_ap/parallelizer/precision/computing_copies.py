@@ -6,9 +6,9 @@ inputs. Must not know plans, batches, or how gradients are summed over workers.
 [Note: why not FSDP2]
 FSDP2 computes in bfloat16 and keeps float32 parameters, also where nothing is sharded. Its parameters are DTensors
 then, which pass through Python in each operation of an optimizer, and each of its units gathers from itself, copies
-what it gathered, and reduces to itself. A step of a GPT-2 of 12 tiny layers took 131 ms of a worker's processor so, and
-takes 55; a small model's step on a GPU takes as long as its processor does. A copy is one operation for all parameters
-of a unit, the parameters stay ordinary tensors, and their memory format stays what it was, too.
+what it gathered, and reduces to itself. For small layers that is more than half of a worker's processor time a step
+(docs/benchmarks.md#gpus), and a small model's step on a GPU takes as long as its processor does. A copy is one
+operation for all parameters of a unit, the parameters stay ordinary tensors, and kernels keep their memory format.
 
 [Note: one node a unit]
 The copies of a unit (a block, or a large layer outside of blocks) are the results of one autograd function. Its

@@ -140,7 +140,7 @@ def test_a_watch_that_waits_ends_with_the_last_of_its_steps(learned):
     asked, told = [], []
 
     class Slow:
-        """Answer only while somebody waits for them."""
+        """Answer only while a caller waits for them."""
 
         def post_soon(self, command):
             return SimpleNamespace(
