@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from parameter_guide import FLAVOURS_OF_70B, PUBLISHED, SPEEDS
 from plan_questions import answer_for
 
-from moreh_ap.cli.plan_pictures import PART_COLOURS
+from moreh_ap.cli.plan_output.plan_pictures import PART_COLOURS
 from moreh_ap.flavours import FLAVOURS
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search.candidate import Candidate, evaluate_plan

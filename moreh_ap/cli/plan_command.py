@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moreh_ap.cli import plan_pictures, plan_tables
+from moreh_ap.cli.plan_output import plan_pictures, plan_tables
 from moreh_ap.cli.plan_process import in_a_process
 from moreh_ap.errors import OptionError
 from moreh_ap.plan import Plan

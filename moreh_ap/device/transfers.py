@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.device import legacy_types
+from moreh_ap.device.cuda import legacy_types
 from moreh_ap.device.host_tensors import HostTensor, mark, put, to_accelerator, to_host
 from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor
 from moreh_ap.device.values import InFile

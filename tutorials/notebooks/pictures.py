@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
-from moreh_ap.cli.plan_pictures import ACTION_COLOURS, ACTION_NAMES, PART_COLOURS
+from moreh_ap.cli.plan_output.plan_pictures import ACTION_COLOURS, ACTION_NAMES, PART_COLOURS
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.timeline import Bar
 

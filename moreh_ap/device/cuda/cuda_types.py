@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moreh_ap.device import legacy_types
+from moreh_ap.device.cuda import legacy_types
 from moreh_ap.patching import Patches
 
 

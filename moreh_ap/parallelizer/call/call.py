@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from moreh_ap.parallelizer.call.extension import CallExtension
-from moreh_ap.parallelizer.data.item_reduction import ItemRules
+from moreh_ap.parallelizer.items.item_reduction import ItemRules
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 from moreh_ap.parallelizer.mesh import Axis, world_axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy

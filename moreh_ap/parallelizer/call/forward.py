@@ -23,11 +23,10 @@ from moreh_ap.parallelizer.call.call import GRADIENT_SYNCS, Call
 from moreh_ap.parallelizer.call.execution import FREED, Execution
 from moreh_ap.parallelizer.call.extension import Forward, extended
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
-from moreh_ap.parallelizer.data.item_reduction import ItemReduction
 from moreh_ap.parallelizer.data.lent_rows import LentRows
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
+from moreh_ap.parallelizer.items.item_reduction import ItemReduction
 from moreh_ap.parallelizer.loss.loss_precision import Float32Losses
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
@@ -35,6 +34,7 @@ from moreh_ap.parallelizer.precision.output_precision import PROMISES, all_conve
 from moreh_ap.parallelizer.rng.routed_rows import WorkerCounts
 from moreh_ap.parallelizer.rng.turns import WorkerTurns
 from moreh_ap.parallelizer.statistics.batch_parts import BatchParts
+from moreh_ap.parallelizer.statistics.batch_statistics import JoinedReduction
 from moreh_ap.protocol.objects.returned_arguments import place_of
 from moreh_ap.protocol.pytree import flatten
 

@@ -1,1 +1,1 @@
-"""Data parallelism: sharded parameters, gradient sums, shares of mean losses, random numbers of the whole batch."""
+"""Data parallelism: sharded parameters, sums of gradients, rows gathered where they meet, recomputation."""

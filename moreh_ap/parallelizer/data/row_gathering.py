@@ -40,20 +40,26 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, SumOverWorkers, all_gather
-from moreh_ap.parallelizer.data.call_sites import GATHERING, is_called_by, site_of_call
-from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
-from moreh_ap.parallelizer.data.torch_calls import asks_for_sizes, function_name, is_question, leaves_of, map_leaves
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.loss.loss_reduction import call_site
 from moreh_ap.parallelizer.loss.mean_rules import LENGTHS, MeanRules
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by, site_of_call
+from moreh_ap.parallelizer.observation.module_calls import Original, module_step, seeing_modules
+from moreh_ap.parallelizer.observation.torch_calls import (
+    asks_for_sizes,
+    function_name,
+    is_question,
+    leaves_of,
+    map_leaves,
+)
 from moreh_ap.parallelizer.rng.refused_draws import RefusedDraws
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW
 from moreh_ap.parallelizer.row_dims.dealt_modules import dealt_tensor, with_part
 from moreh_ap.parallelizer.row_dims.placements import Placements
 from moreh_ap.parallelizer.row_dims.row_numbers import RowFloat, RowNumber, everyone_s, math_of_both, own_of, row_sizes
 from moreh_ap.parallelizer.row_dims.row_steps import REST, SHARE, Gathering, Placement, Rows, Step
+from moreh_ap.parallelizer.statistics.batch_statistics import JoinedReduction, SumOverWorkers, all_gather
 from moreh_ap.protocol.batch import row_range
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moreh_ap.parallelizer.data.call_sites import site_of_call
+from moreh_ap.parallelizer.observation.call_sites import site_of_call
 from moreh_ap.parallelizer.rng.drawing_operations import draws_numbers, with_one_row
 from moreh_ap.parallelizer.rng.found_rows import FINDS_ROWS, FoundRows
 from moreh_ap.parallelizer.rng.packed_sequences import lengths_in

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from moreh_ap.parallelizer.data.call_sites import site_of_call
+from moreh_ap.parallelizer.observation.call_sites import site_of_call
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.rng.turns import KnownTurns, Turns
 from moreh_ap.patching import Patches

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from moreh_ap.parallelizer.data.call_sites import site_of_call
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.observation.call_sites import site_of_call
 from moreh_ap.parallelizer.rng.packed_sequences import ranks_of
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Share, SharedDraws, UnsharedDraw
 

@@ -51,7 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.data.call_sites import site_of_call
+from moreh_ap.parallelizer.observation.call_sites import site_of_call
 from moreh_ap.parallelizer.rng.drawing_operations import (
     draws_numbers,
     place_of_size,

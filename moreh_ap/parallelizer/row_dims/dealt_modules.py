@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
+from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW
 from moreh_ap.parallelizer.row_dims.row_steps import Rows
 from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows

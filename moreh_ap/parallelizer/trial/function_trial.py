@@ -24,10 +24,10 @@ from torch import Tensor
 
 from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.row_gathering import has_first_rows
-from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_functions import takes_statistics
 from moreh_ap.parallelizer.loss.mean_rules import MeanRules
+from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.routed_rows import drawn_in_turn
 from moreh_ap.parallelizer.rng.shared_draws import Draw

@@ -28,14 +28,14 @@ from torch.utils._pytree import tree_map_only
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
-from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction
-from moreh_ap.parallelizer.data.torch_calls import asks_for_sizes
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_functions import takes_statistics
 from moreh_ap.parallelizer.loss.mean_rules import MeanRules
+from moreh_ap.parallelizer.observation.torch_calls import asks_for_sizes
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.statistics.batch_parts import BatchParts, Part, part_of, tensor_names, whole_parts
+from moreh_ap.parallelizer.statistics.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, attempt
 from moreh_ap.parallelizer.trial.probe import Probe, Result
 from moreh_ap.parallelizer.trial.row_comparison import close, sort_by_class, take_gradients

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from moreh_ap.parallelizer.data.item_reduction import ItemRules
 from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
+from moreh_ap.parallelizer.items.item_reduction import ItemRules
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 from moreh_ap.parallelizer.rng.policy import Draws
 from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong

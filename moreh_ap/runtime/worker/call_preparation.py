@@ -23,11 +23,11 @@ from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_st
 from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
 from moreh_ap.parallelizer.compiling.compiled_blocks import as_written
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
+from moreh_ap.parallelizer.items.item_probe import check_items
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.row_dims.row_steps import Gathering
-from moreh_ap.parallelizer.trial.item_probe import check_items
 from moreh_ap.parallelizer.trial.split_check import check_elsewhere, check_split
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict, may_lack_rows
 from moreh_ap.protocol.batch import carries_rows, row_range, rows_along

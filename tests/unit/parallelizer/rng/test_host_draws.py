@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from moreh_ap.parallelizer.data.call_sites import FORWARD
+from moreh_ap.parallelizer.observation.call_sites import FORWARD
 from moreh_ap.parallelizer.rng.host_draws import HostDrawRecorder, SharedHostDraws, row_draws_of
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.shared_draws import Share

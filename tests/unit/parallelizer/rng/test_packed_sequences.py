@@ -45,7 +45,9 @@ def test_rows_of_other_lengths_are_not_found():
 
 
 def test_rows_get_between_layers_what_they_get_with_all_others(monkeypatch):
-    monkeypatch.setattr("moreh_ap.parallelizer.data.call_sites.FORWARD", __name__)  # what leads there is left out
+    monkeypatch.setattr(
+        "moreh_ap.parallelizer.observation.call_sites.FORWARD", __name__
+    )  # what leads there is left out
     torch.manual_seed(0)
     layers, batch = nn.LSTM(4, 3, 3, dropout=0.5, batch_first=True), torch.randn(6, 5, 4)
 

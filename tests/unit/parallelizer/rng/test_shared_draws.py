@@ -176,7 +176,9 @@ def chosen(x):
 @pytest.mark.parametrize("forward", [masked, chosen])
 @pytest.mark.parametrize("parts", [(2, 2), (1, 3), (1, 1, 1, 1)])
 def test_rows_of_which_only_their_own_worker_knows_how_many_there_are(forward, parts, monkeypatch):
-    monkeypatch.setattr("moreh_ap.parallelizer.data.call_sites.FORWARD", __name__)  # what leads there is left out
+    monkeypatch.setattr(
+        "moreh_ap.parallelizer.observation.call_sites.FORWARD", __name__
+    )  # what leads there is left out
     torch.manual_seed(1)
     batch = torch.randn(4, 6, 8)
     drawn = []

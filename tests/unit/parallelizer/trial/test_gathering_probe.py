@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from moreh_ap.parallelizer.observation.recorded_calls import Called
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import REST, Step
 from moreh_ap.parallelizer.trial.gathering_probe import with_numbers_of
-from moreh_ap.parallelizer.trial.recorded_calls import Called
 
 STEPS = (Step("arange", follows=(RowCount(0, 1),)), Step("module Router"), Step("lt"), Step("add"))
 

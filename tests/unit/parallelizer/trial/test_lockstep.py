@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moreh_ap.parallelizer.observation.recorded_calls import NumberRecorder
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Rows, Step
 from moreh_ap.parallelizer.trial.dry_run import Refused
 from moreh_ap.parallelizer.trial.lockstep import Lockstep
-from moreh_ap.parallelizer.trial.recorded_calls import NumberRecorder
 
 CPU = torch.device("cpu")
 ROWS = 5

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moreh_ap.parallelizer.data.item_results import Merge, TogetherWith, gathered
+from moreh_ap.parallelizer.items.item_results import Merge, TogetherWith, gathered
 from moreh_ap.parallelizer.mesh import world_axis
 
 

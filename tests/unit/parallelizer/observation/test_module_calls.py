@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moreh_ap.parallelizer.data.module_calls import module_step, seeing_modules
+from moreh_ap.parallelizer.observation.module_calls import module_step, seeing_modules
 
 
 def test_every_call_inside_and_none_afterwards():

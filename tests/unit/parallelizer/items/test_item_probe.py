@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.data.item_reduction import LARGEST, OWN, PER_ITEM, SUM
-from moreh_ap.parallelizer.data.item_results import ITEMS, SHARE
+from moreh_ap.parallelizer.items.item_probe import check_items
+from moreh_ap.parallelizer.items.item_reduction import LARGEST, OWN, PER_ITEM, SUM
+from moreh_ap.parallelizer.items.item_results import ITEMS, SHARE
 from moreh_ap.parallelizer.mesh import Axis
-from moreh_ap.parallelizer.trial.item_probe import check_items
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict
 from moreh_ap.protocol.objects.batch_items import find_items
 

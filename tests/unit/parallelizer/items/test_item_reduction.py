@@ -11,8 +11,8 @@ from torch import nn
 
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward, reducing
-from moreh_ap.parallelizer.data import item_reduction
-from moreh_ap.parallelizer.data.item_reduction import LARGEST, OWN, PER_ITEM, SUM, ItemReduction, ItemRules
+from moreh_ap.parallelizer.items import item_reduction
+from moreh_ap.parallelizer.items.item_reduction import LARGEST, OWN, PER_ITEM, SUM, ItemReduction, ItemRules
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis

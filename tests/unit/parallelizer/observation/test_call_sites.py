@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from moreh_ap.parallelizer.data.call_sites import is_called_by, site_of_call
+from moreh_ap.parallelizer.observation.call_sites import is_called_by, site_of_call
 
 
 def inner() -> int:

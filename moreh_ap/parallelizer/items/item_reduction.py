@@ -1,7 +1,7 @@
 """A forward on some items of a batch: the few numbers that are those of the whole batch are exchanged.
 
 Decides what happens at each place in the code where items meet, as learned beforehand. Must not know how that is
-learned (`trial.item_probe`), what the items are, models or plans.
+learned (`items.item_probe`), what the items are, models or plans.
 
 [Note: where items meet]
 A detection model computes most of what it does picture by picture, and meets the other pictures in numbers: to what
@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.parallelizer.data.batch_statistics import JoinedReduction, all_gather
-from moreh_ap.parallelizer.data.call_sites import site_of_call
-from moreh_ap.parallelizer.data.item_results import Merge, TogetherWith
-from moreh_ap.parallelizer.data.torch_calls import leaves_of, map_leaves
+from moreh_ap.parallelizer.items.item_results import Merge, TogetherWith
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.observation.call_sites import site_of_call
+from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves
 from moreh_ap.parallelizer.rng.row_stream import Round, RowStream
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW, Draw, Share
+from moreh_ap.parallelizer.statistics.batch_statistics import JoinedReduction, all_gather
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.objects.batch_items import find_items
 

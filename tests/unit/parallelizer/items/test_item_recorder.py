@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from moreh_ap.parallelizer.data.item_recorder import ItemRecorder, Noted, Total
-from moreh_ap.parallelizer.data.item_reduction import LARGEST, OWN, SUM
+from moreh_ap.parallelizer.items.item_recorder import ItemRecorder, Noted, Total
+from moreh_ap.parallelizer.items.item_reduction import LARGEST, OWN, SUM
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from moreh_ap.parallelizer.call.placement import OwnDevice
-from moreh_ap.parallelizer.data.call_sites import GATHERING, is_called_by
-from moreh_ap.parallelizer.data.module_calls import Original, module_step, seeing_modules
-from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of
+from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by
+from moreh_ap.parallelizer.observation.module_calls import Original, module_step, seeing_modules
+from moreh_ap.parallelizer.observation.torch_calls import function_name, is_question, leaves_of
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moreh_ap.parallelizer.data.item_reduction import OWN, ItemSites, Place
+from moreh_ap.parallelizer.items.item_reduction import OWN, ItemSites, Place
 from moreh_ap.parallelizer.rng.draw_recording import Drawn, Recording
 from moreh_ap.parallelizer.rng.packed_sequences import lengths_in
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moreh_ap.cli import plan_explanation
+from moreh_ap.cli.plan_output import plan_explanation
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import find_cluster
 from moreh_ap.planner.profiles.known_models import find_model

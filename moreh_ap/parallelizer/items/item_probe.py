@@ -25,15 +25,15 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.data.fsdp import record_block_order
-from moreh_ap.parallelizer.data.item_recorder import ItemRecorder
-from moreh_ap.parallelizer.data.item_reduction import ItemReduction, ItemRules
-from moreh_ap.parallelizer.data.item_results import gathered
+from moreh_ap.parallelizer.items.item_recorder import ItemRecorder
+from moreh_ap.parallelizer.items.item_reduction import ItemReduction, ItemRules
+from moreh_ap.parallelizer.items.item_results import gathered
+from moreh_ap.parallelizer.items.item_rules import find_counts, find_merge, find_rules, find_sizes
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt, clear_gradients, untouched
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
-from moreh_ap.parallelizer.trial.item_rules import find_counts, find_merge, find_rules, find_sizes
 from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
 from moreh_ap.parallelizer.trial.row_comparison import names_of, random_weight, take_gradients, without_meaning
 from moreh_ap.parallelizer.trial.split_check import compare

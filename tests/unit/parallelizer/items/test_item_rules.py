@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moreh_ap.parallelizer.data.item_recorder import ItemRecorder
-from moreh_ap.parallelizer.data.item_reduction import LARGEST, OWN, PER_ITEM, SUM, ItemRules
+from moreh_ap.parallelizer.items.item_recorder import ItemRecorder
+from moreh_ap.parallelizer.items.item_reduction import LARGEST, OWN, PER_ITEM, SUM, ItemRules
+from moreh_ap.parallelizer.items.item_rules import find_counts, find_merge, find_rules, find_sizes
 from moreh_ap.parallelizer.trial.dry_run import Refused
-from moreh_ap.parallelizer.trial.item_rules import find_counts, find_merge, find_rules, find_sizes
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from moreh_ap.cli import plan_explanation
+from moreh_ap.cli.plan_output import plan_explanation
 from moreh_ap.flavours import FLAVOURS, flavour_of
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.planning_task import Task

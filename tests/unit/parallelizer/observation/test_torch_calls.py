@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moreh_ap.parallelizer.data.torch_calls import function_name, is_question, leaves_of, map_leaves
+from moreh_ap.parallelizer.observation.torch_calls import function_name, is_question, leaves_of, map_leaves
 
 
 def test_leaves_in_a_fixed_order_and_in_all_containers():

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.parallelizer.data.item_recorder import Noted, Total
-from moreh_ap.parallelizer.data.item_reduction import LARGEST, OWN, PER_ITEM, SUM, ItemRules, Place
-from moreh_ap.parallelizer.data.item_results import ITEMS, NODE, ROWS, SAME, SHARE, Merge, parts_of
+from moreh_ap.parallelizer.items.item_recorder import Noted, Total
+from moreh_ap.parallelizer.items.item_reduction import LARGEST, OWN, PER_ITEM, SUM, ItemRules, Place
+from moreh_ap.parallelizer.items.item_results import ITEMS, NODE, ROWS, SAME, SHARE, Merge, parts_of
 from moreh_ap.parallelizer.rng.draw_recording import Drawn
 from moreh_ap.parallelizer.rng.row_stream import Round
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Rows

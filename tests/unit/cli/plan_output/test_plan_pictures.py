@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moreh_ap.cli import plan_pictures
+from moreh_ap.cli.plan_output import plan_pictures
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import find_cluster

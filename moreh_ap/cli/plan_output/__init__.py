@@ -1,0 +1,1 @@
+"""What `moreh-ap plan` prints and draws: tables, sentences and pictures of plans."""

@@ -1,0 +1,1 @@
+"""Observing a forward: which functions and modules it calls, at which call sites, with which numbers."""
