@@ -354,7 +354,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "How arguments and results nest; PyTorch has no public module for it.",
-        ("torch.utils._pytree", "integrations parallelizer/data protocol protocol/objects"),
+        ("torch.utils._pytree", "integrations parallelizer/items protocol protocol/objects"),
         ("torch.utils._pytree.SUPPORTED_NODES", "integrations protocol"),
         ("torch.utils._pytree.TreeSpec", "integrations parallelizer/pipeline protocol session/models"),
         ("torch.utils._pytree.tree_flatten", "*"),

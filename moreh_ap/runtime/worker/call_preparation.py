@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.kept_rows import KeptRows, shapes_of
 from moreh_ap.parallelizer.call.parameter_writes import require_full_parameters
 from moreh_ap.parallelizer.call.reports import Reports
 from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_state, split_passed_state, with_tensors
@@ -27,10 +26,10 @@ from moreh_ap.parallelizer.items.item_probe import check_items
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
-from moreh_ap.parallelizer.row_dims.row_steps import Gathering
+from moreh_ap.parallelizer.trial.split_call import Batch, batch_of, split_call
 from moreh_ap.parallelizer.trial.split_check import check_elsewhere, check_split
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict, may_lack_rows
-from moreh_ap.protocol.batch import carries_rows, row_range, rows_along
+from moreh_ap.protocol.batch import carries_rows
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import (
@@ -160,23 +159,11 @@ class CallPreparation:
         module = model.module.get_submodule(signature.path)
         carried = [is_local or (rows is not None and carries_rows(t, rows)) for t, is_local in zip(tensors, local)]
         axis = self._axis(command.grad)
-        has_blocks_apart = model.plan.recompute != "none" or model.plan.compile != "none"
-        keeps_no_cache = command.grad and (model.applied.stages is not None or has_blocks_apart)
+        keeps_no_cache = command.grad and self._has_blocks_apart()
         args, kwargs = nesting.fill(tensors)
         if keeps_no_cache:
             kwargs = without_cache(module, kwargs)
-        call = Call(
-            model.module,
-            "unsplit",
-            model.device.torch_device,
-            grad=command.grad,
-            axis=axis,
-            random=random,
-            autocast=command.autocast_dtype,
-            target=None if module is model.module else module,
-            extensions=(*model.extensions, PassedState()) if PASSED_STATE in kwargs else model.extensions,
-            meets_failed=axis.size == model.device.world_size and not fsdp_roots(model.module),
-        )
+        call = self._unsplit_call(command, module, PASSED_STATE in kwargs, random)
         kind = self._kind(signature, command, tensors, carried)
         if reads := self._reads((kind, frozenset(self.kept)), self.kept, call, args, kwargs, rows):
             return ReadsAttributes(reads)
@@ -202,54 +189,52 @@ class CallPreparation:
                 "inputs that the script has read",
                 "x = x.detach().cpu().to(x.device)",
             )
-        if verdict.dims is not None and not any(verdict.dims) and not verdict.steps:  # dim 0, and masks look like rows
-            with_rows = {id(leaf) for leaf, dim in zip(leaves, verdict.dims) if dim == 0}
-            carried, verdict = [id(tensor) in with_rows for tensor in tensors], replace(verdict, dims=None)
-        if verdict.dims is not None:  # the forward cuts what it gets, and gathers what it gives
-            rows, carried = rows_along(leaves, verdict.dims), [False] * len(tensors)
-            if rows is None or rows < axis.size:
-                verdict = SplitVerdict(False, (), f"{UNSPLIT}: the inputs do not have as many rows as each other")
-        share = None
-        if verdict.items is not None:  # the forward takes its items of what it gets, and gathers what it gives
-            rows, carried = None, [False] * len(tensors)
-            call = replace(call, mode="split", kinds=(), items=verdict.items)
-        elif verdict.split:
-            assert rows is not None  # a call without rows is not split
-            start, stop = row_range(axis.rank, axis.size, rows)
-            call = replace(call, lacks_rows=start == stop)
-            share = Share(*((axis.rank % rows, axis.rank % rows + 1) if call.lacks_rows else (start, stop)), rows)
-            extensions = tuple(extension.knowing(verdict.attributes) for extension in call.extensions)
-            call = replace(call, mode="split", kinds=verdict.kinds, means=verdict.means, rules=verdict.rules)
-            call = replace(call, joined=verdict.joined, extensions=extensions, placed=verdict.placed(rows))
-            call = replace(call, parts=verdict.parts)
-        if verdict.kept:
-            assert rows is not None
-            kept = KeptRows(verdict.kept, rows, shapes_of(args, kwargs))
-            call = replace(call, extensions=(kept, *call.extensions))
-        if verdict.steps:
-            assert rows is not None
-            dims, cuts = verdict.dims or first_dims, verdict.dims is not None
-            call = replace(call, gathering=Gathering(verdict.steps, dims, rows, cuts, verdict.in_order))
+        verdict, batch = batch_of(verdict, Batch(rows, carried), tensors, leaves, axis.size)
+        call, share = split_call(call, verdict, batch.rows, first_dims, args, kwargs)
         note = ". ".join(filter(None, (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")))
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
-        num_own = 0 if call.lacks_rows else None if share is None else share.stop - share.start
-        batch_rows, num_own = (None, None) if verdict.dims else (rows, num_own)
-        roles = Roles(axis, batch_rows, carried, command.wants_grad, verdict.split, note, num_own)
+        batch_rows, num_own = batch.rows, None
+        if verdict.dims:
+            batch_rows = None
+        elif share is not None:
+            num_own = 0 if call.lacks_rows else share.stop - share.start
+        roles = Roles(axis, batch_rows, batch.carried, command.wants_grad, verdict.split, note, num_own)
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
         self.prepared[key] = PreparedCall(
             kind=item_kind if verdict.items is not None else self._kind_of_verdict(kind, leaves, command.rows),
             call=call,
-            execute=way_to_execute(call, model.plan, rows, meta),
+            execute=way_to_execute(call, model.plan, batch.rows, meta),
             nesting=nesting,
             roles=roles,
-            is_cut=[verdict.split and carries and not is_local for carries, is_local in zip(carried, local)],
+            is_cut=[verdict.split and carries and not is_local for carries, is_local in zip(batch.carried, local)],
             cuts_heads=self._cuts_heads(nesting, local),
             keeps_no_cache=keeps_no_cache,
             share=share,
             draws=verdict.draws,
         )
         return self.prepared[key]
+
+    def _has_blocks_apart(self) -> bool:
+        """Returns whether blocks run apart from the forward around them: in a pipeline, again, or compiled."""
+        plan = self.model.plan
+        return self.model.applied.stages is not None or plan.recompute != "none" or plan.compile != "none"
+
+    def _unsplit_call(self, command: Forward, module: nn.Module, is_passed_state: bool, random: RandomPolicy) -> Call:
+        """Returns a call of a module, the model or one inside, that every worker computes whole."""
+        model, axis = self.model, self._axis(command.grad)
+        return Call(
+            model.module,
+            "unsplit",
+            model.device.torch_device,
+            grad=command.grad,
+            axis=axis,
+            random=random,
+            autocast=command.autocast_dtype,
+            target=None if module is model.module else module,
+            extensions=(*model.extensions, PassedState()) if is_passed_state else model.extensions,
+            meets_failed=axis.size == model.device.world_size and not fsdp_roots(model.module),
+        )
 
     def try_otherwise(self, prepared: PreparedCall, reason: object) -> None:
         """From now on calls of this kind are computed whole by every worker, unless a forward that gathers rows took
