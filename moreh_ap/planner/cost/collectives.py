@@ -10,8 +10,8 @@ et al., "Optimization of Collective Communication Operations in MPICH", 2005, se
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 
 [Note: starts]
-An exchange that everybody waits for pays the link's latency for every node it reaches. Exchanges that are started one
-after another, as buckets of gradients are, pay a smaller part of it each, since they follow each other around the ring.
+An exchange that every device waits for pays the link's latency for every node it reaches. Exchanges that are started
+one after another, as buckets of gradients are, pay a smaller part of it each: they follow each other around the ring.
 
 [Note: measured links]
 Where exchanges were measured, each kind takes what it took then; rings and starts are not asked. On CPU workers kinds
@@ -84,7 +84,7 @@ def group_of(size: int, stride: int, cluster: Cluster, interrupted: bool = False
 
 
 def gather_s(num_bytes: float, group: Group) -> float:
-    """Returns how long it takes until everybody has, or has summed, its part of `num_bytes` in all."""
+    """Returns the seconds until every device has, or has summed, its part of `num_bytes` in all."""
     if group.size == 1:
         return 0.0
     return group.start_s + num_bytes * (group.size - 1) / group.size / group.bytes_per_s

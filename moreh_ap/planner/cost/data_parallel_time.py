@@ -1,7 +1,7 @@
 """Seconds in which data-parallel devices exchange weights and gradients, and seconds of the optimizer's step.
 
 Decides what is exchanged how often under `replicate` and `shard`, and which part of it overlaps with computation. Must
-not know how long the computation takes: that is told.
+not know how the seconds of the computation are found: they are arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def data_s(
         profile: The model.
         plan: How it is spread.
         cluster: The devices.
-        system: What the program hides behind what.
+        system: Which exchanges the program overlaps with which computation.
         coefficients: Constants of networks.
         stage: What the slowest position of the pipeline holds.
         computing_s: What it takes for one micro-batch, all in all.
@@ -46,43 +46,64 @@ def data_s(
     if plan.offload == "all" and not system.host_computes:
         copies_s = _copies_s(profile, plan, system, coefficients, parameters, trained)
     if plan.data_parallel == 1 or not (trained or plan.shard > 1):
-        return copies_s, 0.0  # one device has no unit on its way beside the one that computes
+        return copies_s, 0.0  # a single device gathers no unit while another one computes
     gathered = 2.0 * wide * parameters
     if profile.frozen is not None and profile.frozen.is_packed:
         packed = stage.blocks * (profile.block.parameters_on_device(plan.tensor) - profile.block.trained_parameters)
         gathered += packed * (profile.frozen.block_bytes - 2.0 * wide)
-    stride = plan.tensor
-    everybody = group_of(plan.data_parallel, stride, cluster, plan.tensor > cluster.devices_per_node)
     pieces = stage.blocks + 2.0
     if plan.shard > 1:
-        pieces += max(0, sum(size > 0.0 for size in system.outer_units(plan, profile)) - 1)  # beside the rest
-        inside = group_of(plan.shard, stride, cluster)
-        count = plan.micro_batches
-        uses = 2.0 * count if system.regathers_for_backward else float(count)
-        if system.keeps_gathered and plan.pipeline > 1:
-            uses = 1.0
-        sums = 1 if system.keeps_whole_gradients(plan) else count
-        sums = sums if trained else 0
-        data_s = uses * queued_gathers_s(gathered, pieces, inside)
-        data_s += sums * queued_gathers_s(system.reduced_bytes * trained, pieces, inside, "scatter")
-        if plan.replicate > 1:
-            across = group_of(plan.replicate, stride * plan.shard, cluster)
-            sums = min(sums, 1) if system.sums_replicas_once and plan.offload != "all" else sums
-            data_s += sums * queued_sums_s(system.reduced_bytes * trained / plan.shard, pieces, across)
-        data_s += copies_s
-        hidden_s = min(data_s, count * computing_s * system.hides_gathers)
-        return data_s - hidden_s, hidden_s
+        sharded_s = _sharded_s(profile, plan, cluster, system, pieces, gathered, trained) + copies_s
+        hidden_s = min(sharded_s, plan.micro_batches * computing_s * system.hides_gathers)
+        return sharded_s - hidden_s, hidden_s
+    group = group_of(plan.data_parallel, plan.tensor, cluster, plan.tensor > cluster.devices_per_node)
     buckets = pieces + trained / coefficients.bucket_parameters
     travelled = system.reduced_bytes * trained
-    sums_s = (
-        queued_gathers_s(travelled, buckets, everybody, "scatter")
-        if system.zero_stage >= 1
-        else queued_sums_s(travelled, buckets, everybody)
-    )
-    hides = system.hides_scatters if system.zero_stage >= 1 else system.hides_gradients
-    hidden_s = min(sums_s, backward_s * hides)
-    after_s = queued_gathers_s(2.0 * wide * parameters, buckets, everybody) if system.zero_stage >= 1 else 0.0
+    if system.zero_stage == 0:
+        sums_s, after_s = queued_sums_s(travelled, buckets, group), 0.0
+        hidden_s = min(sums_s, backward_s * system.hides_gradients)
+    else:
+        sums_s = queued_gathers_s(travelled, buckets, group, "scatter")
+        hidden_s = min(sums_s, backward_s * system.hides_scatters)
+        after_s = queued_gathers_s(2.0 * wide * parameters, buckets, group)
     return sums_s - hidden_s + after_s + copies_s, hidden_s
+
+
+def _sharded_s(
+    profile: ModelProfile,
+    plan: Plan,
+    cluster: Cluster,
+    system: TrainingSystem,
+    pieces: float,
+    gathered: float,
+    trained: float,
+) -> float:
+    """Returns the seconds in which a plan that shards gathers parameters and sums gradients, hidden or not.
+
+    Args:
+        profile: The model.
+        plan: How it is spread.
+        cluster: The devices.
+        system: How often the program gathers and sums.
+        pieces: Units of a stage that are gathered one after another, before layers that are units of their own.
+        gathered: Bytes of all parameters of a stage in the precision in which they travel.
+        trained: Parameter elements of a stage that get gradients.
+    """
+    count = plan.micro_batches
+    pieces += max(0, sum(size > 0.0 for size in system.outer_units(plan, profile)) - 1)  # beside the rest
+    inside = group_of(plan.shard, plan.tensor, cluster)
+    uses = 2.0 * count if system.regathers_for_backward else float(count)
+    if system.keeps_gathered and plan.pipeline > 1:
+        uses = 1.0
+    sums = 1 if system.keeps_whole_gradients(plan) else count
+    sums = sums if trained else 0
+    seconds = uses * queued_gathers_s(gathered, pieces, inside)
+    seconds += sums * queued_gathers_s(system.reduced_bytes * trained, pieces, inside, "scatter")
+    if plan.replicate > 1:
+        across = group_of(plan.replicate, plan.tensor * plan.shard, cluster)
+        sums = min(sums, 1) if system.sums_replicas_once and plan.offload != "all" else sums
+        seconds += sums * queued_sums_s(system.reduced_bytes * trained / plan.shard, pieces, across)
+    return seconds
 
 
 def _copies_s(

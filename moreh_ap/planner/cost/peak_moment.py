@@ -30,8 +30,11 @@ Between 2 and 3 everything grows or shrinks evenly. Source: torch/distributed/fs
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.host_memory_moments import Parts, moments_on_host
+from moreh_ap.planner.cost.activation_bytes import KeptActivations, LogitBytes, kept_activations, logit_bytes
+from moreh_ap.planner.cost.host_memory_moments import Moment, Parts, moments_on_host
 from moreh_ap.planner.cost.stage_positions import StagePosition, trained_at
 from moreh_ap.planner.cost.training_systems import TrainingSystem
 from moreh_ap.planner.profiles.model_profile import ModelProfile
@@ -41,6 +44,49 @@ __all__ = ["peak_moment"]
 _OF_NORM = 6.0
 """What a norm has in its backward, in what it keeps (`TrainingSystem.norm_kept_bytes`): that, and five results in
 float32. Source: autograd of `LlamaRMSNorm`, transformers/models/llama/modeling_llama.py."""
+
+
+class _Moving(NamedTuple):
+    """Parameters and gradients that a device gathers, sums and drops in a step, beside its state.
+
+    Attributes:
+        first_unit: Parameter elements of the first layers, if they are a unit of their own (`F`).
+        last_unit: Parameter elements of the last layers, if they are a unit of their own (`H`).
+        of_first: Those of them that get gradients.
+        of_last: Those of them that get gradients.
+        block_trained: Parameter elements of a block that get gradients.
+        rest_trained: Parameter elements outside of blocks and units that get gradients.
+        gathered: Bytes of gathered parameters that stay through the backward (`R`, or all).
+        ahead: Bytes of a gathered block (`B`).
+        travelling: Bytes of a block's gradients on their way to the other devices.
+        rest_travelling: The same of the gradients outside of blocks and units.
+        head: Bytes of gradients of last layers that are no unit, and wait for the others outside of blocks.
+        own: Bytes of a block's gradients before they are sent.
+        unpacked: Bytes of a packed matrix while it is unpacked.
+        at_begin: Bytes of gradients that are there when the backward begins.
+        at_end: Bytes of gradients that are there when it ends.
+    """
+
+    first_unit: float
+    last_unit: float
+    of_first: float
+    of_last: float
+    block_trained: float
+    rest_trained: float
+    gathered: float
+    ahead: float
+    travelling: float
+    rest_travelling: float
+    head: float
+    own: float
+    unpacked: float
+    at_begin: float
+    at_end: float
+
+    @property
+    def busy(self) -> float:
+        """Bytes beside the activations in the middle of the backward: [Note: moments], 2 and 3."""
+        return self.gathered + 2.0 * self.ahead + self.travelling + self.head + self.unpacked
 
 
 def peak_moment(
@@ -55,147 +101,203 @@ def peak_moment(
     """Returns activations, logits and temporary bytes at the fullest of [Note: moments].
 
     Gradients that are not there yet leave room: it is taken off the temporary bytes, then off the others.
-    """
-    computed = 2.0 if plan.precision == "bf16" else 4.0
-    on_host = plan.offload == "all"
-    sharded = plan.shard > 1 or plan.precision == "bf16" or on_host
-    block = profile.block.parameters_on_device(plan.tensor)
-    outside = parameters - stage.blocks * block
-    trained = trained_at(profile, plan, stage, system)
-    trains = profile.frozen is None and system.trains_weights
-    block_trained = block if trains else profile.block.trained_parameters
-    step_copies = system.step_copy_bytes * trained / plan.shard
-    if plan.offload != "none":
-        step_copies = 0.0
-    # -- activations
-    tokens = rows * profile.sequence_length
-    elements = tokens * profile.logits_per_token / plan.tensor if stage.has_last else 0.0
-    everything, boundary, partial = (rows * one for one in _block_bytes_per_row(profile, plan, system))
-    first, next_to_last, last = _kept_of_ends(plan, stage.blocks, everything, boundary, partial)
-    recomputed = stage.blocks if plan.recompute in ("full", "selective") else 0
-    if isinstance(plan.recompute, int):
-        recomputed = min(stage.blocks, plan.recompute)
-    all_kept = (recomputed * first + (stage.blocks - recomputed) * everything) * stage.in_flight
-    if stage.has_last:
-        all_kept += rows * _outside_bytes_per_row(profile, plan, system)
-    results, loss, of_logits = _in_loss(profile, plan, system, stage, elements, computed)
-    # -- parameters and gradients on their way
-    stays = not plan.gathers_in_turn
-    gathered = ahead = travelling = 0.0
-    whole_until_last = plan.micro_batches > 1 and (plan.shard == 1 or system.keeps_whole_gradients(plan))
-    first_unit, last_unit = system.outer_units(plan, profile)
-    rest = outside - first_unit - last_unit
-    if sharded:
-        gathered = computed * (parameters if stays else rest)
-        ahead = 0.0 if stays else computed * block
-        if profile.frozen is not None and profile.frozen.is_packed:
-            is_gathered = plan.shard > 1 or on_host
-            as_kept = profile.frozen.block_bytes * (block - block_trained) if is_gathered else 0.0
-            gathered_block = as_kept + computed * block_trained
-            gathered = computed * rest + (stage.blocks * gathered_block if stays else 0.0)
-            ahead = 0.0 if stays else gathered_block
-        travelling = 0.0 if whole_until_last else 4.0 * block_trained
-    # Buckets stay from step to step (on one device this is too much), shards from the micro-batch before.
-    present = gradients if not sharded or plan.micro_batches > 1 else 0.0
-    if whole_until_last:
-        present = system.gradient_bytes * trained
-    of_first, of_last = (first_unit, last_unit) if trains else (0.0, 0.0)
-    outside_trained = trained - stage.blocks * block_trained - of_first - of_last
-    outside_travelling = 4.0 * outside_trained if sharded else 0.0  # where the gathered weights were
-    last_part = profile.last
-    of_head = last_part.parameters_on_device(plan.tensor) if profile.frozen is None else last_part.trained_parameters
-    head = computed * of_head if stage.has_last and sharded and not last_unit else 0.0  # a unit's are reduced at once
-    at_end = present if whole_until_last else gradients
-    own = computed * block_trained if sharded else 0.0
-    busy = gathered + 2.0 * ahead + travelling + head + _unpacked_bytes(profile, plan, computed)
-    after_first = all_kept - last
-    moments = [
-        (all_kept, results + loss, gathered + (computed * last_unit or ahead), present),
-        (after_first + everything - next_to_last, results, busy, present),
-        (max(0.0, after_first - next_to_last), results, busy + own, present),
-        (everything, results, busy, at_end),
-        (0.0, results, busy + own, at_end),
-        (0.0, results, gathered + outside_travelling, at_end),
-        (0.0, 0.0, step_copies, gradients),
-    ]
-    if last_unit:
-        # what arrives is dropped before the next block is gathered ahead
-        beside = max(computed * last_unit, ahead + computed * of_last)
-        moments += [
-            (all_kept, results + of_logits, gathered + computed * last_unit + beside, present),
-            (all_kept, results, gathered + ahead + (computed + 4.0) * of_last, present),
-            (all_kept + everything - last, results, gathered + 2.0 * ahead + own + 4.0 * of_last, present),
-        ]
-    if first_unit:
-        moments += [
-            (everything, results, busy + computed * first_unit, at_end),
-            (0.0, results, gathered + travelling + computed * (first_unit + of_first), at_end),
-            (0.0, results, gathered + (computed + 4.0) * of_first, at_end),
-        ]
-    if on_host:
-        shared = profile.tied_parameters if trains else 0.0
-        parts = Parts(
-            computed=computed,
-            block=ahead,
-            block_trained=block_trained,
-            blocks=stage.blocks,
-            rest=gathered,
-            rest_trained=outside_trained,
-            first_unit=first_unit,
-            last_unit=last_unit,
-            units_trained=of_first + of_last > 0.0,
-            made_twice=shared,
-            waiting=head + computed * shared,
-            all_kept=all_kept,
-            everything=everything,
-            after_first=after_first,
-            next_to_last=next_to_last,
-            last=last,
-            closing=computed * _closing_elements(profile, tokens, trains),
-            norm=tokens * profile.hidden * (_OF_NORM * system.norm_kept_bytes + computed),
-            results=results,
-            loss=loss,
-            of_logits=of_logits,
-            unpacked=_unpacked_bytes(profile, plan, computed),
-        )
-        moments = moments_on_host(parts, plan)
-    activations, logits, temporary, there = max(moments, key=sum)
-    room = max(0.0, gradients - there)
-    for_others = max(0.0, room - temporary)
-    for_logits = max(0.0, for_others - activations)
-    return max(0.0, activations - for_others), max(0.0, logits - for_logits), max(0.0, temporary - room)
-
-
-def _in_loss(
-    profile: ModelProfile, plan: Plan, system: TrainingSystem, stage: StagePosition, elements: float, computed: float
-) -> tuple[float, float, float]:
-    """Returns the bytes of logits that stay as results, of what the loss makes of them, and of what its backward gives.
-
-    A script that computes the loss itself gives the gradients of all results to the backward, which keeps them to its
-    end. With micro-batches each of these computes its logits once more in the backward.
 
     Args:
         profile: The model.
-        plan: The plan.
-        system: The program's habits.
+        plan: How it is spread.
+        rows: Rows of a micro-batch.
+        system: How the program executes plans.
         stage: The position in the pipeline.
-        elements: Logits of a micro-batch on a device.
-        computed: Bytes of each.
+        parameters: Parameter elements at this position, before they are sharded.
+        gradients: Bytes of gradients that `memory_footprint.py` counts as state of the device.
     """
-    is_result = system.logits_stay and profile.logits_returned
-    whole = elements * plan.micro_batches
-    results = whole * computed if is_result else 0.0
-    kept_for_loss, in_backward = system.logits_kept_bytes, system.logits_peak_bytes
-    if profile.loss_outside:
-        again = elements * computed if plan.micro_batches > 1 else 0.0
-        if system.takes_logits_in_chunks(plan, profile.logits_per_token, whole):
-            return 2.0 * results, again, again
-        copies = max(0.0, whole * (kept_for_loss + in_backward) - results)
-        return 2.0 * results, max(copies, again), again
-    if system.takes_logits_in_chunks(plan, profile.logits_per_token, elements):
-        kept_for_loss, in_backward = 0.0 if is_result else computed, computed  # what the loss keeps are the results
-    in_loss = stage.in_flight if plan.schedule == "gpipe" else 1.0
-    return results, elements * (kept_for_loss * in_loss + in_backward), elements * computed
+    computed = 2.0 if plan.precision == "bf16" else 4.0
+    tokens = rows * profile.sequence_length
+    elements = tokens * profile.logits_per_token / plan.tensor if stage.has_last else 0.0
+    kept = kept_activations(profile, plan, rows, system, stage)
+    logits = logit_bytes(profile, plan, system, stage, elements, computed)
+    moving = _moving(profile, plan, system, stage, parameters, gradients, computed)
+    if plan.offload == "all":
+        closing = computed * _closing_elements(profile, tokens, _trains(profile, system))
+        norm = tokens * profile.hidden * (_OF_NORM * system.norm_kept_bytes + computed)
+        made_twice = profile.tied_parameters if _trains(profile, system) else 0.0
+        parts = _on_host(kept, logits, moving, stage.blocks, computed, made_twice, closing, norm)
+        moments = moments_on_host(parts, plan)
+    else:
+        trained = trained_at(profile, plan, stage, system)
+        step_copies = system.step_copy_bytes * trained / plan.shard if plan.offload == "none" else 0.0
+        moments = [
+            *_moments(kept, logits, moving, computed),
+            (0.0, 0.0, step_copies, gradients),
+            *_moments_of_units(kept, logits, moving, computed),
+        ]
+    activations, of_logits, temporary, there = max(moments, key=sum)
+    room = max(0.0, gradients - there)
+    for_others = max(0.0, room - temporary)
+    for_logits = max(0.0, for_others - activations)
+    return max(0.0, activations - for_others), max(0.0, of_logits - for_logits), max(0.0, temporary - room)
+
+
+def _trains(profile: ModelProfile, system: TrainingSystem) -> bool:
+    """Returns whether all weights are trained."""
+    return profile.frozen is None and system.trains_weights
+
+
+def _moving(
+    profile: ModelProfile,
+    plan: Plan,
+    system: TrainingSystem,
+    stage: StagePosition,
+    parameters: float,
+    gradients: float,
+    computed: float,
+) -> _Moving:
+    """Returns the parameters and gradients that a step moves; `computed` bytes a value, otherwise as `peak_moment`."""
+    is_sharded = plan.shard > 1 or plan.precision == "bf16" or plan.offload == "all"
+    trained = trained_at(profile, plan, stage, system)
+    block = profile.block.parameters_on_device(plan.tensor)
+    block_trained = block if _trains(profile, system) else profile.block.trained_parameters
+    first_unit, last_unit = system.outer_units(plan, profile)
+    of_first, of_last = (first_unit, last_unit) if _trains(profile, system) else (0.0, 0.0)
+    rest_trained = trained - stage.blocks * block_trained - of_first - of_last
+    keeps_whole = plan.micro_batches > 1 and (plan.shard == 1 or system.keeps_whole_gradients(plan))
+    # Buckets stay from step to step (on one device this is too much), shards from the micro-batch before.
+    at_begin = gradients if not is_sharded or plan.micro_batches > 1 else 0.0
+    if keeps_whole:
+        at_begin = system.gradient_bytes * trained
+    gathered = ahead = head = 0.0
+    if is_sharded:
+        rest = parameters - stage.blocks * block - first_unit - last_unit
+        gathered, ahead = _gathered(profile, plan, stage, parameters, rest, block_trained, computed)
+        if stage.has_last and not last_unit:  # the gradients of a unit are reduced at once
+            head = computed * _head_elements(profile, plan)
+    return _Moving(
+        first_unit=first_unit,
+        last_unit=last_unit,
+        of_first=of_first,
+        of_last=of_last,
+        block_trained=block_trained,
+        rest_trained=rest_trained,
+        gathered=gathered,
+        ahead=ahead,
+        travelling=4.0 * block_trained if is_sharded and not keeps_whole else 0.0,
+        rest_travelling=4.0 * rest_trained if is_sharded else 0.0,  # where the gathered weights were
+        head=head,
+        own=computed * block_trained if is_sharded else 0.0,
+        unpacked=_unpacked_bytes(profile, plan, computed),
+        at_begin=at_begin,
+        at_end=at_begin if keeps_whole else gradients,
+    )
+
+
+def _gathered(
+    profile: ModelProfile,
+    plan: Plan,
+    stage: StagePosition,
+    parameters: float,
+    rest: float,
+    block_trained: float,
+    computed: float,
+) -> tuple[float, float]:
+    """Returns the bytes of gathered parameters that stay through the backward, and those of a block that is gathered.
+
+    Args:
+        profile: The model.
+        plan: How it is spread.
+        stage: The position in the pipeline.
+        parameters: Parameter elements at this position.
+        rest: Those outside of blocks and units.
+        block_trained: Those of a block that get gradients.
+        computed: Bytes of a value in the precision of the computation.
+    """
+    in_turn = plan.gathers_in_turn
+    block = profile.block.parameters_on_device(plan.tensor)
+    if profile.frozen is None or not profile.frozen.is_packed:
+        return (computed * rest, computed * block) if in_turn else (computed * parameters, 0.0)
+    is_gathered = plan.shard > 1 or plan.offload == "all"
+    as_kept = profile.frozen.block_bytes * (block - block_trained) if is_gathered else 0.0
+    of_block = as_kept + computed * block_trained
+    return (computed * rest, of_block) if in_turn else (computed * rest + stage.blocks * of_block, 0.0)
+
+
+def _head_elements(profile: ModelProfile, plan: Plan) -> float:
+    """Returns the parameter elements of the last layers that get gradients."""
+    return profile.last.parameters_on_device(plan.tensor) if profile.frozen is None else profile.last.trained_parameters
+
+
+def _moments(kept: KeptActivations, logits: LogitBytes, moving: _Moving, computed: float) -> list[Moment]:
+    """Returns moments 1 to 4 of [Note: moments]; where last layers are a unit, it is gathered in the first."""
+    results, gathered, busy, at_end = logits.results, moving.gathered, moving.busy, moving.at_end
+    after_first = kept.total - kept.last
+    in_loss = gathered + (computed * moving.last_unit or moving.ahead)
+    return [
+        (kept.total, results + logits.loss, in_loss, moving.at_begin),
+        (after_first + kept.of_block - kept.next_to_last, results, busy, moving.at_begin),
+        (max(0.0, after_first - kept.next_to_last), results, busy + moving.own, moving.at_begin),
+        (kept.of_block, results, busy, at_end),
+        (0.0, results, busy + moving.own, at_end),
+        (0.0, results, gathered + moving.rest_travelling, at_end),
+    ]
+
+
+def _moments_of_units(kept: KeptActivations, logits: LogitBytes, moving: _Moving, computed: float) -> list[Moment]:
+    """Returns the moments at which first and last layers that are units of their own are gathered and reduced."""
+    results, gathered, ahead = logits.results, moving.gathered, moving.ahead
+    first, last, of_first, of_last = moving.first_unit, moving.last_unit, moving.of_first, moving.of_last
+    moments: list[Moment] = []
+    if last:
+        # The buffer in which the unit arrives is dropped before the next block is gathered ahead.
+        beside = max(computed * last, ahead + computed * of_last)
+        in_block = gathered + 2.0 * ahead + moving.own + 4.0 * of_last
+        moments += [
+            (kept.total, results + logits.gradients, gathered + computed * last + beside, moving.at_begin),
+            (kept.total, results, gathered + ahead + (computed + 4.0) * of_last, moving.at_begin),
+            (kept.total + kept.of_block - kept.last, results, in_block, moving.at_begin),
+        ]
+    if first:
+        moments += [
+            (kept.of_block, results, moving.busy + computed * first, moving.at_end),
+            (0.0, results, gathered + moving.travelling + computed * (first + of_first), moving.at_end),
+            (0.0, results, gathered + (computed + 4.0) * of_first, moving.at_end),
+        ]
+    return moments
+
+
+def _on_host(
+    kept: KeptActivations,
+    logits: LogitBytes,
+    moving: _Moving,
+    blocks: int,
+    computed: float,
+    made_twice: float,
+    closing: float,
+    norm: float,
+) -> Parts:
+    """Returns what `moments_on_host` asks for; arguments as the attributes of `Parts`."""
+    return Parts(
+        computed=computed,
+        block=moving.ahead,
+        block_trained=moving.block_trained,
+        blocks=blocks,
+        rest=moving.gathered,
+        rest_trained=moving.rest_trained,
+        first_unit=moving.first_unit,
+        last_unit=moving.last_unit,
+        units_trained=moving.of_first + moving.of_last > 0.0,
+        made_twice=made_twice,
+        waiting=moving.head + computed * made_twice,
+        all_kept=kept.total,
+        everything=kept.of_block,
+        after_first=kept.total - kept.last,
+        next_to_last=kept.next_to_last,
+        last=kept.last,
+        closing=closing,
+        norm=norm,
+        results=logits.results,
+        loss=logits.loss,
+        of_logits=logits.gradients,
+        unpacked=moving.unpacked,
+    )
 
 
 def _closing_elements(profile: ModelProfile, tokens: float, trains: bool) -> float:
@@ -217,43 +319,3 @@ def _unpacked_bytes(profile: ModelProfile, plan: Plan, computed: float) -> float
         return 0.0
     sizes = [one.inner * one.outer / (plan.tensor if one.split else 1) for one in profile.block.products]
     return computed * max(sizes, default=0.0)
-
-
-def _block_bytes_per_row(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> tuple[float, float, float]:
-    """Returns what a block keeps of one row: everything, what it was given, and under selective recomputation."""
-    wide = 1.0 if plan.precision == "bf16" else 2.0
-    block, length = profile.block, profile.sequence_length
-    whole = length / plan.tensor if plan.sequence_parallel else length
-    split = block.kept_split_bytes_per_token
-    if not system.rotation_kept and block.attention_width:
-        queries = block.attention_flops_per_row / (2.0 * length * length)
-        split -= block.products[0].outer + queries  # 2 bytes of each query and key
-    everything = wide * (split * length / plan.tensor + block.kept_replicated_bytes_per_token * whole)
-    everything += 2.0 * system.norm_kept_bytes * profile.hidden * whole
-    everything += wide * system.gathered_kept * profile.hidden * (length - whole)  # whole inputs of split products
-    # Of a block that is computed again, what it is given is kept whole: with sequence parallelism too it is gathered
-    # where it is kept. So are the results of the products that the tensor axis sums: they are kept before the sum.
-    partial = block.selective_split_bytes_per_token * length / plan.tensor
-    partial += (block.selective_replicated_bytes_per_token + system.selective_kept_bytes * profile.hidden) * length
-    return everything, wide * 2.0 * profile.hidden * length, wide * partial
-
-
-def _kept_of_ends(
-    plan: Plan, blocks: int, everything: float, boundary: float, partial: float
-) -> tuple[float, float, float]:
-    """Returns what the first block of a device, the last but one and the last keep of a micro-batch."""
-    if plan.recompute == "selective":
-        return partial, partial, partial
-    count = {"none": 0, "full": blocks}.get(str(plan.recompute), plan.recompute)
-    assert isinstance(count, int)
-    first, next_to_last, last = (boundary if count > block else everything for block in (0, blocks - 2, blocks - 1))
-    return first, next_to_last, last
-
-
-def _outside_bytes_per_row(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> float:
-    """Returns what the part after the blocks keeps of one row."""
-    wide = 1.0 if plan.precision == "bf16" else 2.0
-    whole = profile.sequence_length / plan.tensor if plan.sequence_parallel else profile.sequence_length
-    return profile.last.kept_bytes_per_row(profile.sequence_length, plan.tensor, plan.sequence_parallel) * wide + (
-        system.norm_kept_bytes * profile.hidden * whole
-    )

@@ -36,7 +36,7 @@ __all__ = ["StepEstimate", "estimate_step"]
 
 @dataclass(frozen=True)
 class _TensorSum:
-    """Seconds of summing one hidden state over the tensor axis: its bytes, its start on the network, its host."""
+    """Seconds of summing one hidden state over the tensor axis: moving its bytes, starting on the network, the host."""
 
     moving_s: float = 0.0
     starting_s: float = 0.0
@@ -56,6 +56,15 @@ class _Pace:
     total_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Pipeline:
+    """Seconds of a step that go to the pipeline: sending activations, the part of it that is hidden, and the bubble."""
+
+    sending_s: float = 0.0
+    hidden_s: float = 0.0
+    bubble_s: float = 0.0
+
+
 def estimate_step(
     profile: ModelProfile,
     plan: Plan,
@@ -71,8 +80,7 @@ def estimate_step(
         plan: How it is spread.
         global_batch: Rows of a step.
         cluster: The devices; the plan occupies the first of them.
-        system: How the program goes about it.
-        coefficients: Constants of devices and networks.
+        system: How the program executes plans.
 
     Raises:
         PlanError: The plan needs more devices than there are.
@@ -102,18 +110,7 @@ def estimate_step(
     assert slowest is not None
     others_s -= pace.total_s
     count = plan.micro_batches
-    pipeline_s, bubble_s, hidden_pipeline_s = 0.0, 0.0, 0.0
-    if plan.pipeline > 1:
-        sent = profile.boundary_bytes_per_row * rows * wide / (plan.tensor if plan.sequence_parallel else 1)
-        once_s = message_s(sent, plan.tensor * plan.data_parallel, cluster, coefficients, plan.pipeline)
-        bubble_s = others_s / plan.stages_per_device * (0.4 if plan.schedule == "zero_bubble" else 1.0)
-        bubble_s += 2.0 * (plan.pipeline - 1) * once_s
-        if device.sharing > 1.0:  # see [Note: shared processors]
-            busy_s = count * pace.total_s
-            bubble_s = max(0.0, (busy_s + bubble_s) / device.sharing - busy_s)
-        steady_s = 2.0 * count * plan.stages_per_device * once_s
-        pipeline_s = steady_s * (1.0 - system.hides_pipeline)
-        hidden_pipeline_s = steady_s - pipeline_s
+    pipeline = _pipeline(profile, plan, rows, cluster, system, coefficients, pace.total_s, others_s)
     shown_data_s, data_hidden_s = data_s(
         profile, plan, cluster, system, coefficients, slowest, pace.total_s, pace.backward_s, wide
     )
@@ -126,9 +123,9 @@ def estimate_step(
         tensor_hidden_s=count * pace.tensor_hidden_s,
         data_s=shown_data_s,
         data_hidden_s=data_hidden_s,
-        pipeline_s=pipeline_s,
-        pipeline_hidden_s=hidden_pipeline_s,
-        bubble_s=bubble_s,
+        pipeline_s=pipeline.sending_s,
+        pipeline_hidden_s=pipeline.hidden_s,
+        bubble_s=pipeline.bubble_s,
         optimizer_s=optimizer_s(profile, plan, cluster, system, coefficients),
         fixed_s=coefficients.step_s,
         tokens=float(global_batch * length),
@@ -185,6 +182,44 @@ def _pace(
     total = (busy + host if system.host_computes else max(busy, host)) + starting
     waiting = total - busy
     return _Pace(forward, backward, recompute, waiting, talking - hidden, hidden, total)
+
+
+def _pipeline(
+    profile: ModelProfile,
+    plan: Plan,
+    rows: int,
+    cluster: Cluster,
+    system: TrainingSystem,
+    coefficients: Coefficients,
+    slowest_s: float,
+    others_s: float,
+) -> _Pipeline:
+    """Returns what a step takes because of the pipeline.
+
+    Args:
+        profile: The model.
+        plan: How it is spread.
+        rows: Rows of a micro-batch.
+        cluster: The devices.
+        system: How the program executes plans.
+        coefficients: Constants of networks.
+        slowest_s: What the slowest position takes for one micro-batch.
+        others_s: What the other positions take for one micro-batch each, added up.
+    """
+    if plan.pipeline == 1:
+        return _Pipeline()
+    wide = 1.0 if plan.precision == "bf16" else 2.0
+    sent = profile.boundary_bytes_per_row * rows * wide / (plan.tensor if plan.sequence_parallel else 1)
+    once_s = message_s(sent, plan.tensor * plan.data_parallel, cluster, coefficients, plan.pipeline)
+    bubble_s = others_s / plan.stages_per_device * (0.4 if plan.schedule == "zero_bubble" else 1.0)
+    bubble_s += 2.0 * (plan.pipeline - 1) * once_s
+    sharing = cluster.device.sharing
+    if sharing > 1.0:  # see [Note: shared processors]
+        busy_s = plan.micro_batches * slowest_s
+        bubble_s = max(0.0, (busy_s + bubble_s) / sharing - busy_s)
+    steady_s = 2.0 * plan.micro_batches * plan.stages_per_device * once_s
+    sending_s = steady_s * (1.0 - system.hides_pipeline)
+    return _Pipeline(sending_s, steady_s - sending_s, bubble_s)
 
 
 def _dry_run_s(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> float:

@@ -76,7 +76,7 @@ class TrainingSystem:
         host_s_per_exchange: Seconds that the host needs to start one exchange of the tensor axis.
         host_s_per_dry_run_op: Seconds that the host needs for one operation of a forward without values (a dry run),
             as before a step with several micro-batches or a pipeline; nothing hides them.
-        host_computes: Whether the processor that starts operations is the one that carries them out.
+        host_computes: Whether operations run on the processor that starts them, as on CPU workers.
         hides_tensor: Part of the tensor axis' communication that runs beside matrix products.
         hides_gradients: Part of the backward of the last micro-batch beside which gradients can travel.
         hides_scatters: The same where each device keeps a part of the sums only (`zero_stage` of at least 1).
@@ -162,7 +162,7 @@ class TrainingSystem:
         return plan.tensor == 1 and classes >= self.chunked_classes and logits >= self.chunked_logits
 
     def with_zero_stage(self, zero_stage: int) -> TrainingSystem:
-        """Returns the same habits with another sharding over the devices that share the batch."""
+        """Returns the same system with another sharding over the devices that share the batch."""
         return replace(self, zero_stage=zero_stage)
 
 
@@ -256,4 +256,4 @@ TUNED_FSDP = TrainingSystem(
 """FSDP with compiled blocks. Source: torchtitan, llm-foundry, PyTorch FSDP."""
 
 TRAINING_SYSTEMS = {one.name: one for one in (MOREH_AP, EAGER_MEGATRON, TUNED_MEGATRON, PLAIN_MEGATRON, TUNED_FSDP)}
-"""The habits known by name."""
+"""Training systems by name."""
