@@ -47,20 +47,6 @@ def job_line(job_id: int | str) -> str:
     return f"Moreh Job ID: {job_id}"
 
 
-def startup_lines(addresses: list[str], version: str, job_id: int | str) -> list[str]:
-    """Returns all lines of a start-up whose workers have these addresses, in order."""
-    connecting = [connecting_line(index, len(addresses), address) for index, address in enumerate(addresses, 1)]
-    return [
-        requesting_line(),
-        daemon_line(),
-        *connecting,
-        links_line(),
-        ready_line(),
-        version_line(version),
-        job_line(job_id),
-    ]
-
-
 def say_progress(stage: str, done: int, total: int, place: str) -> None:
     """Says how far the start of workers is.
 

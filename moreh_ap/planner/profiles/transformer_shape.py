@@ -97,13 +97,6 @@ class TransformerShape:
         """Parameter elements, tied ones once."""
         return profile_of(self, 1).parameters
 
-    @property
-    def active_parameters(self) -> float:
-        """Parameter elements that a token is multiplied with, without embeddings: those of products."""
-        profile = profile_of(self, 1)
-        block, last = profile.block.product_flops_per_token, profile.last.product_flops_per_token
-        return (profile.num_blocks * block + last) / 2.0
-
 
 def from_config(config: Mapping[str, Any], name: str = "") -> TransformerShape:
     """Returns the shape that a transformers configuration describes.

@@ -5,10 +5,8 @@ from __future__ import annotations
 from moreh_ap.accelerator import start_log
 
 
-def test_start_up_lines():
-    lines = start_log.startup_lines(["127.0.0.1:5000", "127.0.0.1:5001"], "0.1.0", 42)
-    assert lines[2:4] == [
+def test_workers_are_counted_from_one_with_their_addresses():
+    assert [start_log.connecting_line(1, 2, "127.0.0.1:5000"), start_log.connecting_line(2, 2, "127.0.0.1:5001")] == [
         "[1/2] Connecting to resources on the server (127.0.0.1:5000)...",
         "[2/2] Connecting to resources on the server (127.0.0.1:5001)...",
     ]
-    assert lines[5] == "MoAI Accelerator is ready to use."
