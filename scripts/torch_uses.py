@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -47,9 +49,14 @@ class Use(NamedTuple):
     keywords: tuple[str, ...] = ()
 
 
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def uses_of(text: str) -> list[Use]:
     """Returns the uses in the text of a Python file, except for guarded ones."""
-    tree = ast.parse(text)
+    tree = _parsed(text)
     visitor = _Visitor(tree)
     visitor.visit(tree)
     return sorted(set(visitor.uses))
@@ -59,7 +66,7 @@ def own_private_names(texts: Sequence[str]) -> frozenset[str]:
     """Returns private names that need not be torch's: files define or set them, or they are another library's."""
     found: set[str] = set()
     for text in texts:
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(_parsed(text)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -253,9 +260,9 @@ def _bindings(scope: ast.AST, outer: Sequence[dict[str, str | None]]) -> dict[st
         found = {one.arg: None for one in every if one is not None}
     body = scope.body if isinstance(scope.body, list) else [scope.body]  # type: ignore[attr-defined]
     assigned: dict[str, list[ast.expr | None]] = {}
-    todo: list[ast.AST] = list(body)
+    todo: deque[ast.AST] = deque(body)
     while todo:
-        node = todo.pop(0)
+        node = todo.popleft()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found[node.name] = None
             continue

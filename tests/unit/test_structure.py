@@ -66,14 +66,18 @@ def imports() -> dict[str, list[tuple[str, bool]]]:
     """Returns what every module imports of the package, and whether inside a function."""
     found: dict[str, list[tuple[str, bool]]] = defaultdict(list)
     for name, path in modules().items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        inside = {id(node) for function in functions for node in ast.walk(function)}
-        for node in ast.walk(tree):
-            for target in _targets(node):
-                if target != name:
-                    found[name].append((target, id(node) in inside))
+        for node, is_inside in _statements(ast.parse(path.read_text(encoding="utf-8"))):
+            found[name] += [(target, is_inside) for target in _targets(node) if target != name]
     return found
+
+
+def _statements(node: ast.AST, is_inside: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Yields the statements in a node, each with whether it is inside a function; expressions are passed over."""
+    is_inside = is_inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for statement in getattr(node, name, ()):
+            yield statement, is_inside
+            yield from _statements(statement, is_inside)
 
 
 def _targets(node: ast.AST) -> Iterator[str]:
