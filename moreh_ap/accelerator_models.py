@@ -54,7 +54,7 @@ class Accelerators:
     """The accelerators that were set up, by number.
 
     Attributes:
-        current: The one that the next process takes.
+        current: The accelerator that the next process takes.
         models: Name of the model of each; empty: all devices there are.
     """
 

@@ -1,6 +1,6 @@
 """The versions of Python and of other libraries with which this package was checked, and how each was checked.
 
-Decides which environments are in the table and what a script in another one is told. `pyproject.toml` says what may be
+Decides which environments are in the table and how a script in another one is warned. `pyproject.toml` says what may be
 installed, which is more: an environment outside the table is used as it is, after one warning. Must not import what it
 asks about.
 """

@@ -60,7 +60,7 @@ class StateMachine(Generic[State]):
         first: The state at the beginning.
 
     Attributes:
-        current: The state now.
+        current: The present state.
     """
 
     def __init__(self, first: State) -> None:

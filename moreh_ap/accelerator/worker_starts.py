@@ -98,7 +98,7 @@ class WorkerStarts:
 
         Args:
             count: How many.
-            past: What they are told first, of others that have ended.
+            past: Commands that they execute first, which workers before them had executed.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.num_workers == count:

@@ -1,6 +1,6 @@
 """What `moreh-ap plan train.py` runs in a process of its own (`plan_process.py`): the script, up to its first call.
 
-Decides what a user is told if the script fails. Must not know how the plan is found.
+Decides which message a user gets if the script fails. Must not know how the plan is found.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def _is_on_cpu(leaf: Any) -> bool:
 
 
 def _in_known_order(tensor: VirtualTensor, value: Value) -> Tensor:
-    """Returns what tells how the dims of a tensor lie in memory: its value if that was promised in another order."""
+    """Returns a tensor with the strides of a virtual tensor: its value, if that was promised in another order."""
     if tensor.dim() < MIN_DIMS_OF_UNKNOWN_ORDER:
         return tensor
     if isinstance(value, Here):

@@ -80,14 +80,14 @@ def _metaclass(of_library: type[type]) -> type[type]:
 
 
 def _own_library_class(kind: type) -> type:
-    """Returns which class of a library one of ours stands for; of other classes, also of derived ones, themselves."""
+    """Returns the library's class that one of ours replaces; any other class, also a derived one, itself."""
     own: type = vars(kind).get("library_class", kind) if kind is not ClassedTensor else kind
     return own
 
 
 @functools.cache
 def class_on_accelerator(kind: type[Tensor]) -> type[ClassedTensor]:
-    """Returns the class of tensors on the accelerator that stands for `kind`."""
+    """Returns the class of tensors on the accelerator that replaces the library's class `kind`."""
     is_ordinary = kind in ORDINARY
     bases = (ClassedTensor,) if is_ordinary else (kind, ClassedTensor)
     settings = {} if is_ordinary else {"metaclass": _metaclass(cast(Any, type(kind)))}
@@ -151,7 +151,7 @@ def install(patches: Patches) -> None:
     group = patches.group("Libraries give tensors a class of their own, on every device.")
 
     def as_subclass(self: Tensor, cls: type[Tensor]) -> Tensor:
-        """Makes of a tensor on the accelerator one that is of the class and on the accelerator."""
+        """Returns a tensor of the class, on the accelerator, made of another tensor on the accelerator."""
         library_class = _library_class(cls)
         outer, WANTED.kind = WANTED.kind, class_on_accelerator(library_class)
         try:

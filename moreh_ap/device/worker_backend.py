@@ -30,7 +30,7 @@ class DeviceGenerator(Protocol):
 
 
 class PlaceInOrder(Protocol):
-    """A position in the ordered stream of commands; it tells whether the workers have reached it."""
+    """A position in the ordered stream of commands, with whether the workers have reached it."""
 
     def done(self) -> bool: ...
 

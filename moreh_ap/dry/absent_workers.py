@@ -1,4 +1,4 @@
-"""What stands for the workers in a dry run: it has no processes and answers what is asked of devices.
+"""The replacement of the workers in a dry run: it has no processes, and answers questions about devices only.
 
 Decides the answers. Must not know what the script is run for.
 """

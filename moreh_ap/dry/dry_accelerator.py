@@ -1,6 +1,6 @@
 """An accelerator without workers, on which a script runs up to its first call of a model, and the plan of that call.
 
-Decides which devices it stands for, and what is known of the call. Must not know how a script is run and left.
+Decides which devices it pretends to have, and what is known of the call. Must not know how a script is run and left.
 
 [Note: this machine]
 Where no devices are named, the plan is for the devices of this machine, as the script would have them: the workers
@@ -53,7 +53,7 @@ class _Place:
 
     Attributes:
         device_type: "cuda" or "cpu".
-        info: What the script is told of each.
+        info: Name, memory and compute capability that the script reads of each device.
         machine: All of them, for the planner.
         fewer: Smaller numbers of them, each as far as it is known.
     """

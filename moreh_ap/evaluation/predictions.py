@@ -26,7 +26,7 @@ PREDICTED_COLUMNS = (
 
 RETRY_S = 0.9
 """Seconds of a micro-batch that go to the allocator where memory is full: it gives back what it keeps in reserve, which
-waits for the device, and asks for it again. Fitted on the sweep; such a plan counts as one that does not fit.
+waits for the device, and asks for it again. Fitted on the sweep; such a plan counts as too large.
 Published configurations are taken to fit, whatever we think, since they are published."""
 
 RETRY_FRACTION = 0.895

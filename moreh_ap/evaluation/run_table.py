@@ -159,7 +159,7 @@ def _cluster_of(row: Mapping[str, str]) -> hardware.Cluster:
 
 
 def _system_of(row: Mapping[str, str]) -> TrainingSystem:
-    """Returns the habits of the program that a row comes from, by its `source`; without one it is the sweep's."""
+    """Returns the training system of the program that a row comes from, by its `source`; by default the sweep's."""
     source = row.get("source", "").lower()
     if not source:
         system = EAGER_MEGATRON.with_zero_stage(_whole(row, "zero_stage", 0, least=0))

@@ -35,7 +35,7 @@ _ONE_KEY_VALUE_HEAD = ("gemma",)
 
 
 def configuration_of(model: str) -> tuple[Any, str]:
-    """Returns the configuration that a family's name, a folder or a file stands for, and the class to train it with.
+    """Returns the configuration of a family's name, a folder or a file, and the class to train it with.
 
     Raises:
         OSError, ValueError: The file is missing, or is no configuration that transformers knows.

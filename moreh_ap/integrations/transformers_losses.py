@@ -1,6 +1,6 @@
 """The losses over a vocabulary of Hugging Face transformers, which convert all logits to float32 first.
 
-Installed in workers; it must not import transformers before somebody else does, or know how a loss is computed.
+Installed in workers; it must not import transformers before other code does, or know how a loss is computed.
 """
 
 from __future__ import annotations

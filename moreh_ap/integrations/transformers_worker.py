@@ -1,7 +1,7 @@
 """Hugging Face transformers on both sides of a call: caches that nest, models that know what they can record.
 
 With the first, `generate` leaves a key-value cache on the workers, each its rows, and passes it back by name. Installed
-in controller and workers; it must not import transformers before somebody else does.
+in controller and workers; it must not import transformers before other code does.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class JobEntry:
         model: Class of the model, empty before its first call.
         plan: Its plan, as text.
         device_ids: Which GPU each worker has, as CUDA_VISIBLE_DEVICES names it; none for CPU workers.
-        remote_workers: Workers on other hosts, which no process of this machine stands for.
+        remote_workers: Workers on other hosts, which are no processes of this machine.
         losses_survived: How often others have taken over from lost workers.
     """
 

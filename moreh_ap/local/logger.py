@@ -3,7 +3,7 @@
 Decides what a line looks like on the screen and which lines are shown. Must not know what they say.
 
 [Note: one line a run]
-`NOTICE` is between INFO and WARNING. The line that tells the plan has it, so ``MOREH_LOG_LEVEL=notice`` shows one line
+`NOTICE` is between INFO and WARNING. The line with the plan has it, so ``MOREH_LOG_LEVEL=notice`` shows one line
 a run and what went wrong.
 """
 

@@ -87,7 +87,7 @@ class AppliedPlan:
 
     Attributes:
         plan: The plan.
-        position: Where this worker stands.
+        position: This worker's position in the mesh.
         tensor: What tensor parallelism did; None without it.
         stages: This worker's stages; None without a pipeline.
         layouts: What tensor parallelism left here of parameters, by name.

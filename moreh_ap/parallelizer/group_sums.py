@@ -66,7 +66,7 @@ class HostSums:
             self._latest = None
 
     def forget(self) -> None:
-        """Leaves the latest tensor as it is, whose sum nobody waits for."""
+        """Drops the latest tensor: its sum between hosts is not needed."""
         self._latest = None
 
 

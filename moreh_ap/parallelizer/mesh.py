@@ -1,4 +1,4 @@
-"""The device mesh of a plan: which worker stands where.
+"""The device mesh of a plan: which position each worker has along each axis.
 
 Decides the axis names and the order of ranks. Must not know models, batches or who asked for the plan.
 """
@@ -90,7 +90,7 @@ def world_axis() -> Axis:
 
 @dataclass(frozen=True)
 class Position:
-    """Where this worker stands in the mesh of a plan.
+    """This worker's position in the mesh of a plan.
 
     Attributes:
         data: The workers that share the batch during training: replicate and shard axes together.

@@ -200,7 +200,7 @@ class Failure:
 
 
 def note_done(error: BaseException, num_done: int) -> None:
-    """Notes on an exception how many commands of its message were executed before the one that raised it."""
+    """Notes on an exception how many commands of its message were executed before it was raised."""
     vars(error)[_NUM_DONE] = num_done
 
 

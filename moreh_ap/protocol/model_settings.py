@@ -17,7 +17,7 @@ class Settings:
     """What was set since the model was made.
 
     Attributes:
-        number: Of the state that the settings are in now.
+        number: The number of the present state of the settings.
 
     Example:
         >>> settings = Settings()

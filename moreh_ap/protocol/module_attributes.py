@@ -26,7 +26,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _MAX_LOOKED_INTO = 64  # of a longer container (a vocabulary) only the length is compared
 
 Marks = dict[str, Any]
-"""What tells whether attributes change, by the path and name of each, such as ``encoder.attention``."""
+"""Fingerprints of attributes, which show changes, by the path and name of each, such as ``encoder.attention``."""
 
 
 class Attributes:
@@ -53,7 +53,7 @@ class Attributes:
         return bool(self._submodules or self._lists)
 
     def marks(self) -> Marks:
-        """Returns how the attributes are now."""
+        """Returns the fingerprints of the present attributes."""
         return {name: _mark(value) for name, value in self._values()}
 
     def changed(self, before: Marks) -> dict[str, Any]:
@@ -152,5 +152,5 @@ def _version_of(tensor: Tensor) -> int:
 
 
 def _is_of_user(cls: type) -> bool:
-    """Whether the class, or one that it is derived from (FSDP2 derives another), is none of a library."""
+    """Whether the class, or its base where FSDP2 derived it, is none of a library."""
     return any(base.__module__.split(".")[0] not in (*LIBRARIES, "builtins", "typing") for base in cls.__mro__)

@@ -1,4 +1,4 @@
-"""Where random streams stand: that of PyTorch on the CPU, and those that Python's `random` and NumPy draw from.
+"""States of random streams: PyTorch's on the CPU, and those that Python's `random` and NumPy draw from.
 
 Decides what a state is and how it is put back. Must not know who draws, or what.
 
@@ -22,11 +22,11 @@ import torch
 
 
 class Streams(NamedTuple):
-    """What a remote forward goes on from, or left.
+    """The states of the random streams before or after a remote forward.
 
     Attributes:
         torch: The state of PyTorch's CPU generator; None where workers have streams of their own.
-        host: The states of Python's and NumPy's streams, as `state_of_host` tells them.
+        host: The states of Python's and NumPy's streams, as `state_of_host` returns them.
     """
 
     torch: bytes | None
@@ -34,18 +34,18 @@ class Streams(NamedTuple):
 
 
 def state_of_stream() -> bytes:
-    """Where the CPU's stream stands, as `torch.get_rng_state` tells it."""
+    """Returns the state of the CPU's stream, as `torch.get_rng_state` does."""
     return torch.default_generator.get_state().numpy().tobytes()
 
 
 def state_of_host() -> bytes:
-    """Where Python's stream stands, and NumPy's if somebody has imported it."""
+    """Returns the pickled state of Python's stream, and of NumPy's if NumPy is imported."""
     numpy = sys.modules.get("numpy.random")
     return pickle.dumps((random.getstate(), None if numpy is None else numpy.get_state(legacy=False)))
 
 
 def set_state_of_host(state: bytes) -> None:
-    """Go on where Python's stream and NumPy's were."""
+    """Sets Python's stream and NumPy's to a state of `state_of_host`."""
     of_python, of_numpy = pickle.loads(state)
     random.setstate(of_python)
     if of_numpy is not None:
@@ -55,7 +55,7 @@ def set_state_of_host(state: bytes) -> None:
 
 
 def seeded_state_of_host(seed: int) -> bytes:
-    """Where the streams stand after ``random.seed(seed)`` and ``numpy.random.seed(seed)``."""
+    """Returns the pickled states after ``random.seed(seed)`` and ``numpy.random.seed(seed)``."""
     with host_untouched():
         random.seed(seed)
         if "numpy.random" in sys.modules:

@@ -62,7 +62,7 @@ def check_links(device_type: str, num_devices: int, timeout_s: float, executor: 
 
 
 class _Links:
-    """Workers for one attempt after the other, started anew after one that was lost."""
+    """Workers for one attempt after the other, started anew after a worker was lost."""
 
     def __init__(self, device_type: str, num_devices: int, timeout_s: float, executor: str) -> None:
         self._device_type, self._num_devices = device_type, num_devices

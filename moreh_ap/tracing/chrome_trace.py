@@ -39,7 +39,7 @@ class ProcessTrace(NamedTuple):
 
 
 def claim(file: Path) -> None:
-    """Makes `file` a trace without events, so that one that cannot be written is known before the training.
+    """Makes `file` a trace without events, so that a file that cannot be written is known before the training.
 
     Raises:
         OptionError: It cannot be written.

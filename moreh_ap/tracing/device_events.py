@@ -64,7 +64,7 @@ class DeviceEvents:
 
 
 def _kind(name: str, *, is_kernel: bool) -> tuple[str, str, str] | None:
-    """Returns lane, category and readable name of an event; None for one that is left out."""
+    """Returns lane, category and readable name of an event; None if the trace leaves it out."""
     if is_kernel:
         if name.startswith(_NCCL_KERNEL):
             return "collectives on the GPU", "collective", name.removeprefix(_NCCL_KERNEL).partition("_")[0]

@@ -1,6 +1,6 @@
 """The tables of `moreh-ap plan`.
 
-Decides which figures stand in which column, with which units. Must not know how they were found.
+Decides the columns, their figures and units. Must not know how the figures were found.
 """
 
 from __future__ import annotations

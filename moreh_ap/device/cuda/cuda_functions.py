@@ -108,7 +108,7 @@ class Facade:
         """Nothing to do: workers start by themselves."""
 
     def device_count(self) -> int:
-        """1, however many devices stand behind the accelerator."""
+        """1, whatever the number of devices of the accelerator."""
         return 1
 
     def current_device(self) -> int:

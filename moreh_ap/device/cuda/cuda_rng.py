@@ -43,7 +43,7 @@ class RandomState:
         self.manual_seed(seed)
 
     def seed(self) -> None:
-        """Restart the stream at a seed that nobody chose."""
+        """Restart the stream at a random seed."""
         self.manual_seed(torch.Generator().seed())
 
     def seed_all(self) -> None:
@@ -60,7 +60,7 @@ class RandomState:
         return torch.frombuffer(bytearray(self._backend.generator.state()), dtype=torch.uint8)
 
     def get_rng_state_all(self) -> list[Tensor]:
-        """The states of all devices: of the one that there is."""
+        """The states of all devices, of which a script sees one."""
         return [self.get_rng_state()]
 
     def set_rng_state(self, new_state: Tensor, device: Any = "cuda") -> None:

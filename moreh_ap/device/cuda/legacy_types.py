@@ -31,7 +31,7 @@ _DTYPES = {
 
 
 class _AcceleratorType(type):
-    """What such a type is asked; as those of PyTorch, which are no classes to derive from either."""
+    """The class of these types. As with PyTorch's own, no class can be derived from them."""
 
     dtype: torch.dtype
     is_cuda = True
@@ -65,7 +65,7 @@ def with_host_values(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def replacements() -> dict[str, Any]:
-    """The types by their names in `torch.cuda`."""
+    """Returns the types by their names in `torch.cuda`."""
     return {
         name: _AcceleratorType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
         for name, dtype in _DTYPES.items()
@@ -73,7 +73,7 @@ def replacements() -> dict[str, Any]:
 
 
 def dtype_of(asked: Any) -> torch.dtype | None:
-    """The dtype that a type of the accelerator, or its name, stands for; None for anything else."""
+    """Returns the dtype of a type of the accelerator, or of its name; None for anything else."""
     if isinstance(asked, str) and asked.startswith("torch.cuda."):
         return _DTYPES.get(asked.removeprefix("torch.cuda."))
     return asked.dtype if isinstance(asked, _AcceleratorType) else None

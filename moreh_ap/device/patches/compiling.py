@@ -124,7 +124,7 @@ def _request_of(
 
 
 def _options_of(module: nn.Module) -> CompileRequest | None:
-    """Returns the options with which a module was compiled, None if it was not; defaults if nobody noted them."""
+    """Returns the options with which a module was compiled, None if it was not; defaults if they were not noted."""
     if module in _OF_MODULES:
         return _OF_MODULES[module]
     if _is_declined(module):

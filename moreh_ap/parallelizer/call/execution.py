@@ -37,7 +37,7 @@ class Execution(Findings, ABC):
         has_result: Whether this worker has the outputs; in a pipeline some workers have none.
         is_computed: Whether `outputs` may be read without computing anything.
         runs_in_stages: Whether workers share the call as stages of a pipeline.
-        drew: Whether the call drew from the CPU's stream or the host's, which are now where all of it leaves them.
+        drew: Whether the call drew from the CPU's stream or the host's, whose positions are those after the whole call.
     """
 
     call: Call
@@ -124,7 +124,7 @@ class Execution(Findings, ABC):
 
 
 class PastExecution(Execution):
-    """An execution that no backward goes through any more: what of it may still be read.
+    """The results of an execution after its backward: they can be read, and no further backward runs through them.
 
     Args:
         run: The execution, which has computed its outputs.

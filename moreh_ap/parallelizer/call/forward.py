@@ -103,7 +103,7 @@ class EagerForward(Execution):
             self.kinds = means.kinds
 
     def _draw_together(self, means: GlobalReduction) -> None:
-        """Has the workers tell each other, where they have to, what they draw for their rows."""
+        """Has the workers exchange which random numbers they draw for their rows, in forwards that need to know."""
         call, draws = self.call, self.call.random.draws
         gathering = FSDPModule if fsdp_roots(call.module) else None
         if draws.are_for_routed:

@@ -82,7 +82,7 @@ class GradientPass(EagerForward):
         return super().promised(index) if index < own else self._source.promised(index - own)
 
     def _take_gradient(self, leaf: Tensor) -> Tensor:
-        """Between layers that are linear in pieces nothing depends on the input any more."""
+        """Returns the gradient of a leaf; zeros where nothing depends on it, as between piecewise linear layers."""
         grad = super()._take_gradient(leaf)
         return torch.zeros_like(leaf) if grad is None else grad
 

@@ -5,7 +5,7 @@ Decides which numbers may be such, and what a forward of other rows finds in the
 
 [Note: kept numbers]
 ``torch.zeros(1, self.batch_size, 6)`` has as many entries as one device's batch, whatever a worker computes. Where a
-forward cannot be split as it stands, it is tried with other values in place of attributes, and of variables of the
+forward cannot be split as it is written, it is tried with other values in place of attributes, and of variables of the
 script, that are as large as the batch: the number of rows that run. One that means something else (a width that
 happens to be 32) makes outputs or gradients of few rows other ones than of one row, and then it is left alone.
 """

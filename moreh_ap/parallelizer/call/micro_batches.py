@@ -202,7 +202,7 @@ class MicroBatchedForward(Execution):
 
 
 class _Joined(Sequence[Any]):
-    """The leaves of a whole slice, each put together from its pieces when somebody asks for it: logits are large."""
+    """The leaves of a whole slice, each concatenated from its micro-batches when it is first read: logits are large."""
 
     def __init__(self, kinds: Sequence[str], chunks: list[list[Any]]) -> None:
         self._kinds = kinds

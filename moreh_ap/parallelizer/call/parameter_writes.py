@@ -89,7 +89,7 @@ class WrittenParameters(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _plain(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters that have memory of their own: in a forward also what stands in place of others."""
+        """Returns the parameters that have memory of their own; in a forward also the tensors that replace others."""
         with unnoticed():
             return {
                 name: parameter

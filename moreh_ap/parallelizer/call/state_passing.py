@@ -43,7 +43,7 @@ def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 def with_tensors(module: nn.Module, names: Collection[str]) -> set[str]:
-    """Returns those of some attributes of the module that have tensors now; no others are passed."""
+    """Returns those of some attributes of the module that hold tensors; no others are passed."""
     places = {name: _place_of(module, name) for name in names}
     kept = {name: attributes.get(last) for name, (attributes, last) in places.items()}
     return {name for name, value in kept.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))}

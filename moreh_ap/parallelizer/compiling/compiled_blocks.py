@@ -4,17 +4,17 @@ Decides when compiled code runs, and says in the log once for each class of bloc
 other axes of the mesh, or how blocks were found.
 
 [Note: one graph, without surroundings]
-Compiled code is called outside of the torch function modes of a forward, so that no Python runs for its operations, and
-so that it does not depend on which modes there are. It may be no part of a forward then that modes change. That is
-looked at in the graph of each block, which has to be whole (`fullgraph`): what Python would do between two graphs,
-nobody would have looked at. What is true of a graph under one kind of modes is not under another, so a split call and
-one that is not split have graphs of their own.
+Compiled code is called outside of the torch function modes of a forward, so that no Python runs for its operations and
+its result does not depend on the modes. So no operation in it may be one that a mode would change. The graph of each
+block is searched for such operations, and has to be whole (`fullgraph`): operations between two graphs would be in
+neither. A graph that is right under one set of modes may be wrong under another, so split and unsplit calls have graphs
+of their own.
 
 [Note: trials run as written]
-The split check runs a block on one and two rows, under modes that look at it. It would be compiled for those sizes, and
-the modes would see nothing. So all that is found out about a call runs inside `as_written`.
+The split check runs a block on one and two rows, under modes that record its operations. Compiled, it would be compiled
+for those sizes, and the modes would record nothing. So all trials of a call run inside `as_written`.
 
-[Note: where it stands]
+[Note: inside of hooks and recomputation]
 The block's `forward` is replaced, not the block, as recomputation does (`data/recompute.py`). Of a block that computes
 its activations again, the graph has PyTorch's `checkpoint` in it: were it around the graph, the second run could take
 another graph than the first one did, with other activations. Run as written, such a block is recomputed as without a
@@ -158,7 +158,7 @@ class _CompiledFunction:
         name: The class.
         request: The options of the script.
         said: The log.
-        graphs: Makes the graphs of a call that is split, given True, or of one that is not.
+        graphs: Makes the graphs of a split call, given True, or of an unsplit call, given False.
     """
 
     def __init__(self, name: str, request: CompileRequest, said: _Said, graphs: Callable[[bool], _Graphs]) -> None:

@@ -163,7 +163,7 @@ class _Bucket:
 
     Args:
         params: The parameters.
-        multiple: The buffer has a multiple of so many elements; what fills it up stands behind the flags.
+        multiple: The buffer has a multiple of so many elements; padding follows the flags.
     """
 
     def __init__(self, params: list[nn.Parameter], multiple: int) -> None:

@@ -364,7 +364,7 @@ def recover(module: nn.Module) -> None:
         state._state_ctx.iter_forward_root = None
         for group in param_groups(submodule):
             group._training_state = TrainingState.IDLE
-            group._partial_reduce_output = None  # of micro-batches before the one that raised
+            group._partial_reduce_output = None  # of micro-batches before the error
     settle(module)
 
 

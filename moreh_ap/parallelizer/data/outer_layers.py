@@ -141,7 +141,7 @@ def _at_the_end(reduce: Any) -> Any:
 
 
 class _WatchedParameters(dict[str, Any]):
-    """The parameters of a layer, which tell its unit that they are read."""
+    """The parameters of a layer; reading one calls back to the FSDP2 unit of the layer."""
 
     def __init__(self, own: dict[str, Any], unit: _Unit) -> None:
         super().__init__(own)

@@ -14,7 +14,7 @@ another dtype are those of the first run (`computing_copies.py`). Autocast and r
 [Note: run twice, counted once]
 A forward may change things: running statistics in buffers, a key-value cache among its arguments. Buffers are put back
 after the second run. Containers that pytrees know are taken apart before the first run and put together afresh for the
-second, which so gets a cache as it was. A counter in an attribute would count twice: nobody knows of it.
+second, which so gets a cache as it was. A counter in an attribute counts twice: attributes are not restored.
 
 [Note: the order with FSDP2]
 The block's `forward` is replaced, not the block: names of parameters stay, and hooks on the block, FSDP2's among them,

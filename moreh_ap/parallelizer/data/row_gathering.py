@@ -113,7 +113,7 @@ class GatheringReduction(JoinedReduction):
         return tree_unflatten(given, spec)  # type: ignore[no-any-return]
 
     def finish(self, result: Any, settled: Callable[[Any], Any]) -> Any:
-        """Gathers what has rows elsewhere than along dim 0: nobody else knows of such rows."""
+        """Gathers tensors whose rows lie along another dim than 0, which only this reduction knows of."""
         self._inside = False  # what is called now is no step of the forward
         self.learned_kinds = []
 
@@ -243,7 +243,7 @@ class GatheringReduction(JoinedReduction):
         return along.merge(GatherRows.apply(own, along.dim + 1, len(given), self.axis))
 
     def _next(self, name: str, args: Any, kwargs: Any) -> Step:
-        """Returns the step of the function or module that is called now."""
+        """Returns the step of the function or module that is being called."""
         steps, found = self._gathering.steps, None
         if self._by_place:
             leaves = leaves_of((args, kwargs))

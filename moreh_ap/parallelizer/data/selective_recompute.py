@@ -59,7 +59,7 @@ class KeptResults:
 
 
 class _Result:
-    """What an operation returned, and whether somebody has changed it since."""
+    """What an operation returned, and whether it was changed in place since."""
 
     def __init__(self, value: Any) -> None:
         self._value = tree_map_only(Tensor, _alias, value)
@@ -101,7 +101,7 @@ class _GivingBack(TorchDispatchMode):
 
 
 def _is_kept(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Says whether the result is kept; never one that draws random numbers, or what is drawn after it would differ."""
+    """Says whether the result is kept. Results of draws never are: later draws of the second run would differ."""
     return func in _PRODUCTS or (func in _ATTENTION and _dropout_of(func, args, kwargs) == 0.0)
 
 

@@ -2,7 +2,8 @@
 
 FSDP2 reduces the gradients that a worker has, and takes for granted that all workers have those of the same parameters.
 A parameter may be used on one worker and not on another: an expert that no token of its rows goes to. Decides what
-stands in for a gradient that is missing here, and whether it stays. Must not know plans, batches or losses.
+takes the place of a gradient that is missing on this worker, and whether it stays. Must not know plans, batches or
+losses.
 
 [Note: missing here]
 Before FSDP2 reduces, zeros become the gradient of every parameter that has none. After backward the workers tell each

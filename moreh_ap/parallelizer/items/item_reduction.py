@@ -243,7 +243,7 @@ class ItemReduction(ItemSites, JoinedReduction):
         return all_WN[:, 2 : 2 + len(numbers)]
 
     def _meet(self, mark: int) -> None:
-        if not self._has_diverged:  # nobody would come to another exchange
+        if not self._has_diverged:  # else the other workers take part in no further exchange
             self._exchange_at(0, mark=mark)
 
 

@@ -100,7 +100,7 @@ def find_rules(
 
 
 def _is_common(place: Place, *runs: Places) -> bool:
-    """Says whether a place is one that all runs reach equally often: it is not in a loop over items."""
+    """Says whether all runs reach a place equally often, so that it is not in a loop over items."""
     site, _ = place
     often = {sum(1 for other, _ in run if other == site) for run in runs}
     return len(often) == 1 and len({(run[place].what, len(run[place].numbers)) for run in runs}) == 1

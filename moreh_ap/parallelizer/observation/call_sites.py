@@ -1,6 +1,6 @@
-"""Where in a forward a function is called: told by all lines that lead there, the same in every process.
+"""The call site of a function in a forward: a hash of the call stack, equal in every process.
 
-Decides what tells one place from another. Must not know what happens there.
+Decides which frames of the stack count. Must not know which function is called.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """Returns what tells a torch function from others."""
+    """Returns the name of a torch function; for a getter or setter, with the name of the attribute."""
     name = getattr(func, "__name__", type(func).__name__)
     owner = getattr(getattr(func, "__self__", None), "__name__", "")
     return f"{owner}.{name}" if name in ("__get__", "__set__") else name

@@ -1,6 +1,7 @@
 """One stage of a pipeline: the model's own forward, run for the blocks that a worker holds.
 
-Decides what stands where other stages' modules are. Must not know who holds which stage, micro-batches or schedules.
+Decides what replaces the modules of other stages. Must not know which worker holds which stage, micro-batches or
+schedules.
 
 [Note: the model's own forward]
 No model is rewritten. Every stage runs the forward of the whole model, in which a block of an earlier stage passes its

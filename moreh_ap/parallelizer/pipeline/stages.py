@@ -4,8 +4,8 @@ Decides the cut of a model into stages. Must not know micro-batches, schedules, 
 
 [Note: held twice]
 A parameter used on several stages (tied embedding and head; a positional parameter used between modules) is held by
-each of them. Their gradients are summed after every backward, so the copies step alike. The first holder's copy is the
-one that is read, counted in norms, and saved.
+each of them. Their gradients are summed after every backward, so the copies step alike. The first holder's copy is
+canonical: it is read, counted in norms, and saved.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Stages:
         }
 
     def _holders_of(self, name: str) -> list[int]:
-        """Returns the stages that hold a parameter; one that no forward used goes to the stage it stands in."""
+        """Returns the stages that hold a parameter; if no forward used it, the stage of its module holds it."""
         found, last = self._found, self.num_stages - 1
         places = found.places.get(name)
         if places is None:

@@ -1,4 +1,4 @@
-"""Copies of parameters in the dtype that a plan computes in, which stand in their place while a forward runs.
+"""Copies of parameters in the dtype that a plan computes in, which replace the parameters while a forward runs.
 
 Decides when a copy is made, how its gradient becomes that of the parameter, and in which dtype modules get their
 inputs. Must not know plans, batches, or how gradients are summed over workers.
@@ -206,7 +206,7 @@ def _put(slots: Iterable[_Slot]) -> None:
 
 
 def in_place_again(block: nn.Module) -> Callable[[], Any]:
-    """Returns what puts the copies that now stand in place of a block's parameters there again, for a second run."""
+    """Returns a function that puts a block's present copies in place of its parameters again, for a second run."""
     slots = [
         (owner, name, tensor)
         for owner in block.modules()

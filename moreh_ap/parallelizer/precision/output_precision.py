@@ -6,8 +6,8 @@ who reads a result.
 [Note: promised]
 A script that gives a model float32 parameters gets float32 results, under a plan that computes in bfloat16 too. The
 logits of a language model are most of its result, and seldom read: in float32 they would take 4 bytes a logit on every
-device until the step ends. So a tensor of which every row is large stays as it was computed. The script is told that it
-is float32, and a command that reads it, or computes with it, converts what it takes. A loss and other small results are
+device until the step ends. So a tensor of which every row is large stays as it was computed. In the script its dtype is
+float32, and a command that reads it, or computes with it, converts what it takes. A loss and other small results are
 converted at once. Which tensors stay depends on the size of a row alone, so all workers decide alike.
 """
 

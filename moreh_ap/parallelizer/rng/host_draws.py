@@ -142,7 +142,7 @@ class SharedHostDraws:
     """While active in a forward, what is drawn for each row in turn is what one device draws for this worker's rows.
 
     Args:
-        blocks: What such a forward draws for rows, as `row_draws_of` tells it.
+        blocks: What such a forward draws for rows, as `row_draws_of` returns it.
         share: The rows that are computed here.
         turns: The workers' turns; needed where blocks are drawn in turn.
 
@@ -180,7 +180,7 @@ class SharedHostDraws:
 
     @contextmanager
     def _active(self, find: _Find) -> Iterator[None]:
-        """Inside, calls for rows are those of one device; `find` tells which call is the first of its row."""
+        """Inside, calls for rows are those of one device; `find` returns which call is the first of its row."""
         self._block: tuple[HostDraw, ...] = ()
         self._position = 0
         with _seeing_draws(functools.partial(self._draw, find)):

@@ -1,15 +1,16 @@
-"""Where the random streams of Python and NumPy stand, to be compared with where they stood.
+"""The positions of the random streams of Python and NumPy, as bytes that can be compared.
 
-Decides what tells that. Must not know who draws, or what becomes of it.
+Decides how a position is read. Must not know which code draws, or why positions are compared.
 
 [Note: states in memory]
-The state of either stream is 624 words and a place among them. To tell it, Python makes an object of each word, and
-NumPy copies word by word: 0.1 ms together, and each forward asks twice. Both have it in one piece of memory, so bytes
-there tell the same in microseconds. NumPy says where it is, and Python has it behind the head of its generator. Beside
-these words, Python and NumPy keep the second number of a pair that a normal distribution gives: Python in an attribute,
-NumPy in the object that has the generator: a trial tells where.
-Before the bytes are believed they are compared with a state that was told, once. Where they differ (another
-implementation of Python, another generator of NumPy), states are compared as they are told.
+The state of either Mersenne Twister is 624 words and an index into them. `random.getstate` makes an object of each
+word, `numpy.random.get_state` copies word by word, and each forward reads positions twice. Both generators keep the
+state in one piece of memory, whose bytes are copied at once: NumPy returns its address, and Python's follows the object
+header of the generator. Python and NumPy also keep the second number of each pair that their normal distributions
+draw: Python in an attribute, NumPy in the object of the generator, at an offset that is found by a trial draw.
+
+Before these bytes are used they are compared once with the state that the public functions return. If they differ
+(another implementation of Python, another generator of NumPy), the public functions are used instead.
 """
 
 from __future__ import annotations

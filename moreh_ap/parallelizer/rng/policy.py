@@ -123,13 +123,13 @@ class RandomPolicy:
         return replace(self, seed=None, worker=0, draws=Draws(), share=None, is_trial=True)
 
     def fingerprint(self) -> Callable[[], int] | None:
-        """Returns what tells where the streams are, None where rows cannot change how far they get."""
+        """Returns a function that hashes the positions of the streams; None where these do not depend on rows."""
         if self.draws.host:
             return _fingerprint_with_host
         return _stream_fingerprint if self.draws.stream else None
 
     def position(self) -> Callable[[], int] | None:
-        """Returns what tells where the common stream is, None without one."""
+        """Returns a function that hashes the position of the common stream, None without one."""
         return None if self.stream is None else _stream_fingerprint
 
     def covers(self, device: torch.device) -> bool:
@@ -225,7 +225,7 @@ class RandomPolicy:
         return Draws(of_stream, row_draws_of(of_host[0], of_host[1], fewest, in_turn=in_turn))
 
     def _drawn_by_second(self, forward: Callable[..., object], fewest: int) -> Sequence[Drawn]:
-        """Returns what other rows draw, which tells rows that are routed: by chance both rows may have as many."""
+        """Returns what other rows draw, to recognize routed rows: two rows may draw equally often by chance."""
         with DrawRecorder() as recorder, HostDrawRecorder():
             forward(self, fewest, fewest)
         return recorder.drawn
@@ -260,7 +260,7 @@ class Drawing:
         return self._shared_host.end_early
 
     def count_together(self, counts: WorkerCounts) -> None:
-        """Has workers tell each other for how many routed rows they draw."""
+        """Has workers exchange for how many routed rows they draw."""
         if self._shared is not None:
             self._shared.counts = self._counts = counts
 
@@ -383,15 +383,15 @@ def _seeded_stream(seed: int) -> Tensor:
 
 
 def _stream_fingerprint() -> int:
-    """Returns a number below 2^16 that tells where the CPU's stream is."""
+    """Returns a hash below 2^16 of the position of the CPU's stream."""
     return zlib.crc32(_stream_position()) % 2**16
 
 
 def _fingerprint_with_host() -> int:
-    """Returns a number below 2^16 that tells where all streams are, and what was drawn for rows."""
+    """Returns a hash below 2^16 of the positions of all streams, and of what was drawn for rows."""
     return zlib.crc32(repr((state_of_host(), SharedHostDraws.mark)).encode(), _stream_fingerprint()) % 2**16
 
 
 def _stream_position() -> bytes:
-    """Returns what tells where the CPU's stream is."""
+    """Returns the state of the CPU's stream."""
     return torch.default_generator.get_state().numpy().tobytes()

@@ -85,7 +85,7 @@ class RowStream:
         return result
 
     def close(self) -> bool:
-        """Ends a round that has not drawn all that it should, so that nobody waits for it; says whether there was."""
+        """Ends a round that has not drawn all of its numbers, so that no row waits; returns whether there was one."""
         if not self._left:
             return False
         self._take(range(0 if self._waits else self._axis.rank, self._axis.size))

@@ -81,7 +81,7 @@ MAY_DRAW = frozenset(
 
 
 class UnsharedDraw(Exception):
-    """A forward draws random numbers of which a worker cannot tell its own part; the text says why."""
+    """A forward draws random numbers of which a worker cannot find its own part; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class SharedDraws(TorchFunctionMode):
     torch function modes.
 
     Args:
-        draws: The draws of such a forward, as `draws_of` tells them.
+        draws: The draws of such a forward, as `draws_of` returns them.
         share: The rows that are computed here.
         counts: Say how many routed rows there are elsewhere; None where all rows are here.
         is_trial: Whether what is drawn is to show which entries a row has. See [Note: several entries].

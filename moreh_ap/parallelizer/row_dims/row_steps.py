@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 REST = "rest"
-"""The name of the step that stands for the rest of a forward. See [Note: the rest]."""
+"""The name of the step that means the rest of a forward. See [Note: the rest] in `row_gathering.py`."""
 
 SHARE = "share"
 Placement = Rows | str | None

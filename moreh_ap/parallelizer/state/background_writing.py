@@ -62,7 +62,7 @@ def what_was_written(path: str) -> tuple[bool, WrittenFile | None]:
 
 
 def forget_what_was_written(path: str) -> None:
-    """Removes the note, once all workers are through: one that takes over from a lost one does not write again."""
+    """Removes the note once all workers have written: a worker that replaces a lost one does not write again."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(path + _SUFFIX)
 

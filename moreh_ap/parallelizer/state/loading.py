@@ -134,7 +134,7 @@ def _tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _names_by_tensor(module: nn.Module) -> list[list[str]]:
-    """Returns the names of every tensor of the module; tied names stand in one list."""
+    """Returns the names of every tensor of the module; names of a tied tensor are in one list."""
     names: dict[int, list[str]] = {}
     for name, tensor in _tensors_by_name(module).items():
         names.setdefault(id(tensor), []).append(name)

@@ -76,7 +76,7 @@ def keep(found: Originals, managed: Iterable[Any]) -> None:
 
 
 def _first_gather(one: Any, gather: Callable[[], None], original: nn.Parameter) -> Callable[[], None]:
-    """Returns what stands for `gather` until it ran once: FSDP2 makes the gathered parameter then, and keeps it."""
+    """Returns a replacement of `gather` until its first run, in which FSDP2 makes the gathered parameter."""
 
     def run() -> None:
         gather()

@@ -21,7 +21,7 @@ class StateShard:
 
     Attributes:
         tensor: The shard: an ordinary tensor, or FSDP2's shard of one.
-        position: Where this worker stands in the plan that the tensor belongs to.
+        position: This worker's position in the mesh of the plan that the tensor belongs to.
         layout: What tensor parallelism left here of the full; None if that is all of it.
         is_first: Whether this worker's stage is the first that holds the tensor.
     """
@@ -43,7 +43,7 @@ class StateShard:
 
     @property
     def copies(self) -> Axis | None:
-        """The workers with copies of the shard that may stand for it; None where the copies of others do."""
+        """The workers whose copies of the shard may be used for it; None where copies of other workers are used."""
         in_tensor = self.position.tensor.rank == 0 if self.layout is None else self.layout.writes
         if not (self.is_first and in_tensor):
             return None

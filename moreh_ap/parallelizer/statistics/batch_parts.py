@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """A normalisation of a model.
 
     Attributes:
-        name: What tells it from others.
+        name: Its name, unique among the parts of a forward.
         mean: The name of the buffer with its running mean; "" without.
         variance: The same of its running variance.
     """

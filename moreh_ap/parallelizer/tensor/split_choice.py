@@ -85,7 +85,7 @@ class Splitter:
         self._has_another_forward = has_another_forward(self.module)
 
     def run(self) -> None:
-        """Splits the body, then the vocabulary: that stays whole where a forward of somebody's may read its weight."""
+        """Splits the body, then the vocabulary; that stays whole where the script's own forward may read its weight."""
         vocabulary = find_vocabulary(self.module, self._blocks)
         if self._has_another_forward:
             self._note(self.module, "vocabulary whole on every rank: a forward was replaced")
@@ -215,7 +215,7 @@ class Splitter:
         return self._tried[key]
 
     def _free(self, layers: list[nn.Module]) -> bool:
-        """Says whether nobody else has a part in these layers."""
+        """Says whether no other split has one of these layers."""
         params = [p for layer in layers for p in layer.parameters()]
         known = self._done | self._read_directly
         return all(id(layer) not in known for layer in layers) and all(self._uses[id(p)] <= 1 for p in params)

@@ -248,7 +248,10 @@ def _pair(module: nn.Module, columns: tuple[str, ...], row: str) -> FeedForward 
 
 
 def _pair_in_sequence(module: nn.Sequential) -> FeedForward | None:
-    """Between the two stands nothing that has parameters or looks at several features."""
+    """Returns two linear layers of which one computes on the other's features, with only elementwise modules between.
+
+    None if there are no such two.
+    """
     last: str | None = None
     for name, child in module.named_children():
         if is_linear(child):

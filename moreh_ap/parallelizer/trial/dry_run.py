@@ -65,11 +65,11 @@ class StateBefore:
     """What a forward and hooks may change in a model: buffers, attributes (``self.hidden = hidden``), members.
 
     Args:
-        module: The model, as it is now.
+        module: The model in its present state.
         written: Parameters whose values are among it.
 
     Attributes:
-        members: What its modules hold now.
+        members: What its modules hold at present.
     """
 
     def __init__(self, module: nn.Module, written: Sequence[Tensor] = ()) -> None:
@@ -184,7 +184,7 @@ class PaddedAlike(GlobalReduction):
         return largest if known is None or known.ndim else max(largest, int(known))
 
     def _load_of(self, own: Tensor) -> Tensor:
-        """Returns the loads of all rows, also if these rows go elsewhere now: with other random numbers they may."""
+        """Returns the loads of all rows, also if other random numbers route these rows to other experts."""
         known = self._known_at(len(self.local_denominators))
         load = super()._load_of(own)
         return load if known is None or known.shape != load.shape else known.to(load.device, load.dtype)

@@ -41,7 +41,7 @@ class Finding:
 
     Attributes:
         outcome: Whether it was done; refused, since the forward does not do what was tried; raised an error that the
-            forward raises on one device too; or raised one that is ours.
+            forward raises on one device too; or raised an error that is a fault of ours.
         reason: Why it was not done, in words for the log; empty where it was.
         fault: Of an error that is ours, its traceback on this worker; empty without.
     """

@@ -196,7 +196,7 @@ class Probe:
 
     @property
     def loads(self) -> frozenset[int]:
-        """Call sites that may tell how many rows go to each expert, where experts draw, or draws were not told."""
+        """Call sites that may count how many rows go to each expert, where experts draw, or draws are not known."""
         if self.draws_told and not self.draws.are_for_routed:
             return frozenset()
         return frozenset(place for place, shapes in self._load_shapes.items() if len(shapes) == 1)

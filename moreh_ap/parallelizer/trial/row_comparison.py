@@ -1,4 +1,4 @@
-"""Which rows of a batch tell most about a forward, and how results of single rows compare with those of several.
+"""Which rows of a batch a trial runs, and how results of single rows compare with those of several.
 
 Decides the kind of a leaf, and when two tensors are equal but for rounding. Must not know how the rows were run.
 """
@@ -186,7 +186,7 @@ def close(got: Tensor, wanted: Tensor, tolerance: float, noise: float = 0.0) -> 
 
 
 def random_weight(leaf: Any) -> Tensor | None:
-    """Returns a gradient for an output that tells its entries apart; equal on every worker."""
+    """Returns a gradient for an output, with another value for each entry; equal on every worker."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return None
     if leaf.ndim == 0:

@@ -137,7 +137,7 @@ class _Trials:
         self.faults: list[str] = []
 
     def run(self, parts: int, *, may_join: bool, may_turn: bool) -> SplitVerdict:
-        """Returns the verdict of the first way that is right, or of one that says why none is."""
+        """Returns the first verdict that splits the call, or else the one that says why no way to split is exact."""
         call, args, kwargs, rows = self._call, self._args, self._kwargs, self._rows
         sizes = _group_sizes(rows, parts)
         self._may_write = may_join
@@ -215,8 +215,10 @@ class _Trials:
     def _with_loads(
         self, probe: Probe, found: SplitVerdict, run: Callable[[Call], tuple[Probe, SplitVerdict]]
     ) -> tuple[Call, Probe, SplitVerdict]:
-        """Tries a forward that draws for rows that are routed once more, with the loads of experts those of the batch.
-        Returns what it is to be tried as from now on, and what was found. See [Note: loads] in `loss_reduction.py`."""
+        """Tries a forward that draws for routed rows once more, with the loads of experts those of the whole batch.
+
+        Returns the call and the probe for further trials, and the verdict. See [Note: loads] in `loss_reduction.py`.
+        """
         call, loads = probe.call, probe.loads
         if found.added or everywhere(not loads, call):
             return call, probe, found

@@ -3,7 +3,7 @@
 Decides what adapters add to a block, and how frozen weights are kept. Must not know plans, devices or libraries.
 
 [Note: adapters]
-Beside a frozen matrix of (inner x outer) stand two small ones, (inner x rank) and (rank x outer). They are what gets
+A frozen matrix of (inner x outer) has two small ones beside it, (inner x rank) and (rank x outer). They are what gets
 gradients and optimizer state. The backward still goes through the frozen matrices, for the gradients of their inputs,
 but computes none of their own. Selective recomputation keeps the results of all of these products. Source: Hu et al.,
 "LoRA", 2021, section 4.1; Dettmers et al., "QLoRA", 2023, section 3 (four bits a weight, and 0.127 bits of constants

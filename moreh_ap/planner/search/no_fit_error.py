@@ -65,7 +65,7 @@ def _options(task: Task) -> Iterator[str]:
 
 
 def _largest_batch(task: Task) -> int:
-    """Returns the largest batch, in rows, below the present one that fits; 0 if not even one row does."""
+    """Returns the largest batch that fits, in rows, below the present one; 0 if not even one row fits."""
     low, high = 0, task.global_batch - 1
     while low < high:
         middle = (low + high + 1) // 2

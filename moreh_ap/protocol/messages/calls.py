@@ -16,7 +16,7 @@ from moreh_ap.protocol.rng_state import Streams
 class DefineSignature:
     """Name the constant part of a call: where it goes, how its arguments nest, and its leaves that are not tensors.
 
-    A `TensorSlot` among the pickled constants stands for each tensor.
+    The pickled constants have a `TensorSlot` in place of each tensor.
     """
 
     signature: int
@@ -49,7 +49,7 @@ class Forward:
     expected: str | None = None
 
     def owned(self) -> Forward:
-        """Returns the same with tensors whose bytes nobody changes (`TensorData.of`)."""
+        """Returns the same with tensors whose bytes do not change (`TensorData.of`)."""
         for one in self.tensors:
             if isinstance(one, TensorData) and not isinstance(one.data, bytes):
                 break
@@ -60,11 +60,11 @@ class Forward:
 
 
 UNSPLIT = "Every device computes the whole batch"
-"""How the note of a call begins of which no worker has a slice."""
+"""Beginning of the note of an unsplit call."""
 
 FEWER_ROWS = "the batch has fewer rows than there are devices"
 SINGLE_ROW = "the input is a single row, without a dim of rows"
-"""How such notes end if nobody could have split the batch."""
+"""Ends of such notes where the batch has too few rows to be split."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ForwardReply:
     mode: "split" (each has its rows of the outputs), "unsplit" (each has all), "stages" (the last stage has them).
     note: Why the batch is not split, or what else the user should know; may be empty.
     rows: How many rows of the batch the worker has; None if it has all.
-    streams: Where random streams stand after the call; None if nothing was drawn from them.
+    streams: The states of the random streams after the call; None if nothing was drawn from them.
     left_out: Attributes that the forward set and that are not among the leaves, such as ``encoder.cache``.
     returned: Which argument the forward returned, if any; see `returned_arguments.py`.
     warnings: What the script is warned of, each once: the workers did something that it does not see.

@@ -1,4 +1,4 @@
-"""What a script asks of `torch.compile`, as workers are told."""
+"""What a script asks of `torch.compile`, as it is sent to workers."""
 
 from __future__ import annotations
 

@@ -32,11 +32,14 @@ _LASTING = (
 
 
 MADE_AND_SET = (*_LASTING, BuildModel, ReleaseModel, ReleaseOptimizer)
-"""All that a structure is told of."""
+"""Commands that a `Structure` records."""
 
 
 class Structure:
-    """Those commands, oldest first. What the script has dropped, or set anew since, is not among them."""
+    """The commands that made and set the present models and optimizers, oldest first.
+
+    Commands about what the script has dropped or set anew since are left out.
+    """
 
     def __init__(self) -> None:
         self._commands: list[Any] = []
@@ -47,11 +50,11 @@ class Structure:
         return (*self._commands, *map(ReleaseModel, sorted(self._released)))
 
     def change(self, change: Callable[[Any], Any]) -> None:
-        """Has other commands take the place of these."""
+        """Replaces each command by what `change` makes of it."""
         self._commands = [change(command) for command in self._commands]
 
     def add(self, commands: Sequence[Any]) -> None:
-        """Takes in what the workers have been told next."""
+        """Records the commands that the workers have executed next."""
         for command in commands:
             kind = type(command)
             if kind in (ReleaseModel, ReleaseOptimizer):

@@ -44,7 +44,7 @@ class TakeSnapshot:
 
 
 class Failed(NamedTuple):
-    """What a worker tells of the command that ended in an error.
+    """A worker's answer about the command that ended in an error.
 
     Attributes:
         num_done: How many commands of its message were executed before it.

@@ -66,7 +66,7 @@ class ClearGradients:
 class RunOperation:
     """Run an ATen operation on state tensors, each worker on its shard; results are kept under `outputs`.
 
-    `func` names the operator and its overload (``add_.Tensor``); in the arguments a StateRef stands for each tensor.
+    `func` names the operator and its overload (``add_.Tensor``); the arguments have a StateRef in place of each tensor.
     """
 
     func: str

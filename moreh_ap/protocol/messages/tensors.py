@@ -21,12 +21,12 @@ from moreh_ap.protocol.memory_format import Order, in_order
 from moreh_ap.protocol.tensor_source import TensorSource
 
 MAX_INLINE_BYTES = 16 * 1024
-"""A loss travels with the answer that announces it; logits stay on the workers until somebody reads them."""
+"""Bytes up to which a result is sent with the answer, as a loss is; logits stay on the workers until they are read."""
 
 
 THREADS_PAY_BYTES = 4 << 20
-"""From how many bytes on PyTorch copies them, which wakes a thread for each core. On a machine of 16 cores with one GPU
-a copy of 128 KB took 7 to 20 ms so, in the script's process and again in the worker, while the other was at work."""
+"""Smallest number of bytes that PyTorch copies. PyTorch wakes a thread for each core, which takes longer than a small
+copy, most of all while another process uses these cores; so fewer bytes are copied by the calling thread."""
 
 
 class StateRef(NamedTuple):
@@ -91,7 +91,7 @@ class TensorData:
             return TensorData(tensor.dtype, tuple(dense.shape), dense.stride(), data, on_device)
 
     def owned(self) -> TensorData:
-        """Return the same with bytes that nobody changes."""
+        """Return the same with bytes that do not change."""
         return self if isinstance(self.data, bytes) else replace(self, data=bytes(self.data))
 
     def tensor(self, pin: bool = False) -> Tensor:
@@ -104,8 +104,8 @@ class TensorData:
             return torch.empty(self.shape, dtype=self.dtype)
         if not pin and num_bytes < OUT_OF_BAND_MIN_BYTES:
             return torch.frombuffer(bytearray(self.data), dtype=self.dtype).as_strided(self.shape, self.strides)
-        # PyTorch, whose copies take several threads, makes no tensor of memory that must not be written: so it is told
-        # the address, where it only reads. The caching allocator of pinned memory waits for reads of the device.
+        # PyTorch makes no tensor of read-only memory, so the source, which is only read, is made of the address. The
+        # caching allocator of pinned memory waits for reads of the device.
         address = np.frombuffer(self.data, np.uint8).__array_interface__["data"][0]
         source = torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
         copied = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)

@@ -1,8 +1,8 @@
-"""What stands in a worker for what stays in the script: objects that cannot be pickled, parameters of other modules.
+"""Placeholders in a worker for objects that stay in the script: unpicklable ones, and parameters of other modules.
 
 A model may keep a module that it has not registered, whose parameters no worker trains. A forward may still call it
 with the model's own parameters put in their places, as functional calls do (`torch.func.functional_call`, losses of
-TorchRL whose value networks are stacked). Decides what a worker has there until then. Must not know how it travels.
+TorchRL whose value networks are stacked). Decides what a worker has in place of each. Must not know how it is sent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def refuse_use_of(kind: str, why: str) -> UnsupportedError:
 
 
 class NotSent:
-    """Stands in a worker for an object that stays in the script; using it is an error that says so.
+    """A worker's placeholder for an object that stays in the script; using it raises an error that says so.
 
     Args:
         kind: What it is, as a phrase.

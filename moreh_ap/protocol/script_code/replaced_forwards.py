@@ -1,4 +1,4 @@
-"""Forwards that somebody gave a module in place of its class's.
+"""Forwards that a script or library has set on a module in place of its class's.
 
 Decides whether such a function only wraps what was there. Must not know what follows from it.
 """

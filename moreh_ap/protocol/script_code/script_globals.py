@@ -25,7 +25,7 @@ from moreh_ap.protocol.script_code.library_settings import settings_of
 from moreh_ap.protocol.script_code.value_forms import is_alike, is_of_script, is_record
 
 PATH, CLASS, CLOSURE, HOOK = "globals of ", "class ", "closure of ", "hook "
-"""Begin what stands for the path of a submodule in a change of a variable; the name of what has it follows."""
+"""Prefixes of a `Variable`'s path; the name of the namespace, class, function or hook that has the variable follows."""
 
 _FILLING = {"append", "extend", "insert", "add", "update", "remove", "clear", "appendleft"}
 _CHANGING = {*_FILLING, "setdefault", "pop", "popitem"}
@@ -38,7 +38,7 @@ class Variable(NamedTuple):
     """A variable outside of the model.
 
     Attributes:
-        path: What stands for the path of a submodule where it is changed as an attribute is.
+        path: Where it is, in place of the path of a submodule in messages about changed attributes.
         holder: What has it: the namespace of a Python module, the cell of a closure, the attributes of an object.
         name: Its name there; an attribute of a class has the name of the class in front (``CFG.gain``).
     """
@@ -186,7 +186,7 @@ class VariablesOfModel:
 
 
 def is_variable(path: str) -> bool:
-    """Returns whether a path stands for variables outside of the model."""
+    """Returns whether a path means variables outside of the model."""
     return path.startswith((PATH, CLASS, CLOSURE, HOOK))
 
 

@@ -1,4 +1,4 @@
-"""What tells whether a value of the script has changed between two calls, without keeping the value.
+"""Fingerprints of the script's values, which show whether a value has changed between two calls without keeping it.
 
 Decides how closely a value is looked at: plain values, and small containers of them, are their own form; tensors are
 compared by identity and version, modules by those of their tensors; functions and classes by identity; everything else

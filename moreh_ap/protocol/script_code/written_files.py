@@ -2,7 +2,7 @@
 
 A hook writes nothing there: it runs once more where the script is, and writes then (`hook_records.py`, [Note: hooks run
 twice]). What a forward writes is written, and noted for the script to be warned of. Seen are files that are opened by
-Python, and `torch.save`. Decides which files count. Must not know who is told.
+Python, and `torch.save`. Decides which files count. Must not know who asks for them.
 
 [Note: whose file]
 A file is the forward's if a function of the script is on the stack around what opens it, nearer than a compiler and
