@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -36,10 +37,15 @@ def test_gradients_are_the_same_and_parameters_stay(monkeypatch):
     assert {shape for shape, stays in moved if not stays} >= {(3, 8), (3, 16)}
 
 
-def test_small_tensors_and_those_elsewhere_stay():
-    with saved_on_host("cuda", least_bytes=0):
-        loss = model()(torch.randn(3, 8)).sum()
-    loss.backward()
+@pytest.mark.parametrize(
+    ("device_type", "least_bytes", "stays"), [("cpu", 0, False), ("cpu", 1 << 20, True), ("cuda", 0, True)]
+)
+def test_small_tensors_and_those_elsewhere_stay(device_type, least_bytes, stays):
+    value = 2.0 * torch.randn(3, 8, requires_grad=True)
+    with saved_on_host(device_type, least_bytes):
+        saved = value.square().grad_fn._saved_self
+    assert torch.equal(saved, value)
+    assert (saved.data_ptr() == value.data_ptr()) == stays
 
 
 def test_a_trial_of_more_rows_than_a_worker_trains_with_uses_it():
