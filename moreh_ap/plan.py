@@ -124,6 +124,11 @@ class Plan:
         return self.pipeline == 1 and (self.shard > 1 or self.offload == "all")
 
     @property
+    def bytes_per_value(self) -> float:
+        """Bytes of a value in the precision in which the plan computes."""
+        return 2.0 if self.precision == "bf16" else 4.0
+
+    @property
     def num_stages(self) -> int:
         """Number of stages of the pipeline, 1 without one."""
         return self.pipeline * self.stages_per_device

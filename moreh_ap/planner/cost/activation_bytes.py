@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.stage_positions import StagePosition
 from moreh_ap.planner.cost.training_systems import TrainingSystem
-from moreh_ap.planner.profiles.model_profile import ModelProfile
+from moreh_ap.planner.profiles.model_profile import BYTES_PER_VALUE, ModelProfile
 
 __all__ = ["KeptActivations", "LogitBytes", "kept_activations", "logit_bytes"]
 
@@ -95,7 +95,7 @@ def logit_bytes(
 
 def _block_bytes_per_row(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> tuple[float, float, float]:
     """Returns what a block keeps of one row: everything, what it was given, and under selective recomputation."""
-    wide = 1.0 if plan.precision == "bf16" else 2.0
+    wide = plan.bytes_per_value / BYTES_PER_VALUE
     block, length = profile.block, profile.sequence_length
     whole = length / plan.tensor if plan.sequence_parallel else length
     split = block.kept_split_bytes_per_token
@@ -126,7 +126,7 @@ def _kept_of_ends(
 
 def _outside_bytes_per_row(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> float:
     """Returns what the part after the blocks keeps of one row."""
-    wide = 1.0 if plan.precision == "bf16" else 2.0
+    wide = plan.bytes_per_value / BYTES_PER_VALUE
     whole = profile.sequence_length / plan.tensor if plan.sequence_parallel else profile.sequence_length
     return profile.last.kept_bytes_per_row(profile.sequence_length, plan.tensor, plan.sequence_parallel) * wide + (
         system.norm_kept_bytes * profile.hidden * whole

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import Coefficients
 from moreh_ap.planner.cost.hardware import Device
 from moreh_ap.planner.cost.measured_collectives import rate_at
 from moreh_ap.planner.cost.training_systems import TrainingSystem
-from moreh_ap.planner.profiles.model_profile import LayerProfile
+from moreh_ap.planner.profiles.model_profile import BYTES_PER_VALUE, LayerProfile
 
 __all__ = ["LayerTime", "layer_time"]
 
@@ -55,15 +56,25 @@ def layer_time(
     layer: LayerProfile,
     rows: int,
     sequence_length: int,
-    tensor: int,
-    sequence_parallel: bool,
+    plan: Plan,
     device: Device,
-    precision: str,
     system: TrainingSystem,
     coefficients: Coefficients,
     logits_per_token: int = 0,
 ) -> LayerTime:
-    """Returns the seconds that a layer takes for `rows` rows on one of `tensor` devices. See [Note: rates]."""
+    """Returns the seconds that a layer takes on a device. See [Note: rates].
+
+    Args:
+        layer: The layer, whole.
+        rows: Rows of a micro-batch.
+        sequence_length: Positions of a row.
+        plan: How it is split over devices, and in which precision it computes.
+        device: The device.
+        system: How the program executes plans.
+        coefficients: Constants of devices.
+        logits_per_token: Logits that the layer gives to a loss over a vocabulary; 0: none.
+    """
+    precision, tensor = plan.precision, plan.tensor
     tokens = float(rows * sequence_length)
     matrix_precision = system.matrix_precision if system.matrix_precision and precision == "bf16" else precision
     rate = device.peak_flops(matrix_precision) * device.sustained
@@ -86,14 +97,14 @@ def layer_time(
         attention = rows * layer.attention_flops_per_row / tensor * (1.0 if system.fused_attention else 2.0)
         attention /= device.peak_flops(precision) * device.sustained * device.attention
         attention *= 1.0 + HALF_HEAD / layer.attention_width
-    width_bytes = 1.0 if precision == "bf16" else 2.0
-    whole = 1.0 / tensor if sequence_parallel else 1.0
+    wide = plan.bytes_per_value / BYTES_PER_VALUE
+    whole = 1.0 / tensor if plan.sequence_parallel else 1.0
     moved = layer.moved_split_bytes_per_token / tensor + layer.moved_replicated_bytes_per_token * whole
-    moved *= tokens * width_bytes
+    moved *= tokens * wide
     bandwidth = _elementwise_bytes_per_s(device, moved, coefficients)
     elementwise = moved * system.fused_elementwise / bandwidth
     if not system.fused_attention:
-        elementwise += rows * SCORE_PASSES * layer.score_bytes_per_row / tensor * width_bytes / bandwidth
+        elementwise += rows * SCORE_PASSES * layer.score_bytes_per_row / tensor * wide / bandwidth
     if logits_per_token:
         logits = tokens * logits_per_token / tensor * LOGIT_BYTES
         elementwise += logits / _elementwise_bytes_per_s(device, logits, coefficients)

@@ -26,7 +26,6 @@ def data_s(
     stage: StagePosition,
     computing_s: float,
     backward_s: float,
-    wide: float,
 ) -> tuple[float, float]:
     """Returns the seconds of gathering weights and summing gradients that show, and those that do not.
 
@@ -39,7 +38,6 @@ def data_s(
         stage: What the slowest position of the pipeline holds.
         computing_s: What it takes for one micro-batch, all in all.
         backward_s: What it computes backward for one micro-batch.
-        wide: 1.0 for 16-bit values, 2.0 for float32.
     """
     parameters, trained = parameters_at(profile, plan, stage), trained_at(profile, plan, stage, system)
     copies_s = 0.0
@@ -47,10 +45,10 @@ def data_s(
         copies_s = _copies_s(profile, plan, system, coefficients, parameters, trained)
     if plan.data_parallel == 1 or not (trained or plan.shard > 1):
         return copies_s, 0.0  # a single device gathers no unit while another one computes
-    gathered = 2.0 * wide * parameters
+    gathered = plan.bytes_per_value * parameters
     if profile.frozen is not None and profile.frozen.is_packed:
         packed = stage.blocks * (profile.block.parameters_on_device(plan.tensor) - profile.block.trained_parameters)
-        gathered += packed * (profile.frozen.block_bytes - 2.0 * wide)
+        gathered += packed * (profile.frozen.block_bytes - plan.bytes_per_value)
     pieces = stage.blocks + 2.0
     if plan.shard > 1:
         sharded_s = _sharded_s(profile, plan, cluster, system, pieces, gathered, trained) + copies_s
@@ -65,7 +63,7 @@ def data_s(
     else:
         sums_s = queued_gathers_s(travelled, buckets, group, "scatter")
         hidden_s = min(sums_s, backward_s * system.hides_scatters)
-        after_s = queued_gathers_s(2.0 * wide * parameters, buckets, group)
+        after_s = queued_gathers_s(plan.bytes_per_value * parameters, buckets, group)
     return sums_s - hidden_s + after_s + copies_s, hidden_s
 
 

@@ -26,7 +26,7 @@ from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
 from moreh_ap.planner.cost.peak_moment import peak_moment
 from moreh_ap.planner.cost.stage_positions import StagePosition, frozen_at, parameters_at, positions_of, trained_at
 from moreh_ap.planner.cost.training_systems import MOREH_AP, TrainingSystem
-from moreh_ap.planner.profiles.model_profile import ModelProfile
+from moreh_ap.planner.profiles.model_profile import BYTES_PER_VALUE, ModelProfile
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
 
@@ -188,12 +188,11 @@ def _all_at_once(
     profile: ModelProfile, plan: Plan, rows: int, system: TrainingSystem, stage: StagePosition
 ) -> tuple[float, float, float]:
     """Returns activations, logits and temporary bytes of forward and backward. See [Note: peaks]."""
-    wide = 1.0 if plan.precision == "bf16" else 2.0
     gathered = 0.0
     if system.gathers_blocks and (plan.shard > 1 or plan.precision == "bf16"):
         # the block that computes, the one gathered ahead, and one block's gradients before they are reduced
-        gathered = 3.0 * 2.0 * wide * profile.block.parameters_on_device(plan.tensor)
-    kept = _kept_bytes_per_row(profile, plan, system, stage) * wide
+        gathered = 3.0 * plan.bytes_per_value * profile.block.parameters_on_device(plan.tensor)
+    kept = _kept_bytes_per_row(profile, plan, system, stage) * plan.bytes_per_value / BYTES_PER_VALUE
     whole = system.boundary_kept if plan.pipeline > 1 else 0.0
     if plan.tensor > 1:
         whole += stage.blocks * system.gathered_kept * (1.0 - 1.0 / plan.tensor)

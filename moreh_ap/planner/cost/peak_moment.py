@@ -111,7 +111,7 @@ def peak_moment(
         parameters: Parameter elements at this position, before they are sharded.
         gradients: Bytes of gradients that `memory_footprint.py` counts as state of the device.
     """
-    computed = 2.0 if plan.precision == "bf16" else 4.0
+    computed = plan.bytes_per_value
     tokens = rows * profile.sequence_length
     elements = tokens * profile.logits_per_token / plan.tensor if stage.has_last else 0.0
     kept = kept_activations(profile, plan, rows, system, stage)

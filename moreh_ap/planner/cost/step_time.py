@@ -29,7 +29,7 @@ from moreh_ap.planner.cost.hardware import Cluster
 from moreh_ap.planner.cost.stage_positions import StagePosition, parameters_at, positions_of
 from moreh_ap.planner.cost.step_estimate import StepEstimate
 from moreh_ap.planner.cost.training_systems import MOREH_AP, TrainingSystem
-from moreh_ap.planner.profiles.model_profile import ModelProfile
+from moreh_ap.planner.profiles.model_profile import BYTES_PER_VALUE, ModelProfile
 
 __all__ = ["StepEstimate", "estimate_step"]
 
@@ -91,15 +91,12 @@ def estimate_step(
             f"replicate x shard x tensor x pipeline of at most {cluster.num_devices}",
         )
     rows = plan.rows_per_micro_batch(global_batch)
-    precision, length, device = plan.precision, profile.sequence_length, cluster.device
+    device = cluster.device
     times = [
-        layer_time(
-            layer, rows, length, plan.tensor, plan.sequence_parallel, device, precision, system, coefficients, logits
-        )
+        layer_time(layer, rows, profile.sequence_length, plan, device, system, coefficients, logits)
         for layer, logits in ((profile.first, 0), (profile.block, 0), (profile.last, profile.logits_per_token))
     ]
-    wide = 1.0 if precision == "bf16" else 2.0
-    tensor_sum = _tensor_sum(profile.boundary_bytes_per_row * rows * wide, plan, cluster, system)
+    tensor_sum = _tensor_sum(_boundary_bytes(profile, plan, rows), plan, cluster, system)
     adding_s = system.accumulation_bytes / (device.memory_bytes_per_s * coefficients.memory)
     pace, others_s, slowest = _Pace(), 0.0, None
     for stage in positions_of(profile, plan, system):
@@ -112,7 +109,7 @@ def estimate_step(
     count = plan.micro_batches
     pipeline = _pipeline(profile, plan, rows, cluster, system, coefficients, pace.total_s, others_s)
     shown_data_s, data_hidden_s = data_s(
-        profile, plan, cluster, system, coefficients, slowest, pace.total_s, pace.backward_s, wide
+        profile, plan, cluster, system, coefficients, slowest, pace.total_s, pace.backward_s
     )
     return StepEstimate(
         forward_s=count * pace.forward_s,
@@ -128,10 +125,10 @@ def estimate_step(
         bubble_s=pipeline.bubble_s,
         optimizer_s=optimizer_s(profile, plan, cluster, system, coefficients),
         fixed_s=coefficients.step_s,
-        tokens=float(global_batch * length),
+        tokens=float(global_batch * profile.sequence_length),
         num_devices=plan.num_devices,
         model_flops=global_batch * profile.flops_per_row,
-        peak_flops=device.peak_flops(system.matrix_precision or precision),
+        peak_flops=device.peak_flops(system.matrix_precision or plan.precision),
     )
 
 
@@ -208,8 +205,7 @@ def _pipeline(
     """
     if plan.pipeline == 1:
         return _Pipeline()
-    wide = 1.0 if plan.precision == "bf16" else 2.0
-    sent = profile.boundary_bytes_per_row * rows * wide / (plan.tensor if plan.sequence_parallel else 1)
+    sent = _boundary_bytes(profile, plan, rows) / (plan.tensor if plan.sequence_parallel else 1)
     once_s = message_s(sent, plan.tensor * plan.data_parallel, cluster, coefficients, plan.pipeline)
     bubble_s = others_s / plan.stages_per_device * (0.4 if plan.schedule == "zero_bubble" else 1.0)
     bubble_s += 2.0 * (plan.pipeline - 1) * once_s
@@ -220,6 +216,11 @@ def _pipeline(
     steady_s = 2.0 * plan.micro_batches * plan.stages_per_device * once_s
     sending_s = steady_s * (1.0 - system.hides_pipeline)
     return _Pipeline(sending_s, steady_s - sending_s, bubble_s)
+
+
+def _boundary_bytes(profile: ModelProfile, plan: Plan, rows: int) -> float:
+    """Returns the bytes of the hidden states of so many rows in the plan's precision."""
+    return profile.boundary_bytes_per_row * rows * plan.bytes_per_value / BYTES_PER_VALUE
 
 
 def _dry_run_s(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> float:
