@@ -128,24 +128,9 @@ def apply_plan(
     Raises:
         PlanError: The model cannot be split so; the text says why and what can be done instead.
     """
-    aside = modules_aside(module)
     by_fsdp = uses_fsdp(module, plan)
     casts = plan.precision != "fp32"
-    if aside and (by_fsdp or casts or plan.tensor * plan.pipeline > 1):
-        raise PlanError(
-            f"{type(module).__name__} keeps a {type(aside[0]).__name__} in a list or dict of Python, where "
-            f"plan={str(plan)!r} does not find it",
-            "plans with replicate alone in float32, or nn.ModuleList and nn.ModuleDict",
-            f'plan="replicate={plan.num_devices}", mixed_precision=False',
-        )
-    unusual = module_that_renames(module) if by_fsdp or casts else None
-    if unusual is not None:
-        raise PlanError(
-            f"{type(unusual).__name__} gives its parameters names that are not attributes of modules, and "
-            f"plan={str(plan)!r} puts shards or copies in their place by name",
-            "plans with replicate alone in float32",
-            f'plan="replicate={plan.num_devices}", mixed_precision=False',
-        )
+    _check_parameters_are_attributes(module, plan, is_replaced=by_fsdp or casts)
     position = Position.of(mesh)
     tensor = None
     if plan.tensor > 1:
@@ -158,14 +143,7 @@ def apply_plan(
         here = Stages(module, example.meta_module, plan, position.pipeline, found, device, crossing)
         stages.attach(module, here)
     local = [list(stage.blocks) for stage in here.local.values()] if here else list(block_lists(module).values())
-    for name in ("recompute", "compile"):
-        value = getattr(plan, name)
-        if value != "none" and not local:
-            raise PlanError(
-                f"{name}={value} needs repeated blocks, and {type(module).__name__} has none",
-                f"{name}=none, or a model with a list of equal blocks",
-                f'plan="{name}=none"',
-            )
+    _check_blocks(module, plan, local)
     for blocks in local:
         apply_recompute(blocks, plan.recompute, stop_early=plan.tensor == 1)
     if plan.compile == "blocks":
@@ -174,6 +152,52 @@ def apply_plan(
     _spread_over_data(module, plan, mesh, position, here, by_fsdp=by_fsdp)
     extensions = () if here is None else (Streaming(module, here),)
     return AppliedPlan(plan, position, tensor, here, tensor.layouts if tensor else {}, extensions)
+
+
+def _check_parameters_are_attributes(module: nn.Module, plan: Plan, *, is_replaced: bool) -> None:
+    """Checks that parameters can be found and replaced by name.
+
+    Args:
+        module: The whole model.
+        plan: The plan.
+        is_replaced: Whether shards or copies take the place of parameters.
+
+    Raises:
+        PlanError: A module is not registered, or its parameters have other names than its attributes.
+    """
+    aside = modules_aside(module)
+    fix = f'plan="replicate={plan.num_devices}", mixed_precision=False'
+    if aside and (is_replaced or plan.tensor * plan.pipeline > 1):
+        raise PlanError(
+            f"{type(module).__name__} keeps a {type(aside[0]).__name__} in a list or dict of Python, where "
+            f"plan={str(plan)!r} does not find it",
+            "plans with replicate alone in float32, or nn.ModuleList and nn.ModuleDict",
+            fix,
+        )
+    unusual = module_that_renames(module) if is_replaced else None
+    if unusual is not None:
+        raise PlanError(
+            f"{type(unusual).__name__} gives its parameters names that are not attributes of modules, and "
+            f"plan={str(plan)!r} puts shards or copies in their place by name",
+            "plans with replicate alone in float32",
+            fix,
+        )
+
+
+def _check_blocks(module: nn.Module, plan: Plan, local: Sequence[Sequence[nn.Module]]) -> None:
+    """Checks that a plan that recomputes or compiles blocks has some.
+
+    Raises:
+        PlanError: This worker has no repeated blocks.
+    """
+    for name in ("recompute", "compile"):
+        value = getattr(plan, name)
+        if value != "none" and not local:
+            raise PlanError(
+                f"{name}={value} needs repeated blocks, and {type(module).__name__} has none",
+                f"{name}=none, or a model with a list of equal blocks",
+                f'plan="{name}=none"',
+            )
 
 
 def _compile(

@@ -16,15 +16,21 @@ from moreh_ap.device.tensor_classes import ClassedTensor, result_of_module
 from moreh_ap.device.torchscript import refuse_compiled
 from moreh_ap.device.worker_backend import WorkerBackend
 from moreh_ap.errors import UnsupportedError
-from moreh_ap.patching import Patches
+from moreh_ap.patching import Patches, PatchGroup
 
 _NOWHERE = None, None
 
 
 def install(patches: Patches, backend: WorkerBackend) -> None:
     """Have modules on the accelerator be called on the workers, and moves and attributes be noted."""
-
     group = patches.group("Modules on the accelerator are computed by the workers.")
+    _install_calls(group, backend)
+    _install_moves(group, backend)
+    _install_attributes(group, backend)
+
+
+def _install_calls(group: PatchGroup, backend: WorkerBackend) -> None:
+    routes = backend.routes.by_id
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Calls a module on the workers if it is on the accelerator."""
@@ -57,9 +63,10 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
             module._apply(_read_into_controller)  # the model stays on the CPU
         return original_call(module, *args, **kwargs)
 
-    routes = backend.routes.by_id
     original_call = group.replace(nn.Module, "__call__", call)
 
+
+def _install_moves(group: PatchGroup, backend: WorkerBackend) -> None:
     depth = threading.local()
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -92,6 +99,8 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
 
     original_swap = group.replace(torch.utils, "swap_tensors", swap_tensors)
 
+
+def _install_attributes(group: PatchGroup, backend: WorkerBackend) -> None:
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
         """Sets an attribute and notes it for the workers."""
         original_set(module, name, value)
@@ -107,7 +116,7 @@ def _have_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _let_go_of_graphs(module: nn.Module) -> None:
-    """What a module has computed from its parameters (`nn.utils.weight_norm` does) would keep them from moving."""
+    """Detaches tensors that a module computed from its parameters (`nn.utils.weight_norm`): else these cannot move."""
     for submodule in module.modules():
         for name, value in vars(submodule).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:

@@ -139,11 +139,7 @@ def shard(
         for norm in [norm for root in roots for norm in batch_normalizations(root)]:
             if next(iter(norm.parameters()), None) is not None:  # its running statistics are in float32
                 _shard_one(norm, mp_policy=whole_precision, **options)
-    for root in roots:
-        for layer in root.modules():
-            if isinstance(layer, nn.RNNBase):  # see [Note: recurrent layers]
-                object.__setattr__(layer, "flatten_parameters", _leave_apart)
-                allow_weights_apart()
+    _keep_recurrent_weights_apart(roots)
     blocks = [block for root in roots for block in with_own_parameters(root, blocks)]
     for block in blocks:
         block.register_forward_hook(_own_outputs)
@@ -163,6 +159,11 @@ def shard(
     object.__setattr__(module, _ATTRIBUTE, list(roots))
     if compute is not None:
         object.__setattr__(module, PROMISES, True)
+    _set_sums(module, plan)
+
+
+def _set_sums(module: nn.Module, plan: Plan) -> None:
+    """Has FSDP2 add up gradients undivided, and notes which sums wait for the last micro-batch."""
     waiting = "everything" if plan.shard == 1 else "replicas" if plan.replicate > 1 else "nothing"
     if plan.offload == "all":
         waiting = "nothing"  # see [Note: parameters in host memory]
@@ -176,6 +177,13 @@ def shard(
 def batch_normalizations(module: nn.Module) -> list[nn.Module]:
     """Returns the layers of a module that compute in float32 under every plan: their statistics are in it."""
     return [submodule for submodule in module.modules() if isinstance(submodule, _BatchNorm)]
+
+
+def _keep_recurrent_weights_apart(roots: Sequence[nn.Module]) -> None:
+    """Has recurrent layers leave their weights where they are. See [Note: recurrent layers]."""
+    for layer in (layer for root in roots for layer in root.modules() if isinstance(layer, nn.RNNBase)):
+        object.__setattr__(layer, "flatten_parameters", _leave_apart)
+        allow_weights_apart()
 
 
 def _leave_apart() -> None:
