@@ -109,7 +109,7 @@ def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if device is None and func in _FACTORIES:
         device = torch_device_context.CURRENT_DEVICE
     if kwargs.get("pin_memory"):
-        kwargs = {**kwargs, "pin_memory": False}  # as `moves.pin_memory`
+        kwargs = {**kwargs, "pin_memory": False}  # as `transfers.pin_memory`
     if device is not None and is_accelerator(device):
         return _make_on_accelerator(func, args, kwargs)
     outer, ASKED.arguments = ASKED.arguments, (args, kwargs)

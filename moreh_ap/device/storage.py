@@ -65,10 +65,11 @@ class AddressOnly:
 
 
 def mark(storage: Any) -> Any:
-    """`storage`, whose memory is what a tensor on the accelerator has in a file (`device.files`)."""
+    """Returns `storage`, marked as memory of a tensor that a file says was on the accelerator (`serialization.py`)."""
     storage._is_on_accelerator = True
     return storage
 
 
 def is_marked(storage: Any) -> bool:
+    """Returns whether `mark` was called with `storage`."""
     return getattr(storage, "_is_on_accelerator", False)

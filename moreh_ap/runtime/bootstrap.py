@@ -23,7 +23,7 @@ from moreh_ap.runtime.hangs import stack_dumps
 
 @dataclass(frozen=True)
 class Launch:
-    """What a worker is told on its command line.
+    """The values that a worker gets on its command line.
 
     Attributes:
         rank: which worker this is.

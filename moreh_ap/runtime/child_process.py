@@ -38,7 +38,7 @@ def outlive_parent() -> None:
 
 
 class Child:
-    """A child process that somebody else waits for.
+    """A child process that another process waits for.
 
     Args:
         pid: its process id.

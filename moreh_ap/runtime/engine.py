@@ -138,7 +138,7 @@ class Engine:
 
         Args:
             commands: the arguments of Python with which each worker is started, in rank order; its launch follows.
-            launches: what each worker is told on its command line, in rank order; each host has as many.
+            launches: the command-line values of each worker, in rank order; each host has as many.
             environments: variables to set for each worker; None: not to set.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The promise of a command's result. How a caller waits, and which errors it is told of, the worker group decides."""
+"""The promise of a command's result. How a caller waits, and which errors are raised, the worker group decides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moreh_ap.protocol.encoding import Packed
 
 
 def told_again(cause: BaseException) -> BaseException:
-    """Returns what callers are told of a value that is missing because of an error that was raised before."""
+    """Returns the error of a value that is missing because of an error that was raised before."""
     if isinstance(cause, (MeshStartError, WorkerLostError)):
         return cause
     first_line = str(cause).partition("\n")[0]

@@ -110,7 +110,7 @@ class PeersHang(Exception):
 
 
 def stopped_error(cause: BaseException | None) -> WorkerLostError:
-    """Returns what callers are told of workers that have been stopped, for the reason `cause`."""
+    """Returns the error of commands to workers that have been stopped, for the reason `cause`."""
     first_line = str(cause).partition("\n")[0]
     error = WorkerLostError(
         f"The workers are stopped: {type(cause).__name__}: {first_line}", fix="run the script again"

@@ -1,6 +1,6 @@
 """Worker processes, one a device, that execute an ordered stream of commands: the controller's side.
 
-Decides when a command is sent, in which order replies are completed, who is told of an error and when workers have to
+Decides when a command is sent, in which order replies are completed, who gets an error and when workers have to
 go. Must not know what a command does, nor torch, nor the engine. A background thread starts the workers and receives
 all answers; the script's own threads only send, and wait on ordinary locks.
 """

@@ -66,7 +66,7 @@ class StepCheck(Protocol):
 
 
 StartWorkers = Callable[[int, Past | None], WorkerGroup]
-"""Starts so many workers, which are told first what others knew that have ended."""
+"""Starts so many workers, which first execute commands of workers that have ended."""
 
 
 class Session:
@@ -74,7 +74,7 @@ class Session:
 
     Args:
         options: The script's options.
-        start_workers: Starts so many worker processes and returns at once; tells them first what others knew.
+        start_workers: Starts so many worker processes and returns at once; they first execute commands of earlier ones.
         max_devices: Devices of the accelerator.
         num_devices: Those of them that have a worker at first.
         job: The entry by which other programs see this process and its workers.
@@ -175,7 +175,7 @@ class Session:
 
         Args:
             num_devices: How many are started; None: as many as before.
-            past: What the others are told first, of workers that have ended; None: nothing.
+            past: Commands of workers that have ended, which the others execute first; None: none.
         """
         if past is None:
             self.workers.close()

@@ -169,7 +169,7 @@ class StepTracer:
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        """Writes what there is of a script that has ended, or says why there is nothing."""
+        """Writes the spans recorded until the script ended, or says why there are none."""
         if os.getpid() != self._pid:
             return  # a forked child has not trained
         if self._ended_ns:

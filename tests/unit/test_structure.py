@@ -8,6 +8,7 @@ module, for type checkers only, and inside a function.
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -182,3 +183,35 @@ def _reached_from(name: str) -> set[str]:
                 seen.add(target)
                 waiting.append(target)
     return seen
+
+
+OF_LIBRARIES = ("torch/", "torchtitan/", "transformers/")
+"""How paths begin that are in the sources of libraries."""
+
+
+def test_files_that_sources_name_exist():
+    """A docstring or comment that sends its reader to `some_file.py` is wrong once that file has another name."""
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts}
+    lost = {
+        f"{name}: {named}"
+        for name, path in modules().items()
+        for named in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8"))
+        if not named.startswith(OF_LIBRARIES) and not any(f"/{file}".endswith(f"/{named}") for file in files)
+    }
+    assert not lost, f"no such files: {sorted(lost)}"
+
+
+def test_notes_that_sources_name_are_where_they_say():
+    texts = {path: path.read_text(encoding="utf-8") for path in modules().values()}
+    notes: dict[str, set[str]] = defaultdict(set)
+    for path, text in texts.items():
+        for note in re.findall(r'^(?:\s*|""")\[Note: ([^\]]+)\]', text, re.MULTILINE):
+            notes[note].add(path.name)
+    assert len(notes) > 50
+    lost = {
+        f"{path.relative_to(ROOT)}: [Note: {note}] in {named}"
+        for path, text in texts.items()
+        for note, named in re.findall(r"\[Note: ([^\]]+)\]\s+in\s+`(?:[\w/]+/)?(\w+\.py)`", text)
+        if named not in notes[note]
+    }
+    assert not lost, f"no such notes: {sorted(lost)}"

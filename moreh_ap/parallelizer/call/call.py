@@ -55,7 +55,8 @@ class Call:
         gathering: Where rows are gathered inside the forward; None: nowhere.
         placed: Where arguments and results have rows that do not lie along dim 0 of all of them; None: nowhere.
         items: What the forward does with the items of a batch whose tensors have no rows; None: it has rows.
-        means: Whether the forward takes means over the batch, where it is known. See [Note: workers meet] there.
+        means: Whether the forward takes means over the batch, where it is known. See [Note: workers meet] in
+            `loss_reduction.py`.
         lacks_rows: Whether the batch has no row for this worker. See [Note: no row] in `lent_rows.py`.
         meets_failed: Whether a worker whose forward raises still meets the others, who do not wait for it elsewhere.
     """

@@ -191,7 +191,7 @@ class EagerForward(Execution):
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Keeps, during a backward, the gradients of the leaves that are watched."""
-        scale = self.call.axis.size if self.call.mode == "unsplit" else 1  # see [Note: split and unsplit]
+        scale = self.call.axis.size if self.call.mode == "unsplit" else 1  # [Note: split and unsplit] in `call.py`
 
         def keep(index: int) -> Callable[[Tensor], None]:
             return lambda grad: self._output_gradients.update({index: grad.detach() * scale})

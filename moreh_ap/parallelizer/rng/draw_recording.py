@@ -175,11 +175,11 @@ def draws_of(
         one_row: What a forward of one row drew.
         two_rows: What the same forward of two rows drew.
         second_row: What the same forward of the second of them drew; None where it is not known.
-        may_route: Whether workers may say how many rows they draw for. See [Note: routed rows].
+        may_route: Whether workers may say how many rows they draw for. See [Note: routed rows] in `shared_draws.py`.
         may_permute: Whether a worker may have a part of a permutation of all rows, since it can gather rows.
 
     Raises:
-        UnsharedDraw: No such dim can be told. See [Note: which dim has the rows].
+        UnsharedDraw: No such dim can be found. See [Note: which dim has the rows] in `shared_draws.py`.
     """
     if [draw.name for draw in one_row] != [draw.name for draw in two_rows]:
         raise UnsharedDraw("how often random numbers are drawn depends on the rows")

@@ -4,7 +4,7 @@ Decides what inside a block runs on some tokens and what needs all of them. Must
 
 [Note: inside a block]
 A block is entered with this rank's tokens. Split attention and feed-forwards gather them at their own entry and scatter
-their sums (`tensor_region.py`). Norms, dropouts and residual sums run on the tokens that are here, so the gradients of
+their sums (`region.py`). Norms, dropouts and residual sums run on the tokens that are here, so the gradients of
 norms are summed over the ranks. A child of the block with anything else in it (experts, a module of PyTorch's own) gets
 all tokens and computes what every rank computes, from common random numbers; its output is cut again. A block returns a
 `SplitTensor`, which the next block takes apart without a word; whoever else reads it gets the whole.

@@ -5,8 +5,8 @@ is carried out, batches, or the controller.
 
 [Note: how much is known]
 1. What a model declares (`_tp_plan`, `base_model_tp_plan`) or shows in names and shapes is a guess
-   (`tensor_structure.py`).
-2. A guess is tried on one device with random weights where the module can be called alone (`tensor_check.py`).
+   (`structure.py`).
+2. A guess is tried on one device with random weights where the module can be called alone (`split_trial.py`).
 3. Where it cannot, a library's model is believed, a user's own is not.
 4. What remains is split layer by layer, each output gathered at once: right for every linear layer, whatever is around.
 All ranks come to the same conclusions. `decisions` has them as text.

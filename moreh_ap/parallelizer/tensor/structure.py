@@ -1,7 +1,7 @@
 """Finds in a module what can be split: attention by heads, feed-forwards and experts by inner features.
 
 Decides from names, shapes and numbers in attributes what a module may be. Must not know ranks, or how anything is
-split; whether a guess is right is for `tensor_check.py` and the equivalence check to show.
+split; whether a guess is right is for `split_trial.py` and the split check to show.
 """
 
 from __future__ import annotations

@@ -192,7 +192,8 @@ class JoinedProbe(Probe):
 
     def find_parts(self) -> tuple[Part, ...] | None:
         """Returns which normalisations take their statistics of parts of the batch that workers have whole; None if
-        some take those of other rows than a worker's or all. A collective. See [Note: how many parts]."""
+        some take those of other rows than a worker's or all. A collective. See [Note: how many parts] in
+        `batch_parts.py`."""
         axis, sizes = self.call.axis, []
         for start, stop in (row_range(axis.rank, axis.size, self.rows), (0, self.rows)):
             alone, reason = self._run_alone(*self._arguments(range(start, stop)), ())

@@ -1,6 +1,6 @@
 """A few rows of a batch run together and one by one (or some by some), and what became of each run.
 
-Decides how the runs are compared. Must not know what follows from it (`split_check.py`, [Note: method] there).
+Decides how the runs are compared. Must not know what follows from it ([Note: method] in `split_check.py`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Probe:
                 take_gradients(self.call.module)
 
     def _exceeds_own_rows(self) -> bool:
-        """Says whether a device would hold more rows than it trains with. See [Note: memory of a trial]."""
+        """Says whether a device would hold more rows than it trains with. See `host_activations.py`."""
         call = self.call
         return call.grad and call.device.type == "cuda" and len(self._chosen) * call.axis.size > self.rows
 

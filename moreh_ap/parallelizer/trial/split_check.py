@@ -215,10 +215,8 @@ class _Trials:
     def _with_loads(
         self, probe: Probe, found: SplitVerdict, run: Callable[[Call], tuple[Probe, SplitVerdict]]
     ) -> tuple[Call, Probe, SplitVerdict]:
-        """Tries a forward that draws for routed rows once more, with the loads of experts those of the whole batch.
-
-        Returns the call and the probe for further trials, and the verdict. See [Note: loads] in `loss_reduction.py`.
-        """
+        """Returns call, probe and verdict, tried once more with the loads of experts those of the whole batch where the
+        forward draws for routed rows. See [Note: loads] in `loss_reduction.py`."""
         call, loads = probe.call, probe.loads
         if found.added or everywhere(not loads, call):
             return call, probe, found

@@ -18,7 +18,7 @@ _MOST_PARTS = 1 << 12
 
 
 def written_result(result: object) -> list[bytes]:
-    """Returns the result of a command that is done, as it travels; see [Note: columns].
+    """Returns the result of a command that is done, as it travels; see [Note: columns] in `answers.py`.
 
     Raises:
         Exception: What pickling the result raises.

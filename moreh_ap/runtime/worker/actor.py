@@ -125,7 +125,8 @@ class WorkerSide:
             return self._fail(number, epoch, error)
 
     def execute_and_go_on(self, number: int, epoch: int, command: Packed, send: Callable[[Answer], None]) -> None:
-        """Executes one command of a GPU's worker; another thread sends the answer. See [Note: answers of a GPU].
+        """Executes one command of a GPU's worker; another thread sends the answer ([Note: answers of a GPU] in
+        `late_replies.py`).
 
         Args:
             number, epoch, command: as those of `execute`.

@@ -1,7 +1,7 @@
 """What the script's code does in a worker and the script does not see, in words for a warning there.
 
 Decides what is looked at: files that a forward writes, and numbers that change in a backward (a forward that an adjoint
-method runs there, with a counter in it). Must not know how the script is told.
+method runs there, with a counter in it). Must not know how the script is warned.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ class WorkerCall:
         return nullcontext() if self._moment is None else self.model.computing_later(self._moment)
 
     def reply(self) -> ForwardReply | None:
-        """What the controller is told at once: the nesting, every shape, and small values that are there."""
+        """The answer to the controller: the nesting, every shape, and the values of small outputs."""
         leaves = tuple([self._leaf(index, with_data=False) for index in range(len(self.run.shapes))])
         run, roles = self.run, self.roles
         mode = "unsplit" if not roles.is_split else "stages" if run.runs_in_stages else "split"

@@ -254,7 +254,7 @@ class WorkerModel:
             self.device.synchronize()  # copies to the device may still read the parts in host memory
 
     def placements(self) -> dict[str, str]:
-        """For each parameter that is split or not everywhere, what tells where its parts are."""
+        """For each parameter that is split, or that some workers do not hold, where its parts are."""
         found = {}
         for name in self.parameters:
             held = self.parameter(name)
@@ -329,5 +329,5 @@ class WorkerModel:
 
 
 def _alias(gradient: Tensor) -> Tensor:
-    """The same gradient as another tensor: memory that somebody holds is seen to be held, and is not used again."""
+    """The same gradient as another tensor object, so that PyTorch sees a second owner and does not reuse the memory."""
     return gradient.detach()

@@ -167,7 +167,7 @@ class WorkerOptimizer:
 
     Args:
         command: The class and its defaults.
-        groups: Parameters of each group, as this worker holds them; None for one that it does not hold.
+        groups: Parameters of each group, as this worker holds them; None for parameters that it does not hold.
         device: This worker's device.
         offload: Whether the state lies in host memory between steps.
 

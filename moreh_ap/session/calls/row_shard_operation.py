@@ -225,7 +225,7 @@ def _made_like(meta: Tensor) -> Tensor:
 
 
 def _known_by(value: Any) -> Any:
-    """Returns what tells operands apart that give results of different shapes or dtypes; None where nothing does."""
+    """Returns a key of operands: equal keys give results of equal shapes and dtypes. None if none is known."""
     if isinstance(value, Tensor):
         return value.size(), value.stride(), value.dtype
     if isinstance(value, dict):

@@ -61,7 +61,7 @@ class AutoSave:
     """Saves from its making until `close`.
 
     Args:
-        session: The session of the workers, which is told to have it.
+        session: The session of the workers, in which it is registered.
         folder: The checkpoints' folder.
         every_s: Seconds from one checkpoint to the next.
     """

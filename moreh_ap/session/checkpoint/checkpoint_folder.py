@@ -105,7 +105,7 @@ class Checkpoint:
 
     @property
     def id(self) -> str:
-        """What tells it from any other."""
+        """A key that no other checkpoint has."""
         return str(self.content.get("id", self.content.get("sha256", "")))
 
     @property

@@ -86,7 +86,7 @@ class NewCheckpoint:
             raise
 
     def _begin(self) -> None:
-        """Removes what is not needed any more, and warns if another process has saved here."""
+        """Removes files that are not needed, and warns if another process has saved here."""
         found = {path: _opened(path) for path in descriptions(self._folder)}
         whole = {
             path: checkpoint
@@ -122,7 +122,7 @@ class NewCheckpoint:
         )
 
     def give_up(self) -> None:
-        """Removes what there is of it, and lets others save."""
+        """Removes the files written so far, and lets others save."""
         self._remove(name for name in os.listdir(self._folder) if self._id in name)
         self._lock.release()
 

@@ -1,7 +1,7 @@
 """Training checkpoints: models and optimizers saved under one plan and loaded under any other, or without a plan.
 
 Decides what of models and optimizers is saved and how it is restored. Must not know the format of the folder
-(`checkpoint_folder`), how files are written (`parallelizer.checkpoint`), or what a plan is.
+(`checkpoint_folder.py`), how files are written (`parallelizer/state/checkpoint_files.py`), or what a plan is.
 
 [Note: nothing passes through the controller]
 Workers write the state shards whose copy is canonical, and read the state shards that they hold. A model that was never

@@ -140,7 +140,7 @@ class RemoteModel:
         self._first_call = None
 
     def laid_out_again(self, plan: Plan) -> None:
-        """Resets the model before other workers are told of it under another plan."""
+        """Resets the model before other workers build it under another plan."""
         self._set_plan(plan)
         self._placements = None
         self.signatures = Signatures(self.session.outbox, self.owner)
@@ -360,7 +360,7 @@ class RemoteModel:
     # -- leaving ---------------------------------------------------------------------------------------------------
 
     def has_left(self) -> bool:
-        """Returns whether no parameter of the skeleton refers to the workers' model any more."""
+        """Returns whether no parameter of the skeleton refers to the workers' model."""
         return not any(
             isinstance(tensor, VirtualTensor) and getattr(tensor._cell.value, "owner", None) is self.holder
             for tensor in [*self.parameters.values(), *self.buffers.values()]

@@ -40,7 +40,7 @@ MAX_STEP_FLOPS = {"cuda": 1e8, "cpu": 4e8}
 20 ms on two cores, and twice as long on two workers with a core each (`docs/benchmarks.md`, small models)."""
 
 MAX_PARTS = 24
-"""Modules with parameters. Each stands for several operations."""
+"""Modules with parameters, each of which means several operations."""
 
 MAX_FORWARD_S = {"cuda": 4e-3, "cpu": 2e-2}
 """How long a forward may take here, by the kind of device: a loop has more operations than parameters tell."""

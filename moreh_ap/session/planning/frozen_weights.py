@@ -1,4 +1,4 @@
-"""What the planner is told of a script's model whose weights are frozen but for few, such as adapters.
+"""The planner's profile of a script's model whose weights are frozen but for few, such as adapters.
 
 Decides which of a model's parts the trained parameters belong to, and how frozen weights are kept. Must not know plans.
 """

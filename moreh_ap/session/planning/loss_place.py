@@ -28,7 +28,7 @@ LEAST_CLASSES = 2**13
 def with_loss_place(
     profile: ModelProfile, root: nn.Module, call: tuple[nn.Module, Any, Any], *, takes_labels: bool
 ) -> ModelProfile:
-    """Returns the profile with what the first call tells of the loss. See [Note: before there is a loss].
+    """Returns the profile with where the first call computes the loss. See [Note: before there is a loss].
 
     Args:
         profile: What the model costs.

@@ -7,7 +7,7 @@ Where a model is not a decoder whose configuration gives its shape, every layer 
 product of each position that it sees, and keeps its input and its output for the backward. Those are the positions of
 the call, but for models with convolutions, whose layers' sizes are looked up (`layer_sizes.py`). Attention's scores and
 what has no weight are not counted, so that such models are underestimated; what is measured in the first steps is
-remembered (`session.watch`) and corrects it.
+remembered (`step_watch.py`) and corrects it.
 """
 
 from __future__ import annotations

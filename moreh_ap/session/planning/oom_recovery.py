@@ -148,7 +148,7 @@ class Recovery:
             why: The reason, for the log.
 
         Returns:
-            False, with nothing changed, if the workers cannot be replaced any more.
+            False, with nothing changed, if the workers cannot be replaced.
         """
         if not self._may_use_all():
             return False

@@ -23,7 +23,7 @@ def has_packed_weights(root: nn.Module) -> bool:
 
 
 def num_values(parameter: nn.Parameter) -> int:
-    """Returns the number of weights that a parameter stands for."""
+    """Returns the number of weights that are packed in a parameter; of any other, its elements."""
     return math.prod(parameter.quant_state.shape) if is_packed(parameter) else parameter.numel()  # type: ignore[attr-defined]
 
 

@@ -221,7 +221,7 @@ class Question:
         return replace(choice, ranking=ranking), [log.compiled_before_line(found.compiled_s, found.written_s)]
 
     def tries_compiled(self, session: Session, machine: Machine, choice: Choice) -> bool:
-        """Returns whether compiled blocks are tried after the first steps. See [Note: tried in a run]."""
+        """Returns whether compiled blocks are tried after the first steps, as `compiled_runs.py` does."""
         plan = choice.plan
         is_open = not choice.is_forced and not self.options.autotune and plan.tensor == plan.pipeline == 1
         if not is_open or plan.micro_batches > 1 or not compiles_quickly(session.device_type):

@@ -216,7 +216,7 @@ class FirstStepsCheck:
     def _outputs(
         self, call: _Call, index: int, ours: list[LeafReply], theirs: LeafReply
     ) -> tuple[Tensor, Tensor] | None:
-        """Returns an output on several devices and on one; None for a large one, or one that was freed."""
+        """Returns an output on several devices and on one; None if it is large, or was freed."""
         if theirs.data is None or any(leaf.data is None for leaf in ours):
             meta = torch.empty(theirs.shape, dtype=theirs.dtype, device="meta")
             if call.forward.call_id in self._released or meta.nbytes > _MAX_OUTPUT_BYTES:

@@ -1,6 +1,6 @@
-"""One more worker, which is told what the others are told and computes it alone, as one device does.
+"""One more worker, which executes the commands of the others alone, as one device does.
 
-Decides which commands it is told, and in which form. Must not know what is compared.
+Decides which commands it gets, and in which form. Must not know what is compared.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ReferenceWorker:
         self._group = start()
 
     def tell(self, commands: Sequence[Any]) -> Told:
-        """Sends what the other workers are told; waits only for models, which are read from temporary files."""
+        """Sends the commands of the other workers; waits only for models, which are read from temporary files."""
         forms = [(index, form_for_one(command)) for index, command in enumerate(commands)]
         told = [(index, form) for index, form in forms if form is not None]
         with _failing():
@@ -122,7 +122,7 @@ class ReferenceWorker:
 
 
 def form_for_one(command: Any) -> Any | None:
-    """Returns a command as one device executes it; None for one that would change nothing there."""
+    """Returns a command as one device executes it; None if it would change nothing there."""
     if type(command) in _ONLY_ANSWERED:
         return None
     if isinstance(command, BuildModel):

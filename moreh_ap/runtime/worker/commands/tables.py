@@ -32,7 +32,7 @@ class HasOutputs(Protocol):
     """A call, as other subjects see it."""
 
     is_past: bool
-    """Whether no backward goes through it any more."""
+    """Whether its backward is over, so that no further one runs through it."""
 
     def row_shard(self, index: int) -> RowShard | None:
         """Returns this worker's shard of an output; None if it has no result."""

@@ -1,4 +1,4 @@
-"""A worker's part of a file in memory of another process, which is there when the worker is not any more.
+"""A worker's part of a file in memory of another process, which outlives the worker.
 
 Decides where bytes lie in it, and whether they are all there. Must not know what they mean.
 """
