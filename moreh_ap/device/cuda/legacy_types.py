@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from moreh_ap.device.host_tensors import to_accelerator
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor
+from moreh_ap.patching import Patches
 
 _DTYPES = {
     "HalfTensor": torch.float16,
@@ -50,7 +51,36 @@ class _AcceleratorType(type):
         return f"<class 'torch.cuda.{cls.__name__}'>"
 
 
-def with_host_values(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def install(patches: Patches) -> None:
+    """Have the tensor types of `torch.cuda` make tensors on the accelerator, and be the default where asked."""
+    group = patches.group("Older scripts make, name and recognize tensors by these types, which no function mode sees.")
+    for name, dtype in _DTYPES.items():
+        kind = _AcceleratorType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
+        group.replace(torch.cuda, name, kind, f"Makes and recognizes {dtype} tensors on the accelerator.")
+    # ``torch.Tensor([loss, other_loss])``: a class, which no mode sees.
+    make = _with_host_values(torch.Tensor.__new__)
+    group.replace(torch.Tensor, "__new__", staticmethod(make), "Takes lists with numbers on the accelerator in them.")
+
+    def set_default_tensor_type(asked: Any) -> None:
+        """Makes a type of `torch.cuda` the default: its dtype, on the accelerator."""
+        dtype = dtype_of(asked)
+        if dtype is None:
+            original_set_default(asked)
+        else:
+            torch.set_default_dtype(dtype)
+        torch.set_default_device(None if dtype is None else "cuda")
+
+    original_set_default = group.replace(torch, "set_default_tensor_type", set_default_tensor_type)
+
+
+def dtype_of(asked: Any) -> torch.dtype | None:
+    """Returns the dtype of a type of the accelerator, or of its name; None for anything else."""
+    if isinstance(asked, str) and asked.startswith("torch.cuda."):
+        return _DTYPES.get(asked.removeprefix("torch.cuda."))
+    return asked.dtype if isinstance(asked, _AcceleratorType) else None
+
+
+def _with_host_values(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Returns `torch.Tensor.__new__` that takes lists with numbers on the accelerator in them, as those on a GPU."""
 
     def make(*args: Any, **kwargs: Any) -> Tensor:  # dynamo compares signatures, and takes this one for any
@@ -62,18 +92,3 @@ def with_host_values(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return new(*tree_map_only(VirtualTensor, lambda tensor: tensor.to_host(), args), **kwargs)
 
     return make
-
-
-def replacements() -> dict[str, Any]:
-    """Returns the types by their names in `torch.cuda`."""
-    return {
-        name: _AcceleratorType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
-        for name, dtype in _DTYPES.items()
-    }
-
-
-def dtype_of(asked: Any) -> torch.dtype | None:
-    """Returns the dtype of a type of the accelerator, or of its name; None for anything else."""
-    if isinstance(asked, str) and asked.startswith("torch.cuda."):
-        return _DTYPES.get(asked.removeprefix("torch.cuda."))
-    return asked.dtype if isinstance(asked, _AcceleratorType) else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 
 from moreh_ap.device import tensor_classes, wrapped_tensors
-from moreh_ap.device.cuda import cuda_functions, cuda_generator, cuda_rng, cuda_streams, cuda_types, cudnn
+from moreh_ap.device.cuda import cuda_functions, cuda_generator, cuda_rng, cuda_streams, cudnn, legacy_types
 from moreh_ap.device.host_tensors import HOST
 from moreh_ap.device.patches import (
     compiling,
@@ -46,7 +46,7 @@ def install(backend: WorkerBackend) -> Patches:
     cuda_streams.install(patches, backend)
     cuda_rng.install(patches, backend)
     cuda_generator.install(patches)
-    cuda_types.install(patches)
+    legacy_types.install(patches)
     cudnn.install(patches)
     data_loading.install(patches)
     process_sharing.install(patches)
