@@ -22,6 +22,7 @@ from moreh_ap.runtime.child_process import Child, RemoteChild, kill_group
 from moreh_ap.runtime.engine_error import EngineError, start_error
 from moreh_ap.runtime.forking import warm_client
 from moreh_ap.runtime.forking.early_imports import is_needed
+from moreh_ap.runtime.hangs.watched_workers import WatchedWorkers, WorkersHere
 from moreh_ap.runtime.host.agent_process import AgentProcess
 from moreh_ap.runtime.recovery.copy_memory import CopyKeeper, CopyMemory
 from moreh_ap.runtime.recovery.other_devices import Joined
@@ -93,9 +94,9 @@ class Launcher:
         return [child.pid for _, child in sorted(self._children.items())]
 
     @property
-    def pids_here(self) -> dict[int, int]:
-        """Process ids of those workers that are on this machine, by rank, as far as known."""
-        return {rank: child.pid for rank, child in sorted(self._children.items()) if isinstance(child, Child)}
+    def watched(self) -> WatchedWorkers:
+        """The workers, which run."""
+        return WorkersHere(dict(enumerate(self.pids)))
 
     @property
     def copies(self) -> CopyKeeper:
@@ -181,8 +182,6 @@ class Launcher:
                 return gone  # if it is late, what collects them is stopped
             time.sleep(START_POLL_S)
         self._agent = self._agent.going_on()
-        for child in self._children.values():
-            child.close()
         self._close_links()
         self._children, self.engine = {}, None
         self._num_starts += 1
@@ -211,14 +210,14 @@ class Launcher:
             self.engine.stop(self._stop_timeout_s())
         if self._agent is not None:
             self._agent.end()
-        for child in self._children.values():
-            child.close()
         self._close_links()
         self._output.close()
         os.close(self._pid_reader)
         os.close(self._pid_writer)
 
     def _close_links(self) -> None:
+        for child in self._children.values():
+            child.close()
         if self._links is not None:
             self._links.close()
 

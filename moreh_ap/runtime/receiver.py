@@ -40,7 +40,7 @@ class Receiver:
         self._launcher, self._engine, self._is_stopping = launcher, engine, is_stopping
         self.carrier: Carrier | None = None
         self._looks: dict[int, Pending[Trouble | None]] = {}
-        self._hangs = HangWatch()
+        self._hangs = HangWatch(launcher.watched)
 
     def receive(self, number: int, epoch: int, pending: Awaited) -> Sequence[Answer]:
         """Waits for the answers of all workers to command `number` of `epoch`, in rank order.
@@ -79,13 +79,8 @@ class Receiver:
 
     def _look_for_hang(self, number: int) -> None:
         """Raises `WorkerLostError` if a worker will never answer a command, with all workers' stacks in the log."""
-        pids = self._launcher.pids_here
-        answered: Sequence[bool] = [False] * len(pids)  # while workers join each other it is not known
-        if self.carrier is not None:
-            answered = self.carrier.answered(number)
-        if not answered:
-            return
-        hang = self._hangs.look(number, pids, answered)
+        answered = None if self.carrier is None else self.carrier.answered(number)
+        hang = self._hangs.look(number, answered)
         if hang is None:
             return
         for rank, stacks in hang.stacks.items():

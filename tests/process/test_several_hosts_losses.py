@@ -17,6 +17,10 @@ from user_script import UserScript
 SCRIPT = "survive_losses.py"
 OF_WORKER = r"Worker \d of \d \(process \d+\) on 127\.0\.0\.1:\d+ died: killed by signal 9, Killed"
 OF_HOST = r"The host 127\.0\.0\.1:\d+ is lost, and the workers on it \([\d, ]+\): the connection has ended"
+HANGS = (
+    r"Worker \d of 2 \(process \d+\) on 127\.0\.0\.1:\d+ (?:has been stopped by a signal for \d s \(SIGSTOP\)|"
+    r"has waited in \w+ for \d s, which will never end \(worker \d in \w+\))\. The stacks of all workers are in the log"
+)
 LARGE = "1024"
 """Rows of a batch that goes ahead of its command to the memory of each host."""
 
@@ -38,13 +42,19 @@ def variables(hosts: str) -> Iterator[dict[str, str]]:
         yield {**folders, "MOREH_HOSTS": hosts, "MOREH_RECOVERY": "memory", "ROWS": LARGE}
 
 
-def survive(variables: dict[str, str], folder: Path, plan: str, *faults: str, how: str = OF_WORKER) -> list[int]:
-    """Runs the script and compares; returns how many steps were computed again after each loss."""
+def run(variables: dict[str, str], folder: Path, plan: str, *faults: str) -> str:
+    """Runs the script and compares; returns what it printed."""
     with UserScript(SCRIPT, plan, *faults, cwd=folder, **variables) as script:
         out = script.succeed(timeout_s=280)
     for fault in faults:
         found = re.search(rf"^{fault}: (\d+) of (\d+) equal, [\d.]+ s\nleft over: \[\]$", out, re.MULTILINE)
         assert found and int(found[1]) == int(found[2]) > 20, f"{fault}\n{out}"
+    return out
+
+
+def survive(variables: dict[str, str], folder: Path, plan: str, *faults: str, how: str = OF_WORKER) -> list[int]:
+    """Runs the script and compares; returns how many steps were computed again after each loss."""
+    out = run(variables, folder, plan, *faults)
     steps = re.findall(rf"^\[info\] {how}\. Others took over: (\d+) steps? (?:was|were) computed", out, re.MULTILINE)
     assert len(steps) == out.count("Others took over") >= len(faults), out
     assert out.count("MoAI Accelerator is ready") == 1, "one line is all that the script sees of a loss"
@@ -60,6 +70,21 @@ def test_workers_that_die_on_a_host_of_sharded_training_go_on_from_the_copies_of
 def test_several_workers_a_host_in_replicated_training(variables, tmp_path):
     faults = "forward", "optimizer", "again"
     assert max(survive({**variables, "SNAPSHOT_STEPS": "1"}, tmp_path, "replicate=4", *faults)) <= FEW
+
+
+def test_workers_that_hang_on_another_host_are_found_with_all_stacks_and_replaced(variables, tmp_path):
+    """Here what stands for 4 s counts as standing for ever."""
+    out = run({**variables, "HANG_S": "4"}, tmp_path, "shard=2", "stopped", "collective")
+    taken_over = re.findall(
+        rf"^\[info\] {HANGS}\. Others took over: \d+ steps? (?:was|were) computed", out, re.MULTILINE
+    )
+    assert len(taken_over) == 2, out
+    head = r"^\[warning\] Worker (\d) of 2 \(process \d+\) on 127\.0\.0\.1:\d+, its Python stacks:\n(.*?)(?=^\[|\Z)"
+    stacks = re.findall(head, out, re.MULTILINE | re.DOTALL)
+    assert [rank for rank, _ in stacks] == ["0", "1"] * 2
+    assert all("moreh_ap" in text for _, text in stacks) and all(
+        "survive_losses.py" in text for _, text in stacks[1::2]
+    )
 
 
 @pytest.mark.rotating

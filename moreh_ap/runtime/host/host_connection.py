@@ -47,6 +47,8 @@ class HostConnection:
         serves: Whether it was asked to serve the engine.
         usage: What its workers use, as `WorkerUsage.look` said last; empty before.
         on_usage: Told that there is something new.
+        sights: What its agent sees of its workers, as `SightsOfHost.look` said last; empty before.
+        said: What its workers said of themselves when they were asked last; None: nothing yet.
     """
 
     def __init__(self, host: str, way: Way) -> None:
@@ -58,6 +60,8 @@ class HostConnection:
         self.on_message: Callable[[Message], None] = lambda message: None
         self.usage: Mapping[str, Any] = {}
         self.on_usage: Callable[[], object] = lambda: None
+        self.sights: Mapping[str, Any] = {}
+        self.said: list[list[Any]] | None = None
         self._way = way
         self._channel = Channel(way.reader, way.writer)
         self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -227,8 +231,10 @@ class HostConnection:
             if message.kind in _UNASKED:
                 self.on_message(message)
             elif message.kind == "alive":
-                self.usage = message.values.get("usage", {})
+                self.usage, self.sights = message.values.get("usage", {}), message.values.get("sights", {})
                 self.on_usage()
+            elif message.kind == "stacks":
+                self.said = message.values["said"]
             else:
                 if message.kind == "report":
                     self.arrived_s, self.delay_s = time.time(), self._heard_s - self._began_s

@@ -30,6 +30,9 @@ from moreh_ap.runtime.child_process import RemoteChild
 from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.forking import warm_client
 from moreh_ap.runtime.forking.early_imports import EarlyImports
+from moreh_ap.runtime.hangs import hang_watch
+from moreh_ap.runtime.hangs.watched_workers import WatchedWorkers
+from moreh_ap.runtime.hangs.workers_of_hosts import WorkersOfHosts
 from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 from moreh_ap.runtime.host.host_joining import Hosts, on_all, run_credentials
 from moreh_ap.runtime.host.serving import Serving
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from moreh_ap.runtime.host.host_pool import HostPool
 
 _WHY_S = 2.0  # ssh may have last words of why a host has gone
+_LOOKS = 6  # at workers, while something stands as long as counts as for ever
 _STOP_S = 0.5  # the engine's own end never comes where an agent has ended
 
 _STORE = "moreh_ap.runtime.host.host_store:HostStore"
@@ -76,7 +80,7 @@ class HostsLauncher(Launcher):
         self._threads = request.threads_per_worker, len(pool.hosts)
         self._served: dict[str, Serving] = {}
         self._start_number = pool.next_start()
-        self._stores = {self._start_number: StoreServer()}  # by the start of workers whose it is: one at a time
+        self._store = StoreServer(self._start_number)
         self._host_links: CommandLinks | None = None
         self._early = EarlyImports(request.imports, self._tell_warm_parents)
         self._warm: set[str] = set()  # hosts that can fork workers
@@ -86,6 +90,10 @@ class HostsLauncher(Launcher):
     @property
     def copies(self) -> CopyKeeper:
         return HostCopies(self._connections, self._served.values(), self._per_host)
+
+    @property
+    def watched(self) -> WatchedWorkers:
+        return WorkersOfHosts(self._connections, self._per_host, self._start_number)
 
     def find_dead(self) -> WorkerLostError | None:
         return self._lost_host() or super().find_dead()
@@ -112,7 +120,7 @@ class HostsLauncher(Launcher):
             self._host_links.close()
         self._num_starts += 1
         self._start_number = self._pool.next_start()
-        self._stores = {self._start_number: StoreServer()}
+        self._store = StoreServer(self._start_number)
         self._served.clear()
         for one in self._connections:
             self._tell(one)
@@ -247,6 +255,7 @@ class HostsLauncher(Launcher):
             "environment": worker_environment.of_all([self._environment(rank) for rank in ranks]),
             "copies": 0 if copies is None else self._request.num_workers,
             "kept": None if copies is None else copies.kept,
+            "alive_s": hang_watch.HANG_S / _LOOKS,
         }
         with contextlib.suppress(HostLostError):  # who waits for it says so
             if one.serves:
@@ -373,7 +382,7 @@ class HostsLauncher(Launcher):
             if kind == "output":
                 self._output.feed(values["rank"], values["name"], message.payload)
             elif kind == "store":
-                self._ask_store(one, dict(values), message.payload)
+                self._store.ask_from(one, dict(values), message.payload)
             elif kind == "serving" and values.pop("start") == self._start_number:
                 self._served[one.host] = Serving(**values)
             elif kind == "warm":
@@ -386,15 +395,3 @@ class HostsLauncher(Launcher):
                     child.ended(values["code"])
 
         return handle
-
-    def _ask_store(self, one: HostConnection, values: dict[str, Any], payload: bytes) -> None:
-        request, start = values.pop("request"), values.pop("start")
-        store = self._stores.get(start)
-        if store is None:  # of workers that have ended
-            return
-
-        def answer(payload: bytes, **found: Any) -> None:
-            with contextlib.suppress(HostLostError):  # `find_dead` says so
-                one.send("store", payload, request=request, start=start, **found)
-
-        store.ask(values, payload, answer)

@@ -26,6 +26,7 @@ from moreh_ap.hosts.host_report import interfaces, look
 from moreh_ap.runtime import engine_variables
 from moreh_ap.runtime.forking.descendants import end_descendants
 from moreh_ap.runtime.forking.warm_program import WarmProgram
+from moreh_ap.runtime.hangs.host_sights import HostSights, tell_stacks
 from moreh_ap.runtime.host import agent
 from moreh_ap.runtime.host.agent_output import WorkerPipes
 from moreh_ap.runtime.host.private_sockets import run_folder
@@ -73,6 +74,7 @@ class RemoteAgent:
         self._shown: Mapping[str, str] = {}  # credentials
         self._warm: WarmProgram | None = None
         self._is_warm = False
+        self._alive_s, self._sights = ALIVE_S, HostSights(ALIVE_S)
         self._heard_s = time.monotonic()
 
     def run(self) -> None:
@@ -114,6 +116,8 @@ class RemoteAgent:
             self._begin_again(values)
         elif kind == "forget" and self._copies is not None:
             self._copies.close()
+        elif kind == "stacks" and self._pipes is not None:
+            threading.Thread(target=tell_stacks, args=(self._pipes.pids, self._tell), daemon=True).start()
         elif kind == "import" and self._warm is not None:
             self._warm.tell(values["module"])
         elif kind == "listen":
@@ -213,6 +217,7 @@ class RemoteAgent:
     def _let_workers_in(self, values: Mapping[str, Any]) -> None:
         """Makes what workers of a start need: sockets of their own, so that nothing of earlier ones arrives there."""
         self._start, ranks = values["start"], values["ranks"]
+        self._alive_s = min(ALIVE_S, values["alive_s"])
         own = self._folder / str(self._start)
         own.mkdir(mode=0o700)
         self._store = StoreRelay(own, self._start, self._tell)
@@ -277,10 +282,11 @@ class RemoteAgent:
     def _look_after_controller(self) -> None:
         usage = WorkerUsage()
         while time.monotonic() - self._heard_s < SILENCE_S:
-            time.sleep(ALIVE_S)
-            pipes, copies = self._pipes, self._copies
-            seen = usage.look({} if pipes is None else pipes.pids)
-            self._tell("alive", usage={**seen, "copied_bytes": 0 if copies is None else copies.num_bytes})
+            time.sleep(self._alive_s)
+            commands, copies, start = self._commands, self._copies, self._start
+            pids = {} if self._pipes is None else self._pipes.pids
+            seen = {**usage.look(pids), "copied_bytes": 0 if copies is None else copies.num_bytes}
+            self._tell("alive", usage=seen, sights={} if commands is None else self._sights.look(pids, commands, start))
         self._end()
 
     def _end(self) -> None:

@@ -1,26 +1,46 @@
 """The values through which the workers of several hosts meet, in the controller.
 
-Decides what each operation of PyTorch's store does. Must not know how requests arrive. Never waits: who asks for a key
-that is not there is answered once it is; how long that may take is decided by who asks.
+Decides what each operation of PyTorch's store does. Must not know what carries requests. Never waits: who asks for a
+key that is not there is answered once it is; how long that may take is decided by who asks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 
 Answer = Callable[..., None]
 """Called with the bytes of an answer, and its values by name."""
 
 
 class StoreServer:
-    """A store. Source: torch/csrc/distributed/c10d/Store.hpp, TCPStore.cpp."""
+    """A store. Source: torch/csrc/distributed/c10d/Store.hpp, TCPStore.cpp.
 
-    def __init__(self) -> None:
+    Args:
+        start: The start of the workers that meet here.
+    """
+
+    def __init__(self, start: int) -> None:
+        self._start = start
         self._values: dict[str, bytes] = {}
         self._waiting: list[tuple[list[str], Callable[[], None]]] = []
         self._lock = threading.Lock()
+
+    def ask_from(self, host: HostConnection, values: dict[str, Any], payload: bytes) -> None:
+        """Executes what a worker of a host asks, unless it is one of another start, which has ended."""
+        request, start = values.pop("request"), values.pop("start")
+        if start != self._start:
+            return
+
+        def answer(payload: bytes, **found: Any) -> None:
+            with contextlib.suppress(HostLostError):  # who looks after the host says so
+                host.send("store", payload, request=request, start=start, **found)
+
+        self.ask(values, payload, answer)
 
     def ask(self, request: dict[str, Any], payload: bytes, answer: Answer) -> None:
         """Executes a request and answers it, at once or later.

@@ -144,6 +144,10 @@ class JoinedAnswers:
         self._left -= 1
         return self._left == 0
 
+    def missing(self) -> list[int]:
+        """Returns the sources whose answer is not in."""
+        return [source for source, parts in enumerate(self._found) if not parts]
+
     def items(self) -> list[list[Column]]:
         """Returns the columns of all workers, of each item."""
         found, total = self._found, sum(self._counts)

@@ -20,7 +20,7 @@ class Carrier(Protocol):
         """Sends one command to all workers, or each its own."""
 
     def answered(self, number: int) -> Sequence[bool]:
-        """Returns by rank whether a worker has answered a command; nothing where that is not known."""
+        """Returns by rank whether a worker has answered a command; nothing where all have, or hosts alone know."""
 
     def troubles(self) -> Sequence[Trouble]:
         """Returns the failures of which workers have told, which they do at once."""

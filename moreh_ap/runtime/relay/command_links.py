@@ -124,7 +124,7 @@ class CommandLinks:
                 sender.send(VALUE, number, only, [start.to_bytes(8, "little"), value])
 
     def answered(self, number: int) -> Sequence[bool]:
-        """Returns nothing: hosts answer for all their workers at once."""
+        """Returns nothing: hosts answer for all their workers at once; `workers_of_hosts.py` knows who is silent."""
         return ()
 
     def troubles(self) -> Sequence[Trouble]:

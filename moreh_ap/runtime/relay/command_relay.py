@@ -106,6 +106,15 @@ class CommandRelay:
                 above.shut()
             follower.join()
 
+    def oldest(self) -> tuple[int | None, list[int]]:
+        """Returns the oldest command that workers of this host have not answered, and which; None: there is none."""
+        with self._changed:
+            for number, joined in self._answers.items():
+                silent = [source for source in joined.missing() if source < self._num_workers]
+                if silent:
+                    return number, silent
+        return None, []
+
     # -- from below ------------------------------------------------------------------------------------------------
 
     def _let_workers_in(self) -> None:
@@ -140,9 +149,7 @@ class CommandRelay:
             if self._below[index].branch is not None:  # its answer follows
                 return
         with self._changed:
-            joined = self._answers.get(frame.number)
-            if joined is None:
-                joined = self._answers[frame.number] = JoinedAnswers(self._counts)
+            joined = self._answers[frame.number]
             if not joined.take(index, frame.parts):
                 return
             del self._answers[frame.number]
@@ -210,6 +217,8 @@ class CommandRelay:
             threading.Thread(target=self._follow_host, args=arguments, daemon=True).start()
 
     def _hand_on(self, frame: Frame) -> None:
+        with self._changed:
+            self._answers[frame.number] = JoinedAnswers(self._counts)
         begin = 0
         for one, count in zip(self._below, self._counts):
             parts = frame.parts if len(frame.parts) == 1 else frame.parts[begin : begin + count]

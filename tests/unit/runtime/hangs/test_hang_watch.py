@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from moreh_ap.runtime.hangs import hang_watch
-from moreh_ap.runtime.hangs.hang_watch import HANG_S, QUIET_S, HangWatch
+from moreh_ap.runtime.hangs import hang_watch, stack_answers, worker_sights
+from moreh_ap.runtime.hangs.hang_watch import HANG_S, HangWatch
 from moreh_ap.runtime.hangs.process_looks import Look
+from moreh_ap.runtime.hangs.watched_workers import WorkersHere
+from moreh_ap.runtime.hangs.worker_sights import QUIET_S
 
 PIDS = {0: 100, 1: 101}
 NOBODY = [False, False]
@@ -47,7 +49,7 @@ class Machine:
         until_s = self.now_s + seconds
         while self.now_s < until_s:
             self.now_s += 0.1
-            hang = watch.look(number, PIDS, answered)
+            hang = watch.look(number, answered)
             if hang is not None:
                 return hang
         return None
@@ -61,23 +63,27 @@ def machine(monkeypatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(hang_watch.time, "monotonic", lambda: made.now_s)
     monkeypatch.setattr(hang_watch.time, "sleep", made.sleep)
-    monkeypatch.setattr(hang_watch, "look_at", made.looks.get)
-    monkeypatch.setattr(hang_watch, "processor_s_of_children", lambda pid: made.children_s)
-    monkeypatch.setattr(hang_watch.stack_dumps, "read", made.read)
+    monkeypatch.setattr(worker_sights, "look_at", made.looks.get)
+    monkeypatch.setattr(stack_answers, "processor_s_of_children", lambda pid: made.children_s)
+    monkeypatch.setattr(stack_answers.stack_dumps, "read", made.read)
     return made
+
+
+def watching() -> HangWatch:
+    return HangWatch(WorkersHere(PIDS))
 
 
 def test_a_worker_that_a_signal_has_stopped_hangs(machine):
     machine.looks[101] = Look("T", 5.0)
     begun_s = machine.now_s
-    hang = machine.pass_time(HangWatch(), 60)
+    hang = machine.pass_time(watching(), 60)
     assert hang.rank == 1 and hang.how.startswith("has been stopped by a signal for 3") and HANG_S == 30
     assert machine.now_s - begun_s < HANG_S + 5
     assert hang.stacks == machine.stacks
 
 
 def test_one_that_has_answered_a_debugger_that_holds_it_and_one_that_goes_on_are_no_hangs(machine):
-    watch = HangWatch()
+    watch = watching()
     machine.looks[101] = Look("T", 5.0)
     assert machine.pass_time(watch, 2 * HANG_S, [False, True]) is None
     machine.looks[101] = Look("t", 5.0)
@@ -88,7 +94,7 @@ def test_one_that_has_answered_a_debugger_that_holds_it_and_one_that_goes_on_are
 
 
 def test_time_in_which_this_process_was_stopped_too_does_not_count(machine):
-    watch = HangWatch()
+    watch = watching()
     machine.looks[101] = Look("T", 5.0)
     assert machine.pass_time(watch, 5) is None
     machine.now_s += 10_000  # a laptop that slept, or Ctrl-Z
@@ -106,7 +112,7 @@ def test_time_in_which_this_process_was_stopped_too_does_not_count(machine):
 def test_a_collective_that_nobody_can_enter_any_more_hangs(machine, said, answered, beside):
     machine.stacks = dict(enumerate(said))
     begun_s = machine.now_s
-    hang = machine.pass_time(HangWatch(), 60, answered)
+    hang = machine.pass_time(watching(), 60, answered)
     assert hang.rank == 0 and machine.now_s - begun_s < HANG_S + 6
     before, after = beside.split("3. s")
     assert hang.how.startswith(f"has waited in {before}") and hang.how.endswith(after)
@@ -123,18 +129,18 @@ def test_a_collective_that_nobody_can_enter_any_more_hangs(machine, said, answer
 )
 def test_a_worker_that_is_elsewhere_may_still_come(machine, other):
     machine.stacks = {0: IN_ALL_REDUCE, 1: other}
-    assert machine.pass_time(HangWatch(), 30 + 60 + 120 + 20) is None
+    assert machine.pass_time(watching(), 30 + 60 + 120 + 20) is None
     assert machine.num_asked == 3, "each time after twice as long"
 
 
-def test_a_worker_that_computes_or_whose_children_do_is_not_asked_or_believed(machine):
-    watch = HangWatch()
+def test_a_worker_that_computes_or_whose_children_do_is_not_asked_or_believed(machine, monkeypatch):
+    watch = watching()
     machine.stacks = {0: IN_ALL_REDUCE, 1: IN_RECV}
     for _ in range(100):
         machine.looks[100] = Look("R", machine.looks[100].processor_s + QUIET_S)
         assert machine.pass_time(watch, 2) is None
     assert machine.num_asked == 0
     count = iter(range(1000))
-    hang_watch.processor_s_of_children = lambda pid: float(next(count))
+    monkeypatch.setattr(stack_answers, "processor_s_of_children", lambda pid: float(next(count)))
     assert machine.pass_time(watch, 100) is None
     assert machine.num_asked > 0

@@ -140,12 +140,12 @@ def test_agents_end_workers_and_let_others_in():
 def test_the_store_of_earlier_workers_is_not_answered():
     launcher = launcher_of("ab", 2)
     one, ask = launcher._connections[0], {"op": "add", "key": "count", "amount": 1, "request": 7}
-    launcher._ask_store(one, {**ask, "start": 1}, b"")
+    launcher._store.ask_from(one, {**ask, "start": 1}, b"")
     assert one.sent.pop() == ("store", {"request": 7, "start": 1, "number": 1})
     assert launcher.prepare_again() == ""
     one.sent.clear()
-    launcher._ask_store(one, {**ask, "start": 1}, b"")
-    launcher._ask_store(one, {**ask, "start": 2}, b"")
+    launcher._store.ask_from(one, {**ask, "start": 1}, b"")
+    launcher._store.ask_from(one, {**ask, "start": 2}, b"")
     assert one.sent == [("store", {"request": 7, "start": 2, "number": 1})]
 
 

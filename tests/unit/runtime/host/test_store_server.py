@@ -18,7 +18,7 @@ from moreh_ap.runtime.host.store_server import StoreServer
 @pytest.fixture
 def make_store(tmp_path):
     """Makes stores of workers on two hosts that share one controller."""
-    server, relays = StoreServer(), []
+    server, relays = StoreServer(1), []
 
     def make(host: str, timeout_s: float = 5.0) -> HostStore:
         (tmp_path / host).mkdir(exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import threading
 import time
 
 import pytest
@@ -100,3 +101,26 @@ def test_a_relay_closes_whose_workers_have_never_connected(tmp_path):
             time.sleep(0.01)
         relay.close()
         assert not relay._follower.is_alive()
+
+
+def test_a_relay_knows_which_of_its_workers_have_not_answered_the_oldest_command(tmp_path):
+    waiting = threading.Event()
+
+    def answer(rank, number, command):
+        if (rank, number) == (3, 2):
+            waiting.wait(TIMEOUT_S)
+        return "done", None
+
+    with running(tmp_path, 2, 2) as run:
+        run.serve(answer)
+        assert run.relays[1].oldest() == (None, [])
+        run.links.execute(1, 0, Packed(b"")).wait(TIMEOUT_S)
+        second, third = run.links.execute(2, 0, Packed(b"")), run.links.execute(3, 0, Packed(b""))
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while [relay.oldest() for relay in run.relays] != [(None, []), (2, [1])]:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        waiting.set()
+        for pending in (second, third):
+            pending.wait(TIMEOUT_S)
+        assert run.relays[1].oldest() == (None, [])
