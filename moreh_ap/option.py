@@ -79,7 +79,8 @@ def enable_advanced_parallelization(
             goes on with the same numbers; "auto" does so in runs that are long enough for it to cost next to nothing,
             "off" never. Default: `MOREH_RECOVERY`, else "auto", which does nothing on GPUs: the cost is not known.
         elastic: Whether hosts are used that join during the run, as soon as recovery has a copy for them: those that
-            were lost, and those that the file of `hosts` names since. Default: `MOREH_ELASTIC`, else False.
+            were lost, and those that the file of `hosts` names since; and devices of this machine that were gone.
+            Default: `MOREH_ELASTIC`, else False.
         autosave: A folder into which checkpoints of all models and optimizers that train are saved every ten minutes
             (`MOREH_AUTOSAVE_MINUTES`) and at SIGTERM; `moreh_ap.load` loads the last one. Default: `MOREH_AUTOSAVE`,
             else none.

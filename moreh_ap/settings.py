@@ -75,7 +75,8 @@ class Options:
         strict: Whether a training call that every device computes whole is an error.
         check_steps: Number of first steps that one more worker computes alone, to be compared.
         recovery: Whether other workers take over where one is lost: "off", "memory", or "auto" where that is cheap.
-        elastic: Whether hosts that join during the run are used, with the state that recovery keeps.
+        elastic: Whether hosts that join during the run are used, and devices that were gone, with the state that
+            recovery keeps.
         hosts_file: The file that names the hosts; empty: they were named in another way.
     """
 

@@ -25,6 +25,8 @@ from moreh_ap.local import logger
 from moreh_ap.local.jobs import Job
 from moreh_ap.runtime import gpu_checks
 from moreh_ap.runtime.launcher import Launcher
+from moreh_ap.runtime.recovery.elastic_launcher import ElasticLauncher
+from moreh_ap.runtime.recovery.missing_devices import MissingDevices
 from moreh_ap.runtime.recovery.past import Past
 from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
 from moreh_ap.runtime.recovery.rules import ReplayRules
@@ -84,6 +86,7 @@ class WorkerStarts:
         self.make_rules: Callable[[WorkerStarts], ReplayRules]
         self.current: WorkerGroup
         self._recovers = _recovers(options, self.device_type)
+        self._missing = MissingDevices()
         self._ahead: WorkerGroup | None = self._start(self.num_used)
 
     def shares(self, count: int) -> tuple[int, tuple[str, ...]]:
@@ -112,6 +115,8 @@ class WorkerStarts:
     def _start(self, count: int, past: Past | None = None) -> WorkerGroup:
         if past is None:  # else one line says all, once they have been told
             logger.say(start_log.requesting_line())
+        elif past.is_loss and count < self.current.num_workers:
+            self._missing.lost(self.current.num_workers)
         self.state.enter(AcceleratorState.STARTING)
         self.job.has_devices(count, *self.shares(count))
         made, pool = threading.Event(), self.pool
@@ -125,9 +130,9 @@ class WorkerStarts:
             if self.state.enter(AcceleratorState.READY, only_from=AcceleratorState.STARTING) and pool is None:
                 self.job.has_workers(workers.pids)
 
-        launcher = None if pool is None else pool.launcher
-        if launcher is None and self._options.autosave_folder:
-            launcher = functools.partial(Launcher, agent_variables={IGNORES_SIGTERM_VARIABLE: "1"})
+        variables = {IGNORES_SIGTERM_VARIABLE: "1"} if self._options.autosave_folder else {}
+        elastic = functools.partial(ElasticLauncher, missing=self._missing)
+        here = functools.partial(elastic if self._options.elastic else Launcher, agent_variables=variables)
         make: Callable[..., WorkerGroup] = WorkerGroup
         if self._recovers:
             is_frugal = self._options.recovery == "auto"
@@ -141,7 +146,7 @@ class WorkerStarts:
             preimport=("moreh_ap.runtime.worker.executor", *SLOW_IMPORTS),
             on_progress=on_progress,
             visible_devices=self._visible_devices,
-            make_launcher=launcher,
+            make_launcher=here if pool is None else pool.launcher,
             shares_memory=pool is None,
         )
         made.set()

@@ -70,18 +70,24 @@ def test_with_a_plan_that_was_given_the_error_says_so(folder):
             script.leaves_nothing()
 
 
-def test_the_run_goes_on_with_fewer_devices_where_one_is_gone(folder):
+def test_the_run_goes_on_with_fewer_devices_where_one_is_gone_until_it_is_there_again(folder):
     with tempfile.TemporaryDirectory(prefix="fatal-") as fatal:
         known = {"MOREH_AP_CACHE": str(folder), "FATAL_FOLDER": fatal, "MOREH_RECOVERY": "memory"}
-        with UserScript("out_of_memory_later.py", "gone", cwd=folder, SNAPSHOT_STEPS="1", **known) as script:
+        known |= {"SNAPSHOT_STEPS": "1", "MOREH_ELASTIC": "1"}
+        with UserScript("out_of_memory_later.py", "gone", cwd=folder, **known) as script:
             out = script.succeed(timeout_s=280)
             script.leaves_nothing()
     found = re.search(r"^gone: (\d+) values, largest difference (\S+)$", out, re.MULTILINE)
     assert found and int(found[1]) > 20 and float(found[2]) < 1e-5, out
-    (line,) = [line for line in out.splitlines() if "died" in line]
+    line, later = [line for line in out.splitlines() if "took over" in line]
     assert re.fullmatch(
         r"\[info\] Worker 1 of 2 \(process \d+\) died: killed by signal 9, Killed\. No others can be started: "
         r"Worker 1 cannot be started: its device is gone\. "
         r'Others took over with plan="replicate=1[^"]*": \d+ steps? (was|were) computed again, \d+\.\d s',
         line,
     ), line
+    assert re.fullmatch(
+        r"\[info\] 2 workers on this machine again, 1 since a device was gone\. "
+        r'Others took over with plan="[^"]+": \d+ steps? (was|were) computed again, \d+\.\d s',
+        later,
+    ), later

@@ -13,7 +13,7 @@ class Joined(NamedTuple):
     Attributes:
         fact: What they are, for the log.
         num_workers: How many workers there can be with them.
-        hosts: All hosts, with those that have joined, as they were given.
+        hosts: All hosts, with those that have joined, as they were given; none: the devices are this machine's.
     """
 
     fact: str

@@ -135,8 +135,8 @@ class TakingOver:
             reason += f" {log.next_plan(more[largest].plan)}"
         past = cast(RecoveringWorkerGroup, session.workers).end_for_others(joined, change, num_devices, reason)
         if not more:
-            assert session.pool is not None, "hosts have joined"
-            session.pool.refuse(before)
+            if session.pool is not None:
+                session.pool.refuse(before)
             past = past._replace(reason=f"{joined.fact} No plan is for them: they are not used")
         session.max_devices = max(session.max_devices, num_devices)
         workers = session.restart_workers(num_devices, past)
@@ -149,10 +149,12 @@ class TakingOver:
         """Returns the plans of all models on as many devices as each has one for; none: on no more than there were."""
         if not self._session.knows_devices or any(planned.is_given for planned in models.values()):
             return {}
-        for count in range(joined.num_workers, self._session.num_devices, -len(joined.hosts)):
+        session, hosts = self._session, joined.hosts
+        for count in range(joined.num_workers, session.num_devices, -max(1, len(hosts))):
             found: dict[RemoteModel, Planned] = {}
             for remote, planned in models.items():
-                machine = machine_with(self._session, count, joined.hosts, planned.expected.machine)
+                known_as = planned.expected.machine
+                machine = machine_with(session, count, hosts, known_as) if hosts else machine_on(session, count)
                 if machine is not None:
                     found |= self._best_on(machine, remote, planned)
             if len(found) == len(models):

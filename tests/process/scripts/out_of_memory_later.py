@@ -1,7 +1,7 @@
 """Trains a model on one device, and on workers that run out of memory after many steps; prints how far they are apart.
 
     out_of_memory_later.py FAULT...     # where workers run out: "forward", "backward" (one worker) or "step"
-    out_of_memory_later.py gone         # a worker is killed, and only one can be started from then on
+    out_of_memory_later.py gone         # a worker is killed, and only one can be started until two can be again
 
 The planner chooses the plans. A worker runs out once, where a file in FATAL_FOLDER says so. The script accumulates and
 clips gradients, draws random numbers in the forward, keeps an average of the weights, and reads a large output that was
@@ -19,9 +19,9 @@ from torch import nn
 from moreh_ap import device
 from moreh_ap.errors import MeshStartError
 from moreh_ap.runtime.launcher import Launcher
-from moreh_ap.runtime.recovery import snapshot_timing
+from moreh_ap.runtime.recovery import missing_devices, snapshot_timing
 
-STEPS, AT = 7, 4
+STEPS, AT, BACK_AT = 7, 4, 6
 ROWS, LENGTH, WIDTH = 8, 2048, 32
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB."
 FOLDER = os.environ["FATAL_FOLDER"]
@@ -72,7 +72,7 @@ class Optimizer(torch.optim.AdamW):
 
 
 def lose_a_device():
-    """Kills a worker, and has no more than one start from now on."""
+    """Kills a worker, and has no more than one start; returns what lets others start again."""
     start = Launcher.start
 
     def start_one(launcher, *how):
@@ -83,13 +83,23 @@ def lose_a_device():
     Launcher.start = start_one
     os.kill(device.current().session.workers.pids[1], signal.SIGKILL)
 
+    def give_back():
+        Launcher.start = start
+        device.current().session.workers._launcher._missing._not_before_s = 0.0
+
+    return give_back
+
+
+def num_devices():
+    return device.current().session.num_devices
+
 
 def arm(fault):
     if fault == "gone":
-        lose_a_device()
-        return
+        return lose_a_device()
     for rank in (1,) if fault == "backward" else (0, 1):
         (Path(FOLDER) / f"{fault}-{rank}").touch()
+    return None
 
 
 def train(place, fault):
@@ -98,15 +108,18 @@ def train(place, fault):
     model, generator = Model(FOLDER).to(place), torch.Generator().manual_seed(1)
     optimizer = Optimizer(model.parameters(), lr=1e-2)
     average = [parameter.detach().clone() for parameter in model.parameters()]
-    found, read, hidden = [], [], None
-    for step in range(STEPS):
+    found, read, hidden, give_back = [], [], None, None
+    for step in range(STEPS + 4 if fault == "gone" else STEPS):
+        if give_back is not None and step == BACK_AT:
+            assert num_devices() == 1, "the devices that are left"
+            give_back()
         for half in range(2):
             x, y = (
                 torch.randn(ROWS, LENGTH, WIDTH, generator=generator),
                 torch.randn(ROWS, LENGTH, 1, generator=generator),
             )
             if place == "cuda" and (step, half) == (AT, 1):
-                arm(fault)
+                give_back = arm(fault)
             before = hidden
             loss, hidden = model(x.to(place), y.to(place))
             (loss / 2).backward()
@@ -121,6 +134,8 @@ def train(place, fault):
         found += [loss.detach(), norm]
         if step % 2:
             print("step", step, loss.item(), flush=True)
+    if give_back is not None:
+        assert num_devices() == 2, "devices that are there again"
     found += [parameter.detach() for parameter in model.parameters()] + average
     return [one.cpu() for one in found] + read
 
@@ -128,6 +143,7 @@ def train(place, fault):
 def main():
     if "SNAPSHOT_STEPS" in os.environ:
         snapshot_timing.STEPS = int(os.environ["SNAPSHOT_STEPS"])
+    missing_devices.FIRST_S = missing_devices.LONGEST_S  # nobody tries before the device is there again
     torch.moreh.option.enable_advanced_parallelization(devices=2, mixed_precision=False, plan=os.environ.get("PLAN"))
     for fault in sys.argv[1:]:
         expected, found = train("cpu", fault), train("cuda", fault)

@@ -243,6 +243,17 @@ def test_hosts_that_joined_and_have_no_plan_are_not_used(on_a_host, monkeypatch,
     assert restart.workers == (4, Known(f"{JOINED.fact} No plan is for them: they are not used"))
 
 
+def test_where_devices_of_one_machine_are_there_again_the_best_plan_for_all_takes_over(on_a_host, monkeypatch):
+    made, session, remote = on_a_host
+    monkeypatch.setattr(taking_over, "machine_on", lambda session, count: Machine(count))
+    monkeypatch.setattr(taking_over, "machine_with", lambda *what: pytest.fail("there are no hosts"))
+    session.hosts, session.pool = (), None
+    joined = DevicesJoinedError(Joined("8 workers again.", 8, ()))
+    restart = made._on_error(joined)
+    assert remote.plan.num_devices == 8 and restart.workers == (8, "past")
+    assert session.workers.ended[3] == f'8 workers again. Others took over with plan="{remote.plan}"'
+
+
 class Known(NamedTuple):
     """Stands for what others are told."""
 
