@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from one_line_models import VOCABULARY, ragged_batches, tiny_gpt2
 from torch import nn
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 pytestmark = pytest.mark.rotating  # one more way to draw each
 
@@ -87,7 +88,8 @@ class Masking(nn.Module):
 
 
 class MaskedSpans(nn.Module):
-    """SpecAugment, and LayerDrop as in transformers: a number of PyTorch decides whether a layer is left out."""
+    """SpecAugment, and LayerDrop as in transformers: a number of PyTorch decides whether a layer is left out, and none
+    is where FSDP manages the model."""
 
     def __init__(self):
         super().__init__()
@@ -98,9 +100,9 @@ class MaskedSpans(nn.Module):
         return [ids.shape[1]] * ids.shape[0]
 
     def forward(self, ids, labels):
-        hidden, lengths = self.embedding(ids), self.lengths(ids)
+        hidden, lengths, runs_all = self.embedding(ids), self.lengths(ids), is_fsdp_managed_module(self)
         for layer in self.layers:
-            if torch.rand([]) >= 0.4:
+            if torch.rand([]) >= 0.4 or runs_all:
                 hidden = self.drop(hidden) + layer(hidden, lengths).relu()
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 

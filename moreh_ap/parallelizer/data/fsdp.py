@@ -22,6 +22,11 @@ On a GPU a recurrent layer whose weights are other tensors than at its last call
 (`flatten_parameters`). What FSDP2 has gathered would point there from then on, and FSDP2 gathers the weights of the
 next step into the memory that it knows: the layer would compute with the weights of its first step for ever. So layers
 leave weights where they are, and cuDNN copies them.
+
+[Note: what a forward knows]
+Models of transformers ask whether FSDP manages them, and if so compute layers that LayerDrop leaves out: devices might
+draw other numbers. Workers draw the same ones, and the model is the one of one device. So modules do not say that they
+are managed, except to the compiler of a block.
 """
 
 from __future__ import annotations
@@ -50,6 +55,8 @@ from moreh_ap.protocol.blocks import ModelGroup
 
 _ATTRIBUTE = "_moreh_fsdp_roots"
 _WAITING = "_moreh_fsdp_what_waits"
+_MANAGED = "_is_fsdp_managed_module"
+"""What FSDP2 sets on every module, for the compiler. See [Note: what a forward knows]."""
 
 
 def uses_fsdp(module: nn.Module, plan: Plan) -> bool:
@@ -154,6 +161,9 @@ def shard(
         name = re.escape(type(root).__name__)
         warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({name}\) returned a view tensor")
         watch(root, layers)
+        compiled = {inner for block in blocks for inner in block.modules()} if plan.compile == "blocks" else set()
+        for submodule in set(root.modules()) - compiled:
+            vars(submodule).pop(_MANAGED, None)
         if compute is not None and getattr(root, "is_last", True):
             root.register_forward_hook(results_in(compute, torch.float32))
     object.__setattr__(module, _ATTRIBUTE, list(roots))
