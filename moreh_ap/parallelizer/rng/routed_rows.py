@@ -136,8 +136,9 @@ class WorkerCounts:
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if self._gathering is not None and isinstance(module, self._gathering):
-            while not self._is_common(_AT_MODULE):
-                continue
+            with torch._C.DisableTorchFunction():  # that workers wait is no step of a forward
+                while not self._is_common(_AT_MODULE):
+                    continue
 
 
 def drawn_in_turn(draws: Sequence[Draw], total: int) -> Callable[[int, int], AbstractContextManager[Any]]:
