@@ -120,9 +120,8 @@ def test_decoders_with_losses_that_balance_experts(accelerator, plan, name):
     assert_same(*on_both(lambda device: _trained(DECODERS[name], device, False)), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"), [("switch", "replicate=2"), ("switch", "shard=2"), ("switch_losses", "replicate=2")]
-)
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("name", TRANSLATORS)
 def test_translators_that_drop_words_and_draw_in_their_experts(accelerator, name, plan):
     accelerator(plan, strict=True)
     arguments = {"output_router_logits": True} if name == "switch_losses" else {}

@@ -233,7 +233,13 @@ def _shard_one(module: nn.Module, **options: Any) -> None:
 
 def _own_outputs(block: nn.Module, args: object, output: Any) -> Any:
     """Gives a block's outputs memory of their own: an in-place operation on a view would drop FSDP2's backward hook."""
-    return tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if leaf._is_view() else leaf, output)
+    return tree_map_only(torch.Tensor, _own_memory, output)
+
+
+def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():  # the tensor as it is: modes of a forward may have another in its place
+        is_view = tensor._is_view()
+    return tensor.clone() if is_view else tensor
 
 
 def calling(module: nn.Module, target: Callable[..., Any]) -> Callable[..., Any]:
