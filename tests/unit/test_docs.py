@@ -16,7 +16,8 @@ from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.plan_checks import WORDS, spell
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 OPTIONS = (DOCS / "ap" / "advanced-settings.md").read_text(encoding="utf-8")
 
 
@@ -54,6 +55,35 @@ def test_plan_table_and_example():
     texts = re.findall(r'plan="([^."]+)"', OPTIONS)
     assert len(texts) >= 2
     assert [str(Plan.parse(text)) for text in texts] == texts
+
+
+NOT_FILES = {"train.py", "PACKAGE/MODULE.py", "PACKAGE/test_MODULE.py", ".py"}
+"""Names of a reader's script, and forms of names."""
+ELSEWHERE = re.compile(r"(\[[^\]]*\]\()?https?://[^\s)]*")
+"""A link to another project, whose text may be the name of a file there."""
+
+
+def named_files(text: str) -> set[str]:
+    """Returns the names of Python files in a text, with as much of their folders as it says."""
+    return set(re.findall(r"(?<![\w./*-])[\w./-]*\.py\b", ELSEWHERE.sub("", text))) - NOT_FILES
+
+
+@pytest.mark.parametrize(
+    "page", [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
+)
+def test_files_that_pages_name_exist(page):
+    folders = [ROOT / name for name in ("moreh_ap", "moreh", "scripts", "tests", "tutorials")]
+    own = [path for folder in folders for path in folder.rglob("*.py")]
+    paths = {f"/{path.relative_to(ROOT).as_posix()}" for path in own}
+    names = named_files(page.read_text(encoding="utf-8"))
+    assert [name for name in names if not any(path.endswith(f"/{name}") for path in paths)] == []
+
+
+def test_a_name_of_a_file_that_moved_is_found():
+    assert named_files("`a/b.py`, a -- c.py --> b, [`run.py`](https://example.com/run.py), `train.py`") == {
+        "a/b.py",
+        "c.py",
+    }
 
 
 @pytest.mark.parametrize("name", ["moreh_ap.errors", "moreh_ap.plan"])
