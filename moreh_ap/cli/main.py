@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="moreh-ap", description="Train on every device as if it were one.")
     parser.add_argument("--version", action="version", version=f"moreh-ap {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     given, script_arguments = _before_and_after_dashes(list(sys.argv[1:] if arguments is None else arguments))
     asked = next((word for word in given if word in COMMANDS), "")
     for name, (module, purpose) in COMMANDS.items():
@@ -62,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == asked:
             import_module(module).add_arguments(command)
     chosen = parser.parse_args(given)
+    if chosen.command is None:
+        parser.print_help(sys.stderr)
+        return USAGE_STATUS
     try:
         if script_arguments and asked not in RUN_A_SCRIPT:
             raise OptionError(f"arguments after --: {' '.join(script_arguments)}", "none: no script is run")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from moreh_ap.reporting import charts
-from moreh_ap.reporting.run_record import PlanFigures, RunRecord, Step
+from moreh_ap.reporting.run_record import PlanFigures, PlannedModel, RunRecord, Step
 
 _SETTLED_AFTER = 6
 """The first steps build, compile and compare; a run that has more is judged by the later ones."""
@@ -33,6 +33,7 @@ def make(record: RunRecord) -> str:
     return template.render(
         run=record,
         model=model,
+        models=_counted(record.models),
         seconds=seconds,
         rows_per_s=_rate([step.rows for step in settled], settled),
         tokens_per_s=_rate([step.tokens for step in settled], settled),
@@ -78,6 +79,14 @@ def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
 def next_plan(record: RunRecord) -> PlanFigures | None:
     """Returns the plan that would have been chosen next; None where the script gave the plan or there is no other."""
     return record.models[0].others[0] if record.models and record.models[0].others else None
+
+
+def _counted(models: list[PlannedModel]) -> list[tuple[PlannedModel, int]]:
+    """Returns each different model once, with how many are like it: a script may make one anew to go on from a file."""
+    alike: dict[tuple[str, str, str], list[PlannedModel]] = {}
+    for one in models:
+        alike.setdefault((one.model, one.chosen.plan, one.reason), []).append(one)
+    return [(same[0], len(same)) for same in alike.values()]
 
 
 def _window(num_steps: int) -> int:

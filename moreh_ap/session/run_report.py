@@ -107,6 +107,7 @@ class RunReport:
 
     def planned(self, root: nn.Module, planned: Planned, reason: str) -> None:
         """Records a model's plan, and the next ones."""
+        self._come_first_at_exit()
         chosen = planned.chosen
         others = [one for one in planned.candidates if one.plan != chosen.plan and one.step is not None]
         self._record.models.append(
@@ -177,6 +178,7 @@ class RunReport:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer() is not optimizer:
             return
+        self._come_first_at_exit()  # others may have taken the place of workers
         now = time.perf_counter()
         seconds = None if self._stepped_at is None else now - self._stepped_at
         self._stepped_at = now
@@ -203,8 +205,7 @@ class RunReport:
         """Has the step after the next one traced."""
         self._may_trace = False
         self._tracer = StepTracer(self._session, self._folder / records.TRACE_FILE, 2, 2, done=self._traced)
-        atexit.unregister(self._at_exit)  # exit handlers run last in, first out: this one closes the tracer
-        atexit.register(self._at_exit)
+        self._come_first_at_exit()  # this closes the tracer
 
     def _traced(self, first: int, last: int, is_early: bool) -> None:
         events = json.loads((self._folder / records.TRACE_FILE).read_text(encoding="utf-8"))["traceEvents"]
@@ -255,6 +256,11 @@ class RunReport:
             cache_files.write_whole(self._folder / records.PAGE_FILE, page.make(record))
         except OSError as error:
             logger.say(f"the report cannot be written: {error}")
+
+    def _come_first_at_exit(self) -> None:
+        """Exit handlers run last in, first out, and workers register theirs whenever some have started."""
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
         if os.getpid() == self._pid:  # a forked child has not trained

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from moreh_ap import accelerator_models
 from moreh_ap.accelerator_models import Accelerators
+from moreh_ap.toolkit.fitting_table import FittingTable
 from moreh_ap.toolkit.job_usage import JobState, Snapshot, used_bytes
 from moreh_ap.version import __version__
 
@@ -38,7 +37,7 @@ def overview(snapshot: Snapshot, only: int | None = None) -> RenderableType:
         snapshot: What runs.
         only: Number of the one accelerator to show.
     """
-    table = _table(
+    table = FittingTable(
         "Device", "Name", "Model", "Memory Usage", "Total Memory", "Utilization",
         title=f"Current Version: {__version__}",
     )  # fmt: skip
@@ -58,9 +57,11 @@ def physical(snapshot: Snapshot, only: int | None = None) -> RenderableType:
     """Returns a row for each physical device behind the accelerators, and what each job trains under which plan."""
     jobs = list(_jobs(snapshot, only))
     host = ("Host",) if any(worker.host for job in jobs for worker in job.workers) else ()
-    table = _table("Device", "Rank", *host, "Name", "Job ID", "PID", "Memory Usage", "Total Memory", "Utilization",
-                   *(("Temperature", "Power") if snapshot.machine.gpus else ()),
-                   title=f"{snapshot.machine.processor}, {snapshot.machine.supply}")  # fmt: skip
+    table = FittingTable(
+        "Device", "Rank", *host, "Name", "Job ID", "PID", "Memory Usage", "Total Memory", "Utilization",
+        *(("Temperature", "Power") if snapshot.machine.gpus else ()),
+        title=f"{snapshot.machine.processor}, {snapshot.machine.supply}",
+    )  # fmt: skip
     for job in jobs:
         for worker in job.workers:
             where = (worker.host or "this one",) if host else ()
@@ -78,9 +79,9 @@ def physical(snapshot: Snapshot, only: int | None = None) -> RenderableType:
     return _with_jobs(table, "Jobs:", _details(jobs)) if jobs else table
 
 
-def listed(accelerators: Accelerators, model_of_all: str) -> Table:
+def listed(accelerators: Accelerators, model_of_all: str) -> FittingTable:
     """Returns the table that `moreh-smi device` prints after a change."""
-    table = _table("Device", "Name", "Model")
+    table = FittingTable("Device", "Name", "Model")
     for number, model in accelerators.models.items():
         table.add_row(marked(accelerators, number), NAME, model or model_of_all)
     return table
@@ -145,21 +146,21 @@ def _jobs(snapshot: Snapshot, only: int | None) -> Iterator[JobState]:
     return (job for job in snapshot.jobs if only in (None, job.entry.accelerator))
 
 
-def _with_jobs(table: Table, title: str, jobs: Table) -> Group:
+def _with_jobs(table: FittingTable, title: str, jobs: FittingTable) -> Group:
     return Group(table, Text(), Text(title), jobs)
 
 
-def _processes(jobs: list[JobState]) -> Table:
-    table = _table("Device", "Job ID", "PID", "Process", "Memory Usage")
+def _processes(jobs: list[JobState]) -> FittingTable:
+    table = FittingTable("Device", "Job ID", "PID", "Process", "Memory Usage")
     for job in jobs:
         entry = job.entry
         table.add_row(str(entry.accelerator), entry.job_id, str(entry.process.pid), job.command, _mib(job.used_bytes))
     return table
 
 
-def _details(jobs: list[JobState]) -> Table:
+def _details(jobs: list[JobState]) -> FittingTable:
     lost = ("Losses Survived",) if any(job.entry.losses_survived for job in jobs) else ()
-    table = _table("Job ID", "Devices", "Model", "Plan", "Started", *lost, "Process")
+    table = FittingTable("Job ID", "Devices", "Model", "Plan", "Started", *lost, "Process")
     for job in jobs:
         entry = job.entry
         survived = (str(entry.losses_survived),) if lost else ()
@@ -177,17 +178,6 @@ def _hardware(gpu: Any) -> tuple[str, ...]:
 
 def _model_of_all(snapshot: Snapshot) -> str:
     return accelerator_models.model_of_all(snapshot.machine.supply)
-
-
-def _table(*columns: str, title: str = "") -> Table:
-    table = Table(box=box.ASCII_DOUBLE_HEAD, title=title or None, title_justify="right", title_style="", padding=(0, 1))
-    right = ("Memory Usage", "Total Memory", "Utilization", "PID", "Job ID", "Rank", "Temperature", "Power", "Devices",
-             "Losses Survived")  # fmt: skip
-    for column in columns:
-        cut = column in ("Process", "Plan")
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=True,
-                         overflow="ellipsis" if cut else "fold", min_width=None if cut else len(column))  # fmt: skip
-    return table
 
 
 def _mib(num_bytes: int | None) -> str:

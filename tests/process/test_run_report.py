@@ -54,6 +54,7 @@ def test_a_script_that_ends_early_with_an_error_has_a_report_too(tmp_path, num_s
     record = run_record.read(tmp_path / "report" / "report.json")
     assert record.ending == "ended by ValueError: the script has an error"
     assert len(record.steps) == int(num_steps)
+    assert len(record.devices) == len(record.peak_bytes) == (2 if record.steps else 0), "the workers end after it"
     assert "[info] the report of this run: " in script.out
 
 

@@ -132,21 +132,25 @@ def _figures(candidate: Candidate) -> tuple[str, ...]:
 
 
 def _components_table(candidates: list[Candidate]) -> Table:
-    """Returns memory and time by component, a column for each plan."""
-    table = _table("", "", *(_letter(place) if len(candidates) > 1 else "" for place in range(len(candidates))))
-    memories = [candidate.memory.components for candidate in candidates]
-    for row, (label, _) in enumerate(memories[0]):
-        table.add_row("memory, GiB" if row == 0 else "", label, *(f"{one[row][1] / 2**30:.2f}" for one in memories))
+    """Returns memory and time by component, those that no plan has left out, a column for each plan."""
+    table = _table(
+        "", "part", *(_letter(place) if len(candidates) > 1 else "predicted" for place in range(len(candidates)))
+    )
+    memories = [
+        parts for parts in zip(*(one.memory.components for one in candidates)) if any(size for _, size in parts)
+    ]
+    for row, parts in enumerate(memories):
+        table.add_row("memory, GiB" if row == 0 else "", parts[0][0], *(f"{size / 2**30:.2f}" for _, size in parts))
     table.add_row("", "allocated", *(f"{one.memory.allocated_bytes / 2**30:.2f}" for one in candidates))
     table.add_row("", "reserved", *(f"{one.memory.reserved_bytes / 2**30:.2f}" for one in candidates), end_section=True)
     if any(one.memory.host_bytes for one in candidates):
         on_host = (f"{one.memory.host_bytes / 2**30:.2f}" for one in candidates)
         table.add_row("", "in host memory", *on_host, end_section=True)
     steps = [candidate.step for candidate in candidates if candidate.step is not None]
-    times = [step.components for step in steps]
-    for row, (label, _, _) in enumerate(times[0]):
-        cells = [(f"({one[row][2]:.4f}) " if one[row][2] else "") + f"{one[row][1]:.4f}" for one in times]
-        table.add_row("time, s" if row == 0 else "", label, *cells)
+    times = [parts for parts in zip(*(step.components for step in steps)) if any(one[1] or one[2] for one in parts)]
+    for row, parts in enumerate(times):
+        cells = [(f"({hidden:.4f}) " if hidden else "") + f"{seconds:.4f}" for _, seconds, hidden in parts]
+        table.add_row("time, s" if row == 0 else "", parts[0][0], *cells)
     table.add_row("", "step", *(f"{step.total_s:.4f}" for step in steps), end_section=True)
     table.add_row("", "tokens/s", *(f"{step.tokens_per_s:,.0f}" for step in steps))
     table.add_row("", "tokens/s a device", *(f"{step.tokens_per_s_per_device:,.1f}" for step in steps))

@@ -35,7 +35,13 @@ def test_every_command_has_help_of_its_own(name, capsys):
     assert f"moreh-ap {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["plan", "--no-such-flag"]])
+def test_without_a_command_the_program_says_which_there_are(capsys):
+    assert program.main([]) == program.USAGE_STATUS
+    said = capsys.readouterr().err
+    assert all(f"    {name} " in said for name in program.COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["no-such-command"], ["plan", "--no-such-flag"]])
 def test_impossible_arguments_end_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         program.main(arguments)

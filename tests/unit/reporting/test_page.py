@@ -81,6 +81,19 @@ def test_losses_of_workers_are_counted_on_the_page(record):
     assert "2 losses of workers survived" in " ".join(Text(page.make(record)).words)
 
 
+def test_models_alike_are_named_once(record):
+    record.models *= 2
+    text = " ".join(Text(page.make(record)).words)
+    assert text.count("3 of 5 plans fit") == 1 and "Llama (2 models): shard=2" in text
+
+
+def test_what_is_not_known_of_a_run_is_not_shown_as_nothing(record):
+    record.devices, record.peak_bytes = [], []
+    text = " ".join(Text(page.make(record)).words)
+    assert "0 devices" not in text and "3.00 GiB not measured" in text
+    assert "a run of ten steps or more shows its tenth one" in text
+
+
 def test_the_page_loads_nothing(record):
     html = page.make(record)
     assert not re.search(r"<(script|link|img|iframe)|url\(|@import", html)

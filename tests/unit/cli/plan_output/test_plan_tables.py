@@ -33,6 +33,13 @@ def test_explanation(capsys):
         assert word in said
 
 
+def test_parts_that_no_plan_has_are_left_out_of_an_explanation(capsys):
+    said = show(capsys, "GPT-2", "--devices", "8xA100", "--global-batch", "64", "--explain")
+    rows = [line.split("│")[2].strip() for line in said.splitlines() if line.startswith("│") and line.count("│") == 4]
+    assert "forward" in rows and "optimizer" in rows
+    assert not {"bubble", "pipeline messages", "tensor axis"} & set(rows)
+
+
 def test_compare(capsys):
     plans = ["replicate=8,precision=bf16", "replicate=8,recompute=full,precision=bf16"]
     where = ["GPT-2", "--devices", "8xA100", "--global-batch", "64"]
