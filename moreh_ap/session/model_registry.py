@@ -23,7 +23,7 @@ from moreh_ap.protocol.messages.stream import ImportModules
 from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import replaying
-from moreh_ap.session.models.training_forwards import draws_for_pyro, trains_itself
+from moreh_ap.session.models.training_forwards import draws_for_pyro, runs_in_script
 from moreh_ap.session.own_process.faster_place import StepTrial
 from moreh_ap.session.own_process.small_models import SmallModels
 from moreh_ap.session.planning import first_call
@@ -51,6 +51,7 @@ class ModelRegistry:
         # Weak: a model goes with its module, as on one device.
         self._models: weakref.WeakSet[RemoteModel] = weakref.WeakSet()
         self._announced: set[str] = set()
+        self._run_here: IdentityTable[nn.Module, bool] = IdentityTable()  # see `_runs_here`
         self._calling_here = threading.local()  # whether this thread is in `call_here`
         # Of models that have left the workers to be timed in this process.
         self._plans: IdentityTable[nn.Module, Plan] = IdentityTable()
@@ -108,7 +109,7 @@ class ModelRegistry:
         if getattr(self._calling_here, "active", False):
             return None
         parameter = next(iter(module.parameters()), None)
-        if not isinstance(parameter, VirtualTensor) or not parameter.is_cuda or trains_itself(module):
+        if not isinstance(parameter, VirtualTensor) or not parameter.is_cuda or self._runs_here(module):
             return None
         value = parameter._cell.value
         if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState):
@@ -122,6 +123,12 @@ class ModelRegistry:
                 return model, path
             return self._build(module if not model.contains(module) else model.root, module, args, kwargs)
         return self._build(self._moved_root(module), module, args, kwargs)
+
+    def _runs_here(self, module: nn.Module) -> bool:
+        """Returns whether a module's forward runs in the script, for what its code does."""
+        if module not in self._run_here:
+            self._run_here[module] = runs_in_script(module)
+        return self._run_here[module]
 
     def call_here(self, model: RemoteModel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of a call that adds members to a model, on the script's own modules and operation by

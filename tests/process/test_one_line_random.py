@@ -326,3 +326,48 @@ def test_a_mask_of_two_pictures_of_each_row_is_that_of_one_device(accelerator, c
     accelerator(plan)
     assert [*losses("cuda")] == pytest.approx(expected, rel=1e-5)
     assert "computes the whole batch" not in capsys.readouterr().out
+
+
+class Shake(torch.autograd.Function):
+    """Adds two branches with weights that it draws for each row, and others for their gradients."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        weights = torch.rand(len(first), 1).to(first.device)
+        return weights * first + (1 - weights) * second
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weights = torch.rand(len(gradient), 1).to(gradient.device)
+        return weights * gradient, (1 - weights) * gradient
+
+
+class Shaken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(Shake.apply(self.first(x), self.second(x)))
+
+
+def train_shaken(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), Shaken()).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trace = []
+    for _ in range(3):
+        x, y = torch.randn(6, 4).to(device), torch.randint(0, 3, (6,)).to(device)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        trace.append(loss.item())
+    return [*trace, torch.rand(1).item()]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_random_numbers_in_a_backward_are_those_of_one_device(accelerator, plan):
+    expected = train_shaken("cpu")
+    accelerator(plan)
+    assert train_shaken("cuda") == pytest.approx(expected, rel=1e-5)

@@ -1,7 +1,7 @@
 """What the script's code does in a worker and the script does not see, in words for a warning there.
 
-Decides what is looked at: files that a forward writes, and numbers that change in a backward (a forward that an adjoint
-method runs there, with a counter in it). Must not know how the script is warned.
+Decides what is looked at: files that a forward writes, numbers that change in a backward (a forward that an adjoint
+method runs there, with a counter in it), random numbers that a backward draws. Must not know how the script is warned.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
+from moreh_ap.errors import UnsupportedError
+from moreh_ap.parallelizer.rng.policy import current_streams
 from moreh_ap.protocol.module_attributes import Attributes
 from moreh_ap.protocol.script_code.written_files import take_written
 
@@ -40,11 +42,27 @@ class UnseenChanges:
             )
 
     @contextmanager
-    def looking_at_backward(self, kind: Hashable) -> Iterator[None]:
-        """Has the script warned of numbers among the attributes that change inside."""
+    def looking_at_backward(self, kind: Hashable, may_draw: bool = False) -> Iterator[None]:
+        """Has the script warned of numbers among the attributes that change inside.
+
+        Args:
+            kind: What the call has in common with others.
+            may_draw: Whether the forward runs inside, too.
+
+        Raises:
+            UnsupportedError: The backward draws from streams that the script goes on from, in another order.
+        """
         self.known.add(kind)
         before = {} if self._attributes is None else self._attributes.marks()
+        streams = None if may_draw else current_streams()
         yield
+        if streams is not None and streams != current_streams():
+            raise UnsupportedError(
+                f"the backward through {self._title} draws random numbers, which are not those of one device.",
+                allowed="Random numbers in forward; in the backward of a torch.autograd.Function of the script, which "
+                "runs in the script's process then.",
+                fix="ctx.save_for_backward(torch.rand(...))  # drawn in its forward",
+            )
         changed = [] if self._attributes is None else self._attributes.changed(before).items()
         names = [name for name, value in changed if isinstance(value, (bool, int, float)) and name in before]
         if names:

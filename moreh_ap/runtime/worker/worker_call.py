@@ -186,9 +186,9 @@ class CallCommands:
             model.set_training(command.training)
         if command.separate or model.gradients_aside is not None:
             model.put_gradients_aside(command.separate)
-        gradients = [self._gradient(data) for data in command.gradients]
-        unseen = model.unseen_changes
-        with nullcontext() if call.kind in unseen.known else unseen.looking_at_backward(call.kind):
+        gradients, unseen = [self._gradient(data) for data in command.gradients], model.unseen_changes
+        runs_later = not call.run.is_computed
+        with nullcontext() if call.kind in unseen.known else unseen.looking_at_backward(call.kind, runs_later):
             call.backward(gradients, command.retain_graph, command.watched)
         found = bytes([parameter.grad is not None for parameter in model.parameters.values()])
         return found + call.input_gradient_flags()

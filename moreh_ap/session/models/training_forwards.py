@@ -1,18 +1,36 @@
-"""Forwards that run in the script: those that train, and those that draw for Pyro.
+"""Forwards that run in the script: those that train, draw for Pyro, draw in a backward, or mark parameters.
 
 A forward that trains computes gradients and steps an optimizer itself, as the meta-learner of MAML does. One that draws
-for Pyro speaks to handlers (a trace, a replay) that the script has entered, and no worker has. Decides which modules
-have one; the other modules that it calls run on the workers. Must not know what is done with a module.
+for Pyro speaks to handlers (a trace, a replay) that the script has entered, and no worker has. One that goes through a
+`torch.autograd.Function` whose backward draws random numbers (Shake-Shake, ShakeDrop) moves the script's stream between
+the script's own draws. One that sets an attribute on a parameter (``self.weight.org = ...``, binary networks) shares it
+with the script, which has parameters of its own. Decides which modules have one; the other modules that it calls run on
+the workers. Must not know what is done with a module.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
+import itertools
 
-from torch import nn
+from torch import Tensor, nn
+
+from moreh_ap.protocol.script_code.script_globals import functions_of
 
 _CALLS = {"backward", "step"}
 _DRAWS = {"pyro", "sample"}
+_RANDOM = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "random", "random_"),
+    *("bernoulli", "bernoulli_", "uniform", "uniform_", "normal", "normal_", "exponential_", "geometric_", "cauchy_"),
+    *("log_normal_", "multinomial", "poisson", "dropout"),
+}
+"""Names of what draws, in PyTorch, NumPy and Python's `random`."""
+
+
+def runs_in_script(module: nn.Module) -> bool:
+    """Says whether a module's forward trains, or what it calls draws in a backward or marks parameters."""
+    return trains_itself(module) or draws_in_backward(module) or marks_parameters(module)
 
 
 def trains_itself(module: nn.Module) -> bool:
@@ -28,3 +46,20 @@ def draws_for_pyro(module: nn.Module) -> bool:
         return True
     code = getattr(inspect.unwrap(module.forward), "__code__", None)
     return code is not None and _DRAWS.issubset(code.co_names)
+
+
+def draws_in_backward(module: nn.Module) -> bool:
+    """Says whether calls of a module may come to a `torch.autograd.Function` of the script whose backward draws."""
+    backwards = (function for function in functions_of(module) if function.__name__ == "backward")
+    return any(not _RANDOM.isdisjoint(function.__code__.co_names) for function in backwards)
+
+
+def marks_parameters(module: nn.Module) -> bool:
+    """Says whether calls of a module may come to code of the script that sets a new attribute of a parameter."""
+    names = {name.rpartition(".")[2] for name, _ in module.named_parameters()}
+    for function in functions_of(module):
+        for before, after in itertools.pairwise(dis.get_instructions(function.__code__)):
+            is_set = after.opname == "STORE_ATTR" and not hasattr(Tensor, after.argval)
+            if is_set and before.opname == "LOAD_ATTR" and before.argval in names:
+                return True
+    return False

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
 from torch import nn
 
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.module_attributes import Attributes
 from moreh_ap.protocol.script_code.written_files import WRITTEN
 from moreh_ap.runtime.worker.unseen_changes import UnseenChanges
@@ -34,3 +38,15 @@ def test_files_are_named():
     WRITTEN["/data/scores.txt"] = None
     unseen.note_files()
     assert "forward() of Net writes /data/scores.txt in every worker" in unseen.warnings[0] and not WRITTEN
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(2), random.random])
+def test_random_numbers_in_a_backward_are_refused_unless_a_forward_runs_there(draw):
+    unseen = UnseenChanges(Net, None)
+    with unseen.looking_at_backward("later", may_draw=True):
+        draw()
+    with (
+        pytest.raises(UnsupportedError, match=r"backward through forward\(\) of Net draws"),
+        unseen.looking_at_backward("kind"),
+    ):
+        draw()

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moreh_ap.session.models.training_forwards import draws_for_pyro, trains_itself
+from moreh_ap.session.models.training_forwards import (
+    draws_for_pyro,
+    draws_in_backward,
+    marks_parameters,
+    runs_in_script,
+    trains_itself,
+)
 
 
 class Learner(nn.Module):
@@ -59,3 +65,59 @@ def test_a_forward_that_draws_for_pyro():
 
     assert draws_for_pyro(Mixture()) and draws_for_pyro(Regression())
     assert not draws_for_pyro(Policy()) and not draws_for_pyro(nn.Linear(2, 2))
+
+
+class Shaken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * torch.rand(())
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient * torch.empty(len(gradient)).uniform_()
+
+
+class Straight(Shaken):
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
+def shake(x: Tensor) -> Tensor:
+    return Shaken.apply(x)
+
+
+def test_a_backward_of_the_script_that_draws():
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return shake(x)
+
+    class Rounding(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Straight.apply(x)
+
+    assert draws_in_backward(nn.Sequential(nn.Linear(2, 2), Block()))
+    assert not draws_in_backward(Rounding()) and not draws_in_backward(nn.Sequential(nn.Dropout(), nn.Linear(2, 2)))
+
+
+class Binary(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self.weight, "org"):
+            self.weight.org = self.weight.data.clone()
+        self.weight.data = self.weight.org.sign()
+        return super().forward(x)
+
+
+class Counting(nn.Linear):
+    """Sets attributes, none of them on a parameter but one of PyTorch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = 1
+        self.inner.calls = 2
+        self.weight.data = self.weight.data * 2
+        return super().forward(x)
+
+
+def test_a_forward_that_sets_an_attribute_on_a_parameter():
+    assert marks_parameters(nn.Sequential(nn.Linear(2, 2), Binary(2, 2))) and runs_in_script(Binary(2, 2))
+    assert not marks_parameters(Counting(2, 2)) and not runs_in_script(nn.Sequential(Counting(2, 2), nn.Dropout()))
