@@ -18,21 +18,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.dry_runs import DryRuns, Followed
 from moreh_ap.parallelizer.call.execution import Execution
-from moreh_ap.parallelizer.call.extension import Findings, extended
 from moreh_ap.parallelizer.call.forward import EagerForward, summing_gradients
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import before_the_last_backward
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 from moreh_ap.protocol.batch import row_range, slice_rows
-from moreh_ap.protocol.pytree import flatten
 
 
 class MicroBatchedForward(Execution):
@@ -44,7 +41,7 @@ class MicroBatchedForward(Execution):
         kwargs: This worker's rows of the keyword arguments.
         num_chunks: Number of pieces, the same on every worker.
         rows: Rows of the global batch.
-        meta_module: See `way_to_execute`.
+        dry_runs: What is known of calls like this one before they run.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class MicroBatchedForward(Execution):
         kwargs: Mapping[str, Any],
         num_chunks: int,
         rows: int,
-        meta_module: nn.Module | None,
+        dry_runs: DryRuns,
     ) -> None:
         self.call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
@@ -66,10 +63,15 @@ class MicroBatchedForward(Execution):
         self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._outputs: Sequence[Any] | None = None
         self.is_computed = False
-        self.shapes, self.treespec, self._denominators, draws_from_host = self._dry_run(meta_module)
+        drawing = call.random.begin(call.device)
+        followed, self._denominators = dry_runs.run(
+            call, self._leaves, self._spec, drawing, self._observed, self._run_without_gradients
+        )
+        self.shapes, self.treespec = followed.shapes, followed.treespec
+        self._recall(followed.noted)
         self.kinds = call.kinds or ("same",) * len(self.shapes)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in self.shapes]
-        self.drew = bool(call.random.draws.stream) or draws_from_host
+        self.drew = bool(call.random.draws.stream) or drawing.moved_host()
         if self.drew:
             self._draw()
 
@@ -115,61 +117,18 @@ class MicroBatchedForward(Execution):
             _join_gradients([grads[i] for grads in input_grads], leaf, self._rows) for i, leaf in enumerate(self.inputs)
         ]
 
-    def _dry_run(self, meta_module: nn.Module | None) -> tuple[Sequence[Any], Any, list[Tensor], bool]:
-        """Returns shapes, nesting, the global denominators, and whether Python's or NumPy's stream is drawn from."""
-        drawing = self.call.random.begin(self.call.device)
-        found = None if meta_module is None or self.call.target else self._run_on_meta(meta_module)
-        if not self._smallest(int(found is not None)):
-            found = self._run_without_gradients()
-        draws_from_host = drawing.moved_host()
-        leaves, spec, local = found  # type: ignore[misc]  # None was replaced on every worker
-        fewest, most = self._smallest(len(local)), -self._smallest(-len(local))
-        if fewest != most:
-            raise ExactnessError(
-                f"rows decide how many means over the batch a forward takes: {fewest} on one device, {most} on another",
-                "the same number of mean losses for all rows",
-                'plan="micro_batches=1"',
-            )
-        denominators = torch.stack(local) if local else torch.empty(0, dtype=torch.float64)
-        if local and self.call.axis.size > 1:
-            denominators = denominators.to(self.call.device)
-            dist.all_reduce(denominators, group=self.call.axis.group)
-        return leaves, spec, list(denominators.unbind()), draws_from_host
-
-    def _run_on_meta(self, meta_module: nn.Module) -> tuple[Sequence[Any], Any, list[Tensor]] | None:
-        """Returns result, nesting and this worker's denominators; None where meta tensors are not enough."""
-        for real, meta in zip(self.call.module.modules(), meta_module.modules(), strict=False):
-            meta.training = real.training
-        args, kwargs = tree_unflatten(self._leaves, self._spec)
-        try:
-            with (
-                torch.no_grad(),
-                MetaReduction(self.call.device, rules=self.call.rules) as reduction,
-                self._observed(meta_module, reduction),
-            ):
-                forward = lambda args, kwargs: meta_module(*args, **kwargs)  # noqa: E731
-                result = extended(self.call.extensions, Findings(), meta_module, forward)(args, kwargs)
-        except Exception:  # any error of a model that asks a meta tensor for a value: the real module is run instead
-            return None
-        return *flatten(result), reduction.local_denominators
-
-    def _observed(self, meta_module: nn.Module, reduction: MetaReduction) -> AbstractContextManager[None]:
-        """Returns what has to be active while the module runs on meta."""
+    def _observed(self, meta_module: nn.Module, reduction: MetaReduction) -> AbstractContextManager[Any]:
+        """Returns what has to be active while the module runs on meta, and gives what is noted then."""
         return nullcontext()
 
-    def _run_without_gradients(self) -> tuple[Sequence[Any], Any, list[Tensor]]:
+    def _recall(self, noted: Any) -> None:
+        """Takes what was noted."""
+
+    def _run_without_gradients(self) -> tuple[Followed, list[Tensor]]:
         args, kwargs = tree_unflatten(self._leaves, self._spec)
         recorder = GlobalReduction(self.call.device, record=True, rules=self.call.rules)
         done = EagerForward(replace(self.call, grad=False), args, kwargs, reduction=recorder)
-        return done.shapes, done.treespec, recorder.local_denominators
-
-    def _smallest(self, own: int) -> int:
-        """Returns the smallest of the workers' numbers."""
-        if self.call.axis.size == 1:
-            return own
-        number = torch.tensor(own, device=self.call.device)
-        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.call.axis.group)
-        return int(number.item())
+        return Followed(done.shapes, done.treespec), recorder.local_denominators
 
     def _run_chunk(self, call: Call, chunk: int) -> EagerForward:
         args, kwargs = self._chunk_arguments(chunk)

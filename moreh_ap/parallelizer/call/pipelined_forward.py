@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.dry_runs import DryRuns
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.forward import autocasting, reducing, scaled_gradient, summing_gradients
 from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
@@ -33,19 +34,15 @@ from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import compute_dtype, recover, settle
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
-from moreh_ap.parallelizer.mesh import Axis
-from moreh_ap.parallelizer.pipeline.stage import Nesting, Stage, Travelling, nesting_of
+from moreh_ap.parallelizer.pipeline.stage import Nesting, Stage, nesting_of
 from moreh_ap.parallelizer.pipeline.stages import Stages, stages_of
+from moreh_ap.parallelizer.pipeline.transfers import receive, receive_header, send, send_failure
 from moreh_ap.parallelizer.precision.output_precision import shapes_of
 from moreh_ap.plan import Plan
-from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
+from moreh_ap.protocol.pytree import flatten
 
 if TYPE_CHECKING:
     from moreh_ap.parallelizer.pipeline.schedules import Border
-
-
-class StageFailed(Exception):
-    """Another stage of the pipeline raised an error, for which this one waited; the text is what it was."""
 
 
 class PipelinedPass(Execution):
@@ -81,7 +78,7 @@ class PipelinedPass(Execution):
                     except Exception as error:  # stages that wait for this one are told
                         failure = failure or error
                         if not stage.is_last:
-                            _send_failure(stages.axis, (number + 1) % stages.axis.size, failure)
+                            send_failure(stages.axis, (number + 1) % stages.axis.size, failure)
                 if failure is not None:
                     raise failure
         except BaseException:
@@ -97,7 +94,7 @@ class PipelinedPass(Execution):
         self, number: int, stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int, has_failed: bool
     ) -> None:
         axis = self._stages.axis
-        received, nesting = ([], None) if number == 0 else _receive(axis, (number - 1) % axis.size, self.call.device)
+        received, nesting = ([], None) if number == 0 else receive(axis, (number - 1) % axis.size, self.call.device)
         assert not has_failed, "an earlier stage, and so those between it and this one"
         self.call.random.begin(self.call.device, chunk, number)
         result = stage(tuple(received), nesting, args, kwargs)
@@ -107,7 +104,7 @@ class PipelinedPass(Execution):
             self._ran.append((stage, received, []))
             return
         self._ran.append((stage, received, list(result)))
-        _send(axis, (number + 1) % axis.size, list(result), stage.nesting)
+        send(axis, (number + 1) % axis.size, list(result), stage.nesting)
 
     def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
         with summing_gradients(self.call):
@@ -129,7 +126,7 @@ class PipelinedPass(Execution):
                 except Exception as error:  # stages that wait for this one are told
                     failure = failure or error
                     if wanted:
-                        _send_failure(self._stages.axis, (stage.index - 1) % self._stages.axis.size, failure)
+                        send_failure(self._stages.axis, (stage.index - 1) % self._stages.axis.size, failure)
             if failure is not None:
                 raise failure
         except BaseException:
@@ -152,7 +149,7 @@ class PipelinedPass(Execution):
         else:
             roots, grads = returned, [torch.empty_like(t) for t in returned]
             if grads:
-                _receive_header(axis, (stage.index + 1) % axis.size)
+                receive_header(axis, (stage.index + 1) % axis.size)
             for grad in grads:
                 dist.recv(grad, group=axis.group, group_src=(stage.index + 1) % axis.size)
         if roots:
@@ -163,6 +160,19 @@ class PipelinedPass(Execution):
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
             leaf.grad = None
             dist.send(grad, group=axis.group, group_dst=(stage.index - 1) % axis.size)
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """What is noted of a forward that is followed without values.
+
+    Attributes:
+        borders: By stage, what it returns for the whole slice.
+        block_sites: For each block the means that are taken inside.
+    """
+
+    borders: dict[int, tuple[Nesting, list[Border]]]
+    block_sites: list[range]
 
 
 class PipelinedForward(MicroBatchedForward):
@@ -177,7 +187,7 @@ class PipelinedForward(MicroBatchedForward):
         kwargs: Mapping[str, Any],
         num_chunks: int,
         rows: int,
-        meta_module: nn.Module,
+        dry_runs: DryRuns,
         plan: Plan,
     ) -> None:
         self._stages = _stages(call.module)
@@ -190,7 +200,7 @@ class PipelinedForward(MicroBatchedForward):
                 "calls of the model itself, calls of parts under torch.no_grad(), or plans with pipeline=1",
                 'plan="shard=2"',
             )
-        super().__init__(call, args, kwargs, num_chunks, rows, meta_module)
+        super().__init__(call, args, kwargs, num_chunks, rows, dry_runs)
         if call.kinds is not None and len(call.kinds) != len(self.shapes):
             raise UnsupportedError(
                 "a training call asks for results that earlier stages of the pipeline compute (hidden states?)",
@@ -283,20 +293,18 @@ class PipelinedForward(MicroBatchedForward):
     # -- before anything runs ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _observed(self, meta_module: nn.Module, reduction: MetaReduction) -> Iterator[None]:
+    def _observed(self, meta_module: nn.Module, reduction: MetaReduction) -> Iterator[_Noted]:
         """Notes what stages return, and which means are taken inside which block."""
-        stages = self._stages
-        self._borders: dict[int, tuple[Nesting, list[Border]]] = {}
-        self._block_sites: list[range] = []
+        stages, noted = self._stages, _Noted({}, [])
         some_stage = next(iter(stages.local.values()))
         ends = {own.stop - 1: stage for stage, own in enumerate(stages.ranges)}
 
         def begin(block: nn.Module, args: Any) -> None:
-            self._block_sites.append(range(len(reduction.local_denominators), 0))
+            noted.block_sites.append(range(len(reduction.local_denominators), 0))
 
         def end(block: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            number = len(self._block_sites) - 1
-            self._block_sites[number] = range(self._block_sites[number].start, len(reduction.local_denominators))
+            number = len(noted.block_sites) - 1
+            noted.block_sites[number] = range(noted.block_sites[number].start, len(reduction.local_denominators))
             if number in ends:
                 leaves, spec = tree_flatten(result)
                 given = tree_flatten((args, kwargs))[0]
@@ -304,15 +312,18 @@ class PipelinedForward(MicroBatchedForward):
                 travelling += [given[number] for number in stages.carried]
                 specs = [(some_stage.local_shape(leaf), leaf.dtype) for leaf in travelling]
                 lengths = map(some_stage.split_length, travelling)
-                self._borders[ends[number]] = (nesting_of(leaves, spec, lengths), specs)
+                noted.borders[ends[number]] = (nesting_of(leaves, spec, lengths), specs)
 
         with ExitStack() as hooks:
             for block in meta_module.get_submodule(stages.body).children():
                 hooks.callback(block.register_forward_pre_hook(begin).remove)
                 hooks.callback(block.register_forward_hook(end, with_kwargs=True).remove)
-            yield
+            yield noted
 
-    def _run_without_gradients(self) -> tuple[Sequence[Any], Any, list[Tensor]]:
+    def _recall(self, noted: _Noted) -> None:
+        self._borders, self._block_sites = noted.borders, noted.block_sites
+
+    def _run_without_gradients(self) -> NoReturn:
         raise UnsupportedError(
             f"a pipeline needs a forward that can be followed without values, {type(self.call.module).__name__}'s "
             "could not",
@@ -334,45 +345,6 @@ class PipelinedForward(MicroBatchedForward):
         own = [self._denominators[site] for stage in stages for site in self._sites_of(stage)]
         call = self.call
         return GlobalReduction(call.device, axis=call.axis, denominators=own, rules=call.rules)
-
-
-def _send(axis: Axis, place: int, tensors: list[Tensor], nesting: Nesting | None) -> None:
-    specs = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-    assert nesting is not None
-    packed = pickle_treespec(nesting.treespec)
-    header = (specs, nesting.leaves, nesting.is_tensor, packed, [mark.length for mark in nesting.marks])
-    dist.send_object_list([header], group=axis.group, group_dst=place)
-    for tensor in tensors:
-        dist.send(tensor.detach().contiguous(), group=axis.group, group_dst=place)
-
-
-def _send_failure(axis: Axis, place: int, error: Exception) -> None:
-    told = str(error) if isinstance(error, StageFailed) else f"{type(error).__name__}: {error}"
-    dist.send_object_list([told], group=axis.group, group_dst=place)
-
-
-def _receive_header(axis: Axis, place: int) -> Any:
-    """Returns what comes before the tensors of a stage.
-
-    Raises:
-        StageFailed: It has failed, and sends none.
-    """
-    header: list[Any] = [None]
-    dist.recv_object_list(header, group=axis.group, group_src=place)
-    if isinstance(header[0], str):
-        raise StageFailed(header[0])
-    return header[0]
-
-
-def _receive(axis: Axis, place: int, device: torch.device) -> tuple[list[Tensor], Nesting]:
-    specs, leaves, is_tensor, packed, lengths = _receive_header(axis, place)
-    received = []
-    for shape, dtype, requires_grad in specs:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(tensor, group=axis.group, group_src=place)
-        received.append(tensor.requires_grad_(requires_grad and torch.is_grad_enabled()))
-    marks = tuple(map(Travelling, lengths))
-    return received, Nesting(leaves, is_tensor, unpickle_treespec(packed), marks)
 
 
 def _stages(module: nn.Module) -> Stages:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.dry_runs import DryRuns
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
@@ -38,8 +39,8 @@ def way_to_execute(call: Call, plan: Plan, rows: int | None = None, meta_module:
     if rows is not None and call.mode == "split" and call.kinds is not None:
         num_chunks = min(plan.micro_batches, rows // call.axis.size)
     if call.grad and stages_of(call.module) is not None:
-        assert meta_module is not None
-        return partial(PipelinedForward, num_chunks=num_chunks, rows=rows or 0, meta_module=meta_module, plan=plan)
+        dry_runs = DryRuns(meta_module)
+        return partial(PipelinedForward, num_chunks=num_chunks, rows=rows or 0, dry_runs=dry_runs, plan=plan)
     if call.grad and num_chunks > 1 and rows is not None:
-        return partial(MicroBatchedForward, num_chunks=num_chunks, rows=rows, meta_module=meta_module)
+        return partial(MicroBatchedForward, num_chunks=num_chunks, rows=rows, dry_runs=DryRuns(meta_module))
     return EagerForward

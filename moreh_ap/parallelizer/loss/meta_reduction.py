@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.loss.input_operations import InputOperationRecorder
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_functions import CLASS_LOSSES, COUNTS, ELEMENT_LOSSES, MEANS
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
@@ -28,17 +29,30 @@ class MetaReduction(GlobalReduction):
 
     Whatever depends on a parameter is on meta, where mathematics costs nothing; what depends on the inputs alone
     (labels, masks) is real, so the numbers of valid targets are. An operation on both gives a result on meta.
+
+    Args:
+        device: This worker's device.
+        rules: Which numbers are means over the batch.
+        recorder: Notes the operations on the inputs; None: nobody needs them.
     """
 
-    def __init__(self, device: torch.device, *, rules: MeanRules = NO_RULES) -> None:
+    def __init__(
+        self, device: torch.device, *, rules: MeanRules = NO_RULES, recorder: InputOperationRecorder | None = None
+    ) -> None:
         super().__init__(device, record=True, rules=rules)
+        self._recorder = recorder
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if self._recorder is None:
+            return self.compute(func, args, kwargs or {})
+        return self._recorder.observe(func, args, kwargs or {}, self.compute, self.local_denominators)
+
+    def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of a torch function as the forward gets it."""
         if func in CLASS_LOSSES or func in ELEMENT_LOSSES or func in MEANS or func in COUNTS:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, (), args, kwargs)
         tensors: list[Tensor] = []
         tree_map_only(Tensor, tensors.append, (args, kwargs))
         if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
