@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from moreh_ap.parallelizer.data.torch_calls import is_question, leaves_of, map_leaves
+from moreh_ap.parallelizer.observation.torch_calls import is_question, leaves_of, map_leaves
 
 _COMPARABLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 """Answers in Python that may be compared. Sizes are questions: they are those of the inputs."""
