@@ -115,7 +115,7 @@ def estimate_step(
         forward_s=count * pace.forward_s,
         backward_s=count * pace.backward_s,
         recompute_s=count * pace.recompute_s,
-        host_s=count * pace.host_s + _dry_run_s(profile, plan, system),
+        host_s=count * pace.host_s,
         tensor_s=count * pace.tensor_s,
         tensor_hidden_s=count * pace.tensor_hidden_s,
         data_s=shown_data_s,
@@ -221,14 +221,6 @@ def _pipeline(
 def _boundary_bytes(profile: ModelProfile, plan: Plan, rows: int) -> float:
     """Returns the bytes of the hidden states of so many rows in the plan's precision."""
     return profile.boundary_bytes_per_row * rows * plan.bytes_per_value / BYTES_PER_VALUE
-
-
-def _dry_run_s(profile: ModelProfile, plan: Plan, system: TrainingSystem) -> float:
-    """Returns how long the host follows the forward without values, which steps in pieces begin with."""
-    if plan.pipeline == 1 and plan.micro_batches == 1:
-        return 0.0
-    operations = profile.first.num_kernels + profile.num_blocks * profile.block.num_kernels + profile.last.num_kernels
-    return operations * system.host_s_per_dry_run_op
 
 
 def _tensor_sum(num_bytes: float, plan: Plan, cluster: Cluster, system: TrainingSystem) -> _TensorSum:

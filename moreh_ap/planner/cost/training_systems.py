@@ -74,8 +74,6 @@ class TrainingSystem:
         kept_fraction: Part of the activations that is kept after fusing; 1.0 where every operation keeps its input.
         host_s_per_kernel: Seconds that the host needs to start one operation.
         host_s_per_exchange: Seconds that the host needs to start one exchange of the tensor axis.
-        host_s_per_dry_run_op: Seconds that the host needs for one operation of a forward without values (a dry run),
-            as before a step with several micro-batches or a pipeline; nothing hides them.
         host_computes: Whether operations run on the processor that starts them, as on CPU workers.
         hides_tensor: Part of the tensor axis' communication that runs beside matrix products.
         hides_gradients: Part of the backward of the last micro-batch beside which gradients can travel.
@@ -125,7 +123,6 @@ class TrainingSystem:
     kept_fraction: float = 1.0
     host_s_per_kernel: float = 9e-6
     host_s_per_exchange: float = 2e-5
-    host_s_per_dry_run_op: float = 0.0
     host_computes: bool = False
     hides_tensor: float = 0.0
     hides_gradients: float = 0.5

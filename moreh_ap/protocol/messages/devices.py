@@ -58,7 +58,6 @@ class DeviceRates:
         elementwise: Bytes that a block's elementwise operations move a second, forward and backward together, as
             (precision, bytes of the forward, rate).
         start_s: Seconds that an operation of a forward takes however small it is.
-        rehearse_s: The same on tensors without values.
         update_bytes_per_s: Bytes that a step of AdamW moves a second.
         exchanges: (kind, members, bytes of the whole, seconds, seconds of this worker's processor): a "sum", "gather"
             or "scatter" of a flat tensor, a "message" to a neighbour, and what a layer on the tensor axis exchanges of
@@ -70,7 +69,6 @@ class DeviceRates:
     products: tuple[tuple[str, int, int, float], ...]
     elementwise: tuple[tuple[str, int, float], ...]
     start_s: float
-    rehearse_s: float
     update_bytes_per_s: float
     exchanges: tuple[tuple[str, int, int, float, float], ...]
     between: tuple[tuple[str, int, int, float, float], ...] = ()

@@ -66,7 +66,6 @@ def measure(device: torch.device, bf16: bool, per_host: int = 0) -> DeviceRates:
         products=tuple(products),
         elementwise=tuple(elementwise),
         start_s=_start_s(device),
-        rehearse_s=_rehearse_s(),
         update_bytes_per_s=_update_bytes_per_s(device),
         exchanges=tuple(measure_exchanges(device, per_host)),
         between=tuple(measure_between(device, per_host)) if per_host else (),
@@ -174,18 +173,6 @@ def _start_s(device: torch.device) -> float:
         torch.autograd.grad(block(hidden).sum(), parameters)
 
     return _seconds(run, device) / ((1.0 + _BACKWARD) * _OPERATIONS)
-
-
-def _rehearse_s() -> float:
-    """Returns what an operation takes on tensors without values."""
-    with torch.device("meta"):
-        block, hidden = _Block(32), torch.ones(1, 2, 32)
-
-    def run() -> None:
-        with torch.no_grad():
-            block(hidden)
-
-    return _seconds(run, torch.device("cpu")) / _OPERATIONS
 
 
 def _warm_up(width: int, device: torch.device) -> None:

@@ -19,7 +19,7 @@ _ROWS = {
     "between": (str, int, int, float, float),
 }
 """The types of the columns of a table."""
-_FIGURES = ("start_s", "rehearse_s", "update_bytes_per_s")
+_FIGURES = ("start_s", "update_bytes_per_s")
 _MOST = 1e18
 """Upper limit of a valid figure, in operations or bytes per second."""
 
@@ -33,7 +33,6 @@ def slowest(answers: Sequence[DeviceRates]) -> DeviceRates:
             (*row[:2], min(one.elementwise[i][2] for one in answers)) for i, row in enumerate(first.elementwise)
         ),
         start_s=max(one.start_s for one in answers),
-        rehearse_s=max(one.rehearse_s for one in answers),
         update_bytes_per_s=min(one.update_bytes_per_s for one in answers),
         exchanges=_slowest_rows([one.exchanges for one in answers]),
         between=_slowest_rows([one.between for one in answers]),

@@ -216,19 +216,11 @@ def machine_from(
     if not any(found == precision for found, *_ in rates.products):
         precision = "fp32"  # bfloat16 is measured only where the hardware computes it
     sustained, half_tokens, half_width = _product_constants(rates, precision)
-    system = replace(
-        MOREH_AP,
-        host_s_per_kernel=MOREH_AP.host_s_per_kernel + HOST_S_PER_OPERATION,
-        host_s_per_dry_run_op=rates.rehearse_s,
-    )
+    system = replace(MOREH_AP, host_s_per_kernel=MOREH_AP.host_s_per_kernel + HOST_S_PER_OPERATION)
     sharing = 1.0
     if info.name == "CPU":
         sharing = max(1.0, num_devices * info.num_threads / max(1, info.num_cores))
-        system = replace(
-            MOREH_AP_ON_CPU,
-            host_s_per_kernel=rates.start_s * sharing,
-            host_s_per_dry_run_op=rates.rehearse_s * sharing,
-        )
+        system = replace(MOREH_AP_ON_CPU, host_s_per_kernel=rates.start_s * sharing)
         coefficients = replace(coefficients, kernel_s=0.0)
     try:
         device = find_device(info.name)

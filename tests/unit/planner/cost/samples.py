@@ -14,7 +14,7 @@ from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profil
 TINY = profile_of(TransformerShape(8, 256, 768, 8, 4, 32, 2000), 128)
 DEVICE = Device("CPU", 2**32, 1e12, 1e11, 1e10, sustained=1.0)
 RING = Link("ring", 1e9, 1e-4)
-SYSTEM = replace(MOREH_AP_ON_CPU, host_s_per_kernel=1e-5, host_s_per_dry_run_op=2e-4)
+SYSTEM = replace(MOREH_AP_ON_CPU, host_s_per_kernel=1e-5)
 
 
 def step(plan: str, between: Link = RING, device: Device = DEVICE, system=SYSTEM, rows: int = 16):

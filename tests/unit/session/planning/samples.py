@@ -29,7 +29,6 @@ def rates(slower: float = 1.0, sizes: tuple[int, ...] = (2,)) -> DeviceRates:
         ),
         elementwise=tuple((name, size, 2e10 / slower) for name in speeds for size in (10**7, 10**8)),
         start_s=1e-5 * slower,
-        rehearse_s=2e-4 * slower,
         update_bytes_per_s=1e10 / slower,
         exchanges=tuple(
             (kind, members, size, place * slower * (1e-4 + size * 1e-9), place * slower * (8e-5 + size * 5e-10))

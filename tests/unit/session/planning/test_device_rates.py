@@ -33,7 +33,7 @@ def change(name: str, value: object) -> dict:
         {"products": {"fp32": {"1024x1024": 1e11}}, "memory_bytes_per_s": 1e10},
         change("start_s", 0),
         change("start_s", "1e-5"),
-        change("rehearse_s", float("nan")),
+        change("start_s", float("nan")),
         change("update_bytes_per_s", 10**400),
         change("update_bytes_per_s", True),
         change("products", 3),

@@ -87,7 +87,7 @@ def test_a_known_device_keeps_its_data_sheet_and_starts_operations_beside_comput
     assert found.cluster.device.name == "H100-80GB" and found.cluster.device.memory_bytes == 79 * GIB
     assert found.cluster.device.sharing == 1.0 and not found.cluster.device.elementwise
     host_s = MOREH_AP.host_s_per_kernel + machines.HOST_S_PER_OPERATION
-    assert found.system == replace(MOREH_AP, host_s_per_dry_run_op=2e-4, host_s_per_kernel=host_s)
+    assert found.system == replace(MOREH_AP, host_s_per_kernel=host_s)
     assert machine_from(CPU, "fp32", 2, rates()).system.host_computes
     assert MOREH_AP_ON_CPU.hides_gradients == 0.0
 
@@ -273,7 +273,7 @@ def rates_of_h200(part: float = 1.0) -> DeviceRates:
         for tokens, width in ((8192, 8192), (64, 8192), (8192, 64))
     ]
     elementwise = ((precision, 1000, part * 4.3e12) for precision in ("bf16", "fp32"))
-    return DeviceRates(tuple(products), tuple(elementwise), 8e-6, 2e-5, part * 3e12, (), ())
+    return DeviceRates(tuple(products), tuple(elementwise), 8e-6, part * 3e12, (), ())
 
 
 GPT2 = TransformerShape(12, 768, 3072, 12, 12, 64, 50257, tied=True, gated=False, biases=True, learned_positions=1024)
