@@ -177,9 +177,9 @@ class EagerForward(Execution):
         if fsdp_roots(self.call.module):
             raise UnsupportedError(
                 "backward() starts at tensors that hooks saw, or at attributes, and at no output of the model, which "
-                "is sharded or in bf16.",
-                allowed="A loss with an output of the model in it, or a plan that does not shard, in float32.",
-                fix=f'...(plan="replicate={self.call.axis.size}", mixed_precision=False)',
+                "is sharded.",
+                allowed="A loss with an output of the model in it, or a plan that does not shard.",
+                fix=f'...(plan="replicate={self.call.axis.size}")',
             )
 
     def watch(self, leaves: Sequence[int]) -> None:
