@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moreh_ap.cli.plan_output import plan_pictures, plan_tables
+from moreh_ap.cli.plan_output import plan_json, plan_pictures, plan_tables
 from moreh_ap.cli.plan_process import in_a_process
 from moreh_ap.errors import OptionError
 from moreh_ap.plan import Plan
@@ -160,8 +160,10 @@ def show(arguments: argparse.Namespace, ranking: Ranking, fewer: Ranking | None,
         notes: What else is to be said, a sentence each.
     """
     if arguments.json:
-        plain = {**_plain_ranking(ranking, arguments.top), "notes": notes}
-        json.dump({**plain, "fewer_devices": None if fewer is None else _plain_fewer(fewer)}, sys.stdout, indent=1)
+        plain = {**plan_json.plain_ranking(ranking, arguments.top), "notes": notes}
+        json.dump(
+            {**plain, "fewer_devices": None if fewer is None else plan_json.plain_fewer(fewer)}, sys.stdout, indent=1
+        )
         print()
     else:
         plan_tables.print_ranking(ranking, arguments.top)
@@ -278,10 +280,6 @@ def _on_fewer(task: Task, shape: TransformerShape, best: Candidate) -> Ranking |
     return faster_on_fewer(best.seconds, cluster.num_devices, task.global_batch, task_on)
 
 
-def _plain_fewer(fewer: Ranking) -> dict[str, Any]:
-    return {"num_devices": fewer.task.cluster.num_devices, **_plain(fewer.best)}
-
-
 def _compare(arguments: argparse.Namespace, task: Task, picture: Path | None) -> None:
     plans = [Plan.parse(text) for text in arguments.compare]
     if task.profile.frozen is not None and task.profile.frozen.is_packed:
@@ -289,7 +287,7 @@ def _compare(arguments: argparse.Namespace, task: Task, picture: Path | None) ->
             for_packed_weights(task.constraints, plan)
     candidates = [evaluate_plan(task, plan) for plan in plans]
     if arguments.json:
-        plain = {**_plain_task(task), "candidates": [_plain(one) for one in candidates]}
+        plain = {**plan_json.plain_task(task), "candidates": [plan_json.plain_candidate(one) for one in candidates]}
         json.dump(plain, sys.stdout, indent=1)
         print()
     else:
@@ -305,56 +303,6 @@ def _draw(arguments: argparse.Namespace, task: Task, candidate: Candidate, pictu
         return
     plan_pictures.save_picture(task, candidate, picture)
     print(f"picture: {picture}", file=sys.stderr)
-
-
-def _plain_ranking(ranking: Ranking, top: int) -> dict[str, Any]:
-    """The search as JSON can say it."""
-    looked_at, fitting = ranking.counts
-    outcome = {"looked_at": looked_at, "fitting": fitting, "left_out": ranking.skipped, "seconds": ranking.seconds}
-    return {
-        **_plain_task(ranking.task),
-        "search": outcome,
-        "candidates": [_plain(candidate) for candidate in ranking.candidates[:top]],
-    }
-
-
-def _plain_task(task: Task) -> dict[str, Any]:
-    return {
-        "model": task.profile.name,
-        "parameters": task.profile.parameters,
-        "device": task.cluster.device.name,
-        "num_devices": task.cluster.num_devices,
-        "devices_per_node": task.cluster.devices_per_node,
-        "global_batch": task.global_batch,
-        "sequence_length": task.profile.sequence_length,
-        "usable_bytes": task.usable_bytes,
-    }
-
-
-def _plain(candidate: Candidate) -> dict[str, Any]:
-    memory, step = candidate.memory, candidate.step
-    plain: dict[str, Any] = {
-        "plan": str(candidate.plan),
-        "fits": candidate.fits,
-        "rejected": candidate.rejected,
-        "memory": {
-            "allocated_bytes": memory.allocated_bytes,
-            "reserved_bytes": memory.reserved_bytes,
-            "host_bytes": memory.host_bytes,
-            "pipeline_position": memory.position,
-            "parts_bytes": dict(memory.components),
-        },
-    }
-    if step is not None:
-        plain["step"] = {
-            "total_s": step.total_s,
-            "tokens_per_s": step.tokens_per_s,
-            "tokens_per_s_per_device": step.tokens_per_s_per_device,
-            "mfu": step.mfu,
-            "parts_s": {label: seconds for label, seconds, _ in step.components},
-            "hidden_s": {label: hidden for label, _, hidden in step.components if hidden},
-        }
-    return plain
 
 
 def _count_or_auto(text: str) -> int | Choice:
