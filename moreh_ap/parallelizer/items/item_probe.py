@@ -35,8 +35,8 @@ from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt, clear_gradients, untouched
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import JoinedProbe
+from moreh_ap.parallelizer.trial.probe_verdict import verdict_of
 from moreh_ap.parallelizer.trial.row_comparison import names_of, random_weight, take_gradients, without_meaning
-from moreh_ap.parallelizer.trial.split_check import compare
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.objects.batch_items import Arguments, Items
@@ -58,14 +58,14 @@ def check_items(call: Call, items: Items) -> SplitVerdict:
     with untouched(call.module):
         for counts in (True, False):
             probe = ItemProbe(call, items, counts=counts)
-            found = compare(probe)
+            found = verdict_of(probe)
             if found.split or not probe.saw_counted:
                 break
             clear_gradients(call.module)
         zeros = zeros_of(call.module)
         if found.split and not everywhere(not zeros, call):  # see `hidden_terms.py`
             with filled(zeros):
-                again = compare(ItemProbe(replace(call, grad=False), items, counts=counts))
+                again = verdict_of(ItemProbe(replace(call, grad=False), items, counts=counts))
             found = found if again.split else again
     return replace(found, items=probe.rules, kinds=(), attributes={}) if found.split else found
 

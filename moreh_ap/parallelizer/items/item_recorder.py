@@ -31,7 +31,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Noted:
-    """What was noted at a place: `what` it is, and the numbers or what was drawn."""
+    """A note of one place: `what` it is, and its numbers or draws."""
 
     what: str
     numbers: tuple[float, ...] = ()

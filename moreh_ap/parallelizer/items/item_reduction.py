@@ -40,7 +40,7 @@ Place = tuple[int, int]
 """A place in the code, and how often it was reached before."""
 
 OWN, SUM, LARGEST, PER_ITEM = "own", "sum", "largest", "per item"
-"""What a number is: this worker's own, the sum or the largest of all workers', or so many for each item."""
+"""How workers get a number of a place: it is each worker's own, the sum or the largest of all, or one for each item."""
 
 _DIVISIONS = {"__truediv__", "__itruediv__", "div", "div_", "true_divide", "true_divide_", "divide", "divide_"}
 _MAKES_SIZES = {"new_full", "new_zeros", "new_ones", "new_empty", "zeros", "ones", "full", "empty"}
@@ -52,7 +52,7 @@ _RESULT = 1
 
 @dataclass(frozen=True)
 class ItemRules:
-    """What was learned of a forward.
+    """What trials learned of a forward on items.
 
     Attributes:
         numbers: What the numbers at a place are.

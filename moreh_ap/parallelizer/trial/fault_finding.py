@@ -23,7 +23,7 @@ from moreh_ap.parallelizer.trial.dry_run import Refused
 
 _REFUSALS = (Refused, UnsharedDraw)
 _ON_PURPOSE = (Diverged, MorehError, StageFailed)
-"""What else the code of a trial raises on purpose."""
+"""Further exceptions that the code of a trial raises on purpose."""
 
 
 class Outcome(IntEnum):

@@ -76,7 +76,7 @@ _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 @dataclass(frozen=True)
 class Double:
-    """What two workers have in place of a tensor."""
+    """The tensors that two workers have in place of one."""
 
     placement: Placement
     slices: tuple[Tensor, Tensor]

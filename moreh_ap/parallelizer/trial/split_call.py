@@ -58,7 +58,7 @@ def batch_of(
     found = Batch(rows_along(leaves, verdict.dims), [False] * len(tensors))
     if found.rows is None or found.rows < num_workers:
         reason = f"{UNSPLIT}: the inputs do not have as many rows as each other"
-        return SplitVerdict(False, (), reason), found
+        return SplitVerdict.unsplit(reason), found
     return verdict, found
 
 

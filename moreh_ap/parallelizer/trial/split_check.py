@@ -13,8 +13,8 @@ took statistics of the rows, a few rows are tried once more as a real split call
 gathers them there (`gathering_probe.py`). What fails in every way runs unsplit: slower, still right.
 
 A forward that raises an error on single rows is tried on 2, 4, 8 rows and on as many as a worker gets, if one device
-raises it too: then the forward cannot run on so few. An error that one device does not raise is ours, and is told
-(`fault_finding.py`).
+raises it too: then the forward cannot run on so few. An error that one device does not raise is a fault of ours, and is
+reported (`fault_finding.py`).
 
 What FSDP2 gathers on its way through the model is gathered by all workers at once, so rows must also take the same way:
 where one goes to some experts and another to others, the forward runs unsplit.
@@ -34,7 +34,6 @@ from typing import Any, TypeVar
 
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.kept_rows import KeptRows, may_be_kept, shapes_of
 from moreh_ap.parallelizer.loss.mean_rules import MeanRules
@@ -47,12 +46,12 @@ from moreh_ap.parallelizer.statistics.float64_trial import Float64Probe, in_floa
 from moreh_ap.parallelizer.statistics.parts_probe import NOT_WHOLE, PartsProbe
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import clear_gradients, untouched
-from moreh_ap.parallelizer.trial.fault_finding import Outcome, try_out
 from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe, gathering_probes
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
-from moreh_ap.parallelizer.trial.row_comparison import DEPEND, gathered_kinds, without_attributes
+from moreh_ap.parallelizer.trial.probe_verdict import verdict_of
+from moreh_ap.parallelizer.trial.row_comparison import DEPEND, gathered_kinds
 from moreh_ap.parallelizer.trial.split_verdict import Apart, Joined, SplitVerdict
 from moreh_ap.protocol.batch import are_single_rows, row_dims_elsewhere, rows_along
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
@@ -87,14 +86,16 @@ def check_split(
         pieces: Into how many micro-batches each worker cuts its rows.
     """
     if rows < 2:
-        return SplitVerdict(False, (), "the batch has one row")
+        return SplitVerdict.unsplit("the batch has one row")
     rules = MeanRules(lengths=may_join and stages_of(call.module) is None)
     call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, rules=rules, joined=False)
     trials = _Trials(call, args, kwargs, rows)
     with untouched(call.module):
         found = trials.run(call.axis.size * pieces, may_join=may_join, may_turn=may_turn)
         leaves, shapes = tree_leaves((tuple(args), dict(kwargs))), shapes_of(args, kwargs)
-        counts = [] if found.split or found.added else [rows, *_rows_elsewhere(leaves, may_turn)]
+        counts = [] if found.split or found.added else [rows]
+        if counts and may_turn:
+            counts += [others for _, others in _other_row_dims(args, kwargs, 2)]
         for kept in (KeptRows(names, n, shapes) for n in counts for names in may_be_kept(call.module, n)):
             others = _Trials(replace(call, extensions=(kept, *call.extensions)), args, kwargs, rows)
             again = others.run(call.axis.size * pieces, may_join=may_join, may_turn=may_turn)
@@ -103,7 +104,7 @@ def check_split(
     return replace(found, faults=tuple(trials.faults))
 
 
-def check_elsewhere(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SplitVerdict | None:
+def check_other_dims(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SplitVerdict | None:
     """Returns how a call may be split whose rows do not lie along dim 0, which has too few; None if it may not.
 
     Arguments as `check_split`'s. A collective.
@@ -113,15 +114,22 @@ def check_elsewhere(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     rules = MeanRules(lengths=True)
     call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, rules=rules, joined=False)
     with untouched(call.module):
-        return _Trials(call, args, kwargs, 0).run_elsewhere()
+        return _Trials(call, args, kwargs, 0).run_along_other_dims()
 
 
-def _rows_elsewhere(leaves: Sequence[Any], may_turn: bool) -> Iterator[int]:
-    """Yields how many rows a batch has whose rows lie elsewhere than along dim 0."""
-    for dims in row_dims_elsewhere(leaves) if may_turn else ():
+def _other_row_dims(args: Any, kwargs: Any, fewest: int) -> Iterator[tuple[Sequence[int | None], int]]:
+    """Yields where the leaves of arguments may have rows other than along dim 0, and how many rows these are.
+
+    Args:
+        args: Positional arguments with the whole batch.
+        kwargs: Keyword arguments, likewise.
+        fewest: The least number of rows.
+    """
+    leaves = tree_leaves((tuple(args), dict(kwargs)))
+    for dims in row_dims_elsewhere(leaves):
         rows = rows_along(leaves, dims)
-        if rows is not None and rows > 1:
-            yield rows
+        if rows is not None and rows >= fewest:
+            yield dims, rows
 
 
 class _Trials:
@@ -154,7 +162,7 @@ class _Trials:
         if may_meet and apart.untried:
             found = self._run_joined(apart.untried, each)
         if not found.split and may_meet:
-            found = (self.run_elsewhere() if may_turn else None) or found
+            found = (self.run_along_other_dims() if may_turn else None) or found
         if not found.split and may_meet:
             number = len(self.faults)
             for gathering in gathering_probes(self._call, args, kwargs, rows, each):
@@ -166,7 +174,7 @@ class _Trials:
                     found = gathered
                     break
             if may_turn and (not found.split or any(step.gathers for step in found.steps)):
-                found = self._elsewhere() or found
+                found = self._gather_along_other_dims() or found
         fewest = FEWEST_A_WORKER if found.joined else 1  # rows that meet may be more than a worker has
         if found.split and each > fewest and found.dims is None:
             found = replace(found, group=each)
@@ -262,7 +270,7 @@ class _Trials:
             return replace(self._try_rules(PartsProbe, untried, each).found, sizes=alike)
         if found.split and parts == ():
             return replace(found, sizes=found.sizes or range(self._rows + 1))
-        return SplitVerdict(False, (), NOT_WHOLE, sizes=alike) if found.split else found
+        return SplitVerdict.unsplit(NOT_WHOLE, sizes=alike) if found.split else found
 
     def _of_all_steps(self, found: SplitVerdict, probe: GatheringProbe) -> SplitVerdict:
         """Returns the verdict on all rows of a batch that gathers, given that on a few. See [Note: numbers] in
@@ -273,17 +281,13 @@ class _Trials:
         alike = range(probe.rows, probe.rows + 1)
         if steps is None:
             reason = "all rows of the batch lead to other functions than a few of them"
-            return SplitVerdict(False, (), reason, sizes=alike)
+            return SplitVerdict.unsplit(reason, sizes=alike)
         is_of_one_size = any(step.is_of_one_size for step in steps)
         return replace(found, steps=steps, sizes=alike if is_of_one_size else range(probe.rows + 1))
 
-    def run_elsewhere(self) -> SplitVerdict | None:
+    def run_along_other_dims(self) -> SplitVerdict | None:
         """Tries rows that lie elsewhere than along dim 0 by themselves; None if that is not right."""
-        leaves = tree_leaves((tuple(self._args), dict(self._kwargs)))
-        for dims in row_dims_elsewhere(leaves):
-            rows = rows_along(leaves, dims)
-            if rows is None or rows < self._call.axis.size:
-                continue
+        for dims, rows in _other_row_dims(self._args, self._kwargs, self._call.axis.size):
             found = self._run_apart(self._call, rows, True, dims).found
             if found.split:
                 return replace(found, dims=tuple(dims))
@@ -314,9 +318,9 @@ class _Trials:
     def _compare(self, probe: Probe) -> SplitVerdict:
         clear_gradients(self._call.module)
         probe.may_write = self._may_write
-        found = compare(probe)
+        found = verdict_of(probe)
         if "count" in found.kinds and not (self._may_write and stages_of(self._call.module) is None):
-            found = SplitVerdict(False, (), "a whole number in the result differs from row to row")
+            found = SplitVerdict.unsplit("a whole number in the result differs from row to row")
         self.faults += found.faults
         kinds = [*found.kinds, *itertools.chain(*found.attributes.values())]
         may_hide = not probe.steps and ("share" in kinds or not probe.call.grad)
@@ -330,7 +334,7 @@ class _Trials:
             return found
         clear_gradients(self._call.module)
         with filled(zeros):
-            again = compare(self._like(probe, self._args, self._kwargs))
+            again = verdict_of(self._like(probe, self._args, self._kwargs))
         return found if again.split else replace(again, could_run=found.could_run)
 
     def _with_equal_rows(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
@@ -339,7 +343,7 @@ class _Trials:
             clear_gradients(self._call.module)
             leaves, spec = tree_flatten((tuple(self._args), dict(self._kwargs)))
             args, kwargs = tree_unflatten(with_equal_rows(leaves, probe.dims), spec)
-            self._drops = compare(self._like(probe, args, kwargs)).reason.endswith(DEPEND)  # others show nothing
+            self._drops = verdict_of(self._like(probe, args, kwargs)).reason.endswith(DEPEND)  # others show nothing
         return replace(found, split=False, kinds=(), reason=DROPS_ROWS) if self._drops else found
 
     def _like(self, probe: Probe, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Probe:
@@ -348,14 +352,10 @@ class _Trials:
         other.may_take_turns, other.may_write, other.repeats = probe.may_take_turns, probe.may_write, probe.repeats
         return other
 
-    def _elsewhere(self) -> SplitVerdict | None:
+    def _gather_along_other_dims(self) -> SplitVerdict | None:
         """Tries a batch whose rows lie elsewhere than along dim 0; None if it is none, or if its rows meet as well."""
         call, args, kwargs = self._call, self._args, self._kwargs
-        leaves = tree_leaves((tuple(args), dict(kwargs)))
-        for dims in row_dims_elsewhere(leaves):
-            rows = rows_along(leaves, dims)
-            if rows is None or rows < call.axis.size:
-                continue
+        for dims, rows in _other_row_dims(args, kwargs, call.axis.size):
             found = self._compare(GatheringProbe(call, args, kwargs, rows, dims))
             meet = any(step.gathers or step.is_of_one_size for step in found.steps)
             if found.split and not meet:
@@ -369,32 +369,3 @@ def _group_sizes(rows: int, parts: int) -> list[int]:
     each of `parts` gets of a batch."""
     share, rest = divmod(rows, parts)
     return [1, *sorted(size for size in {2, 4, 8, share} if size > 1 and not rest and share and share % size == 0)]
-
-
-def compare(probe: Probe) -> SplitVerdict:
-    call = probe.call
-    for step in (probe.compare_draws, probe.compare_outputs, *([probe.compare_gradients] if call.grad else [])):
-        tried = try_out(step, probe.run_again, call)
-        if tried.outcome > Outcome.REFUSED and step == probe.compare_draws and call.grad:  # it may need gradients
-            probe.has_graph = True
-            tried = try_out(step, probe.run_again, call)
-        if tried.outcome is not Outcome.DONE:
-            could_run, faults = tried.outcome is not Outcome.CANNOT_RUN, (tried.fault,) if tried.fault else ()
-            found = SplitVerdict(False, (), tried.reason, could_run=could_run, faults=faults)
-            return replace(found, written=probe.written, added=probe.added)
-    if not everywhere(not probe.has_unknown, call):
-        raise UnsupportedError(
-            "a result of a training call is on an earlier stage of the pipeline (hidden states of every layer?)",
-            "results that the last stage computes, calls under torch.no_grad(), or plans with pipeline=1",
-            'plan="shard=2"',
-        )
-    kinds, attributes = without_attributes(probe.kinds, probe.attributes)
-    stages = stages_of(call.module) if call.grad else None  # those of the last one have the result
-    kinds = kinds if stages is None else stages.of_last_stage(kinds)
-    found = SplitVerdict(True, kinds, "", probe.takes_means, call.rules, probe.is_joined, probe.draws, attributes)
-    if probe.places or probe.turned:
-        each_leaf = tuple(map(probe.places.get, range(len(probe.kinds))))
-        places, of_attributes = without_attributes(each_leaf, probe.attributes)
-        found = replace(found, means=True, places=places, attribute_places=of_attributes)
-    parts = probe.parts if isinstance(probe, JoinedProbe) else ()
-    return replace(found, written=probe.written, steps=probe.steps, in_order=probe.in_order, parts=parts)

@@ -1,4 +1,4 @@
-"""What the trials of a forward found: whether its batch may be split, and what has to be known for that.
+"""The verdict of the trials of a forward: whether its batch may be split, and how its results are put together.
 
 Decides how that is written down. Must not know how it is found out (`split_check.py`).
 """
@@ -71,6 +71,11 @@ class SplitVerdict:
     parts: tuple[Part, ...] = ()
     sizes: range | None = None
 
+    @classmethod
+    def unsplit(cls, reason: str, **known: Any) -> SplitVerdict:
+        """Returns the verdict on a forward that cannot be split, for a reason; `known`: other attributes."""
+        return cls(False, (), reason, **known)
+
     def is_about(self, rows: int | None) -> bool:
         """Says whether this is true of batches of so many rows."""
         return self.sizes is None or rows in self.sizes
@@ -96,7 +101,7 @@ class SplitVerdict:
 
 
 class Apart(NamedTuple):
-    """What became of rows that were tried by themselves.
+    """The outcome of a trial of rows by themselves.
 
     Attributes:
         found: The verdict.
@@ -109,7 +114,7 @@ class Apart(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """What became of rows of which normalisations take statistics.
+    """The outcome of a trial of rows of which normalisations take statistics.
 
     Attributes:
         found: The verdict.

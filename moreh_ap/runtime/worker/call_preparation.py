@@ -27,7 +27,7 @@ from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.trial.split_call import Batch, batch_of, split_call
-from moreh_ap.parallelizer.trial.split_check import check_elsewhere, check_split
+from moreh_ap.parallelizer.trial.split_check import check_other_dims, check_split
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict, may_lack_rows
 from moreh_ap.protocol.batch import carries_rows
 from moreh_ap.protocol.dropout import draws_random_numbers
@@ -76,7 +76,7 @@ class Roles(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """What is known of calls that are alike but for values and random numbers.
+    """How calls run that are alike but for values and random numbers.
 
     Attributes:
         kind: What the calls have in common; see `CallPreparation`.
@@ -104,7 +104,7 @@ class PreparedCall:
 
 
 class CallPreparation:
-    """What is known of a model's calls.
+    """How calls of a model run, found out once for each kind.
 
     Calls of one kind may differ in the sizes of their tensors: the same is true of them (whether slices add up, which
     attributes are read). Where rows lie in each tensor that a forward computes depends on sizes, so forwards that
@@ -243,7 +243,7 @@ class CallPreparation:
         if prepared.call.gathering is not None and len(earlier) < _MOST_WAYS:
             earlier.append(self.verdicts.pop(prepared.kind))
         else:
-            self.verdicts[prepared.kind] = SplitVerdict(False, (), f"{UNSPLIT}: {reason}")
+            self.verdicts[prepared.kind] = SplitVerdict.unsplit(f"{UNSPLIT}: {reason}")
         self.prepared.clear()
 
     def _cuts_heads(self, nesting: Nesting, local: list[bool]) -> Callable[[list[Tensor]], list[Tensor]] | None:
@@ -265,7 +265,7 @@ class CallPreparation:
     def _kind(
         self, signature: DefineSignature, command: Forward, tensors: list[Tensor], carried: list[bool]
     ) -> Hashable:
-        """What calls have in common of which the same is true."""
+        """Returns the key of calls that are prepared alike but for sizes."""
         inputs = tuple(
             (tensor.dim(), tensor.dtype, memory_order(tensor), rowed) for tensor, rowed in zip(tensors, carried)
         )
@@ -301,7 +301,7 @@ class CallPreparation:
         return tuple(name for name in self.reads_of[key] if name in names)
 
     def _kind_of_verdict(self, kind: Hashable, leaves: Sequence[Any], rows: int | None) -> Hashable:
-        """What calls have in common that may be split likewise."""
+        """Returns the key of calls that have one split verdict."""
         if kind not in self.gathering:
             return (kind, rows) if kind in self.of_one_size else kind
         tensors = [(leaf, dim) for leaf, dim in zip(leaves, self.gathering[kind]) if isinstance(leaf, Tensor)]
@@ -326,8 +326,8 @@ class CallPreparation:
             reason = f"{UNSPLIT}: {FEWER_ROWS}" if workers > 1 else ""
             if kind not in self.verdicts:
                 may_turn = is_short and pieces == 1 and not any(local)
-                found = check_elsewhere(call, args, kwargs) if may_turn else None
-                self.verdicts[kind] = found or SplitVerdict(False, (), reason)
+                found = check_other_dims(call, args, kwargs) if may_turn else None
+                self.verdicts[kind] = found or SplitVerdict.unsplit(reason)
             return self.verdicts[kind]
         leaves = tree_leaves((tuple(args), dict(kwargs)))
         known = self.verdicts.get(self._kind_of_verdict(kind, leaves, rows))
@@ -337,7 +337,7 @@ class CallPreparation:
             )
             self.model.device.give_back(is_start=not self.verdicts)
             if is_short and not may_lack_rows(verdict):
-                verdict = SplitVerdict(False, (), FEWER_ROWS)
+                verdict = SplitVerdict.unsplit(FEWER_ROWS)
             self._faults = verdict.faults
             if verdict.written:
                 require_full_parameters(self.model.module, self.model.plan, verdict.written[0])
@@ -354,7 +354,7 @@ class CallPreparation:
         verdict = known
         if verdict.group > 1 and rows % (workers * pieces * verdict.group):
             reason = f"{UNSPLIT}: its {rows} rows cannot be dealt out in groups of {verdict.group}"
-            return SplitVerdict(False, (), reason)
+            return SplitVerdict.unsplit(reason)
         return verdict
 
     def _verdict_on_items(
