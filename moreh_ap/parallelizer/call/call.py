@@ -1,4 +1,4 @@
-"""What a worker is to run, and how.
+"""A call of a module as a worker runs it: split or unsplit, with which random numbers, gradients and extensions.
 
 Decides which facts about a call every kind of execution has to know. Must not know how they are carried out, the
 controller, messages, or where the batch came from.
@@ -36,7 +36,7 @@ from moreh_ap.parallelizer.statistics.batch_parts import Part
 
 @dataclass(frozen=True)
 class Call:
-    """What to run and how; the same on every worker but for `axis` and `random`.
+    """A call of a module; equal on every worker but for `axis` and `random`.
 
     Attributes:
         module: The module a plan was applied to.

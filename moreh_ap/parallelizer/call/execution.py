@@ -1,4 +1,4 @@
-"""What all ways to execute a call have in common: at once, in micro-batches, through stages, as gradients of another.
+"""The base class of all ways to execute a call: at once, in micro-batches, through stages, as gradients of another.
 
 Decides what may be asked of a call that was run, or will be when its backward is. Must not know how any of it runs.
 """

@@ -19,7 +19,7 @@ Forward = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class Findings:
-    """What extensions found out about a forward.
+    """The findings of extensions about a forward.
 
     Attributes:
         num_own: How many leaves of the result are the module's own, in front of what extensions added; None for all.

@@ -47,7 +47,7 @@ class EagerForward(Execution):
         args: Positional arguments, already this worker's rows in a split call.
         kwargs: Keyword arguments, likewise.
         reduction: What to do with mean losses, where it is not what the call's mode says.
-        chunk: Which micro-batch of the worker's rows this is; decides its random numbers.
+        micro_batch: Which micro-batch of the worker's rows this is; decides its random numbers.
     """
 
     outputs: Sequence[Any] = ()
@@ -61,7 +61,7 @@ class EagerForward(Execution):
         kwargs: Mapping[str, Any],
         *,
         reduction: OwnDevice | None = None,
-        chunk: int = 0,
+        micro_batch: int = 0,
     ) -> None:
         self.call = call
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
@@ -78,7 +78,7 @@ class EagerForward(Execution):
         if call.extensions:
             forward = extended(call.extensions, self, call.module, forward)
         random = call.random if call.items is None else replace(call.random, worker=call.axis.rank)
-        self.drawing = random.begin(call.device, chunk)
+        self.drawing = random.begin(call.device, micro_batch)
         draws = call.random.draws
         is_shared = (draws.host or draws.are_for_routed) and call.mode == "split" and call.axis.size > 1
         if is_shared and isinstance(means, GlobalReduction):

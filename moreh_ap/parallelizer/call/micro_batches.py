@@ -1,12 +1,12 @@
-"""A call whose rows are worked through in pieces, so that the activations of one piece at a time are alive.
+"""A call that runs in micro-batches, so that the activations of one micro-batch at a time are alive.
 
-Decides the order of the pieces and what is known before they run. Must not know how one piece runs (`forward.py`).
+Decides the order of micro-batches and what is known before they run. Must not know how one of them runs (`forward.py`).
 
 [Note: deferred]
-Pieces cannot be released one by one unless each runs forward and backward before the next starts, so nothing runs
-until `backward` is called. Two things are needed earlier. The denominators of mean losses belong to the whole
-global batch, so a dry run finds them: on a copy of the module whose parameters are on meta, or, where its control flow
-needs values, on the module itself without gradients. And a script may read a loss before backward: then a run
+The activations of a micro-batch are freed before the next one starts only if each runs forward and backward at once,
+so nothing runs until `backward` is called. Two things are needed earlier. The denominators of mean losses belong to the
+whole global batch, so a dry run finds them: on a copy of the module whose parameters are on meta, or, where its control
+flow needs values, on the module itself without gradients. And a script may read a loss before backward: then a run
 without gradients computes it, with the random numbers that the run in backward will use again.
 """
 
@@ -39,7 +39,7 @@ class MicroBatchedForward(Execution):
         call: What to run: a split call with `grad` and `kinds`.
         args: This worker's rows of the positional arguments.
         kwargs: This worker's rows of the keyword arguments.
-        num_chunks: Number of pieces, the same on every worker.
+        num_micro_batches: Number of micro-batches, the same on every worker.
         rows: Rows of the global batch.
         dry_runs: What is known of calls like this one before they run.
     """
@@ -49,13 +49,13 @@ class MicroBatchedForward(Execution):
         call: Call,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        num_chunks: int,
+        num_micro_batches: int,
         rows: int,
         dry_runs: DryRuns,
     ) -> None:
         self.call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
-        self._num_chunks = num_chunks
+        self._num_micro_batches = num_micro_batches
         self._rows = rows
         if call.mode == "split":
             start, stop = row_range(call.axis.rank, call.axis.size, rows)
@@ -83,36 +83,40 @@ class MicroBatchedForward(Execution):
         assert self._outputs is not None
         return self._outputs
 
-    def _set_outputs(self, chunks: list[list[Any]]) -> None:
-        """Keeps the leaves of the whole slice, given those of its pieces."""
-        self._outputs = _Joined(self.kinds, chunks) if self.has_result else []
+    def _set_outputs(self, micro_batches: list[list[Any]]) -> None:
+        """Keeps the leaves of the whole slice, given those of its micro-batches."""
+        self._outputs = _Joined(self.kinds, micro_batches) if self.has_result else []
         self.is_computed = True
 
     def _compute_outputs(self) -> list[list[Any]]:
         call = replace(self.call, grad=False)
-        return [list(self._run_chunk(call, chunk).outputs) for chunk in range(self._num_chunks)]
+        return [
+            list(self._run_micro_batch(call, micro_batch).outputs) for micro_batch in range(self._num_micro_batches)
+        ]
 
     def _draw(self) -> None:
-        """Leaves the streams where all of the call leaves them: every piece draws for the whole batch."""
-        self._run_chunk(replace(self.call, grad=False), 0)
+        """Leaves the streams where the whole call leaves them: every micro-batch draws for the whole batch."""
+        self._run_micro_batch(replace(self.call, grad=False), 0)
 
     def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
-        """Runs forward and backward of every piece.
+        """Runs forward and backward of every micro-batch.
 
         A second call computes everything once more, so `retain_graph` needs nothing.
         """
-        chunks: list[list[Any]] = []
+        micro_batches: list[list[Any]] = []
         input_grads: list[list[Tensor | None]] = []
         with summing_gradients(self.call):
-            for chunk in range(self._num_chunks):
-                with nullcontext() if chunk == self._num_chunks - 1 else _before_the_last(self.call.module):
-                    done = self._run_chunk(self.call, chunk)
-                    input_grads.append(done.accumulate(self._chunk_grads(output_grads, chunk)))
+            for micro_batch in range(self._num_micro_batches):
+                with (
+                    nullcontext() if micro_batch == self._num_micro_batches - 1 else _before_the_last(self.call.module)
+                ):
+                    done = self._run_micro_batch(self.call, micro_batch)
+                    input_grads.append(done.accumulate(self._gradients_of(output_grads, micro_batch)))
                 if self._outputs is None:  # else they are those that the script has computed its loss from
-                    chunks.append(list(done.outputs))
+                    micro_batches.append(list(done.outputs))
                 del done
         if self._outputs is None:
-            self._set_outputs(chunks)
+            self._set_outputs(micro_batches)
         return [
             _join_gradients([grads[i] for grads in input_grads], leaf, self._rows) for i, leaf in enumerate(self.inputs)
         ]
@@ -130,32 +134,32 @@ class MicroBatchedForward(Execution):
         done = EagerForward(replace(self.call, grad=False), args, kwargs, reduction=recorder)
         return Followed(done.shapes, done.treespec), recorder.local_denominators
 
-    def _run_chunk(self, call: Call, chunk: int) -> EagerForward:
-        args, kwargs = self._chunk_arguments(chunk)
+    def _run_micro_batch(self, call: Call, micro_batch: int) -> EagerForward:
+        args, kwargs = self._arguments_of(micro_batch)
         reduction = GlobalReduction(call.device, denominators=self._denominators, rules=call.rules)
-        call = replace(call, random=call.random.of_rows(*self._chunk_range(chunk)))
-        return EagerForward(call, args, kwargs, reduction=reduction, chunk=chunk)
+        call = replace(call, random=call.random.of_rows(*self._rows_of(micro_batch)))
+        return EagerForward(call, args, kwargs, reduction=reduction, micro_batch=micro_batch)
 
-    def _chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Returns the first of this worker's rows in a piece, and the one after its last."""
-        return row_range(chunk, self._num_chunks, self._rows)
+    def _rows_of(self, micro_batch: int) -> tuple[int, int]:
+        """Returns the first of this worker's rows in a micro-batch, and the one after its last."""
+        return row_range(micro_batch, self._num_micro_batches, self._rows)
 
-    def _chunk_arguments(self, chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns positional and keyword arguments of one piece."""
-        if self._num_chunks == 1:
+    def _arguments_of(self, micro_batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns positional and keyword arguments of one micro-batch."""
+        if self._num_micro_batches == 1:
             return tree_unflatten(self._leaves, self._spec)
-        start, stop = self._chunk_range(chunk)
+        start, stop = self._rows_of(micro_batch)
         return tree_unflatten(slice_rows(self._leaves, self._rows, start, stop), self._spec)
 
-    def _chunk_grads(self, output_grads: Sequence[Tensor | None], chunk: int) -> list[Tensor | None]:
-        start, stop = self._chunk_range(chunk)
+    def _gradients_of(self, output_grads: Sequence[Tensor | None], micro_batch: int) -> list[Tensor | None]:
+        start, stop = self._rows_of(micro_batch)
         grads: list[Tensor | None] = []
         for kind, grad in zip(self.kinds, output_grads, strict=True):
             if grad is None or kind == "share":
                 grads.append(grad)
             else:
                 entries = grad.shape[0] // self._rows if kind == "rows" else 0  # a row may have several in dim 0
-                own = grad[start * entries : stop * entries] if kind == "rows" else grad / self._num_chunks
+                own = grad[start * entries : stop * entries] if kind == "rows" else grad / self._num_micro_batches
                 grads.append(own)
         return grads
 
@@ -163,9 +167,9 @@ class MicroBatchedForward(Execution):
 class _Joined(Sequence[Any]):
     """The leaves of a whole slice, each concatenated from its micro-batches when it is first read: logits are large."""
 
-    def __init__(self, kinds: Sequence[str], chunks: list[list[Any]]) -> None:
+    def __init__(self, kinds: Sequence[str], micro_batches: list[list[Any]]) -> None:
         self._kinds = kinds
-        self._pieces: list[Sequence[Any]] = list(zip(*chunks, strict=True))
+        self._pieces: list[Sequence[Any]] = list(zip(*micro_batches, strict=True))
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -190,7 +194,7 @@ def _before_the_last(module: nn.Module) -> Iterator[None]:
 
 
 def _join_gradients(pieces: list[Tensor | None], leaf: Tensor, rows: int) -> Tensor | None:
-    """Returns the gradient of one input from those of its pieces."""
+    """Returns the gradient of one input from those of its micro-batches."""
     present = [piece for piece in pieces if piece is not None]
     if not present:
         return None

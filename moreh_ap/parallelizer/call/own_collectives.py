@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 from moreh_ap.patching import Patches
 
 ALONE = {"is_initialized": False, "get_world_size": 1, "get_rank": 0}
-"""What a process that is alone answers, by the name of the function in `torch.distributed`."""
+"""The answers of a process without others, by the name of the function in `torch.distributed`."""
 
 _SEES_GROUP: ContextVar[bool] = ContextVar("moreh_ap.sees_group", default=False)
 

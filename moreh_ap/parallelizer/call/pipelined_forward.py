@@ -61,7 +61,7 @@ class PipelinedPass(Execution):
         kwargs: Mapping[str, Any],
         *,
         reduction: AbstractContextManager[Any] | None = None,
-        chunk: int = 0,
+        micro_batch: int = 0,
     ) -> None:
         stages = _stages(call.module)
         self.call, self._stages = call, stages
@@ -74,7 +74,7 @@ class PipelinedPass(Execution):
             with torch.set_grad_enabled(call.grad), reduction or reducing(call), autocasting(call):
                 for number, stage in stages.local.items():
                     try:
-                        self._run(number, stage, args, dict(kwargs), chunk, failure is not None)
+                        self._run(number, stage, args, dict(kwargs), micro_batch, failure is not None)
                     except Exception as error:  # stages that wait for this one are told
                         failure = failure or error
                         if not stage.is_last:
@@ -91,12 +91,18 @@ class PipelinedPass(Execution):
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
 
     def _run(
-        self, number: int, stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int, has_failed: bool
+        self,
+        number: int,
+        stage: Stage,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        micro_batch: int,
+        has_failed: bool,
     ) -> None:
         axis = self._stages.axis
         received, nesting = ([], None) if number == 0 else receive(axis, (number - 1) % axis.size, self.call.device)
         assert not has_failed, "an earlier stage, and so those between it and this one"
-        self.call.random.begin(self.call.device, chunk, number)
+        self.call.random.begin(self.call.device, micro_batch, number)
         result = stage(tuple(received), nesting, args, kwargs)
         if stage.is_last:
             self._results, self.treespec = flatten(result)
@@ -185,7 +191,7 @@ class PipelinedForward(MicroBatchedForward):
         call: Call,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        num_chunks: int,
+        num_micro_batches: int,
         rows: int,
         dry_runs: DryRuns,
         plan: Plan,
@@ -193,14 +199,14 @@ class PipelinedForward(MicroBatchedForward):
         self._stages = _stages(call.module)
         self._plan = plan
         self.has_result = self._stages.axis.rank == self._stages.last_worker
-        self._chunk_grads_given: list[list[Tensor | None]] = []
+        self._given_gradients: list[list[Tensor | None]] = []
         if call.target is not None:
             raise UnsupportedError(
                 "a pipeline trains the model as a whole, and a part of it was called with gradients",
                 "calls of the model itself, calls of parts under torch.no_grad(), or plans with pipeline=1",
                 'plan="shard=2"',
             )
-        super().__init__(call, args, kwargs, num_chunks, rows, dry_runs)
+        super().__init__(call, args, kwargs, num_micro_batches, rows, dry_runs)
         if call.kinds is not None and len(call.kinds) != len(self.shapes):
             raise UnsupportedError(
                 "a training call asks for results that earlier stages of the pipeline compute (hidden states?)",
@@ -216,12 +222,14 @@ class PipelinedForward(MicroBatchedForward):
 
     def _compute_outputs(self) -> list[list[Any]]:
         call = replace(self.call, grad=False)
-        chunks = []
-        for chunk in range(self._num_chunks):
-            args, kwargs = self._chunk_arguments(chunk)
+        micro_batches = []
+        for micro_batch in range(self._num_micro_batches):
+            args, kwargs = self._arguments_of(micro_batch)
             reduction = self._reduction_of(self._stages.local)
-            chunks.append(list(PipelinedPass(call, args, kwargs, reduction=reduction, chunk=chunk).outputs))
-        return chunks
+            micro_batches.append(
+                list(PipelinedPass(call, args, kwargs, reduction=reduction, micro_batch=micro_batch).outputs)
+            )
+        return micro_batches
 
     def _draw(self) -> None:
         raise UnsupportedError(
@@ -232,15 +240,17 @@ class PipelinedForward(MicroBatchedForward):
 
     def backward(self, output_grads: Sequence[Tensor | None], retain_graph: bool = False) -> list[Tensor | None]:
         """Runs the schedule. A second call computes everything once more, so `retain_graph` needs nothing."""
-        self._chunk_grads_given = [self._chunk_grads(output_grads, chunk) for chunk in range(self._num_chunks)]
+        self._given_gradients = [
+            self._gradients_of(output_grads, micro_batch) for micro_batch in range(self._num_micro_batches)
+        ]
         settle(self.call.module)
         from moreh_ap.parallelizer.pipeline.schedules import schedule_for
 
-        schedule, adapters = schedule_for(self._stages, self._plan, self._num_chunks, self.call.device)
-        chunks: list[Any] = [[] for _ in range(self._num_chunks)]
+        schedule, adapters = schedule_for(self._stages, self._plan, self._num_micro_batches, self.call.device)
+        micro_batches: list[Any] = [[] for _ in range(self._num_micro_batches)]
         for adapter in adapters:
-            adapter.begin(self, chunks)
-        numbers = list(range(self._num_chunks))
+            adapter.begin(self, micro_batches)
+        numbers = list(range(self._num_micro_batches))
         try:
             with self._stages.sums_shared_gradients(), summing_gradients(self.call):
                 schedule._step_microbatches(target_mbs=numbers)
@@ -250,28 +260,28 @@ class PipelinedForward(MicroBatchedForward):
         finally:
             for adapter in adapters:
                 adapter.end()
-        self._chunk_grads_given = []
+        self._given_gradients = []
         settle(self.call.module)
-        self._set_outputs(chunks)
+        self._set_outputs(micro_batches)
         return []
 
     # -- what a stage asks ------------------------------------------------------------------------------------------
 
-    def run_stage(self, stage: Stage, chunk: int, received: tuple[Tensor, ...]) -> list[Any]:
+    def run_stage(self, stage: Stage, micro_batch: int, received: tuple[Tensor, ...]) -> list[Any]:
         """Returns what a stage makes of one micro-batch: tensors for the next stage, on the last one the results."""
-        args, kwargs = self._chunk_arguments(chunk)
-        self.call.random.begin(self.call.device, chunk, stage.index)
+        args, kwargs = self._arguments_of(micro_batch)
+        self.call.random.begin(self.call.device, micro_batch, stage.index)
         with torch.enable_grad(), self._reduction_of([stage.index]), autocasting(self.call):
             nesting = None if stage.index == 0 else self._borders[stage.index - 1][0]
             result = stage(received, nesting, args, kwargs)
         if stage.is_last:
             return flatten(result)[0]
-        specs = self.border(stage.index, chunk)
+        specs = self.border(stage.index, micro_batch)
         return [leaf.to(dtype) for leaf, (_, dtype) in zip(result, specs, strict=True)]
 
-    def border(self, stage: int, chunk: int) -> list[Border]:
+    def border(self, stage: int, micro_batch: int) -> list[Border]:
         """Returns shapes and dtypes of what a stage returns for one micro-batch."""
-        start, stop = self._chunk_range(chunk)
+        start, stop = self._rows_of(micro_batch)
         computed = compute_dtype(self.call.module)
         found = []
         for shape, dtype in self._borders[stage][1]:
@@ -281,9 +291,9 @@ class PipelinedForward(MicroBatchedForward):
             found.append((shape, dtype))
         return found
 
-    def roots(self, results: list[Any], chunk: int) -> tuple[list[Tensor], list[Tensor]]:
+    def roots(self, results: list[Any], micro_batch: int) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the results of a micro-batch that have gradients, with these."""
-        return _roots(self, results, self._chunk_grads_given[chunk])
+        return _roots(self, results, self._given_gradients[micro_batch])
 
     def keeps_gradients_here(self) -> AbstractContextManager[None]:
         """Inside, what backward adds to gradients is not summed over workers yet."""

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 CUDA_DEVICES = frozenset(
     device for name in ("cuda", *(f"cuda:{index}" for index in range(128))) for device in (name, torch.device(name))
 )
-"""What a call of a torch function may name that means this worker's device."""
+"""Devices in calls of torch functions that mean this worker's device."""
 
 
 @dataclass(eq=False, repr=False)

@@ -35,12 +35,18 @@ def way_to_execute(call: Call, plan: Plan, rows: int | None = None, meta_module:
         rows: Rows of the global batch; None if no argument has rows.
         meta_module: A copy of the module on meta without a plan, on which denominators are found for nothing.
     """
-    num_chunks = 1
+    num_micro_batches = 1
     if rows is not None and call.mode == "split" and call.kinds is not None:
-        num_chunks = min(plan.micro_batches, rows // call.axis.size)
+        num_micro_batches = min(plan.micro_batches, rows // call.axis.size)
     if call.grad and stages_of(call.module) is not None:
+        return partial(
+            PipelinedForward,
+            num_micro_batches=num_micro_batches,
+            rows=rows or 0,
+            dry_runs=DryRuns(meta_module),
+            plan=plan,
+        )
+    if call.grad and num_micro_batches > 1 and rows is not None:
         dry_runs = DryRuns(meta_module)
-        return partial(PipelinedForward, num_chunks=num_chunks, rows=rows or 0, dry_runs=dry_runs, plan=plan)
-    if call.grad and num_chunks > 1 and rows is not None:
-        return partial(MicroBatchedForward, num_chunks=num_chunks, rows=rows, dry_runs=DryRuns(meta_module))
+        return partial(MicroBatchedForward, num_micro_batches=num_micro_batches, rows=rows, dry_runs=dry_runs)
     return EagerForward

@@ -37,13 +37,13 @@ Border = tuple[tuple[int, ...], torch.dtype]
 class PipelineRun(Protocol):
     """A call under way, as a schedule sees it."""
 
-    def run_stage(self, stage: Stage, chunk: int, received: tuple[Tensor, ...]) -> list[Any]:
+    def run_stage(self, stage: Stage, micro_batch: int, received: tuple[Tensor, ...]) -> list[Any]:
         """Returns what a stage makes of one micro-batch: tensors for the next stage, on the last one the results."""
 
-    def border(self, stage: int, chunk: int) -> list[Border]:
+    def border(self, stage: int, micro_batch: int) -> list[Border]:
         """Returns shapes and dtypes of what a stage returns for one micro-batch."""
 
-    def roots(self, results: list[Any], chunk: int) -> tuple[list[Tensor], list[Tensor]]:
+    def roots(self, results: list[Any], micro_batch: int) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the results of a micro-batch that have gradients, with these."""
 
     def keeps_gradients_here(self) -> AbstractContextManager[None]:
@@ -128,8 +128,10 @@ class _ScheduledStage(_PipelineStageBase):
         sent = [like.zero_() if g is None else g.contiguous() for g, like in zip(grads, wanted, strict=True)]
         return self._ops(dist.isend, sent, self.stage_index - 1)
 
-    def _empty(self, stage: int, chunk: int) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(s, dtype=dtype, device=self.device) for s, dtype in self.run.border(stage, chunk))
+    def _empty(self, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.empty(s, dtype=dtype, device=self.device) for s, dtype in self.run.border(stage, micro_batch)
+        )
 
     # Computing.
 
@@ -182,26 +184,26 @@ def _floating(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def schedule_for(
-    stages: Stages, plan: Plan, num_chunks: int, device: torch.device
+    stages: Stages, plan: Plan, num_micro_batches: int, device: torch.device
 ) -> tuple[Any, list[_ScheduledStage]]:
     """Returns the plan's schedule for so many micro-batches, and its view of this worker's stages."""
-    if num_chunks not in stages.schedules:
+    if num_micro_batches not in stages.schedules:
         adapters = [_ScheduledStage(stage, stages, device) for stage in stages.local.values()]
-        kind = _kind_for(plan, num_chunks)
+        kind = _kind_for(plan, num_micro_batches)
         single = kind in (ScheduleGPipe, Schedule1F1B)
-        schedule = kind(adapters[0] if single else adapters, num_chunks, loss_fn=_no_loss, scale_grads=False)
-        stages.schedules[num_chunks] = (schedule, adapters)
-    return stages.schedules[num_chunks]
+        schedule = kind(adapters[0] if single else adapters, num_micro_batches, loss_fn=_no_loss, scale_grads=False)
+        stages.schedules[num_micro_batches] = (schedule, adapters)
+    return stages.schedules[num_micro_batches]
 
 
-def _kind_for(plan: Plan, num_chunks: int) -> type:
+def _kind_for(plan: Plan, num_micro_batches: int) -> type:
     """Returns the schedule's class. See [Note: small batches]."""
-    rounds = max(1, num_chunks // plan.pipeline)
-    if plan.schedule == "1f1b" and num_chunks >= plan.pipeline:
+    rounds = max(1, num_micro_batches // plan.pipeline)
+    if plan.schedule == "1f1b" and num_micro_batches >= plan.pipeline:
         return Schedule1F1B
-    if plan.schedule == "interleaved" and num_chunks % rounds == 0:
+    if plan.schedule == "interleaved" and num_micro_batches % rounds == 0:
         return ScheduleInterleaved1F1B
-    if plan.schedule == "zero_bubble" and num_chunks % rounds == 0:
+    if plan.schedule == "zero_bubble" and num_micro_batches % rounds == 0:
         return ScheduleInterleavedZeroBubble
     return ScheduleGPipe if plan.stages_per_device == 1 else ScheduleLoopedBFS
 

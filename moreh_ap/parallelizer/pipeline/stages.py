@@ -30,7 +30,7 @@ _ATTRIBUTE = "_moreh_stages"
 
 
 class Stages:
-    """What one worker has of a pipeline.
+    """The stages of a pipeline that one worker holds.
 
     Attributes:
         num_stages: Stages of all workers together.

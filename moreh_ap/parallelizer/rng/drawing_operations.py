@@ -1,4 +1,4 @@
-"""What operations draw random numbers on the CPU, and of which shape.
+"""Which operations draw random numbers on the CPU, and of which shape.
 
 Decides that from an operation and its arguments. Must not know rows, workers or streams.
 """

@@ -57,7 +57,7 @@ NUM_OTHER_STREAMS = 6
 
 @dataclass(frozen=True)
 class Draws:
-    """What a forward draws, of which each worker takes the part of its rows.
+    """The draws of a forward, of which each worker takes the part of its rows.
 
     Attributes:
         stream: From the common CPU stream of PyTorch.
@@ -136,19 +136,19 @@ class RandomPolicy:
         """Says whether all that is drawn on a device comes from the one stream."""
         return self.stream is not None and device.type == "cpu"
 
-    def begin(self, device: torch.device, chunk: int = 0, stage: int = 0) -> Drawing:
+    def begin(self, device: torch.device, micro_batch: int = 0, stage: int = 0) -> Drawing:
         """Puts the streams where a forward starts.
 
         Args:
             device: This worker's device.
-            chunk: Which micro-batch it is of.
+            micro_batch: Which micro-batch it is of.
             stage: Which stage of a pipeline runs; ranks that split layers among them have the same numbers.
         """
         if self.host is not None:
             set_state_of_host(self.host)
         if self.seed is not None:
             of_stage = self.seed + 0xC2B2AE35 * stage
-            own = of_stage + 0x9E3779B9 * self.worker + 0x85EBCA6B * chunk
+            own = of_stage + 0x9E3779B9 * self.worker + 0x85EBCA6B * micro_batch
             if device.type == "cuda":
                 torch.cuda.manual_seed(own % 2**63)
             if self.stream is None:  # a GPU's worker has the same coins as others

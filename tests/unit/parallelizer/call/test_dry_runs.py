@@ -69,7 +69,7 @@ def train(model: Model, steps: int) -> tuple[list[float], int]:
     known = DryRuns(deepcopy(model).to("meta"))
     losses = []
     for step in range(steps):
-        forward = MicroBatchedForward(call, batch(step), {}, num_chunks=2, rows=ROWS, dry_runs=known)
+        forward = MicroBatchedForward(call, batch(step), {}, num_micro_batches=2, rows=ROWS, dry_runs=known)
         forward.backward([torch.ones(())])
         losses.append(float(forward.outputs[0]))
         assert forward.shapes[0].shape == ()

@@ -37,7 +37,7 @@ def first_number(policy: RandomPolicy, **place: int) -> float:
 
 def test_a_seed_gives_each_worker_micro_batch_and_stage_numbers_of_its_own():
     seeded = RandomPolicy(seed=3)
-    places = [{}, {"chunk": 1}, {"stage": 1}, {"chunk": 1, "stage": 1}]
+    places = [{}, {"micro_batch": 1}, {"stage": 1}, {"micro_batch": 1, "stage": 1}]
     numbers = {first_number(seeded, **place) for place in places}
     numbers.add(first_number(seeded.shared(1, Share(2, 4, 4), Draws())))
     assert len(numbers) == 5
@@ -146,8 +146,8 @@ def test_workers_on_gpus_flip_the_same_coins_on_the_cpu(has_stream):
     coins = []
     for worker in range(2):
         policy = RandomPolicy.of(7, streams, has_one_stream=True).shared(worker, Share(worker, worker + 1, 2), Draws())
-        for chunk in range(2):
-            policy.begin(GPU, chunk)
+        for micro_batch in range(2):
+            policy.begin(GPU, micro_batch)
             coins.append(torch.rand(3).tolist())
     assert coins == coins[:1] * 4 and (coins[0] == alone) is has_stream
 
