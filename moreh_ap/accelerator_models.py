@@ -25,7 +25,7 @@ _OWN_NAMES = {"cpu": "CPU", "cuda": "GPU"}
 
 @dataclass(frozen=True)
 class Supply:
-    """What a machine has to share out.
+    """The accelerators of a machine.
 
     Attributes:
         device_type: "cuda" or "cpu".

@@ -35,7 +35,7 @@ _set_grad_of = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 
 
 class _Host:
-    """What this process computes itself.
+    """Whether new tensors on the accelerator are host tensors, which this process computes itself.
 
     Attributes:
         holds_all: Whether no model is on the workers, and one is here: new tensors on the accelerator are host tensors.

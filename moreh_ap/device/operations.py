@@ -76,7 +76,7 @@ _RESULTS: dict[Any, Tensor | None] = {}
 
 
 class _Form(enum.Enum):
-    """What a plain operation does with memory. See [Note: plain operations]."""
+    """How a plain operation uses memory. See [Note: plain operations]."""
 
     NEW = "its results are new tensors"
     VIEW = "its result is a view of its first argument"

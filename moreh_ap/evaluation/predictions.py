@@ -22,7 +22,7 @@ PREDICTED_COLUMNS = (
     "predicted_step_time_s",
     "predicted_tokens_per_s_per_gpu",
 )
-"""What `predict` adds to a row."""
+"""Columns that `predict` adds to a row."""
 
 RETRY_S = 0.9
 """Seconds of a micro-batch that go to the allocator where memory is full: it gives back what it keeps in reserve, which

@@ -62,12 +62,12 @@ _BEFORE_FIX: dict[str, Any] = {
     "logits_left_bytes": 0.0,
 }
 _BEFORE_FIX_WITHOUT_PIPELINE: dict[str, Any] = {"gathered_kept": 3.9}
-"""What the sweep's program did otherwise before its pipeline was repaired (column `after_pp_fix`)."""
+"""Training system of the sweep's program before its pipeline was repaired (column `after_pp_fix`)."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a row says, as the planner needs it."""
+    """A row in the planner's terms."""
 
     profile: ModelProfile
     plan: Plan

@@ -83,7 +83,7 @@ class Example:
 
 @dataclass(frozen=True)
 class AppliedPlan:
-    """What a plan made of a module on this worker.
+    """The result of applying a plan to a module on this worker.
 
     Attributes:
         plan: The plan.

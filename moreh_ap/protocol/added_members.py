@@ -17,11 +17,11 @@ _HELD = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 Contents = dict[str, dict[Any, Any]]
-"""What a module holds, by kind: submodules, parameters, buffers and hooks."""
+"""The members of a module, by kind: submodules, parameters, buffers and hooks."""
 
 
 class Members:
-    """What the modules of a model hold now.
+    """The present members of a model's modules.
 
     Args:
         root: The model, with all its parts.

@@ -14,7 +14,7 @@ _MAX_STATES = 4096  # of a script that sets another value at every step: old sta
 
 
 class Settings:
-    """What was set since the model was made.
+    """Settings that changed since the model was made.
 
     Attributes:
         number: The number of the present state of the settings.

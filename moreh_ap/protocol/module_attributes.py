@@ -118,7 +118,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """What is compared later: no tensor is kept alive for it, as the forward that sets a new one frees the old one."""
+    """Returns a fingerprint to compare later, which keeps no tensor alive: setting a new one frees the old one."""
     if isinstance(value, _PLAIN):
         return value, None
     if isinstance(value, Tensor):

@@ -177,7 +177,7 @@ def _register_dataclass(cls: Any) -> None:
 
 
 def _reduce(value: Any) -> tuple[list[Any], Any]:
-    """What an object is made with, its state, its items as a list and as a dict; and the function that makes it."""
+    """Takes an object apart by `__reduce_ex__`: arguments, state, items as a list and as a dict; and the function."""
     function, arguments, *rest = value.__reduce_ex__(_PROTOCOL)
     state, items, pairs = [*rest, None, None, None][:3]
     if function is copyreg.__newobj__:  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ class Answering(Protocol):
 
 
 class Reply(concurrent.futures.Future):  # type: ignore[type-arg]
-    """What the workers will answer to one command, one entry a worker, in rank order.
+    """The future answers of the workers to one command, one entry a worker, in rank order.
 
     Callbacks of `add_done_callback` run at once if the command is done, else in the thread that receives answers, which
     must not be kept waiting.

@@ -51,7 +51,7 @@ class Stopping(Exception):
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What to start; see `WorkerGroup` for the meaning of each."""
+    """The workers to start; see `WorkerGroup` for the meaning of each attribute."""
 
     num_workers: int
     device_type: str

@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Place, SentPlace
 
 _LIMIT_BYTES = 1 << 30
-"""What does not fit below it travels with the engine."""
+"""Bytes of the file. Values that do not fit into it are sent by the engine."""
 
 Carry = Callable[["int | None", int, int, "bytes | memoryview"], object]
 """Sends a host, by its index, or all of them a value: its number, where it belongs, and the value itself, which may be

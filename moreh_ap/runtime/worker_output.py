@@ -1,4 +1,4 @@
-"""What workers print, shown once in the controller's own output.
+"""The output of workers, shown once in the controller's own output.
 
 Decides which lines reach the user: everything of worker 0, and of the others only what worker 0 did not print too,
 with the worker's number in front. Goes through `sys.stdout` and `sys.stderr`, so that it appears in notebooks. Must not

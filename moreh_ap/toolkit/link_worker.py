@@ -37,7 +37,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Received:
-    """What one worker got.
+    """The data that one worker received.
 
     Attributes:
         num_wrong: Elements that are not what they should be, over all sizes.

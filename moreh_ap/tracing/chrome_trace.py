@@ -23,7 +23,7 @@ STEPS = "steps"
 
 
 class ProcessTrace(NamedTuple):
-    """What one process recorded.
+    """The events that one process recorded.
 
     Attributes:
         name: "controller" or "worker 0".

@@ -29,7 +29,7 @@ SCRIPT = "script"
 
 
 class Span(NamedTuple):
-    """What a process was busy with for some time.
+    """An activity of a process, with its beginning and its duration.
 
     Attributes:
         name: What it did, in words of a user.

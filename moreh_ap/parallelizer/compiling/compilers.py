@@ -1,4 +1,4 @@
-"""What is used of PyTorch's compiler: its settings, its back ends, its errors, and what a machine lacks for them.
+"""PyTorch's compiler as this package uses it: settings, back ends, errors, and what a machine lacks for them.
 
 Decides how a script's options reach a back end. Must not know blocks. PyTorch imports the compiler when something of it
 is looked at first, which takes a second.

@@ -59,7 +59,7 @@ class KeptResults:
 
 
 class _Result:
-    """What an operation returned, and whether it was changed in place since."""
+    """The result of an operation, and whether it was changed in place since."""
 
     def __init__(self, value: Any) -> None:
         self._value = tree_map_only(Tensor, _alias, value)

@@ -1,4 +1,4 @@
-"""What is raised where the rows of different workers take different ways through a forward."""
+"""The exception for a forward in which the rows of different workers take different branches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moreh_ap.errors import ExactnessError
 
 
 class Diverged(Exception):
-    """The workers' rows took different ways through a forward. Raised on all of them, once all are through."""
+    """The workers' rows took different branches of a forward. Raised on all workers, after all have finished it."""
 
     def after_changes(self) -> ExactnessError:
         """Returns the error of such a forward that cannot be computed once more, since it changes buffers."""

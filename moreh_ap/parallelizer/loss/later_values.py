@@ -123,7 +123,7 @@ class Held(InRows):
 
 
 class Computed(InRows):
-    """What a function gives for rows of its arguments, row by row.
+    """The result of a function that works row by row, computed for some rows at a time.
 
     Args:
         function: Called with rows of the arguments.

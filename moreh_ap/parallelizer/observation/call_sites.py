@@ -13,7 +13,7 @@ FORWARD = "moreh_ap.parallelizer.call.forward"
 """The module that calls the model: what leads there is left out."""
 
 GATHERING = "torch.distributed"
-"""What gathers parameters (FSDP2): in its first forward after a backward, in others not. No step of a forward."""
+"""The package whose code gathers parameters (FSDP2), in some forwards and not in others: no step of a forward."""
 
 _PASSING_ON = {"torch.overrides", "torch.nn.modules.module", "torch.utils.checkpoint"}
 """Modules whose functions only call what they are given, in more ways than one: with hooks, with gradients. So do

@@ -15,7 +15,7 @@ from torch import nn
 from moreh_ap.patching import Patches
 
 Original = Callable[..., Any]
-"""What calls the module, with its hooks."""
+"""The original call of the module, with its hooks."""
 OnModule = Callable[[Original, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """Gets the original call, the module and its arguments; returns the result."""
 

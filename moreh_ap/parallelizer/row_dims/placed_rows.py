@@ -77,7 +77,7 @@ def find_rows(common: Tensor, singles: Sequence[Any], each: int, is_same: Callab
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """What is cut and gathered around a forward.
+    """The tensors that are cut before a forward and gathered after it.
 
     Attributes:
         rows: Rows of the batch.

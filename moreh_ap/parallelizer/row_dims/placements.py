@@ -1,6 +1,6 @@
-"""What is known of each tensor of a forward, such as where it has its rows, as long as the tensor lives.
+"""A table of values by tensor, such as the placement of rows of each tensor in a forward.
 
-Must not know what it is.
+Decides how an alias of a tensor is recognized. Must not know what the values mean.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Placements:
-    """What is known of the tensors of a forward; a tensor is known as long as it lives, also by an alias of it."""
+    """A table whose keys are tensors, found by an alias too; an entry is dropped with its tensor."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
@@ -39,7 +39,7 @@ class Placements:
         return what
 
     def forget(self, tensor: Tensor) -> None:
-        """From now on the tensor is one device's."""
+        """Removes the tensor: it has no placement."""
         self._known.pop(id(tensor), None)
         self._by_memory.pop(_memory(tensor), None)
 

@@ -1,4 +1,4 @@
-"""What each call of a torch function or module in a forward does with rows, as learned from trials.
+"""The steps of a forward: for each call of a torch function or module how it treats rows, as learned from trials.
 
 Decides how that is written down. Must not know how it is learned (`trial.lockstep`) or computed with
 (`data.row_gathering`).
@@ -50,7 +50,7 @@ Placement = Rows | str | None
 
 @dataclass(frozen=True)
 class Step:
-    """What one call of a torch function, or of a module, does, and the same on every worker.
+    """One call of a torch function or module, and how it treats rows; equal on every worker.
 
     Attributes:
         name: The function or module.
@@ -96,13 +96,13 @@ class Step:
 
     @property
     def place(self) -> Hashable:
-        """What tells steps apart in a forward that goes several ways: function, line, and where arguments have rows."""
+        """The key of a step in a forward that goes several ways: function, line, and where arguments have rows."""
         return self.name, self.site, self.given
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """What was learned of a forward.
+    """The steps of a forward, and the rows of its arguments.
 
     Attributes:
         steps: What each call of a torch function or module does, in order; those inside a module that works row by row

@@ -27,11 +27,11 @@ _COUNT_UP = "cumsum"
 """Counts marks, which are 0 and 1, up: as a rule, how many rows before have gone to an expert. Sums of others are
 offsets."""
 _FIND = frozenset({"nonzero", "argwhere", "where", "masked_select"})
-"""What these give has as many entries as the values decide; `where` with one argument."""
+"""Functions whose results have as many entries as the values decide; `where` with one argument."""
 _KEEP = frozenset({"__getitem__", "squeeze", "flatten", "unbind", "view", "reshape", "t", "to", "long", "contiguous"})
 _ASK = frozenset({"__len__", "numel", "nelement", "size"})
 _COUNT = frozenset({"sum", "count_nonzero"})
-"""What these give of a tensor of truth values says how many there are."""
+"""Functions that count the true entries of a mask."""
 _COMPARE = frozenset({"gt", "ge", "lt", "le", "eq", "ne"})
 _READ = frozenset({"item", "__int__", "__bool__", "__float__", "__index__", "tolist"})
 COUNTS_SELECTED = "counts selected"

@@ -94,7 +94,7 @@ class WrittenBox:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a worker wrote.
+    """A file that a worker has written.
 
     Attributes:
         path: The file.

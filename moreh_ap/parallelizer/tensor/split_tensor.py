@@ -37,7 +37,7 @@ _FACTS = {
     "requires_grad_", "retain_grad", "register_hook", "backward", "storage_offset", "nelement", "ndimension",
     "__hash__", "get_device", "type", "data_ptr", "is_signed", "is_inference", "is_shared", "is_same_size",
 }  # fmt: skip
-"""What may be asked of the tensor without its values, and what belongs to autograd."""
+"""Functions that need no values of the tensor, and those of autograd."""
 
 
 _PROPERTIES = {"__get__", "__set__", "__delete__"}

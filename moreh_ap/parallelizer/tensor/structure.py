@@ -40,7 +40,7 @@ KNOWN_PAIRS = {
     "lin2": {"lin1"},
     "output.dense": {"intermediate.dense"},
 }
-"""What layers are called in libraries that take inner features, and those that give them."""
+"""Names in libraries of layers that take inner features, and of those that give them."""
 
 
 def is_linear(module: Any) -> bool:

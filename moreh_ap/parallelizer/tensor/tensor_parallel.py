@@ -28,7 +28,7 @@ from moreh_ap.parallelizer.tensor.split_choice import Splitter
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What tensor parallelism made of a module on this rank.
+    """The result of splitting a module over the tensor axis, on this rank.
 
     Attributes:
         layouts: What this rank's parameters are of the whole ones, by full name; a parameter without an entry is whole.

@@ -37,7 +37,7 @@ Moment = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Parts:
-    """What a device computes with, as far as [Note: moments with parameters in host memory] asks.
+    """The quantities of [Note: moments with parameters in host memory].
 
     Attributes:
         computed: Bytes of a value of the plan's precision.

@@ -1,4 +1,4 @@
-"""What was measured on a machine instead of read off a data sheet: exchanges by kind, and rates by how much there is.
+"""Measurements of a machine in place of a data sheet: exchanges by kind, and rates by the amount of data.
 
 Decides how a figure between two measured ones is found. Must not know how anything was measured, models or plans.
 """

@@ -71,7 +71,7 @@ class MemoryEstimate:
 
     @property
     def components(self) -> list[tuple[str, float]]:
-        """What the reserved bytes are made of: labels and bytes, in the order of a bar."""
+        """The parts of the reserved bytes: labels and bytes, in the order of a bar."""
         return [
             ("parameters", self.parameter_bytes),
             ("gradients", self.gradient_bytes),

@@ -18,7 +18,7 @@ __all__ = ["StagePosition", "frozen_at", "parameters_at", "positions_of", "train
 
 @dataclass(frozen=True)
 class StagePosition:
-    """What the devices at one kind of pipeline position hold: the stages of one device taken together.
+    """The blocks of the devices at one kind of pipeline position: the stages of one device taken together.
 
     Attributes:
         blocks: Number of blocks on the device.

@@ -20,7 +20,7 @@ ALL_KINDS = frozenset({"tensor", "sequence_parallel", "pipeline"})
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user's options leave of the space.
+    """The limits that the user's options set to the search space.
 
     Attributes:
         pipeline_parallel: Whether a pipeline may be used.

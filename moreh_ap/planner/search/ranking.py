@@ -26,7 +26,7 @@ measured runs is larger (`docs/planner.md`), but much of it is common to all pla
 
 @dataclass(frozen=True)
 class Ranking:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         task: What was searched for.

@@ -45,7 +45,7 @@ _MOST_COUNTS = 12
 left out between 12 and 24, and with it a plan that was 1 % faster."""
 
 _WEIGHING_BLOCKS = 0.5
-"""What head or embedding have to weigh, in blocks, before a stage with fewer blocks is looked at."""
+"""Cost of head or embedding, in blocks, from which on stages with fewer blocks are looked at."""
 
 
 @dataclass(frozen=True)

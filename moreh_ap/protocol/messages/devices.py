@@ -1,4 +1,4 @@
-"""What workers say of their devices: names, memory, measured rates, step times."""
+"""Answers of workers about their devices: names, memory, measured rates, step times."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ProbeDevice:
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What one worker measured while all others did the same.
+    """Measurements of one worker while all others measured too.
 
     Seconds of computing are those of its processor: of a CPU worker only while it had a core.
 
@@ -81,7 +81,7 @@ class ReportSteps:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the last training steps of one worker took.
+    """The times of the last training steps of one worker.
 
     Attributes:
         seconds: Of each of them, the latest last.

@@ -1,4 +1,4 @@
-"""What holds for every command: several in one message, and waiting for all before."""
+"""Commands about the stream of commands: several in one message, and waiting for all before."""
 
 from __future__ import annotations
 

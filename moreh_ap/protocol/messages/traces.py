@@ -15,12 +15,12 @@ class BeginTrace:
 
 @dataclass(frozen=True)
 class EndTrace:
-    """Record no longer; answer a `WorkerTrace`."""
+    """Stop recording; answer a `WorkerTrace`."""
 
 
 @dataclass(frozen=True)
 class WorkerTrace:
-    """What one worker recorded.
+    """The spans that one worker recorded.
 
     Attributes:
         pid: Its process id.

@@ -58,7 +58,7 @@ class Same:
 
 
 class PickledForm(NamedTuple):
-    """What pickle makes of a value.
+    """The pickle of a value.
 
     Attributes:
         kind: Its class.

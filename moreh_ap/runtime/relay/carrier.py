@@ -14,7 +14,7 @@ from moreh_ap.runtime.worker.actor import Trouble
 
 
 class Carrier(Protocol):
-    """What carries commands to workers: connections to them, or to the agents of their hosts."""
+    """Sends commands to workers: over connections to them, or to the agents of their hosts."""
 
     def execute(self, number: int, epoch: int, command: Packed | Sequence[Packed]) -> Awaited:
         """Sends one command to all workers, or each its own."""

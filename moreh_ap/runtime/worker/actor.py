@@ -40,7 +40,7 @@ class Trouble(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker needs to know to join.
+    """The values with which a worker joins the others.
 
     Attributes:
         rank, world_size: its place among the workers.

@@ -1,4 +1,4 @@
-"""What one worker does with a command: finds who executes commands of its class.
+"""Dispatches a worker's commands to the subjects that execute them, by the class of the command.
 
 Runs in the worker process, in the thread that also runs its collectives. All workers execute the same commands in the
 same order. It must not know the engine that delivers commands, nor the controller that sends them.

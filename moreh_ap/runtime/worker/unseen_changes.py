@@ -1,4 +1,4 @@
-"""What the script's code does in a worker and the script does not see, in words for a warning there.
+"""Warnings of effects of the script's code in a worker that the script does not see.
 
 Decides what is looked at: files that a forward writes, numbers that change in a backward (a forward that an adjoint
 method runs there, with a counter in it), random numbers that a backward draws. Must not know how the script is warned.

@@ -44,7 +44,7 @@ from moreh_ap.runtime.worker.worker_device import WorkerDevice
 
 @dataclass(frozen=True)
 class Moment:
-    """What a script had set when it called a model: attributes that it changed, and training flags."""
+    """Settings of a model at one of its calls: attributes that the script changed, and training flags."""
 
     number: int
     values: dict[tuple[str, str], Any]
@@ -207,7 +207,7 @@ class WorkerModel:
         return self._variables[key]
 
     def moment(self) -> Moment:
-        """What is set now: what a call that is computed later has to be computed with."""
+        """The present settings, with which a call that is computed later has to be computed."""
         return Moment(self.settings.number, dict(self._values), self.training())
 
     @contextmanager

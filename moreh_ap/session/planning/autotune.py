@@ -52,7 +52,7 @@ NUM_STEPS = 5
 
 
 class StepTimes(NamedTuple):
-    """What a trial of a plan showed.
+    """The outcome of a trial of a plan.
 
     Attributes:
         first_s: Seconds of the first step, in which shapes are found and blocks are compiled.

@@ -25,7 +25,7 @@ LEAST_DEVICES = {"cuda": 1, "cpu": 2}
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """What was chosen for the first model that a script trains.
+    """The number of devices that was chosen for the first model that a script trains.
 
     Attributes:
         model: The model and its batch, as `model_profiling.identity_of` says it.

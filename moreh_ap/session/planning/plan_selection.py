@@ -123,7 +123,7 @@ def choose_plan_for(
 
 @dataclass(frozen=True)
 class Question:
-    """What the planner is asked of a model, on whatever devices.
+    """The planning task of a model, for any devices.
 
     Attributes:
         options: The script's options.

@@ -1,4 +1,4 @@
-"""What commands refer to on one worker, by the names that the controller gave.
+"""Models, calls, optimizers and tensors of one worker, by the names by which commands refer to them.
 
 Decides how a named tensor is found. Must not know what is done with it.
 """
@@ -25,7 +25,7 @@ from moreh_ap.runtime.worker.worker_device import WorkerDevice
 from moreh_ap.runtime.worker.worker_model import WorkerModel
 
 Handlers = Mapping[type, Callable[[Any], Any]]
-"""What executes a command and returns its answer, by the command's class."""
+"""Functions that execute a command and return its answer, by the command's class."""
 
 
 class HasOutputs(Protocol):
@@ -61,7 +61,7 @@ class HasState(Protocol):
 
 
 class Table(dict[Any, Any]):
-    """What was made on one worker, by name.
+    """Objects that were made on one worker, by name.
 
     Args:
         tables: Knows why something may be missing.
