@@ -99,8 +99,10 @@ def is_square(leaf: Any) -> bool:
 
 
 def are_single_rows(leaves: Sequence[Any], rows: int) -> bool:
-    """Says whether what has as many entries along dim 0 as the batch has rows has no other dim, or rows along dim 1
-    and no more than one, as the words of one sentence in a model with steps first."""
+    """Says whether the tensors whose dim 0 counts the rows have no other dim, or are a time-first batch of one row.
+
+    In the latter dim 0 counts steps, as the words of one sentence, and dim 1 the single row.
+    """
     rowed = [leaf for leaf in leaves if carries_rows(leaf, rows)]
     is_time_first = any(leaf.ndim > 2 and leaf.shape[1] == 1 for leaf in rowed)
     return all(leaf.ndim == 1 or (is_time_first and (leaf.shape[1] == 1 or is_square(leaf))) for leaf in rowed)

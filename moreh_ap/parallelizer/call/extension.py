@@ -1,4 +1,4 @@
-"""The one interface through which a call gets what an ordinary one does without.
+"""The interface of extensions: features around the forward of a call that most calls do not use.
 
 Hooks of the script, module attributes, state that forwards pass on, and parameters that travel between stages each
 attach to the calls that use them. An ordinary call has no extensions.

@@ -1,4 +1,4 @@
-"""How a call of a torch function reads: its name, whether it only asks for something, the leaves of its arguments.
+"""Properties of a call of a torch function: its name, whether it only queries a tensor, the leaves of its arguments.
 
 Decides in which order leaves are counted. Must not know rows or what is done with a call.
 """
@@ -30,8 +30,7 @@ _QUESTIONS |= {
 
 
 def is_question(func: Callable[..., Any]) -> bool:
-    """Says whether a torch function asks for something that is not computed from the entries of a tensor, or sets
-    something beside them."""
+    """Says whether a torch function queries, or sets, a property of a tensor that does not depend on its entries."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _GETTERS_OF_TENSORS
@@ -39,8 +38,8 @@ def is_question(func: Callable[..., Any]) -> bool:
 
 
 def asks_for_sizes(func: Callable[..., Any], *, counts: bool = False) -> bool:
-    """Says whether a torch function asks a tensor for its sizes, or for one of them; or, if `counts`, how many entries
-    it has."""
+    """Says whether a torch function returns the shape of a tensor, or one size of it; or, if `counts`, its number of
+    entries."""
     name = getattr(func, "__name__", "")
     if counts and name in ("numel", "nelement", "__len__"):
         return True

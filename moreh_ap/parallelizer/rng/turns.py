@@ -17,16 +17,16 @@ from moreh_ap.protocol.rng_state import set_state_of_host, state_of_host
 
 
 class Turns(Protocol):
-    """The turns of a forward; those of one place after the other."""
+    """The turns of a forward, one call site after the other."""
 
     def begin(self, site: int, share: Share) -> bool:
-        """Puts the streams where the first of these rows finds them; False if others are not at this place."""
+        """Sets the streams to the state before the first of these rows; False if other workers are at another place."""
 
     def after(self, row: int) -> None:
-        """A row has drawn, and `row` is the next one."""
+        """Called when a row has drawn; `row` is the next one."""
 
     def end(self, share: Share) -> None:
-        """Puts the streams where the last row of all has left them."""
+        """Sets the streams to the state after the last row of the batch."""
 
     def noted_by(self, known: KnownTurns) -> Turns:
         """Returns the same turns, of which `known` learns the next one, to repeat it."""
@@ -45,7 +45,7 @@ class KnownTurns:
         self._place = 0
 
     def restart(self) -> None:
-        """Another forward begins."""
+        """Starts the turns of another forward."""
         self._place = 0
         self.counts.restart()
 

@@ -1,6 +1,6 @@
-"""Workers agree on how a trial went, so that all of them take the same way from there.
+"""Consensus of the workers on the outcome of a trial, after which all of them continue alike.
 
-Decides whose word counts. Must not know what was tried.
+Decides which outcome counts. Must not know what was tried.
 """
 
 from __future__ import annotations

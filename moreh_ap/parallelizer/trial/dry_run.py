@@ -1,6 +1,6 @@
-"""Surroundings for forwards that only find something out: nothing random in them, nothing left of them.
+"""The context of trial runs of a forward: without dropout, and with the state of the model restored afterwards.
 
-Decides what such a run must not change. Must not know what is being found out.
+Decides which state a trial run must not change. Must not know what is tried.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class NoDropout(TorchFunctionMode):
 
 
 class StateBefore:
-    """What a forward and hooks may change in a model: buffers, attributes (``self.hidden = hidden``), members.
+    """A copy of the state that a forward and hooks may change: buffers, attributes (``self.hidden = hidden``), members.
 
     Args:
         module: The model in its present state.
-        written: Parameters whose values are among it.
+        written: Parameters that the forward changes, whose values are copied too.
 
     Attributes:
         members: What its modules hold at present.
@@ -85,7 +85,7 @@ class StateBefore:
         self._containers = [(value, value.copy()) for value in kept if type(value) in (list, dict, set)]
 
     def put_back(self) -> None:
-        """Has all of it be as it was."""
+        """Restores the state."""
         self.members.take_back()
         for submodule, buffers, attributes in self._held:
             submodule._buffers.clear()

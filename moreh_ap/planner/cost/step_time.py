@@ -81,6 +81,7 @@ def estimate_step(
         global_batch: Rows of a step.
         cluster: The devices; the plan occupies the first of them.
         system: How the program executes plans.
+        coefficients: Constants of devices and networks.
 
     Raises:
         PlanError: The plan needs more devices than there are.
