@@ -105,8 +105,10 @@ def is_same_container(value: Any, mark: Any) -> bool:
 
 
 def is_overwritten(value: Any, mark: Any) -> bool:
-    """Returns whether each entry of a dict that had the same keys when it was marked was set anew since."""
-    inside = mark[1] if isinstance(value, dict) and mark is not None else None
+    """Returns whether each entry of a list or dict that had as many, or these keys, when it was marked was set anew."""
+    inside = mark[1] if isinstance(value, (list, dict)) and mark is not None else None
+    if isinstance(inside, list):
+        return 0 < len(inside) == len(value) and not any(map(_is_marked, value, inside))
     if not isinstance(inside, dict) or inside.keys() != value.keys():
         return False
     return not any(_is_marked(value[key], inside[key]) for key in inside)

@@ -20,6 +20,7 @@ from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.blocks import ModelGroup
 from moreh_ap.protocol.messages.stream import ImportModules
+from moreh_ap.protocol.script_code.script_environment import ScriptEnvironment
 from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import replaying
@@ -51,6 +52,7 @@ class ModelRegistry:
         # Weak: a model goes with its module, as on one device.
         self._models: weakref.WeakSet[RemoteModel] = weakref.WeakSet()
         self._announced: set[str] = set()
+        self._environment = ScriptEnvironment()
         self._run_here: IdentityTable[nn.Module, bool] = IdentityTable()  # see `_runs_here`
         self._calling_here = threading.local()  # whether this thread is in `call_here`
         # Of models that have left the workers to be timed in this process.
@@ -75,12 +77,13 @@ class ModelRegistry:
             model.release()
 
     def _announce(self, root: nn.Module) -> None:
-        """Has the workers import the model's modules while the script prepares its data."""
+        """Has the workers import the model's modules while the script prepares its data, in its environment."""
         names = {type(module).__module__ for module in root.modules()} - {"__main__"}
         news = tuple(sorted(name for name in names - self._announced if not name.startswith("torch.")))
-        if news:
+        environment = self._environment.news()
+        if news or environment:
             self._announced.update(news)
-            self._session.outbox.submit(ImportModules(news))
+            self._session.outbox.submit(ImportModules(news, environment))
 
     def any(self) -> bool:
         """Returns whether a model is on the workers."""

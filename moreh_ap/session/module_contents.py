@@ -1,4 +1,4 @@
-"""What modules contain, as it was at one moment: attributes, parameters, buffers, submodules, hooks, list lengths.
+"""What modules contain, as it was at one moment: attributes, parameters, buffers, submodules, hooks, items of lists.
 
 Decides what of a call is undone on the modules. Must not know who calls them, or why.
 """
@@ -24,12 +24,14 @@ class ModuleContents:
         known = list(parts)
         held = [(part.__dict__, *(part.__dict__[name] for name in _HELD)) for part in known]
         self._contents = [(one, one.copy()) for of_part in held for one in of_part]
-        self._lengths = [(one, len(one)) for part in known for one in vars(part).values() if type(one) is list]
+        kept = (one for part in known for one in vars(part).values() if type(one) in (list, dict, set))
+        self._kept = [(one, one.copy()) for one in kept]
 
     def put_back(self) -> None:
-        """Has the modules contain what they did; lists lose what was added at their ends."""
+        """Has the modules contain what they did."""
         for namespace, contents in self._contents:
             namespace.clear()
             namespace.update(contents)
-        for one, length in self._lengths:
-            del one[length:]
+        for one, items in self._kept:
+            one.clear()
+            (one.extend if isinstance(one, list) else one.update)(items)

@@ -630,3 +630,48 @@ def test_a_state_that_only_the_whole_batch_can_read_is_passed_with_its_gradient(
 
     accelerator("replicate=2")
     assert_same(*on_both(script))
+
+
+class Decoder(nn.Module):
+    """Puts what its head gives into a list that the whole network has, as MONAI's DynUNet does."""
+
+    def __init__(self, heads: list[Tensor]) -> None:
+        super().__init__()
+        self.layer, self.head, self.heads = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 2, 1), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).relu()
+        self.heads[0] = self.head(y)
+        return y
+
+
+class DeeplySupervised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = [torch.rand(1)]
+        self.decoder, self.out = Decoder(self.heads), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.out(self.decoder(x))
+        return torch.stack([out, *self.heads], 1)
+
+
+@pytest.mark.parametrize("plan", PLANS[:2])
+def test_a_list_that_two_parts_share_stays_shared(accelerator, capsys, plan):
+    def script(device):
+        torch.manual_seed(0)
+        model, losses = DeeplySupervised().to(device), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            targets = torch.randint(0, 2, (4, 6, 6)).to(device)
+            loss = sum(F.cross_entropy(one, targets) for one in model(torch.randn(4, 1, 6, 6).to(device)).unbind(1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert model.heads is model.decoder.heads
+        return losses, model.state_dict()
+
+    accelerator(plan)
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert "computes the whole batch" not in capsys.readouterr().out

@@ -215,3 +215,36 @@ def test_a_worker_whose_rows_alone_change_a_parameter_keeps_no_other_waiting(acc
 
     accelerator("replicate=2")
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+class Binary(nn.Linear):
+    """Computes with signs, and keeps the numbers beside them for the step, as BinaryNet does."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not hasattr(self.weight, "org"):
+            self.weight.org = self.weight.data.clone()
+        self.weight.data = self.weight.org.sign()
+        return F.linear(inputs, self.weight, self.bias)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_attributes_that_a_forward_sets_on_parameters_are_those_that_the_script_reads(accelerator, plan):
+    def script(device):
+        model, losses = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Binary(8, 3)).to(device), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = F.cross_entropy(model(torch.randn(6, 8).to(device)), torch.randint(0, 3, (6,)).to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            kept = [parameter for parameter in model.parameters() if hasattr(parameter, "org")]
+            for parameter in kept:
+                parameter.data.copy_(parameter.org)
+            optimizer.step()
+            for parameter in kept:
+                parameter.org.copy_(parameter.data.clamp_(-1, 1))
+            losses.append(loss.detach())
+        return losses, model.state_dict()
+
+    accelerator(plan)
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)

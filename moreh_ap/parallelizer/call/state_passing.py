@@ -85,7 +85,11 @@ class Reads:
         for name in self._names:
             attributes, last = _place_of(self._module, name)
             if last in attributes:
-                attributes[last] = tree_map_only(Tensor, self._watcher(name), attributes[last])
+                held, watched = attributes[last], tree_map_only(Tensor, self._watcher(name), attributes[last])
+                if type(held) is list:  # other parts may have the same list, and fill it
+                    held[:] = watched
+                else:
+                    attributes[last] = watched
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -97,7 +101,8 @@ class Reads:
 
     def _watcher(self, name: str) -> Callable[[Tensor], _Watched]:
         def watched(value: Tensor) -> _Watched:
-            made = value.detach().as_subclass(_Watched)
+            with torch._C.DisableTorchFunctionSubclass():  # nothing is read of one that is watched under another name
+                made = value.detach().as_subclass(_Watched)
             made.on_read = lambda: self.found.add(name)
             return made
 

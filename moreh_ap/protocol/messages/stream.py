@@ -24,9 +24,15 @@ class Again:
 
 @dataclass(frozen=True)
 class ImportModules:
-    """Import modules that a model will need: a hint, while the controller is busy with something else."""
+    """Import modules that a model will need: a hint, while the controller is busy with something else.
+
+    Attributes:
+        names: The modules.
+        environment: Variables that the script has set since, and their values.
+    """
 
     names: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,6 +127,7 @@ class WorkerExecutor:
             self.execute(command.command)
 
     def _import_modules(self, command: ImportModules) -> None:
+        os.environ.update(command.environment)
         for name in command.names:
             with contextlib.suppress(ImportError):  # a hint: building the model will say what is missing
                 importlib.import_module(name)

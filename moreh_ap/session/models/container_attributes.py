@@ -48,7 +48,11 @@ class Containers:
     def set(self, path: str, module: nn.Module, name: str, value: Any, *, in_place: bool) -> None:
         """Sets an attribute as the workers have it; `in_place`: in the container that the script has."""
         _set(vars(module), name, value, in_place=in_place)
-        self.note(path, module, name, vars(module)[name])
+        held = vars(module)[name]
+        self.note(path, module, name, held)
+        for key, (attributes, _) in self.known.items():
+            if attributes.get(key[1]) is held:  # modules may share a container, as those of the workers do
+                self.known[key] = attributes, _copy(held)
 
     def take_changes(self) -> list[tuple[str, str, Any]]:
         """Returns path, name and value of the containers that changed since the last call."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from moreh_ap.errors import NotComputedError
@@ -44,3 +46,11 @@ def test_what_is_sent_again_and_has_nothing_to_be_about_is_left_out(executor):
         executor.execute(Batch(("unknown",)))
     lost = Again(ChangeModule("model7", (("", "gain", b""),)))
     assert executor.execute(Batch((lost, ImportModules(())))) == [None, None]
+
+
+def test_modules_are_imported_with_the_variables_that_the_script_has_set(executor, monkeypatch, tmp_path):
+    (tmp_path / "reads_its_backend.py").write_text("import os; BACKEND = os.environ['MADE_UP_BACKEND']")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MADE_UP_BACKEND", "another")
+    executor.execute(Batch((ImportModules(("reads_its_backend",), (("MADE_UP_BACKEND", "torch"),)),)))
+    assert sys.modules.pop("reads_its_backend").BACKEND == "torch"

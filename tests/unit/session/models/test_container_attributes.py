@@ -57,3 +57,11 @@ def test_contents_of_attributes_that_come_later_are_followed_and_those_that_are_
     assert known.take_changes() == []
     layer.scaling["first"] = 5.0
     assert known.take_changes() == []
+
+
+def test_a_container_that_modules_share_is_set_for_all_of_them():
+    first, second = Layer(), Layer()
+    second.tensors = first.tensors
+    known = Containers({"first": first, "second": second})
+    known.set("first", first, "tensors", [torch.zeros(2)], in_place=True)
+    assert second.tensors is first.tensors and known.take_changes() == []

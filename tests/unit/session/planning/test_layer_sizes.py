@@ -24,12 +24,13 @@ class Net(nn.Module):
         self.deep = nn.Conv2d(8, 32, 3, stride=4, padding=1)
         self.up = nn.ConvTranspose2d(32, 8, 2, stride=2)
         self.head = nn.Linear(8, 5)
-        self.calls, self.seen = 0, []
+        self.calls, self.seen, self.heads, self.named = 0, [], [torch.ones(1)], {"last": 0}
 
     def forward(self, x):
         print("called")
         self.calls += 1
         self.seen.append(x.shape)
+        self.heads[0], self.named["last"] = x, x
         self.last = self.deep(F.relu(self.norm(self.stem(x))))
         random.random()
         return self.head(F.dropout(self.up(self.last)).mean((2, 3)) + torch.rand(()))
@@ -66,6 +67,7 @@ def test_nothing_of_the_run_is_left(capsys):
     assert layer_sizes(net, net, (PICTURES,), {})
     assert capsys.readouterr().out == ""
     assert vars(net) == members and net.calls == 0 and net.seen == []
+    assert net.heads == [torch.ones(1)] and net.named == {"last": 0}
     assert net.state_dict().keys() == before.keys() and not net.stem._forward_hooks
     assert all(torch.equal(value, values[name]) for name, value in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), stream) and random.getstate() == chance
