@@ -16,6 +16,32 @@ HOST = r"127\.0\.0\.1:\d+"
 AGAIN = r"\d+ steps? (?:was|were) computed again, \d+\.\d s"
 
 
+def numbers_of(out: str) -> None:
+    """Checks that the numbers are those of one process."""
+    found = re.search(r"^(\d+) values, largest difference (\S+), of weights (\S+)$", out, re.MULTILINE)
+    assert found and int(found[1]) > 20, out
+    assert float(found[2]) < 1e-4 and float(found[3]) < 1e-4, found[0]
+
+
+@pytest.mark.rotating
+def test_fewer_workers_go_on_where_the_hosts_that_are_left_cannot_share_all_until_the_lost_one_is_back(tmp_path):
+    with (
+        loopback_agents(tmp_path, num_hosts=3, num_cores=1) as hosts,
+        UserScript("join_hosts.py", hosts, cwd=tmp_path) as script,
+    ):
+        out = script.succeed(timeout_s=280)
+        script.leaves_nothing()
+    numbers_of(out)
+    lost = (
+        rf"The host {HOST} is lost, and the workers on it \(2\): [^.]+\. 3 workers cannot be dealt evenly to 2 hosts\."
+    )
+    back = rf"{HOST} joined {HOST}, {HOST}: 3 workers on 3 hosts, 2 on 2 before\."
+    for expected in (lost, back):
+        taken_over = rf'^\[info\] {expected} Others took over with plan="[^"]+": {AGAIN}$'
+        assert len(re.findall(taken_over, out, re.MULTILINE)) == 1, f"{expected}\n{out}"
+    assert out.count("MoAI Accelerator is ready") == 1
+
+
 @pytest.mark.rotating
 def test_hosts_that_join_and_come_back_are_used_with_the_numbers_of_one_process(tmp_path):
     with loopback_agents(tmp_path, num_cores=2) as hosts:
@@ -26,9 +52,7 @@ def test_hosts_that_join_and_come_back_are_used_with_the_numbers_of_one_process(
         with UserScript("join_hosts.py", used, more, cwd=tmp_path) as script:
             out = script.succeed(timeout_s=280)
             script.leaves_nothing()
-    found = re.search(r"^(\d+) values, largest difference (\S+), of weights (\S+)$", out, re.MULTILINE)
-    assert found and int(found[1]) > 20, out
-    assert float(found[2]) < 1e-4 and float(found[3]) < 1e-4, found[0]
+    numbers_of(out)
     for expected in (
         rf'{HOST} joined {HOST}: 4 workers on 2 hosts, 2 on 1 before\. Others took over with plan="[^"]+": {AGAIN}',
         rf"The host {HOST} is lost, and the workers on it \(2, 3\): [^.]+\. Others took over: {AGAIN}",

@@ -14,6 +14,8 @@ import pytest
 from hosts_lab import loopback_agents
 from user_script import UserScript
 
+from moreh_ap.plan import Plan
+
 SCRIPT = "survive_losses.py"
 OF_WORKER = r"Worker \d of \d \(process \d+\) on 127\.0\.0\.1:\d+ died: killed by signal 9, Killed"
 OF_HOST = r"The host 127\.0\.0\.1:\d+ is lost, and the workers on it \([\d, ]+\): the connection has ended"
@@ -93,6 +95,17 @@ def test_a_lost_host_leaves_its_workers_to_the_other_one(variables, tmp_path, st
     either = f"(?:{OF_HOST}|{OF_WORKER})"
     found = survive({**variables, "SNAPSHOT_STEPS": steps}, tmp_path, "shard=2", "agent", "backward", how=either)
     assert len(found) == 2
+
+
+@pytest.mark.rotating
+def test_another_plan_is_for_the_workers_that_are_left_where_not_all_have_room_on_one_host(variables, tmp_path):
+    with UserScript("lose_a_host.py", "shard=2,tensor=2", cwd=tmp_path, **variables) as script:
+        out = script.succeed(timeout_s=280)
+    line = rf"{OF_HOST}\. 127\.0\.0\.1:\d+ has 2 GPUs, for 4 workers\. Others took over with plan=\"(.*?)\": \d+ step"
+    (plan,) = re.findall(line, out)
+    assert Plan.parse(plan).num_devices == 2, out
+    found = re.search(r"^2 workers, largest difference (\S+)$", out, re.MULTILINE)
+    assert found and float(found[1]) < 1e-4, out
 
 
 @pytest.mark.rotating

@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from moreh_ap.hosts import host_files, script_files
+from moreh_ap.errors import WorkerLostError
+from moreh_ap.hosts import host_files, joining_checks, script_files
 from moreh_ap.hosts.host_list import LOCAL_NAMES
 from moreh_ap.local.jobs import RemoteWorker
-from moreh_ap.runtime.host.host_connection import HostConnection
-from moreh_ap.runtime.host.host_joining import Hosts, connect, join, run_credentials
+from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
+from moreh_ap.runtime.host.host_joining import Hosts, connect, join, on_all, run_credentials
 from moreh_ap.runtime.host.hosts_launcher import HostsLauncher
 from moreh_ap.runtime.launcher import Launcher, LaunchRequest
 
@@ -103,6 +104,12 @@ class HostPool:
         self.use(connections)
         self._joined, self.kept_by = Hosts(connections, [], self._own_address), kept_by
 
+    def end_given_back(self) -> None:
+        """Ends the agents of hosts that no worker group has taken."""
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            joined.end()
+
     def refuse(self, kept: Sequence[str]) -> None:
         """Has the next worker group use no other hosts than these; the others are not tried again."""
         assert self._joined is not None, "given back"
@@ -114,13 +121,14 @@ class HostPool:
         self.use(self._joined.connections)
 
     def num_workers_on(self, num_hosts: int, num_workers: int) -> int:
-        """Returns how many workers there can be on so many hosts: the number that was asked for, or at least so many.
+        """Returns how many workers there can be on so many hosts: at least so many as there are.
 
         Args:
             num_hosts: How many hosts.
             num_workers: How many workers there are.
         """
-        return num_workers if self._devices is not None else max(num_workers, self.per_host * num_hosts)
+        per_host = self.per_host if self._devices is None else self._devices // num_hosts
+        return max(num_workers, per_host * num_hosts)
 
     def connect(self, host: str, beside: Sequence[HostConnection]) -> Hosts:
         """Connects to a host that was not used, beside those that are, and compares it."""
@@ -156,6 +164,43 @@ class HostPool:
                 continue
             num_bytes = connection.send_file(path, host_files.DATA, host_files.sent_name(path))
             self.say(f"sent to {connection.name}: {path} ({num_bytes} bytes)")
+
+    def provide_all(self, connections: Sequence[HostConnection], files: Sequence[str]) -> None:
+        """Sends each host the files that it does not have.
+
+        Raises:
+            WorkerLostError: A host is lost, or a file cannot be written there.
+        """
+
+        def to(one: HostConnection) -> None:
+            try:
+                self.provide(one, files)
+            except (HostLostError, OSError) as error:
+                fix = joining_checks.on_host(one.host, "df -h ${TMPDIR:-/tmp}")
+                fact = f"The host {one.name} cannot be sent the model's files: {error}"
+                raise WorkerLostError(fact, fix=fix) from error
+
+        on_all(connections, to)
+
+    @staticmethod
+    def take_from_all(
+        connections: Sequence[HostConnection], per_host: int, written: Mapping[int, tuple[str, str]]
+    ) -> dict[int, str]:
+        """Moves what workers of so many a host have written to this machine; see `Launcher.take`.
+
+        Raises:
+            WorkerLostError: A host is lost.
+        """
+
+        def from_host(one: HostConnection) -> list[tuple[int, str]]:
+            try:
+                return one.take_files(
+                    {rank: at for rank, at in written.items() if connections[rank // per_host] is one}
+                )
+            except HostLostError as error:
+                raise WorkerLostError(f"The host {one.name} is lost, and what it has saved: {error}") from error
+
+        return dict(found for digests in on_all(connections, from_host) for found in digests)
 
     def provided(self) -> list[str]:
         """Returns the files that earlier workers found, as far as they are still there."""

@@ -20,7 +20,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
-from moreh_ap.hosts import joining_checks
 from moreh_ap.hosts.channel import Message
 from moreh_ap.hosts.credentials import context_of
 from moreh_ap.protocol.messages.memory_files import MemoryFile
@@ -34,16 +33,16 @@ from moreh_ap.runtime.hangs import hang_watch
 from moreh_ap.runtime.hangs.watched_workers import WatchedWorkers
 from moreh_ap.runtime.hangs.workers_of_hosts import WorkersOfHosts
 from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
-from moreh_ap.runtime.host.host_joining import Hosts, on_all, run_credentials
+from moreh_ap.runtime.host.host_joining import Hosts, run_credentials
 from moreh_ap.runtime.host.serving import Serving
 from moreh_ap.runtime.host.store_server import StoreServer
 from moreh_ap.runtime.host.usage_of_hosts import UsageOfHosts
 from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
 from moreh_ap.runtime.recovery.copy_memory import CopyKeeper
 from moreh_ap.runtime.recovery.host_copies import HostCopies
-from moreh_ap.runtime.recovery.hosts_in_use import joined_by, taken_of, why_not_on
+from moreh_ap.runtime.recovery.hosts_in_use import fewer_on, joined_by, taken_of, why_fewer_on, why_none_on
 from moreh_ap.runtime.recovery.joining_hosts import JoiningHosts
-from moreh_ap.runtime.recovery.other_devices import Joined
+from moreh_ap.runtime.recovery.other_devices import Joined, NoOthersError
 from moreh_ap.runtime.relay.carrier import Carrier
 from moreh_ap.runtime.relay.command_links import CommandLinks
 from moreh_ap.runtime.shared_memory import SharedMemory
@@ -112,9 +111,10 @@ class HostsLauncher(Launcher):
         waiting = [] if self._joining is None else self._joining.waiting()
         hosts = [*left, *taken_of(waiting, len(left), num_workers)]
         if hosts != self._connections:
-            reason = why_not_on(hosts, self._kept_by, num_workers, self._request.device_type)
+            reason = why_none_on(hosts, self._kept_by)
             if reason:
                 return reason
+            self._look_for_room(hosts)
             self._go_on_with(hosts)
         if self._host_links is not None:
             self._host_links.close()
@@ -140,9 +140,23 @@ class HostsLauncher(Launcher):
         self._kept_by = self._kept_by and list(self._connections)
 
     def leave_agents(self) -> None:
-        assert self._joining is not None, "a host has joined"
-        self._joining.take(self._left)
+        if self._joining is not None:
+            self._joining.take(self._left)
         self._leaves_agents = True
+
+    def _look_for_room(self, hosts: list[HostConnection]) -> None:
+        """Leaves the agents of hosts for others if these are going to be fewer.
+
+        Raises:
+            NoOthersError: Not all workers can be on them.
+        """
+        num_workers, device_type = self._request.num_workers, self._request.device_type
+        reason = why_fewer_on(hosts, num_workers, device_type)
+        if reason:
+            self._left = hosts
+            self.leave_agents()
+            fewer, names = fewer_on(hosts, num_workers, device_type), tuple(one.host for one in hosts)
+            raise NoOthersError.on_hosts(f"{reason[0].upper()}{reason[1:]}.", fewer, names)
 
     def kill(self) -> None:
         self._ended.set()
@@ -160,6 +174,9 @@ class HostsLauncher(Launcher):
         if self._leaves_agents:  # their workers end once the agents are asked for others
             for one in self._left:
                 one.on_message = lambda message: None
+            for one in self._connections:
+                if one not in self._left:
+                    threading.Thread(target=one.end, name="moreh-lost", daemon=True).start()
             self._pool.give_back(self._left, self._kept_by)
             self.engine = None
         else:
@@ -168,24 +185,10 @@ class HostsLauncher(Launcher):
         super().end()
 
     def provide(self, files: Sequence[str]) -> None:
-        def to(one: HostConnection) -> None:
-            try:
-                self._pool.provide(one, files)
-            except (HostLostError, OSError) as error:
-                fix = joining_checks.on_host(one.host, "df -h ${TMPDIR:-/tmp}")
-                fact = f"The host {one.name} cannot be sent the model's files: {error}"
-                raise WorkerLostError(fact, fix=fix) from error
-
-        on_all(self._connections, to)
+        self._pool.provide_all(self._connections, files)
 
     def take(self, written: Mapping[int, tuple[str, str]]) -> dict[int, str]:
-        def from_host(one: HostConnection) -> list[tuple[int, str]]:
-            try:
-                return one.take_files({rank: at for rank, at in written.items() if self._host(rank) is one})
-            except HostLostError as error:
-                raise WorkerLostError(f"The host {one.name} is lost, and what it has saved: {error}") from error
-
-        return dict(found for digests in on_all(self._connections, from_host) for found in digests)
+        return self._pool.take_from_all(self._connections, self._per_host, written)
 
     def carrier(self, memory: SharedMemory) -> Carrier:
         assert self.engine is not None, "workers have joined"

@@ -11,34 +11,54 @@ have been dealt since, once these have been told everything. Before that nobody 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from moreh_ap.runtime.host.host_connection import HostConnection
 from moreh_ap.runtime.recovery.other_devices import Joined
 
 
-def why_not_on(
-    hosts: Sequence[HostConnection], kept_by: Sequence[HostConnection], num_workers: int, device_type: str
-) -> str:
-    """Returns why all workers cannot be on these hosts; empty if they can.
+def why_none_on(hosts: Sequence[HostConnection], kept_by: Sequence[HostConnection]) -> str:
+    """Returns why no workers can go on on these hosts; empty if they can.
 
     Args:
         hosts: The hosts, none of which is lost.
         kept_by: Those that took the last copy of what workers hold, in order; none: there is no copy.
-        num_workers: How many workers there are on all of them.
-        device_type: Of the workers, "cuda" or "cpu".
     """
     if not hosts:
         return "no host is left"
     lost = [one not in hosts for one in kept_by]
     if any(one and other for one, other in zip(lost, [*lost[1:], *lost[:1]])):
         return "the hosts that keep the copies of what their workers held are lost, too"
+    return ""
+
+
+def why_fewer_on(hosts: Sequence[HostConnection], num_workers: int, device_type: str) -> str:
+    """Returns why not all workers can be on these hosts; empty if they can.
+
+    Args:
+        hosts: The hosts.
+        num_workers: How many workers there are on all of them.
+        device_type: Of the workers, "cuda" or "cpu".
+    """
     if num_workers % len(hosts):
         return f"{num_workers} workers cannot be dealt evenly to {len(hosts)} hosts"
     for one in hosts:
-        if device_type == "cuda" and len(one.report.gpus) < num_workers // len(hosts):
-            return f"{one.name} has {len(one.report.gpus)} GPUs, for {num_workers // len(hosts)} workers"
+        most = most_on(one, device_type)
+        if most < num_workers // len(hosts):
+            return f"{one.name} has {most:.0f} GPUs, for {num_workers // len(hosts)} workers"
     return ""
+
+
+def most_on(host: HostConnection, device_type: str) -> float:
+    """Returns how many workers a host can have; there may be any number without GPUs."""
+    return len(host.report.gpus) if device_type == "cuda" else math.inf
+
+
+def fewer_on(hosts: Sequence[HostConnection], num_workers: int, device_type: str) -> int:
+    """Returns how many workers these hosts can share evenly, fewer than there are; 0: none."""
+    most = min((num_workers - 1) // len(hosts), *(most_on(one, device_type) for one in hosts))
+    return int(most) * len(hosts)
 
 
 def taken_of(waiting: Sequence[HostConnection], num_left: int, num_workers: int) -> list[HostConnection]:

@@ -37,4 +37,26 @@ class DevicesJoinedError(WorkerLostError):
 
 
 class NoOthersError(WorkerLostError):
-    """A worker was lost, and as many as before cannot be started any more. Fewer may be, under other plans."""
+    """A worker was lost, and as many as before cannot be started any more. Fewer may be, under other plans.
+
+    Attributes:
+        num_workers: How many can be at most; None: that is not known.
+        hosts: The hosts that they share evenly, as they were given; none: the devices are this machine's, or it is not
+            known which host cannot start any.
+    """
+
+    num_workers: int | None = None
+    hosts: tuple[str, ...] = ()
+
+    @staticmethod
+    def on_hosts(reason: str, num_workers: int, hosts: tuple[str, ...]) -> NoOthersError:
+        """Returns the error for workers that some hosts cannot have all, for a reason, but so many of them."""
+        error = NoOthersError(reason)
+        error.num_workers, error.hosts = num_workers, hosts
+        return error
+
+    def after(self, lost: WorkerLostError, in_short: str) -> NoOthersError:
+        """Returns the same, which says first who was lost."""
+        error = NoOthersError(f"{in_short} {self.fact}", lost.allowed, lost.fix, lost.link)
+        error.num_workers, error.hosts = self.num_workers, self.hosts
+        return error

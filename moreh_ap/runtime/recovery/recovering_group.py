@@ -262,6 +262,8 @@ class RecoveringWorkerGroup(WorkerGroup):
                 if not reason:
                     receiver, num_steps = self._tell_others()
                     break
+            except NoOthersError as fewer:
+                raise fewer.after(first, _in_short(first)) from first.__cause__
             except WorkerLostError:
                 num_starts = 0
             except MeshStartError as another:

@@ -225,6 +225,7 @@ class WorkerCall:
         left_out: Attributes that the forward set and that are not answered.
 
     Attributes:
+        answers: Whether this worker answers for all that split its layers.
         input_gradients: What the last backward has left for the inputs whose gradients are wanted, by their number.
     """
 
@@ -238,7 +239,7 @@ class WorkerCall:
     ) -> None:
         self.model, self.run, self.roles = model, run, roles
         self._expected, self._left_out = expected, tuple(left_out)
-        self._answers = run.has_result and model.applied.position.tensor.rank == 0
+        self.answers = run.has_result and model.applied.position.tensor.rank == 0
         knows_nesting = model.applied.tensor is not None and run.treespec is not None
         self._in_cache = transformers_worker.cache_leaves(run.treespec) if knows_nesting else frozenset()
         self.input_gradients: dict[int, Tensor | None] = {}
@@ -265,7 +266,7 @@ class WorkerCall:
         faults, self.model.faults = tuple(self.model.faults), []
         found = roles.note, roles.num_own_rows, self._streams, self._left_out, run.returned, warnings, faults
         reply = ForwardReply(nesting, leaves, mode, *found)
-        return reply if self._answers else None
+        return reply if self.answers else None
 
     def output(self, index: int) -> Tensor:
         """This worker's part of an output, which may be in another precision than the script was promised."""
@@ -290,14 +291,14 @@ class WorkerCall:
         is_split = self.run.kinds[index] == "rows"
         full = gathered(self.output(index))  # logits may be split by vocabulary
         promised = self.run.shapes[index].dtype
-        return RowShard(full, self.roles.axis, self.roles.rows if is_split else None, self._answers, promised)
+        return RowShard(full, self.roles.axis, self.roles.rows if is_split else None, self.answers, promised)
 
     def leaf(self, index: int) -> LeafReply | None:
         """One output with its bytes; None if this worker has no result. Every worker has to call it."""
         with self._as_then():
             has_result = len(self.run.outputs) > 0
         leaf = self._leaf(index, with_data=True) if has_result else None
-        return leaf if self._answers else None
+        return leaf if self.answers else None
 
     def _leaf(self, index: int, *, with_data: bool) -> LeafReply:
         """One output; its bytes if asked for, or if they are few and there without computing."""
@@ -310,7 +311,7 @@ class WorkerCall:
         layout = None if tensor_parallel is None else tensor_parallel.cache_layout(shape)
         data, laid_out, is_late = None, shape, False
         if with_data or few:
-            sends = self._answers and (kind != "same" or self.roles.axis.rank == 0)
+            sends = self.answers and (kind != "same" or self.roles.axis.rank == 0)
             value = run.outputs[index]
             if layout is not None or type(value) is not Tensor:  # every worker that holds a part takes part
                 value = full_tensor(value, layout, self.model.applied.position.tensor.group)
@@ -373,7 +374,7 @@ class WorkerCall:
     def output_gradient(self, index: int) -> LeafReply | None:
         """The whole gradient of a watched output: rows where the output has rows; None if nothing depends on it."""
         gradient = self.run.output_gradient(index)
-        if gradient is None or not self._answers:
+        if gradient is None or not self.answers:
             return None
         kind = KIND_OF_GRADIENT[self.run.kind(index)] if self.roles.is_split else "same"
         dtype = self.run.promised(index)
@@ -396,4 +397,4 @@ class WorkerCall:
         if self.roles.is_split:
             kind = "rows" if self.roles.carried[index] else "share"
         reply = LeafReply(kind, tuple(gradient.shape), gradient.dtype, False, bytes_of(gradient))
-        return reply if self._answers else None
+        return reply if self.answers else None

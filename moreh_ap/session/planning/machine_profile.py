@@ -108,22 +108,30 @@ _SLOW = 0.8
 """Part of the fastest host's rate; a host below it is said to be slow."""
 
 
-def machine_on(session: Session, num_devices: int) -> Machine | None:
+def machine_on(session: Session, num_devices: int, hosts: Sequence[str] = ()) -> Machine | None:
     """Returns the same accelerator with another number of devices, of which no worker needs to run.
 
     If so many were never measured, fewer devices have the rates of the present ones: an exchange among fewer members is
     predicted to take what the nearest measured one takes, and a CPU worker is predicted to have no more threads.
 
+    Args:
+        session: The session of the present workers.
+        num_devices: How many devices.
+        hosts: Those of the hosts that have them; none: all.
+
     Returns:
         None if so many were never measured and they are more than the present ones, or nothing is saved of those.
     """
-    (info, native), present, hosts = _weakest(session.devices()), len(session.devices()), session.hosts
+    (info, native), present, before = _weakest(session.devices()), len(session.devices()), session.hosts
+    known_as, hosts = machine_key(info, present, before), hosts or before
+    if len(hosts) < len(before):
+        info = replace(info, num_cores=info.num_cores * len(hosts) // len(before))
     there = replace(info, num_threads=max(1, info.num_cores // num_devices)) if info.num_threads else info
     key = machine_key(there, num_devices, hosts)
     rates = rates_of(FILE.look_up(key))
     if rates is not None:
         return _described(there, native, num_devices, rates, key, session.options, len(hosts))
-    rates = rates_of(FILE.look_up(machine_key(info, present, hosts)))
+    rates = rates_of(FILE.look_up(known_as))
     if rates is None or num_devices > present:
         return None
     return _described(info, native, num_devices, rates, key, session.options, len(hosts))

@@ -100,11 +100,16 @@ class TakingOver:
         """
         session, models = self._session, self._models()
         try:
-            why_bound = self._why_bound(lost)
+            workers = session.workers
+            is_known = workers.shares_memory or lost.hosts
+            why_bound = workers.why_bound(lost) if is_known else "which host cannot start workers is not known"
             if why_bound:
                 raise PlanError(why_bound)
-            fewer = self._on_fewer(models)
+            fewer = self._on_fewer(models, lost)
         except PlanError as nothing:
+            if session.pool is not None:
+                session.workers.close()
+                session.pool.end_given_back()
             fact = f"{lost.fact}\nThe run cannot go on with fewer devices: {nothing.fact}."
             raise WorkerLostError(fact, nothing.allowed or lost.allowed, nothing.fix or lost.fix) from lost
         for remote, planned in fewer.items():
@@ -170,7 +175,7 @@ class TakingOver:
         there = replace(planned, task=task, expected=replace(planned.expected, machine=machine.key))
         return {remote: there.instead(best)}
 
-    def _on_fewer(self, models: Mapping[RemoteModel, Planned]) -> dict[RemoteModel, Planned]:
+    def _on_fewer(self, models: Mapping[RemoteModel, Planned], lost: NoOthersError) -> dict[RemoteModel, Planned]:
         """Returns the plans of all models on the largest smaller number of devices on which each has one.
 
         Raises:
@@ -179,8 +184,9 @@ class TakingOver:
         given = next((planned.plan for planned in models.values() if planned.is_given), None)
         if given is not None or not models:
             raise PlanError(f"plan={str(given)!r} is what the script asks for" if models else "no model is on them")
-        for count in range(self._session.num_devices - 1, 0, -1):
-            machine = machine_on(self._session, count)
+        most = self._session.num_devices - 1 if lost.num_workers is None else lost.num_workers
+        for count in range(most, 0, -max(1, len(lost.hosts))):
+            machine = machine_on(self._session, count, lost.hosts)
             if machine is None:
                 continue
             found: dict[RemoteModel, Planned] = {}

@@ -1,6 +1,7 @@
 """Trains while a host joins, is lost and comes back, then as often in one process; prints how far they are apart.
 
 join_hosts.py HOSTS MORE    # the file of hosts, and one whose lines are added to it
+join_hosts.py HOSTS         # none is added; the others cannot have all workers of the host that is lost
 """
 
 import sys
@@ -14,7 +15,7 @@ from torch import nn
 from moreh_ap import device
 from moreh_ap.runtime.recovery import joining_hosts, snapshot_timing
 
-ROWS, LENGTH, WIDTH = 8, 256, 32
+ROWS, LENGTH, WIDTH = 12, 256, 32
 WITHIN_S = 100.0
 
 
@@ -49,7 +50,7 @@ def kill_agent(rank):
 
 
 def main():
-    hosts, more = map(Path, sys.argv[1:])
+    hosts, *more = map(Path, sys.argv[1:])
     snapshot_timing.STEPS, joining_hosts.LOOK_S = 1, 0.5
     torch.moreh.option.enable_advanced_parallelization(hosts=str(hosts), elastic=True, recovery="memory")
     training = Training("cuda")
@@ -57,12 +58,14 @@ def main():
     session = device.current().session
 
     def join():
-        hosts.write_text(hosts.read_text() + more.read_text())
+        hosts.write_text(hosts.read_text() + more[0].read_text())
 
-    for happens, is_over in (
+    joins = (
         (join, lambda: session.num_devices == 4),
         (lambda: kill_agent(3), lambda: session.job.losses_survived == 1 and len(session.hosts) == 2),
-    ):
+    )
+    fewer = ((lambda: kill_agent(2), lambda: session.job.losses_survived == 1 and session.num_devices == 3),)
+    for happens, is_over in joins if more else fewer:
         began_s = time.monotonic()
         happens()
         while not is_over():

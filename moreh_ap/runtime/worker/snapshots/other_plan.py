@@ -6,7 +6,8 @@ nor why the plan is another.
 [Note: another plan]
 Every worker reads the copies of all. Parameters, gradients and states of optimizers are put together from the parts of
 which each copy says where they belong, one tensor at a time, and each worker keeps its own part. Results of calls and
-row shards are joined as the controller joins what workers answer, and divided by rows anew. What trials of forwards
+row shards are joined as the controller joins what workers answer, and divided by rows anew; a result of which workers
+of a tensor axis have parts, such as logits, is put together from these first. What trials of forwards
 have found out is true for the plan and the number of workers: it is left out, and calls are tried once more.
 """
 
@@ -54,9 +55,10 @@ def why_bound(tables: Tables) -> str:
             if not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value)):
                 return f"forward() has set {name} to something else than numbers and texts"
     shards = [one for one in tables.row_shards.values() if one is not None]
-    splits_layers = any(model.plan.tensor * model.plan.pipeline > 1 for model in tables.models.values())
+    has_stages = any(model.plan.pipeline > 1 for model in tables.models.values())
+    splits_layers = has_stages or any(model.plan.tensor > 1 for model in tables.models.values())
     temporaries = [one for one in tables.temporaries.values() if one is not None and one.shape]
-    if splits_layers and (tables.calls or shards or temporaries):
+    if (splits_layers and (shards or temporaries)) or (has_stages and tables.calls):
         return "the script holds results of a model whose layers are split"
     if any(isinstance(call, WorkerCall) and call.input_gradients for call in tables.calls.values()):
         return "the script may read gradients of a call's inputs"
@@ -259,19 +261,32 @@ def _call(calls: Sequence[WorkerCall], device: torch.device) -> WorkerCall:
     """Returns a call through which no backward goes any more, with this worker's part of its outputs."""
     first = calls[0]
     moved, run = copy.copy(first), copy.copy(first.run)
+    moved.answers = run.has_result and first.model.applied.position.tensor.rank == 0
     outputs: list[Any] = []
     shapes = list(run.shapes)
     for index, (kind, shape) in enumerate(zip(run.kinds, run.shapes)):
-        parts = [one.run.outputs[index] for one in calls]
         if not isinstance(shape, Tensor):
-            outputs.append(parts[0])
+            outputs.append(run.outputs[index])
             continue
+        parts = _of_tensor_axis(calls, index)
         own = _own_part(kind, parts, first.roles.axis, first.roles.rows).to(device)
         outputs.append(own)
         shapes[index] = torch.empty_like(own, dtype=shape.dtype, device="meta")
     run.inputs, run.outputs, run.shapes = (), outputs, shapes  # type: ignore[misc]
     moved.run = run
     return moved
+
+
+def _of_tensor_axis(calls: Sequence[WorkerCall], index: int) -> list[Tensor]:
+    """Returns an output of a call once for each tensor axis: of its first worker, or put together from all of it."""
+    first_ones = [rank for rank, one in enumerate(calls) if one.answers]
+    found = []
+    for first, behind in zip(first_ones, [*first_ones[1:], len(calls)]):
+        shape = calls[first].run.shapes[index].shape
+        parts = [one.run.outputs[index] for one in calls[first:behind]]
+        split = [dim for dim, (size, whole) in enumerate(zip(parts[0].shape, shape)) if size != whole]
+        found.append(torch.cat(parts, split[0]) if split else parts[0])
+    return found
 
 
 def _own_part(kind: str, parts: Sequence[Tensor], axis: Axis, rows: int | None) -> Tensor:

@@ -107,7 +107,7 @@ class StatePickler(pickle.Pickler):
             spec = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
             return _made_dtensor, (local_shard(tensor.detach()), *spec)
         if isinstance(tensor, SplitTensor):
-            return SplitTensor, (tensor.local_shard, tensor.shape[tensor.split_dim], tensor.split_dim, tensor.crossing)
+            return _made_split, (tensor.local_shard, tensor.shape[tensor.split_dim], tensor.split_dim, tensor.crossing)
         kind = type(tensor)
         is_plain = kind in (Tensor, nn.Parameter) and tensor.layout is torch.strided
         if not is_plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -168,7 +168,9 @@ class StateUnpickler(pickle.Unpickler):
         return self._otherwise.get(found, found) if self._otherwise and module_name == __name__ else found
 
     def persistent_load(self, name: Any) -> Any:
-        return self._memory(name) if isinstance(name, int) else self._named[name]
+        if isinstance(name, int):
+            return self._memory(name)
+        return self._named.get(name) if self._otherwise else self._named[name]  # another plan has other groups
 
 
 def flat_memory(tensor: Tensor) -> Tensor:
@@ -197,6 +199,10 @@ def _made_dtensor(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any, 
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 
+def _made_split(local: Tensor, size: int, dim: int, crossing: Any) -> SplitTensor:
+    return SplitTensor(local, size, dim, crossing)
+
+
 def _made_mesh(model: WorkerModel, names: tuple[str, ...]) -> DeviceMesh:
     return model.mesh[names]
 
@@ -218,5 +224,6 @@ def _no_mesh(model: WorkerModel, names: tuple[str, ...]) -> None:
 _UNDER_ANOTHER_PLAN: Mapping[Any, Any] = {
     _made_tensor: _seen_tensor,
     _made_dtensor: _local_part,
+    _made_split: _local_part,
     _made_mesh: _no_mesh,
 }

@@ -17,6 +17,7 @@ from moreh_ap.runtime.host import hosts_launcher
 from moreh_ap.runtime.host.hosts_launcher import HostsLauncher
 from moreh_ap.runtime.host.serving import Serving
 from moreh_ap.runtime.launcher import LaunchRequest
+from moreh_ap.runtime.recovery.other_devices import NoOthersError
 
 
 @pytest.fixture(autouse=True)
@@ -177,8 +178,6 @@ def test_the_hosts_that_are_left_have_all_workers():
     [
         ("ab", 2, "ab", 0, "no host is left"),
         ("abcd", 4, "da", 0, "the hosts that keep the copies of what their workers held are lost, too"),
-        ("abc", 3, "b", 0, "3 workers cannot be dealt evenly to 2 hosts"),
-        ("ab", 4, "b", 2, "a has 2 GPUs, for 4 workers"),
         ("ab", 4, "b", 4, ""),
     ],
 )
@@ -189,6 +188,27 @@ def test_hosts_that_cannot_have_all_workers_say_why(names, num_workers, lost, gp
         one.reason = "gone" if one.name in lost else None
     assert launcher.prepare_again() == why
     assert len(launcher._connections) == len(names) - (0 if why else len(lost))
+
+
+@pytest.mark.parametrize(
+    "names, num_workers, gpus, why, fewer, left",
+    [
+        ("abc", 3, 0, "3 workers cannot be dealt evenly to 2 hosts.", 2, "ac"),
+        ("ab", 4, 2, "A has 2 GPUs, for 4 workers.", 2, "a"),
+    ],
+)
+def test_hosts_that_have_no_room_for_all_workers_are_left_for_fewer(names, num_workers, gpus, why, fewer, left):
+    launcher = launcher_of(names, num_workers, "cuda" if gpus else "cpu", gpus)
+    launcher.copied()
+    launcher._pool.give_back = lambda hosts, kept_by: given.append((hosts, kept_by))
+    given, before = [], launcher._connections
+    before[1].reason = "gone"
+    with pytest.raises(NoOthersError) as raised:
+        launcher.prepare_again()
+    assert (raised.value.fact, raised.value.num_workers, raised.value.hosts) == (why, fewer, tuple(left))
+    launcher.end()
+    assert [one.name for one in given[0][0]] == list(left) and given[0][1] == before
+    assert [one.has_ended for one in before] == [one.name not in left for one in before]
 
 
 def test_a_host_that_is_lost_meanwhile_is_left_out_next():

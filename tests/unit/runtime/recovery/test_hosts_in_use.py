@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moreh_ap.runtime.recovery.hosts_in_use import joined_by, taken_of, why_not_on
+from moreh_ap.runtime.recovery.hosts_in_use import fewer_on, joined_by, taken_of, why_fewer_on, why_none_on
 
 A, B, C, D = (SimpleNamespace(host=name, name=name, report=SimpleNamespace(gpus=("0", "1"))) for name in "abcd")
 
@@ -27,7 +27,21 @@ A, B, C, D = (SimpleNamespace(host=name, name=name, report=SimpleNamespace(gpus=
     ],
 )
 def test_hosts_that_can_have_all_workers(hosts, kept_by, num_workers, device_type, why):
-    assert why_not_on(hosts, kept_by, num_workers, device_type) == why
+    assert (why_none_on(hosts, kept_by) or why_fewer_on(hosts, num_workers, device_type)) == why
+
+
+@pytest.mark.parametrize(
+    "hosts, num_workers, device_type, count",
+    [
+        ([A, B], 3, "cpu", 2),
+        ([A, B], 8, "cuda", 4),
+        ([A], 4, "cuda", 2),
+        ([A, B, C], 4, "cpu", 3),
+        ([A, B], 2, "cpu", 0),
+    ],
+)
+def test_fewer_workers_have_room_on_hosts(hosts, num_workers, device_type, count):
+    assert fewer_on(hosts, num_workers, device_type) == count
 
 
 @pytest.mark.parametrize("num_left, num_workers, count", [(1, 4, 1), (2, 4, 2), (2, 6, 1), (4, 4, 0), (3, 5, 2)])

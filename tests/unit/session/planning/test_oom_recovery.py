@@ -123,6 +123,7 @@ def trained(monkeypatch, tmp_path):
         session = made._session
         session.workers, session.has_differentiated, session.trial_plan = Group(bound), has_differentiated, None
         session.job = SimpleNamespace(has_model=lambda *what: None)
+        session.pool = None
         session.restart_workers = lambda count, past: (count, past)
         remote, made._models = Remote(layout.plan), []
         made._taking_over.planned[remote], made._largest = layout, layout
@@ -166,8 +167,12 @@ def test_plans_do_not_change_after_the_first_step_where_agents_of_hosts_have_the
     session.options, session.workers.shares_memory = SimpleNamespace(recovery=recovery), False
     with pytest.raises(torch.OutOfMemoryError, match="can take over: workers are on several hosts"):
         made._on_error(torch.OutOfMemoryError("CUDA out of memory."))
-    with pytest.raises(WorkerLostError, match="with fewer devices: workers are on several hosts"):
+    ended = []
+    session.pool = SimpleNamespace(end_given_back=lambda: ended.append("agents"))
+    session.workers.close = lambda: ended.append("workers")
+    with pytest.raises(WorkerLostError, match="with fewer devices: which host cannot start workers is not known"):
         made._on_error(lost())
+    assert ended == ["workers", "agents"]
 
 
 def test_no_other_plan_takes_over_where_gradients_were_differentiated(trained):
@@ -182,7 +187,7 @@ def lost():
 
 def test_where_a_device_is_gone_the_best_plan_for_fewer_takes_over(trained, monkeypatch):
     made, session, remote = trained()
-    monkeypatch.setattr(taking_over, "machine_on", lambda session, count: Machine(count))
+    monkeypatch.setattr(taking_over, "machine_on", lambda session, count, hosts=(): Machine(count))
     session.num_devices, before, error = 8, remote.plan, lost()
     session.outbox.state = SimpleNamespace(enter=lambda state: entered.append(state))
     entered = []
@@ -194,6 +199,21 @@ def test_where_a_device_is_gone_the_best_plan_for_fewer_takes_over(trained, monk
     assert (ended, built, num_workers) == (error, str(remote.plan), count) and entered == [SessionState.UNREPLAYABLE]
     assert reason == f'{error.fact} Others took over with plan="{remote.plan}"'
     assert made._taking_over.planned[remote].task.cluster.num_devices == count
+
+
+def test_where_hosts_that_are_left_have_no_room_as_many_as_they_share_evenly_take_over(trained, monkeypatch):
+    made, session, _ = trained()
+    asked = []
+
+    def machine_on(session, count, hosts):
+        asked.append((count, hosts))
+        return Machine(count) if count == 4 else None
+
+    monkeypatch.setattr(taking_over, "machine_on", machine_on)
+    session.num_devices, session.workers.shares_memory = 8, False
+    session.outbox.state = SimpleNamespace(enter=lambda state: None)
+    error = NoOthersError.on_hosts("8 workers cannot be dealt evenly to 2 hosts.", 6, ("a", "b"))
+    assert made._on_error(error).workers == (4, "past") and asked == [(6, ("a", "b")), (4, ("a", "b"))]
 
 
 @pytest.fixture
@@ -245,7 +265,7 @@ def test_hosts_that_joined_and_have_no_plan_are_not_used(on_a_host, monkeypatch,
 
 def test_where_devices_of_one_machine_are_there_again_the_best_plan_for_all_takes_over(on_a_host, monkeypatch):
     made, session, remote = on_a_host
-    monkeypatch.setattr(taking_over, "machine_on", lambda session, count: Machine(count))
+    monkeypatch.setattr(taking_over, "machine_on", lambda session, count, hosts=(): Machine(count))
     monkeypatch.setattr(taking_over, "machine_with", lambda *what: pytest.fail("there are no hosts"))
     session.hosts, session.pool = (), None
     joined = DevicesJoinedError(Joined("8 workers again.", 8, ()))

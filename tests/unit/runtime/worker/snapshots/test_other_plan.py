@@ -15,7 +15,7 @@ from moreh_ap.runtime.worker.commands.tables import Tables
 from moreh_ap.runtime.worker.row_shard_store import RowShard
 from moreh_ap.runtime.worker.snapshots import held_state
 from moreh_ap.runtime.worker.snapshots.held_state import describe
-from moreh_ap.runtime.worker.snapshots.other_plan import take_over_from_all, why_bound
+from moreh_ap.runtime.worker.snapshots.other_plan import _call, take_over_from_all, why_bound
 
 WEIGHT, NORM = StateRef("session", "temporary", "1"), StateRef("session", "temporary", "2")
 WHOLE, LOGITS = torch.arange(12.0).reshape(4, 3), torch.randn(5, 2)
@@ -111,7 +111,38 @@ def test_results_of_a_model_whose_layers_are_split_and_views_stay():
     assert why_bound(tables) == ""
     tables.models["model0"] = model(plan=SimpleNamespace(tensor=2, pipeline=1))
     assert "layers are split" in why_bound(tables)
+    tables.row_shards.clear()
+    tables.temporaries.clear()
+    tables.calls = {5: SimpleNamespace(input_gradients={})}
+    assert why_bound(tables) == "", "outputs of which workers have parts are put together"
+    tables.models["model0"] = model(plan=SimpleNamespace(tensor=1, pipeline=2))
+    assert "layers are split" in why_bound(tables)
     tables = one_of_two(0)
     base = tables.row_shards[7].content
     tables.row_shards[9] = RowShard(base[1:], Axis(0, 1, None), 5, True, torch.float32)
     assert "views" in why_bound(tables)
+
+
+def call(rank: int, *outputs: torch.Tensor) -> SimpleNamespace:
+    """A call on one of four workers that split layers in pairs: logits by vocabulary, and its share of the loss."""
+    kinds, shapes = ("rows", "share", "rows"), (torch.empty(2, 6), torch.empty(()), None)
+    run = SimpleNamespace(outputs=[*outputs, "a constant"], kinds=kinds, shapes=shapes, inputs=(), has_result=True)
+    roles = SimpleNamespace(axis=Axis(0, 1, None), rows=4)
+    model = SimpleNamespace(applied=SimpleNamespace(position=position(0, 1)))
+    return SimpleNamespace(run=run, roles=roles, model=model, answers=rank % 2 == 0)
+
+
+def test_results_of_which_workers_of_a_tensor_axis_have_parts_are_put_together_once():
+    logits, losses = torch.randn(4, 6), torch.tensor([0.5, 0.25])
+    calls = [call(rank, logits[rank // 2 * 2 :][:2, rank % 2 * 3 :][:, :3], losses[rank // 2]) for rank in range(4)]
+    moved = _call(calls, torch.device("cpu"))
+    assert torch.equal(moved.run.outputs[0], logits) and moved.run.outputs[1].item() == 0.75
+    assert moved.run.outputs[2] == "a constant" and moved.run.shapes[0].shape == (4, 6)
+    assert moved.answers and calls[0].run.outputs[0].shape == (2, 3), "the copy stays"
+
+
+def test_of_the_workers_of_a_new_tensor_axis_one_answers():
+    calls = [call(rank, torch.zeros(2, 6), torch.tensor(0.0)) for rank in range(2)]
+    for one in calls:
+        one.model.applied.position = position(1, 2)
+    assert not _call(calls, torch.device("cpu")).answers
