@@ -69,7 +69,7 @@ MODULES = (
         {"moreh_ap/option.py": ("enable_advanced_parallelization",), "moreh_ap/settings.py": ("Options",)},
         False,
         {
-            "en": "There after `import torch`; `moreh.option` is the same. Every argument in a table: "
+            "en": "`import torch` provides it; `moreh.option` is the same module. All arguments in a table: "
             "[Advanced settings](../ap/advanced-settings.md).",
             "ko": "`import torch`만 하면 쓸 수 있고, `moreh.option`도 같은 모듈입니다. 인자를 모은 표는 "
             "[고급 설정](../ap/advanced-settings.md)에 있습니다.",

@@ -6,9 +6,11 @@ Decides what a second call of the line means, and that workers begin before the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from moreh_ap import device
+from moreh_ap.accelerator.launchers import refuse_copies
 from moreh_ap.accelerator.worker_starts import WorkerStarts
 from moreh_ap.device import AcceleratorInForce
 from moreh_ap.errors import OptionError
@@ -16,7 +18,13 @@ from moreh_ap.settings import Options
 
 
 def make_accelerator(options: Options) -> AcceleratorInForce:
-    """Returns an `Accelerator`, whose workers are starting; errors are those of `WorkerStarts` and `Accelerator`."""
+    """Returns an `Accelerator`, whose workers are starting.
+
+    Raises:
+        UnsupportedError: A launcher has started several copies of the script.
+        Exception: those of `WorkerStarts` and `Accelerator`.
+    """
+    refuse_copies(os.environ)
     starts = WorkerStarts(options)
     try:
         from moreh_ap.accelerator.redirection import Accelerator

@@ -711,6 +711,19 @@ def test_generation_is_that_of_one_device():
     assert_same(*on_both(script))
 
 
+@once
+def test_generation_beyond_a_model_s_positions_is_the_error_of_one_device():
+    def script(device):
+        model = tiny_gpt2().to(device).eval()
+        prompt = 1 + torch.arange(60, device=device).remainder(20).expand(3, -1)
+        how = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+        with pytest.raises(IndexError, match="index out of range"):
+            model.generate(prompt, max_new_tokens=9, min_new_tokens=9, **how)
+        return model.generate(prompt, max_new_tokens=3, min_new_tokens=3, **how)
+
+    assert_same(*on_both(script))
+
+
 def test_settings_changed_after_the_first_call_are_followed():
     class Scaled(nn.Module):
         def __init__(self):
