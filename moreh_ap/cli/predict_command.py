@@ -48,10 +48,10 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     without = sum(reasons.values())
     print(f"{len(rows) - without} of {len(rows)} rows predicted, written to {arguments.output}")
     for reason, count in reasons.most_common(MOST_REASONS):
-        print(f"no prediction for {count} rows: {reason}", file=sys.stderr)
+        print(f"no prediction for {count} {'row' if count == 1 else 'rows'}: {reason}", file=sys.stderr)
     if len(reasons) > MOST_REASONS:
         others = without - sum(count for _, count in reasons.most_common(MOST_REASONS))
-        print(f"no prediction for {others} rows: other reasons", file=sys.stderr)
+        print(f"no prediction for {others} {'row' if others == 1 else 'rows'}: other reasons", file=sys.stderr)
     return 0
 
 

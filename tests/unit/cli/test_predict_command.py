@@ -24,7 +24,7 @@ def test_predict_appends_columns_and_counts_what_it_cannot_predict(tmp_path, cap
     assert third["predicted_step_time_s"] != first["predicted_step_time_s"]
     said = capsys.readouterr()
     assert "2 of 3 rows predicted" in said.out
-    assert "no prediction for 1 rows: hidden is blank" in said.err
+    assert "no prediction for 1 row: hidden is blank" in said.err
 
 
 @pytest.mark.parametrize("content", [None, "", "a,b\n1,2\n", ",".join(SWEPT) + "\n"])
