@@ -15,11 +15,11 @@ compiled, and what as many steps show decides. The weights do not move, and no s
 would not make up for it. Models that draw random numbers are, too: compiled dropout has other masks.
 
 [Note: how long a run will be]
-A script does not say how many steps it makes, and a short one should not wait for a compiler. So a trial begins when the
-steps as written have taken `WRITTEN_FIRST_S`, and not before the median of the first `LOOKS_AFTER_STEPS` is known. For
-that the last of them waits for the workers, once: a script that reads no loss would be many steps ahead otherwise. A
-trial leaves a record when it begins. Where the run ended before the trial did, the next run of the model makes twice as
-many steps before it tries: a script that is always short meets the compiler once.
+A script does not say how many steps it makes, and a short one should not wait for a compiler. So a trial begins when
+the steps as written have taken `WRITTEN_FIRST_S`, and not before the median of the first `LOOKS_AFTER_STEPS` is known.
+For that the last of them waits for the workers, once: a script that reads no loss would be many steps ahead otherwise.
+A trial leaves a record when it begins. Where the run ended before the trial did, the next run of the model makes twice
+as many steps before it tries: a script that is always short meets the compiler once.
 """
 
 from __future__ import annotations
