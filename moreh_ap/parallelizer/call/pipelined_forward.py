@@ -35,8 +35,8 @@ from moreh_ap.parallelizer.data.fsdp import compute_dtype, recover, settle
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 from moreh_ap.parallelizer.pipeline.stage import Nesting, Stage, nesting_of
+from moreh_ap.parallelizer.pipeline.stage_transfers import receive, receive_header, send, send_failure
 from moreh_ap.parallelizer.pipeline.stages import Stages, stages_of
-from moreh_ap.parallelizer.pipeline.transfers import receive, receive_header, send, send_failure
 from moreh_ap.parallelizer.precision.output_precision import shapes_of
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.pytree import flatten

@@ -16,17 +16,6 @@ With `offload=all` the shards of parameters and gradients are in host memory, by
 the device is a GPU: a unit's shard is copied to the device before it is gathered, also where it is the whole unit, and
 its reduced gradient is copied back. Nothing may stay on the device for longer than a unit is used, so gradients are
 summed over replicas, too, after every micro-batch. Other parameters (`unshardable`) and buffers are on the device.
-
-[Note: recurrent layers]
-On a GPU a recurrent layer whose weights are other tensors than at its last call moves them into one piece of memory
-(`flatten_parameters`). What FSDP2 has gathered would point there from then on, and FSDP2 gathers the weights of the
-next step into the memory that it knows: the layer would compute with the weights of its first step for ever. So layers
-leave weights where they are, and cuDNN copies them.
-
-[Note: what a forward knows]
-Models of transformers ask whether FSDP manages them, and if so compute layers that LayerDrop leaves out: devices might
-draw other numbers. Workers draw the same ones, and the model is the one of one device. So modules do not say that they
-are managed, except to the compiler of a block.
 """
 
 from __future__ import annotations
@@ -48,7 +37,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.data.outer_layers import outer_layers, watch
-from moreh_ap.parallelizer.precision.computing_copies import allow_weights_apart, computes_on_copies
+from moreh_ap.parallelizer.data.recurrent_layers import keep_weights_apart
+from moreh_ap.parallelizer.precision.computing_copies import computes_on_copies
 from moreh_ap.parallelizer.precision.output_precision import PROMISES, results_in
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.blocks import ModelGroup
@@ -146,7 +136,7 @@ def shard(
         for norm in [norm for root in roots for norm in batch_normalizations(root)]:
             if next(iter(norm.parameters()), None) is not None:  # its running statistics are in float32
                 _shard_one(norm, mp_policy=whole_precision, **options)
-    _keep_recurrent_weights_apart(roots)
+    keep_weights_apart(roots)
     blocks = [block for root in roots for block in with_own_parameters(root, blocks)]
     for block in blocks:
         block.register_forward_hook(_own_outputs)
@@ -187,17 +177,6 @@ def _set_sums(module: nn.Module, plan: Plan) -> None:
 def batch_normalizations(module: nn.Module) -> list[nn.Module]:
     """Returns the layers of a module that compute in float32 under every plan: their statistics are in it."""
     return [submodule for submodule in module.modules() if isinstance(submodule, _BatchNorm)]
-
-
-def _keep_recurrent_weights_apart(roots: Sequence[nn.Module]) -> None:
-    """Has recurrent layers leave their weights where they are. See [Note: recurrent layers]."""
-    for layer in (layer for root in roots for layer in root.modules() if isinstance(layer, nn.RNNBase)):
-        object.__setattr__(layer, "flatten_parameters", _leave_apart)
-        allow_weights_apart()
-
-
-def _leave_apart() -> None:
-    """Leaves the weights of a recurrent layer where they are."""
 
 
 def with_own_parameters(root: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:

@@ -16,7 +16,7 @@ from moreh_ap.errors import MorehError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.data.fsdp import recover
 from moreh_ap.parallelizer.loss.diverged import Diverged
-from moreh_ap.parallelizer.pipeline.transfers import StageFailed
+from moreh_ap.parallelizer.pipeline.stage_transfers import StageFailed
 from moreh_ap.parallelizer.rng.shared_draws import UnsharedDraw
 from moreh_ap.parallelizer.trial.agreement import everywhere, worst
 from moreh_ap.parallelizer.trial.dry_run import Refused
