@@ -12,7 +12,6 @@ from user_script import SCRIPTS, UserScript
 SPLIT = {"MOREH_STRICT": "1"}  # a training call that every device computes whole is an error
 WHOLE = {
     "drop_in_objects.py": "a graph as one sparse matrix",
-    "drop_in_own_parameters.py": "forwards that change parameters: a codebook, an encoder of keys, embeddings",
 }
 """Scripts with training calls that every device computes whole, and why. The table may only shrink."""
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")

@@ -80,8 +80,8 @@ class Contrasting(nn.Module):
         own, others = torch.einsum("nc,nc->n", q, k).unsqueeze(-1), q @ self.queue.clone().detach()
         logits = torch.cat([own, others], dim=1) / 0.07
         place = int(self.queue_ptr)
-        self.queue[:, place : place + k.shape[0]] = k.T
-        self.queue_ptr[0] = (place + k.shape[0]) % self.queue.shape[1]
+        self.queue[:, place : place + len(k)] = k.T
+        self.queue_ptr[0] = (place + len(k)) % self.queue.shape[1]
         return logits, torch.zeros(logits.shape[0], dtype=torch.long, device=logits.device)
 
 
@@ -99,5 +99,5 @@ def test_a_place_in_a_queue_that_is_zero_in_the_first_call(accelerator: Callable
             trace.append(loss)
         return trace, model.state_dict()
 
-    accelerator("replicate=2")
+    accelerator("replicate=2", strict=True)
     assert_same(*on_both(script))

@@ -152,8 +152,8 @@ def shard(
         warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({name}\) returned a view tensor")
         watch(root, layers)
         compiled = {inner for block in blocks for inner in block.modules()} if plan.compile == "blocks" else set()
-        for submodule in set(root.modules()) - compiled:
-            vars(submodule).pop(_MANAGED, None)
+        for unaware in set(root.modules()) - compiled:
+            vars(unaware).pop(_MANAGED, None)
         if compute is not None and getattr(root, "is_last", True):
             root.register_forward_hook(results_in(compute, torch.float32))
     object.__setattr__(module, _ATTRIBUTE, list(roots))

@@ -57,7 +57,15 @@ from moreh_ap.parallelizer.rng.refused_draws import RefusedDraws
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW
 from moreh_ap.parallelizer.row_dims.dealt_modules import dealt_tensor, with_part
 from moreh_ap.parallelizer.row_dims.placements import Placements
-from moreh_ap.parallelizer.row_dims.row_numbers import RowFloat, RowNumber, everyone_s, math_of_both, own_of, row_sizes
+from moreh_ap.parallelizer.row_dims.row_numbers import (
+    RowFloat,
+    RowNumber,
+    everyone_s,
+    lengths_of_both,
+    math_of_both,
+    own_of,
+    row_sizes,
+)
 from moreh_ap.parallelizer.row_dims.row_steps import REST, SHARE, Gathering, Placement, Rows, Step
 from moreh_ap.parallelizer.statistics.batch_statistics import JoinedReduction, SumOverWorkers, all_gather
 from moreh_ap.protocol.batch import row_range
@@ -137,6 +145,7 @@ class GatheringReduction(JoinedReduction):
     def __enter__(self) -> GatheringReduction:
         self._around = ExitStack()
         self._around.enter_context(seeing_modules(self._call_module))
+        self._around.enter_context(lengths_of_both())
         if self._gathering.steps[-1].name == REST:
             self._around.enter_context(math_of_both())
         super().__enter__()

@@ -5,6 +5,7 @@ Must not know what the numbers are used for.
 
 from __future__ import annotations
 
+import builtins
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from moreh_ap.patching import Patches
 
@@ -128,6 +130,26 @@ def math_of_both() -> Iterator[None]:
     group = patches.group("Numbers that a forward computes from the number of its rows.")
     for name in _OF_MATH:
         group.replace(math, name, _knowing_both(getattr(math, name)))
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+_len = builtins.len
+
+
+def _length(value: Any, /) -> int:
+    """Knows the rows of the whole batch, too, where it is asked for those of a tensor."""
+    return value.size(0) if isinstance(value, Tensor) and value.ndim else _len(value)
+
+
+@contextmanager
+def lengths_of_both() -> Iterator[None]:
+    """Inside, `len` of a tensor is `size(0)`, which a torch function mode may give both numbers. Python makes a plain
+    number of what a tensor says itself."""
+    patches = Patches()
+    patches.group("Numbers that a forward computes from the number of its rows.").replace(builtins, "len", _length)
     try:
         yield
     finally:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
+from moreh_ap.parallelizer.data.torch_calls import asks_for_sizes
 from moreh_ap.parallelizer.row_dims.row_numbers import (
     RowCount,
     RowFloat,
     RowNumber,
     everyone_s,
+    lengths_of_both,
     math_of_both,
     own_of,
     row_sizes,
@@ -70,3 +76,26 @@ def test_the_dim_with_rows_alone_knows_the_batch():
     sizes = row_sizes(torch.Size([4, 3]), 0, lambda number: 2 * number)
     assert type(sizes) is torch.Size and sizes == (4, 3) and sizes[0].everyone == 8 and type(sizes[1]) is int
     assert row_sizes(4, 0, lambda number: 2 * number).everyone == 8
+
+
+class _FourOfNine(TorchFunctionMode):
+    """Has four rows of nine."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        return row_sizes(answer, 0, lambda own: own // 4 * 9) if asks_for_sizes(func) else answer
+
+
+def test_the_length_of_a_tensor_knows_the_rows_of_the_batch() -> None:
+    """A place in a queue that begins anew behind its end: nine rows behind place 6 of 12 end at 3, four at 10."""
+    tensor = torch.zeros(4, 2)
+    with lengths_of_both(), _FourOfNine():
+        place = (6 + len(tensor)) % 12
+        assert len([1, 2]) == 2
+        with pytest.raises(TypeError):
+            len(torch.zeros(()))
+    assert (own_of(place), everyone_s(place)) == (10, 3)
+    with _FourOfNine():
+        assert type(len(tensor)) is int
