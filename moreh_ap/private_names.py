@@ -121,8 +121,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._VF._pad_packed_sequence", "parallelizer/loss"),
     ),
     *_names(
-        "Sets the compiler to eager at once if it has been imported.",
-        ("torch._dynamo", "device/patches protocol"),
+        "Sets the compiler to eager at once if it has been imported; imported once for all workers.",
+        ("torch._dynamo", "accelerator device/patches protocol"),
     ),
     *_names(
         "What `torch.compile` was given, a module or a function; back ends by their names, and what a mode sets.",

@@ -39,8 +39,9 @@ from moreh_ap.states import AcceleratorState, StateMachine
 if TYPE_CHECKING:
     from moreh_ap.runtime.host.host_pool import HostPool
 
-SLOW_IMPORTS = ("transformers.modeling_utils",)
-"""What the models of a script that imports these libraries need: workers import it beside the script."""
+SLOW_IMPORTS = ("torch._dynamo", "transformers.modeling_utils")
+"""What the models of a script that imports these libraries need: it is imported once for all workers, beside the
+script. PyTorch's optimizers and sharded tensors import the first, which takes 0.65 s of a core, when they are used."""
 
 _MADE_S = 5.0  # workers take seconds to be ready, the constructor that starts them none, unless it is interrupted
 
