@@ -100,7 +100,7 @@ def _rate(amounts: list[int], steps: list[Step]) -> float | None:
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.3g} MiB"
 
 
 def _duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -47,7 +48,7 @@ class Text(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.is_style = tag == "style"
-        if tag not in ("meta", "polyline", "line"):
+        if tag not in ("meta", "polyline", "line", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -85,6 +86,16 @@ def test_models_alike_are_named_once(record):
     record.models *= 2
     text = " ".join(Text(page.make(record)).words)
     assert text.count("3 of 5 plans fit") == 1 and "Llama (2 models): shard=2" in text
+
+
+def test_long_plans_break_behind_commas_and_small_sizes_are_legible(record):
+    chosen = PlanFigures("shard=2,micro_batches=4", 0.5, 3 * 2**20)
+    record.models = [replace(record.models[0], chosen=chosen, others=[PlanFigures("tensor=2", 0.495, 2**30)])]
+    html = page.make(record)
+    assert "shard=2,<wbr>micro_batches=4" in html
+    text = " ".join(Text(html).words)
+    assert "the fullest device 3 MiB" in text
+    assert "take 0.99 times as long, which is less than the estimate can tell apart" in text
 
 
 def test_what_is_not_known_of_a_run_is_not_shown_as_nothing(record):
