@@ -82,6 +82,10 @@ _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 """Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _PLACES = 2**16  # so that sums of their squares are exact in float64
+_CHANGED = {PADS, Tensor.cuda, Tensor.to}.union(
+    CLASS_LOSSES, ELEMENT_LOSSES, MEANS, NORMALISES, COUNTS, EXTREMES, LOADS
+)
+"""Functions that are other ones while the mode is active, or may be. Calls of all others are to lose no time here."""
 _signature_of = functools.cache(inspect.signature)  # PyTorch's own functions; it reads their code each time
 
 
@@ -171,6 +175,8 @@ class GlobalReduction(OwnDevice):
         kwargs = kwargs or {}
         if self._postponed is not None and not is_question(func):
             self.settle()
+        if func not in _CHANGED and "device" not in kwargs:
+            return func(*args, **kwargs)
         if func in CLASS_LOSSES or func in ELEMENT_LOSSES:
             return self._loss(func, args, kwargs)
         if func in MEANS:
