@@ -54,7 +54,8 @@ def check_links(device_type: str, num_devices: int, timeout_s: float, executor: 
             return
         yield Finding("workers", OK, f"{num_devices} on {device_type} started in {time.monotonic() - started_s:.1f} s")
         pairs = [PointToPoint(*pair) for pair in itertools.permutations(range(num_devices), 2)]
-        yield from links.try_all("links", pairs, f"{len(pairs)} between pairs of workers, every value right")
+        said = f"{len(pairs)} between pairs of workers, every value right" if pairs else "none: one worker has no other"
+        yield from links.try_all("links", pairs, said)
         yield from links.try_all("collectives", [Collective(name) for name in COLLECTIVES],
                                  f"{', '.join(COLLECTIVES)}: every value right on every worker")  # fmt: skip
     finally:

@@ -51,6 +51,11 @@ def test_all_is_well(check):
     assert num_meshes == 1
 
 
+def test_one_worker_has_no_links(check):
+    found, _ = check(lambda command: [RIGHT], num_devices=1)
+    assert [one.found for one in found if one.name == "links"] == ["none: one worker has no other"]
+
+
 def test_workers_that_do_not_start_are_all_that_is_said(check):
     def fail():
         raise MorehError("no port is free\nmore")
