@@ -41,7 +41,7 @@ from moreh_ap.runtime.child_process import end_with, outlive_parent
 from moreh_ap.runtime.forking.descendants import end_descendants
 
 _UNFIT = 3  # exit code of a process that must not be forked
-_OWN = ("torch", "moreh_ap")  # packages whose modules start no threads
+_OWN = "moreh_ap."  # a package whose modules start no threads, as `torch` itself
 _BACKLOG = 1024  # clients that may wait while this process imports
 _REQUEST_TIMEOUT_S = 10.0  # a client sends at once
 # While modules are imported. PyTorch counts devices without initializing CUDA, which a forked process could not use.
@@ -149,7 +149,7 @@ class _WarmParent:
         before = dict(os.environ)
         while imports:
             for name in imports:
-                if name.partition(".")[0] in _OWN:
+                if name == "torch" or name.startswith(_OWN):
                     _import(name)
                 elif not self._imported_in_a_copy(name):
                     self._left_out.append(name)
