@@ -66,9 +66,9 @@ MUTATIONS = [
     ),
     Mutation(
         "micro_batch_means",
-        "moreh_ap/parallelizer/call/micro_batches.py",
-        "dist.all_reduce(denominators, group=self.call.axis.group)",
-        "denominators *= self.call.axis.size",
+        "moreh_ap/parallelizer/call/dry_runs.py",
+        "dist.all_reduce(numbers, group=call.axis.group)",
+        "numbers *= call.axis.size",
         "replicate_micro-nanogpt",
     ),
     Mutation("norm", "moreh_ap/parallelizer/data/norms.py", "dist.all_reduce(powered)", "pass", "shard-gpt2"),
