@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moreh_ap.parallelizer.data.torch_calls import asks_for_sizes
 from torch.overrides import TorchFunctionMode
 
+from moreh_ap.parallelizer.observation.torch_calls import asks_for_sizes
 from moreh_ap.parallelizer.row_dims.row_numbers import (
     RowCount,
     RowFloat,
