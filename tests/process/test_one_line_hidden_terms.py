@@ -101,3 +101,54 @@ def test_a_place_in_a_queue_that_is_zero_in_the_first_call(accelerator: Callable
 
     accelerator("replicate=2", strict=True)
     assert_same(*on_both(script))
+
+
+class Equilibrium(nn.Module):
+    """Solves for its gradient in a hook, until the step of all rows together is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.given = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def _step(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.9 * self.own(z) + self.given(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(30):
+                z = self._step(z, x)
+        z = self._step(z, x)
+        start = z.clone().detach().requires_grad_()
+        after = self._step(start, x)
+
+        def solve(gradient: Tensor) -> Tensor:
+            found = gradient
+            for _ in range(40):
+                (change,) = torch.autograd.grad(after, start, found, retain_graph=True)
+                before, found = found, change + gradient
+                if (found - before).norm().item() < 0.05 * found.norm().item():
+                    break
+            return found
+
+        z.register_hook(solve)
+        return z
+
+
+def test_a_solver_in_the_backward_whose_rows_stop_together_in_the_first_call(accelerator: Callable[[str], Session]):
+    def script(device: str) -> object:
+        model = nn.Sequential(nn.Linear(4, 8), Equilibrium(), nn.Linear(8, 3)).to(device)
+        optimizer, trace = torch.optim.SGD(model.parameters(), lr=0.5), []
+        for step in range(8):
+            x, y = torch.randn(8, 4) * torch.linspace(0.1, 3, 8)[:, None], torch.randint(0, 3, (8,))
+            if step == 0:
+                x, y = x[:1].expand(8, -1).clone(), y[:1].expand(8).clone()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+            trace.append(loss)
+        return trace, model.state_dict()
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script))

@@ -6,11 +6,13 @@ Decides which numbers those are. Must not know how rows are tried (`trial/probe.
 A solver goes on until the residual of all rows together is small: `if (f(z) - z).norm().item() < limit: break`. A few
 rows may take as many rounds together as one by one, and then their results are equal, but rows of a later batch would
 stop a round earlier or later than on one device. So what is compared is not only what a forward gives, but also the
-numbers by which it decides: a row may read what it reads beside others, and a batch what some row of it has.
+numbers by which it decides: a row may read what it reads beside others, and a batch what some row of it has. So are
+those of a solver in the backward, run by a hook that the forward has put on a tensor (a deep equilibrium model).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,21 +39,35 @@ class ReadNumbers(Selections):
 
     Attributes:
         numbers: Those numbers, in order.
+        of_hooks: The same that hooks read which the forward has put on tensors, once they have run.
     """
 
     def __init__(self, saw: set[str] | None = None) -> None:
         super().__init__(saw)
         self.numbers: list[float] = []
+        self.of_hooks: list[float] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "register_hook":
+            return func(args[0], self._noting(*args[1:], **(kwargs or {})))
         if name in _READ and args[0].is_floating_point() and args[0].numel() <= _MOST_READ:
             self.numbers += args[0].detach().flatten().tolist()
         elif name.strip("_") in _COMPARE:
             self.numbers += [float(one) for one in args[:2] if _is_fraction(one)]
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _noting(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        @functools.wraps(hook)
+        def noting(gradient: Tensor) -> Any:
+            with ReadNumbers() as noted:
+                result = hook(gradient)
+            self.of_hooks += noted.numbers
+            return result
+
+        return noting
 
 
 def _is_fraction(value: Any) -> bool:
@@ -68,9 +84,22 @@ def why_rows_meet(together: ReadNumbers, apart: Sequence[ReadNumbers]) -> str:
     """
     if selects_rows(together.sizes, [one.sizes for one in apart]):
         return TAKES_ROWS
-    alone = [number for one in apart for number in one.numbers]
-    of_rows = _are_among(together.numbers, alone) if len(apart) > 1 else _are_among(alone, together.numbers)
-    return "" if of_rows else READS_NUMBERS
+    return "" if _are_of_rows(together.numbers, [one.numbers for one in apart]) else READS_NUMBERS
+
+
+def do_hooks_meet_rows(noted: Sequence[ReadNumbers]) -> bool:
+    """Says whether hooks in the backward read numbers that several rows have made.
+
+    Args:
+        noted: What was noted of all rows, and what of some apart each time; see `why_rows_meet`.
+    """
+    together, *apart = noted
+    return not _are_of_rows(together.of_hooks, [one.of_hooks for one in apart])
+
+
+def _are_of_rows(together: Sequence[float], apart: Sequence[Sequence[float]]) -> bool:
+    alone = [number for numbers in apart for number in numbers]
+    return _are_among(together, alone) if len(apart) > 1 else _are_among(alone, together)
 
 
 def _are_among(some: Sequence[float], others: Sequence[float]) -> bool:

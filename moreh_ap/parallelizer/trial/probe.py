@@ -27,7 +27,7 @@ from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.rng.turns import KnownTurns
 from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
-from moreh_ap.parallelizer.row_dims.read_numbers import ReadNumbers, why_rows_meet
+from moreh_ap.parallelizer.row_dims.read_numbers import READS_NUMBERS, ReadNumbers, do_hooks_meet_rows, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_steps import Step
 from moreh_ap.parallelizer.state.host_activations import saved_on_host
 from moreh_ap.parallelizer.trial.agreement import all_workers_or_none
@@ -119,8 +119,7 @@ class Probe:
         self.may_take_turns = self.may_write = True
         self.beside_rows: frozenset[int] = frozenset()
         self._turns = KnownTurns()
-        self._state: dict[str, Tensor] = {}
-        self._buffers: dict[str, Tensor] = {}
+        self._state, self._buffers = dict[str, Tensor](), dict[str, Tensor]()
         self._changed_buffers: dict[str, Tensor] = {}
         self._ways: list[BlockTrace] = []
         self._noted: list[ReadNumbers] = []
@@ -304,11 +303,12 @@ class Probe:
             Refused: The gradients do not add up.
         """
         self._backward_apart()
+        if do_hooks_meet_rows(self._noted):
+            raise Refused(READS_NUMBERS)
         got_by_name = take_gradients(self.call.module)
         wanted = [grad.abs().max() for grad in self._wanted.values() if grad is not None and grad.numel()]
         noise = self._noise * self._tolerance * float(max(wanted, default=0.0))
-        for name, want in self._wanted.items():
-            got = got_by_name[name]
+        for (name, want), got in zip(self._wanted.items(), map(got_by_name.__getitem__, self._wanted), strict=True):
             if (got is None) != (want is None):
                 raise Refused(f"whether {name} gets a gradient depends on the rows")
             if got is not None and want is not None and not self._is_rounding(name, got, want, noise):

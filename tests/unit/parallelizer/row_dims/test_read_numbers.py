@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from moreh_ap.parallelizer.row_dims.read_numbers import READS_NUMBERS, TAKES_ROWS, ReadNumbers, why_rows_meet
+from moreh_ap.parallelizer.row_dims.read_numbers import (
+    READS_NUMBERS,
+    TAKES_ROWS,
+    ReadNumbers,
+    do_hooks_meet_rows,
+    why_rows_meet,
+)
 
 X = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
 
@@ -68,3 +74,19 @@ def test_what_differs_by_rounding_is_one_number():
     together, apart = ReadNumbers(), ReadNumbers()
     together.numbers, apart.numbers = [1.0, 1e-9], [1.00001, 3e-8]
     assert why_rows_meet(together, [apart]) == ""
+
+
+def test_hooks_that_the_forward_puts_on_tensors_read_numbers_of_rows():
+    def noted(rows: torch.Tensor) -> ReadNumbers:
+        given = rows.clone().requires_grad_()
+        with ReadNumbers() as found:
+            made = given * 2
+            made.register_hook(lambda gradient: gradient / gradient.norm().item())
+        made.sum().backward()
+        return found
+
+    rows = torch.ones(2, 3)
+    together, apart = noted(rows), [noted(rows[:1]), noted(rows[1:])]
+    assert [one.of_hooks for one in apart] == [[pytest.approx(3**0.5)]] * 2 and not together.numbers
+    assert do_hooks_meet_rows([together, *apart])
+    assert not do_hooks_meet_rows([apart[0], *apart])
