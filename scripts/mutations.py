@@ -66,7 +66,7 @@ MUTATIONS = [
     ),
     Mutation(
         "micro_batch_means",
-        "moreh_ap/parallelizer/call/dry_runs.py",
+        "moreh_ap/parallelizer/call/followed_forwards.py",
         "dist.all_reduce(numbers, group=call.axis.group)",
         "numbers *= call.axis.size",
         "replicate_micro-nanogpt",

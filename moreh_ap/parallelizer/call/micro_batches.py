@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.dry_runs import DryRuns, Followed
 from moreh_ap.parallelizer.call.execution import Execution
+from moreh_ap.parallelizer.call.followed_forwards import Followed, FollowedForwards
 from moreh_ap.parallelizer.call.forward import EagerForward, summing_gradients
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
 from moreh_ap.parallelizer.data.fsdp import before_the_last_backward
@@ -41,7 +41,7 @@ class MicroBatchedForward(Execution):
         kwargs: This worker's rows of the keyword arguments.
         num_micro_batches: Number of micro-batches, the same on every worker.
         rows: Rows of the global batch.
-        dry_runs: What is known of calls like this one before they run.
+        known: What is known of calls like this one before they run.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MicroBatchedForward(Execution):
         kwargs: Mapping[str, Any],
         num_micro_batches: int,
         rows: int,
-        dry_runs: DryRuns,
+        known: FollowedForwards,
     ) -> None:
         self.call = call
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
@@ -64,7 +64,7 @@ class MicroBatchedForward(Execution):
         self._outputs: Sequence[Any] | None = None
         self.is_computed = False
         drawing = call.random.begin(call.device)
-        followed, self._denominators = dry_runs.run(
+        followed, self._denominators = known.run(
             call, self._leaves, self._spec, drawing, self._observed, self._run_without_gradients
         )
         self.shapes, self.treespec = followed.shapes, followed.treespec

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.dry_runs import DryRuns
 from moreh_ap.parallelizer.call.execution import Execution
+from moreh_ap.parallelizer.call.followed_forwards import FollowedForwards
 from moreh_ap.parallelizer.call.forward import autocasting, reducing, scaled_gradient, summing_gradients
 from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
 from moreh_ap.parallelizer.data.bucketed_allreduce import gradient_sync_of
@@ -193,7 +193,7 @@ class PipelinedForward(MicroBatchedForward):
         kwargs: Mapping[str, Any],
         num_micro_batches: int,
         rows: int,
-        dry_runs: DryRuns,
+        known: FollowedForwards,
         plan: Plan,
     ) -> None:
         self._stages = _stages(call.module)
@@ -206,7 +206,7 @@ class PipelinedForward(MicroBatchedForward):
                 "calls of the model itself, calls of parts under torch.no_grad(), or plans with pipeline=1",
                 'plan="shard=2"',
             )
-        super().__init__(call, args, kwargs, num_micro_batches, rows, dry_runs)
+        super().__init__(call, args, kwargs, num_micro_batches, rows, known)
         if call.kinds is not None and len(call.kinds) != len(self.shapes):
             raise UnsupportedError(
                 "a training call asks for results that earlier stages of the pipeline compute (hidden states?)",

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.dry_runs import DryRuns
 from moreh_ap.parallelizer.call.execution import Execution
+from moreh_ap.parallelizer.call.followed_forwards import FollowedForwards
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedForward
@@ -43,10 +43,10 @@ def way_to_execute(call: Call, plan: Plan, rows: int | None = None, meta_module:
             PipelinedForward,
             num_micro_batches=num_micro_batches,
             rows=rows or 0,
-            dry_runs=DryRuns(meta_module),
+            known=FollowedForwards(meta_module),
             plan=plan,
         )
     if call.grad and num_micro_batches > 1 and rows is not None:
-        dry_runs = DryRuns(meta_module)
-        return partial(MicroBatchedForward, num_micro_batches=num_micro_batches, rows=rows, dry_runs=dry_runs)
+        known = FollowedForwards(meta_module)
+        return partial(MicroBatchedForward, num_micro_batches=num_micro_batches, rows=rows, known=known)
     return EagerForward

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from moreh_ap.parallelizer.call import dry_runs
+from moreh_ap.parallelizer.call import followed_forwards
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.dry_runs import DryRuns
+from moreh_ap.parallelizer.call.followed_forwards import FollowedForwards
 from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import RandomPolicy
@@ -67,10 +67,10 @@ def train(model: Model, steps: int) -> tuple[list[float], int]:
     """Returns losses and how often the model was followed without values."""
     SEEN.clear()
     call = Call(model, "split", CPU, kinds=("share",), random=RandomPolicy())
-    known = DryRuns(deepcopy(model).to("meta"))
+    known = FollowedForwards(deepcopy(model).to("meta"))
     losses = []
     for step in range(steps):
-        forward = MicroBatchedForward(call, batch(step), {}, num_micro_batches=2, rows=ROWS, dry_runs=known)
+        forward = MicroBatchedForward(call, batch(step), {}, num_micro_batches=2, rows=ROWS, known=known)
         forward.backward([torch.ones(())])
         losses.append(float(forward.outputs[0]))
         assert forward.shapes[0].shape == ()
@@ -136,9 +136,9 @@ def test_inputs_of_another_worker_lead_elsewhere(monkeypatch: pytest.MonkeyPatch
     """Then all follow the forward again: workers have to tell each other equally much."""
     model, x, labels = Model(), *batch(0)
     others = _Others([[1], [1, -1, 1, 0], [4.0]])  # runs on meta; one mean, remembered, reads; its valid targets
-    monkeypatch.setattr(dry_runs.dist, "all_reduce", others)
+    monkeypatch.setattr(followed_forwards.dist, "all_reduce", others)
     call = Call(model, "split", CPU, kinds=("share",), axis=Axis(0, 2, None))
-    runs = DryRuns(deepcopy(model).to("meta"))
+    runs = FollowedForwards(deepcopy(model).to("meta"))
     given = call, [x, labels], _spec_of(x, labels), call.random.begin(CPU), lambda *_: nullcontext(), _never
     own = float((labels >= 0).sum())
     SEEN.clear()

@@ -57,7 +57,7 @@ class Followed:
     operations: InputOperations | None = None
 
 
-class DryRuns:
+class FollowedForwards:
     """The forwards of one kind of call that were followed.
 
     Args:
