@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
+from torch.utils.hooks import BackwardHook
 
 from moreh_ap.device.host_tensors import has_host_tensor, mark_all
 from moreh_ap.patching import Patches
 
 _TRANSFORMS = ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")
 _EFFECT = "Gives results the place of the arguments."
-
-
 _REASON = "A tensor of this process that is on the accelerator has a class, which PyTorch's C++ drops."
 
 
@@ -45,6 +44,8 @@ def install(patches: Patches) -> None:
     group.replace(torch.jit.ScriptFunction, "__call__", _marking(torch.jit.ScriptFunction.__call__), _EFFECT)
     function = torch.autograd.Function
     group.replace(function, "apply", classmethod(_marking(function.apply.__func__)), _EFFECT)  # type: ignore[attr-defined]
+    setup = _giving_hooks_their_place(BackwardHook.setup_output_hook)
+    group.replace(BackwardHook, "setup_output_hook", setup, "Gives gradients the place of the module's result.")
     group.put(
         checkpoint._allowed_determinism_checks_to_fns,
         checkpoint._DEFAULT_DETERMINISM_MODE,
@@ -52,6 +53,23 @@ def install(patches: Patches) -> None:
         "torch.utils.checkpoint._allowed_determinism_checks_to_fns",
         "Does not compare devices: those of a computation on ordinary tensors are the CPU.",
     )
+
+
+def _giving_hooks_their_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what puts full backward hooks on a module's result; autograd gives them ordinary tensors."""
+
+    @functools.wraps(original)
+    def setup(self: BackwardHook, result: Any) -> Any:
+        if has_host_tensor(result):
+            self.user_hooks = [_given_host_tensors(hook) for hook in self.user_hooks]
+            self.user_pre_hooks = [_given_host_tensors(hook) for hook in self.user_pre_hooks]
+        return original(self, result)
+
+    return setup
+
+
+def _given_host_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda module, *gradients: hook(module, *mark_all(gradients))
 
 
 def _marking(original: Callable[..., Any]) -> Callable[..., Any]:

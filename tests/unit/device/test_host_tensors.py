@@ -487,6 +487,28 @@ def _twice(x):
     return x * 2
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gradients_that_hooks_of_modules_keep(device):
+    """They are computed with after the backward (Grad-CAM, K-FAC), and hooks may give others."""
+    script, kept = Script(lambda: nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), device), []
+    first, last = script.model[0], script.model[2]
+    last.register_full_backward_pre_hook(lambda module, grad_output: (2 * grad_output[0],))
+    last.register_full_backward_hook(lambda module, grad_input, grad_output: kept.extend([*grad_input, *grad_output]))
+    first.register_full_backward_hook(lambda module, grad_input, grad_output: kept.append(grad_output[0]))
+    script(script.batch(0)).sum().backward()
+    assert [one.device for one in kept] == 3 * [first.weight.device]
+    weights = kept[2].mean(0, keepdim=True) * first.weight.T
+    assert weights.device == first.weight.device and kept[1].cpu().eq(2).all()
+    torch.testing.assert_close(first.weight.grad, kept[2].T @ script.batch(0))
+
+
+def test_gradients_of_a_module_on_the_cpu_beside_host_tensors():
+    kept, layer = [], nn.Linear(4, 3)
+    layer.register_full_backward_hook(lambda module, grad_input, grad_output: kept.append(grad_output[0]))
+    layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert kept[0].device.type == "cpu" and not kept[0].is_cuda
+
+
 def test_transforms_of_functions():
     x, matrix = host(3), host(3, 3)
 
