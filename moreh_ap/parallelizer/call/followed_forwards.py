@@ -9,7 +9,7 @@ the call that was prepared: all calls that come to it have the same sizes, train
 depend on the numbers in the inputs too; the few operations that lead to them are computed again
 (`input_operations.py`). A forward that draws random numbers, or changes attributes of the model, is followed each time.
 All workers have to do the same, as they add up their denominators: whether they remember is agreed when a forward is
-followed, and where numbers in the inputs may lead elsewhere, that travels with the denominators.
+followed, and where numbers in the inputs may lead elsewhere, whether they do is agreed each time.
 """
 
 from __future__ import annotations
@@ -120,13 +120,10 @@ class FollowedForwards:
     def _again(self, call: Call, leaves: Sequence[Any]) -> tuple[Followed, list[Tensor]] | None:
         """Returns what `run` does, from what is remembered; None if a worker's inputs lead elsewhere."""
         followed, local = self._known_way(call, leaves)
-        if not self._may_differ:  # on any worker
-            assert followed is not None
-            return followed, list(_add_up(call, _stacked(local)).unbind())
-        zero = torch.zeros((), dtype=torch.float64, device=call.device)
-        of_all = local if followed is not None else [zero] * self._num_sites
-        *denominators, others = _add_up(call, torch.stack([*of_all, zero + float(followed is None)])).unbind()
-        return None if followed is None or others.item() else (followed, denominators)
+        if self._may_differ and not _smallest(call, int(followed is not None))[0]:  # on any worker
+            return None
+        assert followed is not None
+        return followed, list(_add_up(call, _stacked(local)).unbind())
 
     def _known_way(self, call: Call, leaves: Sequence[Any]) -> tuple[Followed | None, list[Tensor]]:
         for followed in self._known:

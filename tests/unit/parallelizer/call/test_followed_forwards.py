@@ -143,9 +143,9 @@ def test_inputs_of_another_worker_lead_elsewhere(monkeypatch: pytest.MonkeyPatch
     own = float((labels >= 0).sum())
     SEEN.clear()
     assert [float(one) for one in runs.run(*given)[1]] == [own + 4.0]
-    others.answers = [[2.0, 0.0]]
+    others.answers = [[1], [2.0]]
     assert [float(one) for one in runs.run(*given)[1]] == [own + 2.0] and len(SEEN) == 1
-    others.answers = [[0.0, 1.0], [1], [1, -1, 1, 0], [3.0]]  # the other worker has to follow the forward
+    others.answers = [[0], [1], [1, -1, 1, 0], [3.0]]  # the other worker has to follow the forward
     assert [float(one) for one in runs.run(*given)[1]] == [own + 3.0] and len(SEEN) == 2
 
 
