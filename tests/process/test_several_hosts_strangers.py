@@ -39,6 +39,7 @@ def agent(credentials: Credentials) -> Iterator[str]:
             ranks=[0],
             start=1,
             copies=0,
+            alive_s=5.0,
             credentials=asdict(credentials),
             working_folder="/",
             imports=[],
