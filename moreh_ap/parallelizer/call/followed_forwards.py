@@ -99,28 +99,27 @@ class FollowedForwards:
         found = None
         if self._meta_module is not None and call.target is None:
             found = self._follow(self._meta_module, call, leaves, spec, drawing, observe)
-        if not _smallest(call, int(found is not None))[0]:
+        if not _smallest(call, int(found is not None)):
             found = run_without_gradients()
         assert found is not None  # it was run on every worker otherwise
         followed, local = found
         way = followed.operations
-        fewest, most, can_repeat, cannot_differ = _smallest(
-            call, len(local), -len(local), int(way is not None), int(way is None or not way.reads)
-        )
-        most = -most
+        fewest, most = _smallest(call, len(local)), -_smallest(call, -len(local))
         if fewest != most:
             raise ExactnessError(
                 f"rows decide how many means over the batch a forward takes: {fewest} on one device, {most} on another",
                 "the same number of mean losses for all rows",
                 'plan="micro_batches=1"',
             )
-        self._remember(followed, len(local), bool(can_repeat), not cannot_differ)
+        can_repeat = _smallest(call, int(way is not None)) == 1
+        may_differ = _smallest(call, int(way is None or not way.reads)) == 0
+        self._remember(followed, len(local), can_repeat, may_differ)
         return followed, list(_add_up(call, _stacked(local)).unbind())
 
     def _again(self, call: Call, leaves: Sequence[Any]) -> tuple[Followed, list[Tensor]] | None:
         """Returns what `run` does, from what is remembered; None if a worker's inputs lead elsewhere."""
         followed, local = self._known_way(call, leaves)
-        if self._may_differ and not _smallest(call, int(followed is not None))[0]:  # on any worker
+        if self._may_differ and not _smallest(call, int(followed is not None)):  # on any worker
             return None
         assert followed is not None
         return followed, list(_add_up(call, _stacked(local)).unbind())
@@ -190,13 +189,13 @@ def _add_up(call: Call, numbers: Tensor) -> Tensor:
     return numbers
 
 
-def _smallest(call: Call, *own: int) -> list[int]:
-    """Returns the smallest of each of the workers' numbers."""
+def _smallest(call: Call, own: int) -> int:
+    """Returns the smallest of the workers' numbers."""
     if call.axis.size == 1:
-        return list(own)
-    numbers = torch.tensor(own, device=call.device)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=call.axis.group)
-    return numbers.tolist()
+        return own
+    number = torch.tensor(own, device=call.device)
+    dist.all_reduce(number, op=dist.ReduceOp.MIN, group=call.axis.group)
+    return int(number.item())
 
 
 def _stream_of(device: torch.device) -> bytes:

@@ -127,15 +127,14 @@ class _Others:
         self.answers = answers
 
     def __call__(self, numbers: Tensor, op: object = None, group: object = None) -> None:
-        others = torch.tensor(self.answers.pop(0), dtype=numbers.dtype)
-        assert others.shape == numbers.shape
+        others = torch.tensor(self.answers.pop(0), dtype=numbers.dtype).reshape(numbers.shape)
         numbers.copy_(torch.minimum(numbers, others) if op is not None else numbers + others)
 
 
 def test_inputs_of_another_worker_lead_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then all follow the forward again: workers have to tell each other equally much."""
     model, x, labels = Model(), *batch(0)
-    others = _Others([[1], [1, -1, 1, 0], [4.0]])  # runs on meta; one mean, remembered, reads; its valid targets
+    others = _Others([[1], [1], [-1], [1], [0], [4.0]])  # runs on meta; one mean, remembered, reads; its valid targets
     monkeypatch.setattr(followed_forwards.dist, "all_reduce", others)
     call = Call(model, "split", CPU, kinds=("share",), axis=Axis(0, 2, None))
     runs = FollowedForwards(deepcopy(model).to("meta"))
@@ -145,7 +144,7 @@ def test_inputs_of_another_worker_lead_elsewhere(monkeypatch: pytest.MonkeyPatch
     assert [float(one) for one in runs.run(*given)[1]] == [own + 4.0]
     others.answers = [[1], [2.0]]
     assert [float(one) for one in runs.run(*given)[1]] == [own + 2.0] and len(SEEN) == 1
-    others.answers = [[0], [1], [1, -1, 1, 0], [3.0]]  # the other worker has to follow the forward
+    others.answers = [[0], [1], [1], [-1], [1], [0], [3.0]]  # the other worker has to follow the forward
     assert [float(one) for one in runs.run(*given)[1]] == [own + 3.0] and len(SEEN) == 2
 
 
