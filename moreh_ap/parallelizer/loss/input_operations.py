@@ -10,9 +10,10 @@ lead to either. For other inputs these few are computed again. Where each number
 read before, the forward goes the same way, so its result has the same shapes and its denominators are these.
 
 Nothing is kept of a forward that uses a real tensor which comes neither from its inputs nor from an operation that was
-seen, or that reads what cannot be compared. If an operation writes into a real tensor, all operations are kept, since
-any of them may see what was written; if such a forward reads numbers too, nothing is, since inputs that lead elsewhere
-would have been written to before that shows.
+seen, that reads what cannot be compared, or in which numbers of the inputs decide the size of a tensor (``labels[labels
+>= 0]``, ``mask.nonzero()``): such operations have no result on meta. If an operation writes into a real tensor, all
+operations are kept, since any of them may see what was written; if such a forward reads numbers too, nothing is, since
+inputs that lead elsewhere would have been written to before that shows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from moreh_ap.parallelizer.observation.torch_calls import is_question, leaves_of
 
 _COMPARABLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 """Answers in Python that may be compared. Sizes are questions: they are those of the inputs."""
+
+_MOVES = {Tensor.to, Tensor.cuda, Tensor.cpu}
+"""Functions that leave sizes as they are; a tensor on meta cannot be moved to another device."""
 
 Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Computes a torch function of positional and keyword arguments."""
@@ -114,9 +118,7 @@ class InputOperationRecorder:
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
-        self._numbers: WeakTensorKeyDictionary = (
-            WeakTensorKeyDictionary()
-        )  # a tensor that dies gives its number to none
+        self._numbers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._next = 0
         self._operations: list[_Operation] = []
         self._num_sites = 0
@@ -158,6 +160,8 @@ class InputOperationRecorder:
         self._num_sites += len(sites) - num_sites
         self._is_complete &= not is_read or all(isinstance(leaf, _COMPARABLE) for leaf in leaves)
         self._is_complete &= getattr(func, "__name__", "") != "__set__"  # of `data`, which no version tells
+        if depends and any(number is not None for number in found):
+            self._is_complete &= func in _MOVES or _has_fixed_sizes(func, args, kwargs)
         self._writes |= writes
         self._dependent.update(found if depends else ())
         if writes or is_read or adds_denominators or any(number is not None for number in found):
@@ -201,3 +205,17 @@ class InputOperationRecorder:
 
 def _is_real(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_meta
+
+
+def _has_fixed_sizes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Says whether the results of a torch function have the same sizes for all numbers in its arguments."""
+    placed = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+    try:
+        func(*map_leaves(_on_meta, args), **map_leaves(_on_meta, placed))
+    except Exception:  # of any class: of what reads a number, and of what PyTorch has not written for meta
+        return False
+    return True
+
+
+def _on_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf

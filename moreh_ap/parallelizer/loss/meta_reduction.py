@@ -33,7 +33,7 @@ class MetaReduction(GlobalReduction):
     Args:
         device: This worker's device.
         rules: Which numbers are means over the batch.
-        recorder: Notes the operations on the inputs; None: nobody needs them.
+        recorder: Notes the operations on the inputs; None: they are not computed again.
     """
 
     def __init__(

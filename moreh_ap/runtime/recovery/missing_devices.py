@@ -3,8 +3,8 @@
 Decides when as many workers as before are tried again. Must not know plans, nor what was wrong with a device.
 
 [Note: trying devices again]
-Whether a device works is known once a worker has started on it, for which the present workers have to end: so nobody
-looks at devices meanwhile, and a try costs what a loss costs. The first one is made half a minute after the loss, and
+Whether a device works is known once a worker has started on it, for which the present workers have to end: so devices
+are not looked at meanwhile, and a try costs what a loss costs. The first one is made half a minute after the loss, and
 each further one after twice as long.
 """
 

@@ -66,6 +66,19 @@ def from_elsewhere(x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores(x), torch.where(CLASS_WEIGHT[0] > 0, labels, labels))
 
 
+def selects(x: Tensor, labels: Tensor) -> Tensor:
+    valid = (labels >= 0).nonzero().squeeze(1)
+    return scores(x)[valid].mean()
+
+
+def selects_by_mask(x: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores(x), labels) + scores(x)[: len(labels[labels >= 0])].mean()
+
+
+def makes_as_many(x: Tensor, labels: Tensor) -> Tensor:
+    return scores(x)[torch.arange(labels.max() + 1)].mean()
+
+
 def reads_an_array(x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores(x), torch.from_numpy(labels.numpy()))
 
@@ -128,7 +141,10 @@ def test_numbers_that_lead_elsewhere(forward: Forward) -> None:
         assert denominators is None or denominators == follow(forward, inputs(seed))[0]
 
 
-@pytest.mark.parametrize("forward", [writes_and_reads, from_elsewhere, reads_an_array, sets_data])
+@pytest.mark.parametrize(
+    "forward",
+    [writes_and_reads, from_elsewhere, selects, selects_by_mask, makes_as_many, reads_an_array, sets_data],
+)
 def test_forwards_that_are_followed_anew(forward: Forward) -> None:
     assert follow(forward, inputs(0))[1] is None
 
