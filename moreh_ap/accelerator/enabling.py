@@ -14,6 +14,7 @@ from moreh_ap.accelerator.launchers import refuse_copies
 from moreh_ap.accelerator.worker_starts import WorkerStarts
 from moreh_ap.device import AcceleratorInForce
 from moreh_ap.errors import OptionError
+from moreh_ap.local import garbage_at_start
 from moreh_ap.settings import Options
 
 
@@ -25,6 +26,7 @@ def make_accelerator(options: Options) -> AcceleratorInForce:
         Exception: those of `WorkerStarts` and `Accelerator`.
     """
     refuse_copies(os.environ)
+    garbage_at_start.leave_out_older_objects()
     starts = WorkerStarts(options)
     try:
         from moreh_ap.accelerator.redirection import Accelerator

@@ -15,7 +15,7 @@ from moreh_ap.device.patches import quantized_weights
 from moreh_ap.device.patches.install import install
 from moreh_ap.errors import OptionError
 from moreh_ap.integrations import accelerate, keras, transformers
-from moreh_ap.local import logger
+from moreh_ap.local import garbage_at_start, logger
 from moreh_ap.patching import Patches
 from moreh_ap.runtime.worker_group import MakeLauncher
 from moreh_ap.session import run_report
@@ -104,6 +104,7 @@ class Accelerator:
             self._tracer.close()
         if self._report is not None:
             self._report.close()
+        garbage_at_start.include_older_objects()
         self.state.enter(AcceleratorState.CLOSED)
         self._patches.undo()
         self.session.close()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from moreh_ap.device.host_tensors import HOST
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.torchscript import refuse_compiled
+from moreh_ap.local import garbage_at_start
 from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.blocks import ModelGroup
@@ -120,6 +121,7 @@ class ModelRegistry:
             if not model.is_out_of_date() and model.contains(module):
                 if self._small.places.is_due(model.root) and self._are_tried_here():
                     return None
+                garbage_at_start.include_older_objects()
                 path, is_due = model.path_of(module), self._small.places.is_due(model.root)
                 if not model.script_hooks.any and not is_due:  # a call with hooks may have to be repeated
                     self.routes[module] = functools.partial(call_on_route, weakref.ref(model), path)
@@ -185,6 +187,7 @@ class ModelRegistry:
             first_call.tell_watcher(root, (module, args, kwargs))
         if self._session.trial_plan is None and self._small.take(root, (args, kwargs)):
             HOST.holds_all = not self._models
+            garbage_at_start.include_older_objects()
             return None
         if draws_for_pyro(module):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 
 import pytest
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from moreh_ap.device import disable
 from moreh_ap.errors import ExactnessError, UnsupportedError
+from moreh_ap.local import garbage_at_start
 
 PLANS = ["replicate=2", "shard=2"]
 
@@ -136,6 +138,17 @@ def test_a_model_trains_at_once_after_it_was_frozen():
         return trace
 
     assert_same(*on_both(script))
+
+
+@once
+def test_objects_older_than_the_line_are_collected_again_after_the_first_call(session):
+    model = tiny_llama().to("cuda")
+    token_ids = torch.randint(0, 64, (4, 8)).to("cuda")
+    garbage_at_start.leave_out_older_objects()
+    model(token_ids)
+    assert gc.get_freeze_count() > 0
+    model(token_ids)
+    assert gc.get_freeze_count() == 0
 
 
 def test_several_forwards_before_one_backward():

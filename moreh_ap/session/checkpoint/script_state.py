@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from moreh_ap import device
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.local import garbage_at_start
 from moreh_ap.session.checkpoint.checkpoint_folder import Checkpoint
 from moreh_ap.session.checkpoint.checkpoint_values import decode
 
@@ -63,6 +64,7 @@ def find(optimizers: Sequence[Optimizer], *, collects: bool = True) -> ScriptSta
     Raises:
         UnsupportedError: A parameter is in no module.
     """
+    garbage_at_start.include_older_objects()  # what is left out is not among `gc.get_objects`
     if collects:
         gc.collect()
     found = _living((nn.Module, LRScheduler, torch.amp.GradScaler))
