@@ -91,7 +91,7 @@ moreh-ap plan Llama3-8B --devices 16xMI250 --global-batch 128 --seq-len 1024 --e
   없습니다. 같은 모델이 더 큰 가속기에서 얼마나 빨리 학습하는지는 그 행들의 데이터가 같다면 비교할 수 있습니다.
   "배속"은 모델의 첫 번째 행을 기준으로 하며, 초당 토큰으로 계산합니다.
 """,
-    "beside_columns": "| 모델 | 플레이버 | 배치 x 길이 | 플랜 | GiB | 모든 장치 MiB | 공개된 MiB "
+    "beside_columns": "| 모델 | 가속기 모델 | 배치 x 길이 | 플랜 | GiB | 모든 장치 MiB | 공개된 MiB "
     "| 초 / 스텝 | 토큰/초 | 배속 | 공개된 분 | 공개된 배속 |",
     "speeds": """\
 ## 공개된 속도와 나란히 { #beside-the-published-speeds }

@@ -27,6 +27,7 @@ SHOWN_VARIABLES = (
 )
 
 def main():
+    # --8<-- [start:flags]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=helpers.HelpFormatter, allow_abbrev=False)
     parser.add_argument("--embedded", action="store_true", help="prepared model and data, sizes for two CPU cores")
     parser.add_argument("--experiment-name", required="--embedded" not in sys.argv,
@@ -51,6 +52,7 @@ def main():
         parser.set_defaults(experiment_name="gpt2-embedded", model="gpt2-small-config", dataset="python-functions")
         parser.set_defaults(block_size=128, lr=1e-3, epoch=1, max_steps=100, log_interval=10, ckpt_freq=50)
     args = helpers.parse_arguments(parser)
+    # --8<-- [end:flags]
 
     # --8<-- [start:load]
     logging.basicConfig(format="[%(asctime)s] %(levelname)s:%(message)s", level=logging.INFO)

@@ -106,8 +106,9 @@ def _print_title(console: Console, task: Task) -> None:
     flavour = flavour_of(cluster.num_devices, cluster.device.memory_bytes)
     named = f" ({flavour})" if FLAVOURS.get(flavour) == cluster.num_devices else ""
     nodes = f"{cluster.num_nodes} nodes" if cluster.num_nodes > 1 else "1 node"
+    scale, word = (1e9, "billion") if profile.parameters >= 1e9 else (1e6, "million")
     console.print(
-        f"{profile.name}, {profile.parameters / 1e9:.2f} billion parameters, on {cluster.num_devices} x "
+        f"{profile.name}, {profile.parameters / scale:.2f} {word} parameters, on {cluster.num_devices} x "
         f"{cluster.device.name}{named}, {nodes}; batch {task.global_batch} x {profile.sequence_length}",
         highlight=False,
         soft_wrap=True,

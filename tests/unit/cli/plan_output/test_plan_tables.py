@@ -18,6 +18,11 @@ def test_table_and_the_plan_to_paste(capsys):
     assert plan.platform_line(512) in said
 
 
+def test_a_small_model_is_counted_in_millions(capsys):
+    said = show(capsys, "GPT-2", "--devices", "8xA100", "--global-batch", "64")
+    assert "GPT-2, 124.44 million parameters, on 8 x A100" in said
+
+
 def test_a_narrow_terminal_keeps_plan_memory_and_speed(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     said = show(capsys, *LARGE, "--top", "2")
