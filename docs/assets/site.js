@@ -29,10 +29,11 @@ function keepNamesWhole() {
     code.classList.toggle("name", (code.closest("td:first-child") ? /^\S{1,24}$/ : /^--?[\w-]{1,22}$/).test(code.textContent));
 }
 
-// Plans, paths and long names break between their parts, where they have to.
+// Plans, paths and long names break between their parts, where they have to, and commands not within a flag.
 function letPartsBreak() {
   for (const code of document.querySelectorAll(".md-typeset :not(pre) > code:not(.name)"))
-    if (!code.childElementCount) code.innerHTML = code.innerHTML.replace(/[,/_=](?=\w)/g, "$&<wbr>");
+    if (code.textContent.length > 16 && !code.childElementCount)
+      code.innerHTML = code.innerHTML.replace(/[,/_=](?=\w)/g, "$&<wbr>").replace(/(^|\s)(--[\w-]+)/g, '$1<span class="name">$2</span>');
 }
 
 addEventListener("load", keepNamesWhole);
