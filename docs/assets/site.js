@@ -1,12 +1,13 @@
 // Where a table does not fit, its rows become cards: each cell below the heading of its column. Without scripts it is moved sideways.
 const MOST_COLUMNS = 14; // a matrix stays one
-const NARROW_PX = 130, TALL_PX = 80; // a column of single words: text as narrow as this, in five lines or more
 
-function hasColumnOfWords(table) {
+// A column is too narrow where text stands in many lines of a word or two: five of three columns, eight of two.
+function hasNarrowColumn(table, numColumns) {
+  const [narrow_px, tall_px] = numColumns < 3 ? [180, 130] : [130, 80];
   const text = document.createRange();
   return [...table.querySelectorAll("tbody td")].some(cell => {
     text.selectNodeContents(cell);
-    return cell.clientWidth < NARROW_PX && text.getBoundingClientRect().height > TALL_PX;
+    return cell.clientWidth < narrow_px && text.getBoundingClientRect().height > tall_px;
   });
 }
 
@@ -16,7 +17,7 @@ function layOutTables() {
     table.removeAttribute("data-cards"); // no class: the theme draws tables that have none
     const room = table.closest(".md-typeset__scrollwrap");
     if (!room || heads.length > MOST_COLUMNS) continue;
-    if (room.scrollWidth <= room.clientWidth && (heads.length < 3 || !hasColumnOfWords(table))) continue;
+    if (room.scrollWidth <= room.clientWidth && !hasNarrowColumn(table, heads.length)) continue;
     for (const row of table.querySelectorAll("tbody tr"))
       [...row.cells].forEach((cell, index) => { cell.dataset.head = heads[index]; });
     table.setAttribute("data-cards", "");
