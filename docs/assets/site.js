@@ -24,10 +24,13 @@ function layOutTables() {
   }
 }
 
-// A flag such as `--batch-size`, and a name in a first column, stay on one line. A style alone cannot tell them from other code, which may break.
+// A flag such as `--batch-size`, and names in tables, stay on one line. A style alone cannot tell them from other code, which may break.
 function keepNamesWhole() {
-  for (const code of document.querySelectorAll(".md-typeset :not(pre) > code"))
-    code.classList.toggle("name", (code.closest("td:first-child") ? /^\S{1,24}$/ : /^--?[\w-]{1,22}$/).test(code.textContent));
+  for (const code of document.querySelectorAll(".md-typeset :not(pre) > code")) {
+    const cell = code.closest("td");
+    const whole = !cell ? /^--?[\w-]{1,22}$/ : cell.cellIndex ? /^(--?[\w-]{1,22}|\w{1,18})$/ : /^\S{1,24}$/;
+    code.classList.toggle("name", whole.test(code.textContent));
+  }
 }
 
 // Plans, paths and long names break between their parts, where they have to, and commands not within a flag.
