@@ -168,5 +168,5 @@ OF_HOSTS = {
 }
 """What can happen to a whole host."""
 
-OF_WORKERS = ("anywhere", "two", "again", "crash", "building", "saving", "loading", "generating")
-"""What can happen on several hosts, too, of what `storm_faults.py` knows: hangs are not found there."""
+OF_WORKERS = ("anywhere", "two", "again", "stopped", "crash", "building", "saving", "loading", "generating")
+"""What can happen on several hosts, too, of what `storm_faults.py` knows: the agents keep the copies there."""

@@ -194,8 +194,9 @@ class Launcher:
     def restored(self) -> None:
         """Is told that others hold what a copy has, which is where they are from now on."""
 
-    def leave_agents(self) -> None:
-        """Has `end` leave what keeps copies of what workers hold, for the launcher of others."""
+    def leave_agents(self, *, of_joined: bool = False) -> None:
+        """Has `end` leave what keeps copies of what workers hold to the launcher of others, with what has joined if
+        `of_joined`. Any thread may call this."""
 
     def kill(self) -> None:
         """Ends all processes that are known so far, with their children, at once. Any thread may call this."""

@@ -323,7 +323,7 @@ class WorkerGroup:
         except PeersHang as hang:
             outcome = self._resolver.resolve_hang(command.epoch, hang.answer)
         if outcome.must_stop and outcome.error is not None:
-            self._look_for_lost()
+            self._prepare_to_stop(outcome.error)
             self._stop(outcome.error, tell=outcome.is_new)
             return
         with self._lock:
@@ -368,8 +368,8 @@ class WorkerGroup:
         """Returns what receives from other workers, which know what those before them knew; or raises `lost`."""
         raise lost
 
-    def _look_for_lost(self) -> None:
-        """Raises the error for a worker that is gone, if that explains why the others cannot go on together."""
+    def _prepare_to_stop(self, error: BaseException | None) -> None:
+        """Raises the error for a worker that is gone, if that explains why workers cannot go on after `error`."""
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""Workers that are killed on one of two hosts: its agent forks others, and every number is that of an undisturbed run.
+"""Workers that are killed or run out of memory on one of two hosts: others take over, and every number is that of an
+undisturbed run.
 
 The same script and the same faults as in `test_recovery.py`, on two agents that were started by hand on loopback.
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from hosts_lab import loopback_agents
+from test_leaner_plan import run_out
 from user_script import UserScript
 
 from moreh_ap.plan import Plan
@@ -106,6 +108,12 @@ def test_another_plan_is_for_the_workers_that_are_left_where_not_all_have_room_o
     assert Plan.parse(plan).num_devices == 2, out
     found = re.search(r"^2 workers, largest difference (\S+)$", out, re.MULTILINE)
     assert found and float(found[1]) < 1e-4, out
+
+
+def test_others_under_a_leaner_plan_take_over_on_the_same_hosts_where_memory_runs_out(variables, tmp_path):
+    """On one worker, whose host ends its workers for it, and on all, which go on until others are wanted."""
+    for before, after, steps in run_out(tmp_path, "backward", "forward", SNAPSHOT_STEPS="1", **variables):
+        assert before != after and steps <= 1, "a step, and what was sent since the last copy"
 
 
 @pytest.mark.rotating

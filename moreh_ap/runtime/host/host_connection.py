@@ -207,11 +207,16 @@ class HostConnection:
             self.send("end")
         self._way.close()
 
+    def end_soon(self) -> None:
+        """Does the same without waiting, for a host that is lost or not used any more."""
+        threading.Thread(target=self.end, name="moreh-lost", daemon=True).start()
+
     def _answer(self, timeout_s: float) -> Message:
         try:
             message = self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise HostLostError(f"no answer in {timeout_s:.0f} s") from None
+            self.give_up(f"no answer in {timeout_s:.0f} s")  # one that came later would be taken for the next
+            raise HostLostError(self._lost or "") from None
         if message is None:
             self._answers.put(None)  # for the next request
             raise HostLostError(self._lost or "the connection has ended")

@@ -5,6 +5,7 @@ Decides which hosts there are, how many workers each has, and which files they a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections import Counter
@@ -156,7 +157,6 @@ class HostPool:
         """
         if not files:
             return
-        self._provided.update(dict.fromkeys(files))
         there = connection.ask("identities", _ASK_S, paths=list(files)).values["identities"]
         for path, seen in zip(files, map(tuple, there)):
             here = script_files.identity_of(path)
@@ -166,16 +166,17 @@ class HostPool:
             self.say(f"sent to {connection.name}: {path} ({num_bytes} bytes)")
 
     def provide_all(self, connections: Sequence[HostConnection], files: Sequence[str]) -> None:
-        """Sends each host the files that it does not have.
+        """Sends each host the files that it does not have. One that is lost gets none: who waits for it says so.
 
         Raises:
-            WorkerLostError: A host is lost, or a file cannot be written there.
+            WorkerLostError: A file cannot be read here, or not be written there.
         """
 
         def to(one: HostConnection) -> None:
             try:
-                self.provide(one, files)
-            except (HostLostError, OSError) as error:
+                with contextlib.suppress(HostLostError):
+                    self.provide(one, files)
+            except OSError as error:
                 fix = joining_checks.on_host(one.host, "df -h ${TMPDIR:-/tmp}")
                 fact = f"The host {one.name} cannot be sent the model's files: {error}"
                 raise WorkerLostError(fact, fix=fix) from error
@@ -202,8 +203,12 @@ class HostPool:
 
         return dict(found for digests in on_all(connections, from_host) for found in digests)
 
+    def will_provide(self, files: Sequence[str]) -> None:
+        """Has workers that start from now on find files."""
+        self._provided.update(dict.fromkeys(files))
+
     def provided(self) -> list[str]:
-        """Returns the files that earlier workers found, as far as they are still there."""
+        """Returns the files that workers find, as far as they are still there."""
         return [path for path in self._provided if os.path.exists(path)]
 
     def _has_content(self, connection: HostConnection, path: str) -> bool:

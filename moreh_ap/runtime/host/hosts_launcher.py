@@ -6,7 +6,8 @@ print, how they end, and the store through which they meet. Must not know comman
 [Note: other hosts]
 Every host has equally many workers. So where a host is lost, or others have joined, all workers are dealt anew: those
 that are on another host than before get their copies from one that has them (`runtime/recovery/hosts_in_use.py`). If
-there are more workers on more hosts, another group has them, for which agents and their copies are left.
+there are more workers on more hosts, or others under another plan, another group has them, for which agents and their
+copies are left.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from moreh_ap.runtime.host.serving import Serving
 from moreh_ap.runtime.host.store_server import StoreServer
 from moreh_ap.runtime.host.usage_of_hosts import UsageOfHosts
 from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
+from moreh_ap.runtime.recovery.agents_left import AgentsLeft
 from moreh_ap.runtime.recovery.copy_memory import CopyKeeper
 from moreh_ap.runtime.recovery.host_copies import HostCopies
 from moreh_ap.runtime.recovery.hosts_in_use import fewer_on, joined_by, taken_of, why_fewer_on, why_none_on
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
     from moreh_ap.runtime.host.host_pool import HostPool
 
 _WHY_S = 2.0  # ssh may have last words of why a host has gone
-_LOOKS = 6  # at workers, while something stands as long as counts as for ever
+_REPORTS_PER_HANG = 6  # of an agent, in the time after which a worker counts as hanging
 _STOP_S = 0.5  # the engine's own end never comes where an agent has ended
 
 _STORE = "moreh_ap.runtime.host.host_store:HostStore"
@@ -73,7 +75,7 @@ class HostsLauncher(Launcher):
         self._new: list[HostConnection] = []  # those of them whose workers have not joined yet
         self._kept_by: list[HostConnection] = []  # those that took the last copy
         self._joining: JoiningHosts | None = None
-        self._left, self._leaves_agents = list[HostConnection](), False  # those whose agents go on
+        self._with_joined: list[HostConnection] = []  # those used once others have joined
         self._answers_at = ""
         self._per_host = request.num_workers // len(pool.hosts)
         self._threads = request.threads_per_worker, len(pool.hosts)
@@ -83,7 +85,7 @@ class HostsLauncher(Launcher):
         self._host_links: CommandLinks | None = None
         self._early = EarlyImports(request.imports, self._tell_warm_parents)
         self._warm: set[str] = set()  # hosts that can fork workers
-        self._ended = threading.Event()
+        self._ended, self._left = threading.Event(), AgentsLeft()
         super().__init__(request, is_stopping)
 
     @property
@@ -122,8 +124,7 @@ class HostsLauncher(Launcher):
         self._start_number = self._pool.next_start()
         self._store = StoreServer(self._start_number)
         self._served.clear()
-        for one in self._connections:
-            self._tell(one)
+        self._tell_all()
         self._await(self._served, "have not ended their workers")
         self._children, self.engine = {}, None
         return ""
@@ -133,16 +134,14 @@ class HostsLauncher(Launcher):
         if self._joining is None:
             return None
         waiting, num_workers = self._joining.waiting(), self._request.num_workers
-        self._left, joined = joined_by(self._connections, waiting, num_workers, self._pool.num_workers_on)
+        self._with_joined, joined = joined_by(self._connections, waiting, num_workers, self._pool.num_workers_on)
         return joined
 
     def restored(self) -> None:
         self._kept_by = self._kept_by and list(self._connections)
 
-    def leave_agents(self) -> None:
-        if self._joining is not None:
-            self._joining.take(self._left)
-        self._leaves_agents = True
+    def leave_agents(self, *, of_joined: bool = False) -> None:
+        self._left.leave(self._with_joined if of_joined else ())
 
     def _look_for_room(self, hosts: list[HostConnection]) -> None:
         """Leaves the agents of hosts for others if these are going to be fewer.
@@ -153,8 +152,7 @@ class HostsLauncher(Launcher):
         num_workers, device_type = self._request.num_workers, self._request.device_type
         reason = why_fewer_on(hosts, num_workers, device_type)
         if reason:
-            self._left = hosts
-            self.leave_agents()
+            self._left.leave(hosts)
             fewer, names = fewer_on(hosts, num_workers, device_type), tuple(one.host for one in hosts)
             raise NoOthersError.on_hosts(f"{reason[0].upper()}{reason[1:]}.", fewer, names)
 
@@ -163,21 +161,17 @@ class HostsLauncher(Launcher):
         self._early.stop()
         if self._host_links is not None:
             self._host_links.close()
-        for one in () if self._leaves_agents else self._connections:
+        for one in () if self._left.are_left else self._connections:
             with contextlib.suppress(HostLostError):
                 one.send("end")
 
     def end(self) -> None:
         self.kill()
         if self._joining is not None:
+            self._joining.take(self._left.hosts)
             self._joining.close()
-        if self._leaves_agents:  # their workers end once the agents are asked for others
-            for one in self._left:
-                one.on_message = lambda message: None
-            for one in self._connections:
-                if one not in self._left:
-                    threading.Thread(target=one.end, name="moreh-lost", daemon=True).start()
-            self._pool.give_back(self._left, self._kept_by)
+        if self._left.are_left:
+            self._pool.give_back(self._left.for_next(self._connections), self._kept_by)
             self.engine = None
         else:
             for one in self._connections:
@@ -185,6 +179,7 @@ class HostsLauncher(Launcher):
         super().end()
 
     def provide(self, files: Sequence[str]) -> None:
+        self._pool.will_provide(files)  # before a host is found to be lost: others have them in any case
         self._pool.provide_all(self._connections, files)
 
     def take(self, written: Mapping[int, tuple[str, str]]) -> dict[int, str]:
@@ -244,8 +239,14 @@ class HostsLauncher(Launcher):
         self._listen_to_usage()
         for one in self._connections:
             one.on_message = self._handler(one)
-            self._tell(one)
+        self._tell_all()
         self._early.begin()
+
+    def _tell_all(self) -> None:
+        """Has all agents let workers in, which find the files of before."""
+        for one in self._connections:
+            self._tell(one)
+        self._pool.provide_all(self._connections, self._pool.provided())
 
     def _tell(self, one: HostConnection) -> None:
         """Has an agent serve, if it does not, and let workers in."""
@@ -258,16 +259,15 @@ class HostsLauncher(Launcher):
             "environment": worker_environment.of_all([self._environment(rank) for rank in ranks]),
             "copies": 0 if copies is None else self._request.num_workers,
             "kept": None if copies is None else copies.kept,
-            "alive_s": hang_watch.HANG_S / _LOOKS,
+            "alive_s": hang_watch.HANG_S / _REPORTS_PER_HANG,
         }
         with contextlib.suppress(HostLostError):  # who waits for it says so
             if one.serves:
                 one.send("again", **asked)
-                return
-            one.serves = True
-            made = run_credentials.of_hosts(Hosts([one], [], self._answers_at))[one.address]
-            one.send("serve", credentials=asdict(made), working_folder=os.getcwd(), **asked)
-            self._pool.provide(one, self._pool.provided())
+            else:
+                one.serves = True
+                made = run_credentials.of_hosts(Hosts([one], [], self._answers_at))[one.address]
+                one.send("serve", credentials=asdict(made), working_folder=os.getcwd(), **asked)
 
     def _listen_to_usage(self) -> None:
         self._usage = UsageOfHosts(self._per_host, self._request.threads_per_worker, self._request.device_type)
@@ -278,7 +278,7 @@ class HostsLauncher(Launcher):
         """Has these hosts have all workers from now on."""
         num_workers, lost = self._request.num_workers, [one for one in self._connections if one not in hosts]
         for one in lost:
-            threading.Thread(target=one.end, name="moreh-lost", daemon=True).start()
+            one.end_soon()
         self._new = [one for one in hosts if one not in self._connections]
         for one in self._new:
             one.on_message = self._handler(one)

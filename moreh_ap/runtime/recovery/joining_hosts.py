@@ -47,7 +47,7 @@ class JoiningHosts:
         with self._lock:
             for one in [one for one in self._waiting if one.lost() is not None]:
                 self._waiting.remove(one)
-                threading.Thread(target=one.end, name="moreh-lost", daemon=True).start()
+                one.end_soon()
             return list(self._waiting)
 
     def take(self, hosts: Sequence[HostConnection]) -> None:

@@ -41,6 +41,7 @@ from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang
 from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.recovery.command_log import CommandLog, Logged
 from moreh_ap.runtime.recovery.copy_memory import CopyMemory
+from moreh_ap.runtime.recovery.loss_wording import as_sentence, in_short, of_error, steps_were
 from moreh_ap.runtime.recovery.losses import MOST_LOSSES
 from moreh_ap.runtime.recovery.other_devices import DevicesJoinedError, NoOthersError
 from moreh_ap.runtime.recovery.past import Past
@@ -173,6 +174,7 @@ class RecoveringWorkerGroup(WorkerGroup):
             num_workers: How many they are.
             reason: Why, for the log.
         """
+        self._launcher.leave_agents()
         super().close()
         log = self._log
         before = _before(log, error)
@@ -195,7 +197,7 @@ class RecoveringWorkerGroup(WorkerGroup):
             if self._past.is_loss:
                 self._log.rules.others_took_over()
             took_s = time.monotonic() - started_s
-            self._log.rules.say(f"{self._past.reason}: {_steps(num_steps)} computed again, {took_s:.1f} s")
+            self._log.rules.say(f"{self._past.reason}: {steps_were(num_steps)} computed again, {took_s:.1f} s")
         self._on_progress("ready", self.num_workers, self.num_workers)
         self._ready.set()
         return receiver
@@ -232,20 +234,19 @@ class RecoveringWorkerGroup(WorkerGroup):
             return command._replace(payload=self._packed(origin))
         return command._replace(payload=[self._packed(one, rank) for rank, one in enumerate(origin)])
 
-    def _look_for_lost(self) -> None:
+    def _prepare_to_stop(self, error: BaseException | None) -> None:
         deadline_s = time.monotonic() + (_DEAD_WITHIN_S if self._log.is_complete else 0.0)
-        while True:
-            lost = self._launcher.find_dead()
-            if lost is not None:
-                raise lost
-            if time.monotonic() > deadline_s:
-                return
+        while (lost := self._launcher.find_dead()) is None and time.monotonic() <= deadline_s:
             time.sleep(POLL_S)
+        if lost is not None:
+            raise lost
+        if self._log.is_complete and self._log.rules.may_be_others(error):
+            self._launcher.leave_agents()
 
     def _replace(self, lost: WorkerLostError) -> Receiver:
         started_s, first, is_loss = time.monotonic(), lost, not isinstance(lost, DevicesJoinedError)
         if isinstance(lost, DevicesJoinedError) and lost.num_workers != self.num_workers:
-            self._launcher.leave_agents()
+            self._launcher.leave_agents(of_joined=True)
             raise lost
         with self._lock:
             self._carrier, self._has_lost = None, True  # commands wait, until the others know what was answered
@@ -263,23 +264,24 @@ class RecoveringWorkerGroup(WorkerGroup):
                     receiver, num_steps = self._tell_others()
                     break
             except NoOthersError as fewer:
-                raise fewer.after(first, _in_short(first)) from first.__cause__
+                raise fewer.after(first, in_short(first)) from first.__cause__
             except WorkerLostError:
                 num_starts = 0
             except MeshStartError as another:
                 num_starts = 0 if _was_lost(another) else num_starts + 1
                 if num_starts == _STARTS:
-                    fact = f"{_in_short(first)} No others can be started: {another.fact}"
+                    fact = f"{in_short(first)} No others can be started: {another.fact}"
                     raise NoOthersError(fact, another.allowed, another.fix, _SEE) from first.__cause__
             if reason:
-                fact = f"{_ended(first.fact)} The run cannot go on: {reason}."
+                fact = f"{as_sentence(first.fact)} The run cannot go on: {reason}."
                 raise WorkerLostError(fact, first.allowed, first.fix) from first.__cause__
             number = self._last_number if number is None else number  # what is told again may be the cause
         self._log.memory_differs()
         if is_loss:
             self._log.rules.others_took_over()
         took_s = time.monotonic() - started_s
-        self._log.rules.say(f"{_in_short(first)} Others took over: {_steps(num_steps)} computed again, {took_s:.1f} s")
+        again = f"{steps_were(num_steps)} computed again"
+        self._log.rules.say(f"{in_short(first)} Others took over: {again}, {took_s:.1f} s")
         return receiver
 
     def _tell_others(self) -> tuple[Receiver, int]:
@@ -345,7 +347,7 @@ class RecoveringWorkerGroup(WorkerGroup):
         finally:
             self._release(payload)
         if outcome.must_stop:
-            self._look_for_lost()
+            self._prepare_to_stop(outcome.error)
         if logged.error is None and outcome.error is not None and logged.figures is None:
             self._stop(outcome.error)  # under another plan: the script, or the session, is told of it
             raise Stopping
@@ -358,7 +360,7 @@ class RecoveringWorkerGroup(WorkerGroup):
             self._resolver.remember(logged.epoch, logged.error)
             found = ""
         else:
-            found = f"{_words(logged.error)} before, {_words(outcome.error)} now"
+            found = f"{of_error(logged.error)} before, {of_error(outcome.error)} now"
         if found:
             raise ExactnessError(
                 f"The workers that took over after a loss do not compute what those before them did: {found}",
@@ -368,11 +370,6 @@ class RecoveringWorkerGroup(WorkerGroup):
             ) from outcome.error
 
 
-def _in_short(lost: WorkerLostError) -> str:
-    """Returns who was lost and how, without its last output."""
-    return _ended(lost.fact.partition(chr(10))[0].removesuffix(" Its last output:"))
-
-
 def _before(log: CommandLog, error: BaseException | None) -> list[Logged]:
     """Returns the kept commands before the first that ended in `error`: all that were answered, if none did."""
     answered = log.answered_commands()
@@ -380,19 +377,6 @@ def _before(log: CommandLog, error: BaseException | None) -> list[Logged]:
     return answered[: next(ended, len(answered))]
 
 
-def _steps(number: int) -> str:
-    return f"{number} steps were" if number != 1 else "1 step was"
-
-
 def _was_lost(error: MeshStartError) -> bool:
     """Returns whether a worker started and was lost, in place of not starting at all."""
     return isinstance(error.__cause__, (EngineError, WorkerLostError))
-
-
-def _words(error: BaseException | None) -> str:
-    return "no error" if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _ended(text: str) -> str:
-    """Returns a text with a full stop behind it."""
-    return text if text.endswith(".") else f"{text}."

@@ -77,6 +77,9 @@ class ReplayRules(Protocol):
     def for_others(self, change: Callable[[Any], Any], of_workers: int) -> Callable[[Any], Any]:
         """Returns what changes kept commands of so many workers for others under other plans, which `change` knows."""
 
+    def may_be_others(self, error: BaseException | None) -> bool:
+        """Returns whether an error of some workers is one after which others may take over under another plan."""
+
     def figures(self, command: Any, values: Sequence[Any]) -> Any:
         """Returns what is kept of a command's results, one a worker, to be compared with those of a replay."""
 

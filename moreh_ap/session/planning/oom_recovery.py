@@ -85,6 +85,17 @@ class Recovery:
         self._models.clear()
 
     def _on_error(self, error: Exception) -> Restart | None:
+        restart = None
+        try:
+            restart = self._restart_after(error)
+        finally:
+            pool, workers = self._session.pool, self._session.workers
+            if restart is None and pool is not None and workers.is_stopped():
+                workers.close()
+                pool.end_given_back()
+        return restart
+
+    def _restart_after(self, error: Exception) -> Restart | None:
         journal = self._session.outbox.journal
         if isinstance(error, DevicesJoinedError):
             return self._taking_over.on_more_devices(error)

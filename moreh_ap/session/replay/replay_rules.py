@@ -28,6 +28,7 @@ from moreh_ap.protocol.messages.traces import BeginTrace, EndTrace
 from moreh_ap.protocol.tensor_source import TensorSource
 from moreh_ap.runtime.recovery.rules import Noted, Taken
 from moreh_ap.session.checkpoint import background_save
+from moreh_ap.session.planning.oom_records import is_out_of_memory
 from moreh_ap.session.replay.snapshot_slots import SnapshotSlots
 
 Figures = tuple[tuple[torch.dtype, bytes], ...]
@@ -144,6 +145,10 @@ class SessionReplayRules:
             return change(command)
 
         return changed
+
+    def may_be_others(self, error: BaseException | None) -> bool:
+        """Returns whether an error of some workers is one after which others may take over under another plan."""
+        return isinstance(error, Exception) and is_out_of_memory(error)
 
     def figures(self, command: Any, values: Sequence[Any]) -> Figures:
         """Returns the small tensors among the answers of all workers to a command."""

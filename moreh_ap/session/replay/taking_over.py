@@ -107,9 +107,6 @@ class TakingOver:
                 raise PlanError(why_bound)
             fewer = self._on_fewer(models, lost)
         except PlanError as nothing:
-            if session.pool is not None:
-                session.workers.close()
-                session.pool.end_given_back()
             fact = f"{lost.fact}\nThe run cannot go on with fewer devices: {nothing.fact}."
             raise WorkerLostError(fact, nothing.allowed or lost.allowed, nothing.fix or lost.fix) from lost
         for remote, planned in fewer.items():
@@ -212,11 +209,6 @@ class TakingOver:
         splits_alike = (plan.tensor, plan.pipeline) in {(1, 1), (before.tensor, before.pipeline)}
         return splits_alike and (not self._session.has_differentiated or plan == plan.whole_model())
 
-    def _why_bound(self, error: Exception) -> str:
-        """Returns why others under other plans cannot go on from before a command that ended in an error."""
-        workers = self._session.workers
-        return workers.why_bound(error) if workers.shares_memory else "workers are on several hosts"
-
     def _copied(self, error: Exception, failed: Planned) -> CopyAfterError | None:
         """Returns a copy that the workers have written now; None where recovery has what others have to be told.
 
@@ -224,7 +216,7 @@ class TakingOver:
             PlanError: There is neither.
         """
         session = self._session
-        why_bound = self._why_bound(error)
+        why_bound = session.workers.why_bound(error)
         if not why_bound:
             return None
         if session.options.recovery == "memory" or not session.workers.shares_memory:

@@ -68,7 +68,7 @@ class Optimizer(torch.optim.AdamW):
     def step(self, closure=None):
         super().step(closure)
         if os.environ.get("MOREH_AP_WORKER"):
-            run_out(os.environ["FATAL_FOLDER"], "step")
+            run_out(FOLDER, "step")
 
 
 def lose_a_device():

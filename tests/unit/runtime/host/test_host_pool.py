@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from moreh_ap.errors import WorkerLostError
 from moreh_ap.hosts.host_report import HostReport
 from moreh_ap.runtime.host import host_pool
+from moreh_ap.runtime.host.host_connection import HostLostError
 from moreh_ap.runtime.host.host_joining import Hosts
 
 
@@ -73,10 +75,25 @@ def test_only_files_that_a_host_lacks_are_sent(pool_of, tmp_path):
     ):
         connection = Connection("b", has=has)
         pool, said = pool_of([connection])
+        pool.will_provide([path])
         pool.provide(connection, [path])
         assert connection.sent == sent
         assert said == [f"sent to b: {path} (10 bytes)" for path in sent]
         assert pool.provided() == [path]
+
+
+def test_a_host_that_is_lost_meanwhile_gets_no_file_and_one_that_cannot_take_it_ends_the_workers(pool_of, tmp_path):
+    path = str(tmp_path / "file")
+    (tmp_path / "file").write_bytes(b"0123456789")
+    lost, full, other = (Connection(name, has={}) for name in "abc")
+    pool, _ = pool_of([lost, full, other])
+    for one, error in ((lost, HostLostError("its link was cut")), (full, OSError("b: No space left on device"))):
+        one.send_file = lambda path, area, name, error=error: (_ for _ in ()).throw(error)
+    pool.provide_all([lost, other], [path])
+    assert other.sent == [path], "who waits for the lost one says so"
+    with pytest.raises(WorkerLostError, match="host b cannot be sent the model's files: b: No space left") as raised:
+        pool.provide_all([lost, full, other], [path])
+    assert "df -h" in raised.value.fix
 
 
 def test_hosts_that_join_are_used_by_the_next_worker_group(pool_of):

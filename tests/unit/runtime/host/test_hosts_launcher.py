@@ -52,6 +52,8 @@ class Connection:
     def end(self) -> None:
         self.has_ended = True
 
+    end_soon = end
+
 
 def serving(start: int) -> dict:
     return {
@@ -70,8 +72,11 @@ def serving(start: int) -> dict:
 def launcher_of(names: str, num_workers: int, device_type: str = "cpu", num_gpus: int = 0) -> HostsLauncher:
     request = LaunchRequest(num_workers, device_type, 4, "", (), 5.0, 1.0, shared_memory_fd=-1)
     connections = [Connection(name, num_gpus) for name in names]
-    pool = SimpleNamespace(hosts=list(names), names=list(names), said=[], next_start=itertools.count(1).__next__)
-    pool.say, pool.provided, pool.provide = pool.said.append, list, lambda one, files: None
+    pool = SimpleNamespace(
+        hosts=list(names), names=list(names), said=[], sent=[], next_start=itertools.count(1).__next__
+    )
+    pool.say, pool.provided = pool.said.append, list
+    pool.provide_all = lambda connections, files: pool.sent.append(([one.name for one in connections], list(files)))
     pool.use = lambda hosts: setattr(pool, "names", [one.name for one in hosts])
     pool.num_workers_on = lambda num_hosts, count: count
     made = HostsLauncher(request, lambda: False, pool)
@@ -224,6 +229,15 @@ def test_a_host_that_is_lost_meanwhile_is_left_out_next():
     assert launcher._connections[0].sent[-1][1]["ranks"] == [0, 1]
 
 
+def test_files_that_workers_find_are_for_those_of_hosts_that_take_over_too():
+    launcher, noted = launcher_of("ab", 2), []
+    launcher._pool.will_provide, launcher._pool.provided = noted.extend, lambda: noted
+    launcher.provide(["weights"])
+    launcher._connections[1].reason = "its link was cut"
+    assert launcher.prepare_again() == ""
+    assert launcher._pool.sent == [(["a", "b"], ["weights"]), (["a"], ["weights"])]
+
+
 def test_hosts_that_join_get_workers_after_a_copy(credentials):
     launcher = launcher_of("a", 4)
     assert launcher.copied() is None, "none waits"
@@ -267,10 +281,21 @@ def test_agents_are_left_for_more_workers_on_more_hosts(credentials):
     launcher._pool.give_back = lambda hosts, kept_by: left.append((hosts, kept_by))
     left, one, own = [], wait_at(launcher, "b"), launcher._connections[0]
     assert launcher.copied() == ("b joined a: 4 workers on 2 hosts, 2 on 1 before.", 4, ("a", "b"))
-    launcher.leave_agents()
+    launcher.leave_agents(of_joined=True)
     launcher.end()
     assert left == [([own, one], [own])] and not own.has_ended and not one.has_ended
     assert own.sent == [] and launcher._joining.has_ended
+
+
+def test_agents_are_left_for_another_plan_without_those_that_wait(credentials):
+    launcher = launcher_of("ab", 2)
+    launcher._pool.give_back = lambda hosts, kept_by: left.append((hosts, kept_by))
+    left, one, own = [], wait_at(launcher, "c"), launcher._connections
+    launcher.copied()
+    launcher.leave_agents()
+    launcher.end()
+    assert left == [(own, own)] and not any(host.has_ended or host.sent for host in own)
+    assert launcher._joining.has_ended and one not in own
 
 
 def test_agents_that_never_served_cannot_go_on():

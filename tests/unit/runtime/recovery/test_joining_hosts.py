@@ -22,6 +22,8 @@ class Connection:
     def end(self):
         self.has_ended = True
 
+    end_soon = end
+
 
 class Pool:
     """Hosts that answer, except those in `wrong`."""

@@ -14,6 +14,7 @@ from moreh_ap.errors import WorkerLostError
 from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Packed, SentPlace
 from moreh_ap.protocol.messages.tensors import TensorData
 from moreh_ap.runtime.future import Reply, SentCommand
+from moreh_ap.runtime.recovery import recovering_group
 from moreh_ap.runtime.recovery.other_devices import DevicesJoinedError, Joined
 from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
 from moreh_ap.runtime.shared_memory import SharedMemory
@@ -119,8 +120,19 @@ def test_after_a_copy_workers_end_where_devices_have_joined(group, num_workers, 
 
 def test_more_workers_are_for_the_session_to_start(group):
     group.num_workers, left = 2, []
-    group._launcher = SimpleNamespace(leave_agents=lambda: left.append(True))
+    group._launcher = SimpleNamespace(leave_agents=lambda of_joined: left.append(of_joined))
     joined = DevicesJoinedError(Joined("b joined a.", 4, ("a", "b")))
     with pytest.raises(DevicesJoinedError) as raised:
         group._replace(joined)
     assert raised.value is joined and left == [True]
+
+
+@pytest.mark.parametrize("is_complete, may_be_others", [(True, True), (True, False), (False, True)])
+def test_agents_are_left_when_others_may_take_over(group, is_complete, may_be_others, monkeypatch):
+    monkeypatch.setattr(recovering_group, "_DEAD_WITHIN_S", 0.0)
+    error, left, asked = MemoryError(), [], []
+    group._launcher = SimpleNamespace(find_dead=lambda: None, leave_agents=lambda: left.append(True))
+    rules = SimpleNamespace(may_be_others=lambda one: asked.append(one) or may_be_others)
+    group._log = SimpleNamespace(is_complete=is_complete, rules=rules)
+    group._prepare_to_stop(error)
+    assert bool(left) == (is_complete and may_be_others) and asked == [error] * is_complete

@@ -97,7 +97,10 @@ class Remote:
 class Group:
     """Workers, of which `bound` says why others cannot take over."""
 
-    shares_memory = True
+    shares_memory, has_stopped = True, False
+
+    def is_stopped(self):
+        return self.has_stopped
 
     def __init__(self, bound=""):
         self.bound = bound
@@ -162,17 +165,28 @@ def test_where_others_cannot_take_over_the_script_gets_the_error_with_the_reason
 
 
 @pytest.mark.parametrize("recovery", ["memory", "auto", "off"])
-def test_plans_do_not_change_after_the_first_step_where_agents_of_hosts_have_the_copies(trained, recovery):
-    made, session, _ = trained()
+def test_workers_of_several_hosts_write_no_copy_after_an_error(trained, recovery):
+    made, session, _ = trained(bound="there is no copy")
     session.options, session.workers.shares_memory = SimpleNamespace(recovery=recovery), False
-    with pytest.raises(torch.OutOfMemoryError, match="can take over: workers are on several hosts"):
+    with pytest.raises(torch.OutOfMemoryError, match="can take over: there is no copy"):
         made._on_error(torch.OutOfMemoryError("CUDA out of memory."))
-    ended = []
+
+
+def test_agents_that_no_others_take_over_end_with_the_workers(trained):
+    made, session, _ = trained(bound="there is no copy")
+    session.workers.shares_memory, session.options, ended = False, SimpleNamespace(recovery="auto"), []
     session.pool = SimpleNamespace(end_given_back=lambda: ended.append("agents"))
     session.workers.close = lambda: ended.append("workers")
+    with pytest.raises(torch.OutOfMemoryError):
+        made._on_error(torch.OutOfMemoryError("CUDA out of memory."))
+    assert ended == [], "the workers go on: all have run out, and nothing is lost"
+    session.workers.has_stopped = True
+    with pytest.raises(torch.OutOfMemoryError):
+        made._on_error(torch.OutOfMemoryError("CUDA out of memory."))
     with pytest.raises(WorkerLostError, match="with fewer devices: which host cannot start workers is not known"):
         made._on_error(lost())
-    assert ended == ["workers", "agents"]
+    assert made._on_error(ValueError("of the script")) is None
+    assert ended == ["workers", "agents"] * 3
 
 
 def test_no_other_plan_takes_over_where_gradients_were_differentiated(trained):
