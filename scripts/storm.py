@@ -9,7 +9,7 @@
 
 Decides how many faults of which kinds befall which plan, and what is told of them. What a fault is, `storm_faults.py`
 says, and `storm_hosts.py` of hosts; what is trained, `storm_training.py`. Ends with exit code 1 if a fault was not
-survived, a number differs, the training stood for longer than it may, or something is left behind. Linux only.
+survived, a number differs, the training stopped for longer than it may, or something is left behind. Linux only.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def befall(
     times_s = [line.at_s for line in training.lines]
     outcome.longest_s = max((after - before for before, after in itertools.pairwise(times_s)), default=0.0)
     if outcome.longest_s > arguments.most_s:
-        outcome.problems.append(f"it stood for {outcome.longest_s:.0f} s")
+        outcome.problems.append(f"it stopped for {outcome.longest_s:.0f} s")
 
 
 def undisturbed(plan: str, folder: Path, options: Sequence[str], count: int) -> Training:

@@ -33,7 +33,7 @@ _RUN_VARIABLE = "MOREH_STORM_RUN"
 _WORKER = re.compile(r"moreh-worker-(\d+)")
 _TOOK_OVER = re.compile(r"Others took over: (\d+) steps? (?:was|were) computed again, ([\d.]+) s")
 _POLL_S = 0.01
-_LOOKS_S = 60.0  # for a moment that a fault is meant for
+_FOUND_WITHIN_S = 60.0  # the moment that a fault is meant for
 
 
 class Line(NamedTuple):
@@ -253,7 +253,7 @@ class Storm:
 
     def _signal(self, number: signal.Signals, count: int = 1) -> float:
         """Sends a signal to some workers, once there are any."""
-        deadline_s = time.monotonic() + _LOOKS_S
+        deadline_s = time.monotonic() + _FOUND_WITHIN_S
         while not (found := self._training.workers()):
             if time.monotonic() > deadline_s:
                 raise Failed(f"there are no workers: {self._training.last_words()}")
@@ -290,7 +290,7 @@ class Storm:
         self._rest(1.5)
         before = set(self._training.workers().values())
         began_s = self._signal(signal.SIGKILL)
-        deadline_s = time.monotonic() + _LOOKS_S
+        deadline_s = time.monotonic() + _FOUND_WITHIN_S
         while not set(self._training.workers().values()) - before and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         self._rest(1.5)
@@ -327,7 +327,7 @@ class Storm:
 
     def _copying(self) -> float:
         """Kills a worker while it writes its copy: the first bytes of it are zero then."""
-        deadline_s = time.monotonic() + _LOOKS_S
+        deadline_s = time.monotonic() + _FOUND_WITHIN_S
         while not (slots := _slots(self._training.process.pid)) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         workers = self._training.workers()
@@ -344,7 +344,7 @@ class Storm:
         finally:
             for slot in slots:
                 os.close(slot)
-        raise Failed(f"no copy was written in {_LOOKS_S:.0f} s: {self._training.last_words()}")
+        raise Failed(f"no copy was written in {_FOUND_WITHIN_S:.0f} s: {self._training.last_words()}")
 
 
 KINDS = {

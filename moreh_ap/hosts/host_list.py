@@ -46,16 +46,19 @@ def parse_hosts(given: object, name: str = "hosts") -> tuple[str, ...]:
         return tuple(BY_KUBERNETES + pod for pod in kubernetes.pods(os.environ))
     if isinstance(given, str):
         file = file_of_hosts(given)
-        entries = _lines(file) if file else given.split(",")
+        try:
+            entries = _lines(file) if file else given.split(",")
+        except (OSError, ValueError) as error:  # it is not text
+            raise _error(name, f"{name}={given!r} cannot be read as a list of hosts: {error}") from error
     elif isinstance(given, Sequence) and all(isinstance(entry, str) for entry in given):
         entries = list(given)
     else:
-        raise _error(f"{name}={given!r} ({type(given).__name__})")
+        raise _error(name, f"{name}={given!r} ({type(given).__name__})")
     hosts = tuple(entry.strip() for entry in entries if entry.strip())
     if not hosts:
-        raise _error(f"{name}={given!r} names no host")
+        raise _error(name, f"{name}={given!r} names no host")
     if isinstance(given, str) and given.endswith(_FILE_NAMES) and hosts == (given.strip(),):
-        raise _error(f"{name}={given!r} is no file in {os.getcwd()}")
+        raise _error(name, f"{name}={given!r}: there is no file {os.path.abspath(given)}")
     for host in hosts:
         address, _, port = host.rpartition(":")
         if port.isdecimal() and address and ":" not in address and not host.startswith(BY_HAND):
@@ -65,11 +68,15 @@ def parse_hosts(given: object, name: str = "hosts") -> tuple[str, ...]:
                 f'export {SSH_VARIABLE}="ssh -p {port}"',
                 LINK,
             )
-        if not (_BY_HAND if host.startswith(BY_HAND) else _SSH_NAME).fullmatch(host):
-            raise _error(f"{name}: {public_name(host)!r} is no host")
+        if host.startswith(BY_HAND) and not _BY_HAND.fullmatch(host):
+            fact = f"{name}: the line of an agent at {public_name(host)!r} is not whole"
+            whole = "the line as `moreh-ap host` has printed it: tls://ADDRESS:PORT/FINGERPRINT/TOKEN"
+            raise OptionError(fact, whole, "moreh-ap host  # on that host: prints another one", f"{LINK}#by-hand")
+        if not host.startswith(BY_HAND) and not _SSH_NAME.fullmatch(host):
+            raise _error(name, f"{name}: {host!r} is no host")
     twice = sorted({public_name(host) for host in hosts if hosts.count(host) > 1})
     if twice:
-        raise _error(f"{name} names {', '.join(twice)} more than once")
+        raise _error(name, f"{name} names {', '.join(twice)} more than once")
     return hosts
 
 
@@ -98,10 +105,13 @@ def _lines(path: str) -> list[str]:
     return [line.partition("#")[0] for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def _error(fact: str) -> OptionError:
-    return OptionError(
-        fact,
-        "names that ssh knows, or lines that `moreh-ap host` has printed: as a list, with commas, or a file of lines",
-        'torch.moreh.option.enable_advanced_parallelization(hosts=["node1", "node2"])',
-        LINK,
-    )
+def _error(name: str, fact: str) -> OptionError:
+    """Returns the error for hosts that were given as `name`: an argument, an option or a variable."""
+    lines = "lines that `moreh-ap host` has printed"
+    allowed = f"names that ssh knows, or {lines}: as a list, with commas, or a file with one in each line"
+    fix = 'torch.moreh.option.enable_advanced_parallelization(hosts=["node1", "node2"])'
+    if name.startswith("--"):
+        fix = f"moreh-ap doctor {name} node1,node2"
+    elif name != "hosts":
+        fix = f"export {name.rpartition(' ')[2]}=node1,node2"
+    return OptionError(fact, allowed, fix, LINK)

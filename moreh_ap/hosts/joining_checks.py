@@ -18,6 +18,9 @@ from moreh_ap.hosts.host_report import COMPARED_PACKAGES, HostReport
 MOST_CLOCK_DIFFERENCE_S = 10.0
 """A host whose clock is ahead of the controller's by more than the engine's orphan time-out, 60 s, ends its workers."""
 
+CONTROLLER = "controller"
+"""What the machine of the script is called as the target of a connection."""
+
 LEAST_MEMORY_BYTES = 512 << 20
 """For each worker: what Python and PyTorch take before a model is there."""
 
@@ -140,6 +143,21 @@ def check_addresses(addresses: Sequence[tuple[str, str]]) -> Iterator[Row]:
             fix = f"getent hosts {name.rpartition('@')[2]}  # correct /etc/hosts, or name the host by its address"
             seen = f"{address}, a loopback address: only the host itself reaches it"
             yield Row(name, "address", seen, "an address that other hosts reach", False, fix)
+
+
+def reached(host: str, what: str, error: str, target: str, source: str, address: str) -> Row:
+    """Returns the row of a connection that was tried; the line to paste opens the firewall of where it was refused.
+
+    Args:
+        host: The host of the row, as a log may name it.
+        what: Which connection.
+        error: Why it could not be made; empty: it could.
+        target: The host at its other end, as it was given, or `CONTROLLER`.
+        source, address: The addresses of its ends.
+    """
+    allow = f"sudo ufw allow from {source} to {address} proto tcp"
+    fix = f"{allow}  # on this machine" if target == CONTROLLER else on_host(target, allow)
+    return Row(host, what, error or "yes", "a network without a firewall in between", not error, fix)
 
 
 def not_taken(host: str, reason: str) -> Row:

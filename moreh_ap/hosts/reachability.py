@@ -12,7 +12,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 CONNECT_S = 3.0
@@ -34,6 +34,11 @@ class Speed:
 
     round_trip_s: float
     bytes_per_s: float
+
+
+def slowest(speeds: Sequence[Speed]) -> Speed:
+    """Returns what all of some connections do at least."""
+    return Speed(max(one.round_trip_s for one in speeds), min(one.bytes_per_s for one in speeds))
 
 
 class Probe:
@@ -130,7 +135,7 @@ def connections(listener: socket.socket) -> Iterator[socket.socket]:
 
 
 def free_port(address: str) -> int:
-    """Returns a port that nobody listens at."""
+    """Returns a port that is not in use."""
     with socket.create_server((address, 0), family=family(address)) as found:
         return int(found.getsockname()[1])
 

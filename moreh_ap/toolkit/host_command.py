@@ -11,6 +11,7 @@ import signal
 
 from moreh_ap.errors import OptionError
 from moreh_ap.hosts.credentials import AgentSecret
+from moreh_ap.hosts.host_list import LINK
 from moreh_ap.hosts.host_report import interfaces
 from moreh_ap.runtime.host.host_listener import HostListener
 
@@ -41,10 +42,12 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     try:
         listener = HostListener(address, arguments.port, secret)
     except (OSError, ValueError, OverflowError) as error:
+        why = str(error).partition(" (while ")[0]  # `socket` repeats the address
         raise OptionError(
-            f"--address {address} --port {arguments.port}: {error}",
+            f"--address {address} --port {arguments.port}: {why}",
             f"an address of this machine ({', '.join(_addresses())}) and a free port",
             f"moreh-ap host --address {next(iter(_addresses()), '127.0.0.1')}",
+            f"{LINK}#by-hand",
         ) from error
     print(listener.line if secret is None else f"listening at {address}:{listener.port}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the first process of a container has no other end
@@ -77,5 +80,6 @@ def _only_address() -> str:
             f"This machine has {len(addresses)} addresses: {', '.join(addresses) or 'none'}",
             "the address at which the script's machine and the other hosts reach it",
             f"moreh-ap host --address {addresses[0] if addresses else '127.0.0.1'}",
+            f"{LINK}#by-hand",
         )
     return addresses[0]

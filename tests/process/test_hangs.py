@@ -1,6 +1,6 @@
 """Workers that are silent: which of them hang, what is said of them, and how the training goes on.
 
-`scripts/survive_losses.py` has a worker be silent in a forward. Here what stands for 4 s counts as standing for ever.
+`scripts/survive_losses.py` has a worker be silent in a forward. Here 4 s without progress count as a hang.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_several_workers_a_host_in_replicated_training(variables, tmp_path):
 
 
 def test_workers_that_hang_on_another_host_are_found_with_all_stacks_and_replaced(variables, tmp_path):
-    """Here what stands for 4 s counts as standing for ever."""
+    """Here 4 s without progress count as a hang."""
     out = run({**variables, "HANG_S": "4"}, tmp_path, "shard=2", "stopped", "collective")
     taken_over = re.findall(
         rf"^\[info\] {HANGS}\. Others took over: \d+ steps? (?:was|were) computed", out, re.MULTILINE
@@ -100,12 +100,13 @@ def test_a_lost_host_leaves_its_workers_to_the_other_one(variables, tmp_path, st
 
 
 @pytest.mark.rotating
-def test_another_plan_is_for_the_workers_that_are_left_where_not_all_have_room_on_one_host(variables, tmp_path):
-    with UserScript("lose_a_host.py", "shard=2,tensor=2", cwd=tmp_path, **variables) as script:
+@pytest.mark.parametrize("plan", ["shard=2,tensor=2", "shard=2,pipeline=2,micro_batches=2"])
+def test_another_plan_is_for_the_workers_that_are_left_where_not_all_have_room_on_one_host(variables, tmp_path, plan):
+    with UserScript("lose_a_host.py", plan, cwd=tmp_path, **variables) as script:
         out = script.succeed(timeout_s=280)
     line = rf"{OF_HOST}\. 127\.0\.0\.1:\d+ has 2 GPUs, for 4 workers\. Others took over with plan=\"(.*?)\": \d+ step"
-    (plan,) = re.findall(line, out)
-    assert Plan.parse(plan).num_devices == 2, out
+    (after,) = re.findall(line, out)
+    assert Plan.parse(after).num_devices == 2, out
     found = re.search(r"^2 workers, largest difference (\S+)$", out, re.MULTILINE)
     assert found and float(found[1]) < 1e-4, out
 

@@ -4,7 +4,7 @@ Decides what is a hang and what only takes long. Must not know what commands do,
 which machine they are.
 
 [Note: what a hang is]
-A worker that is silent may compute, compile, read from a slow disk, stand at a breakpoint, or hold the interpreter's
+A worker that is silent may compute, compile, read from a slow disk, wait at a breakpoint, or hold the interpreter's
 lock in native code for minutes: none of these is a fault, and none can be told from a hang by silence alone. Two things
 can. A process that a signal has stopped: the kernel says so, and of one that a debugger holds, it says that. And a
 collective that cannot end: every worker that has not answered is in one, and none of them has computed anything for a
@@ -22,7 +22,7 @@ from moreh_ap.runtime.hangs.stack_answers import Said
 from moreh_ap.runtime.hangs.watched_workers import LOOK_S, WatchedWorkers
 
 HANG_S = 30.0
-"""What stands for so long will stand for ever."""
+"""A worker that makes no progress for so long counts as hanging."""
 
 
 class Hang(NamedTuple):

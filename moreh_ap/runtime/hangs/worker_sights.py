@@ -41,7 +41,7 @@ class _Clock:
 
 
 class WorkerClocks:
-    """Looks at processes of this machine again and again. Time in which nobody looked does not count.
+    """Looks at processes of this machine again and again. Time between looks that are far apart does not count.
 
     Args:
         look_s: How often it is done.

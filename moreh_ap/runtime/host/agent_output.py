@@ -43,7 +43,7 @@ class WorkerPipes:
     def close(self) -> None:
         """Passes on what has been printed so far, after the workers are gone."""
         self._ending.set()
-        if threading.current_thread() is not self._thread:  # which ends the process where nobody listens any more
+        if threading.current_thread() is not self._thread:  # which ends the process where the controller is gone
             self._thread.join(2.0)
 
     def await_ends(self, timeout_s: float) -> bool:

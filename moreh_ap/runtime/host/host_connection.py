@@ -19,6 +19,7 @@ from moreh_ap.hosts import host_files
 from moreh_ap.hosts.channel import BUSY, Channel, ChannelError, Message
 from moreh_ap.hosts.host_list import public_name
 from moreh_ap.hosts.host_report import HostReport
+from moreh_ap.hosts.reachability import Speed
 from moreh_ap.hosts.ways import Way
 from moreh_ap.runtime.host.remote_agent import ALIVE_S, SILENCE_S
 
@@ -49,6 +50,7 @@ class HostConnection:
         on_usage: Told that there is something new.
         sights: What its agent sees of its workers, as `SightsOfHost.look` said last; empty before.
         said: What its workers said of themselves when they were asked last; None: nothing yet.
+        link: The link between it and the hosts that it joined during the run; None: it was there, or that is not known.
     """
 
     def __init__(self, host: str, way: Way) -> None:
@@ -62,6 +64,7 @@ class HostConnection:
         self.on_usage: Callable[[], object] = lambda: None
         self.sights: Mapping[str, Any] = {}
         self.said: list[list[Any]] | None = None
+        self.link: Speed | None = None
         self._way = way
         self._channel = Channel(way.reader, way.writer)
         self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()

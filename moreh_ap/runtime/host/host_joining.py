@@ -30,8 +30,6 @@ from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 JOIN_S = 10.0
 """How long hosts have to answer and to be compared."""
 
-_CONTROLLER = "controller"
-
 
 @dataclass
 class Hosts:
@@ -159,6 +157,30 @@ def measure_links(found: Hosts) -> list[Row]:
     return rows
 
 
+def slowest_link(found: Hosts, beside: Sequence[HostConnection]) -> reachability.Speed:
+    """Returns the link of a host that joins others: the slower direction, to the slower one of its two neighbours.
+
+    In a ring these are the last and the first one. Measured one after the other, in some seconds at most.
+
+    Args:
+        found: The host, which can join.
+        beside: The others, in order.
+
+    Raises:
+        OSError: A host does not answer the other.
+        HostLostError: One of them is lost.
+    """
+    (new,), speeds = found.connections, []
+    for other in {one.host: one for one in (beside[-1], beside[0])}.values():
+        for source, target in ((new, other), (other, new)):
+            values = source.ask("measure", JOIN_S, address=target.address, port=found.ports[target.host]).values
+            error = values.pop("error")
+            if error:
+                raise OSError(f"{source.name} cannot reach {target.name}: {error}")
+            speeds.append(reachability.Speed(**values))
+    return reachability.slowest(speeds)
+
+
 def _speed(speed: reachability.Speed) -> str:
     return f"{speed.bytes_per_s / 1e6:,.0f} MB/s, {speed.round_trip_s * 1e3:.2g} ms there and back"
 
@@ -255,15 +277,16 @@ def _look_at_network(found: Hosts, address: str) -> None:
             found.rows.append(Row(one.name, "interface", seen, "an address of its own", not values["error"], fix))
         unreached = on_all(found.connections, lambda one: reachability.reaches(one.address, ports[one.host]))
         for one, error in zip(found.connections, unreached):
-            found.rows.append(_reached(one.name, "reached from here", error, one.address, found.controller_address))
-        targets = [(_CONTROLLER, found.controller_address, probe.port)]
+            ends = found.controller_address, one.address
+            found.rows.append(joining_checks.reached(one.name, "reached from here", error, one.host, *ends))
+        targets = [(joining_checks.CONTROLLER, found.controller_address, probe.port)]
         targets += [(one.host, one.address, ports[one.host]) for one in found.connections]
 
         def try_others(one: HostConnection) -> list[Row]:
             wanted = [target for target in targets if target[0] != one.host]
             failed = one.ask("reach", JOIN_S, targets=[target[1:] for target in wanted]).values["failed"]
             return [
-                _reached(one.name, f"reaches {public_name(name)}", error, address, one.address)
+                joining_checks.reached(one.name, f"reaches {public_name(name)}", error, name, one.address, address)
                 for (name, address, _), error in zip(wanted, failed)
             ]
 
@@ -271,11 +294,6 @@ def _look_at_network(found: Hosts, address: str) -> None:
             found.rows += rows
     finally:
         probe.close()
-
-
-def _reached(host: str, what: str, error: str, address: str, source: str) -> Row:
-    fix = f"sudo ufw allow from {source} to {address} proto tcp  # or open the network between them in another way"
-    return Row(host, what, error or "yes", "yes", not error, fix)
 
 
 def _own_address(address: str) -> str:

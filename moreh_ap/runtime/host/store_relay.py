@@ -58,7 +58,7 @@ class StoreRelay:
             return
 
     def close(self) -> None:
-        """Lets nobody in any more. Does not wait: whoever listens looks up only now and then."""
+        """Accepts no further connections. Does not wait: the thread that accepts them polls now and then."""
         threading.Thread(target=self._close, daemon=True).start()
 
     def _close(self) -> None:

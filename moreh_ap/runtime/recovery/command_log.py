@@ -213,7 +213,7 @@ class CommandLog:
             return
         logged.is_answered, logged.error = True, error
         if not self.is_complete and not 0 < self._snapshot_in <= command.number:
-            self._drop_answered()  # nobody will be told it again
+            self._drop_answered()  # it is not sent again
             return
         if error is None:
             logged.figures = self.rules.figures(logged.origin, values)

@@ -6,7 +6,7 @@ told.
 [Note: who keeps copies]
 Each host keeps the copies of its own workers and those of the host before it. So what the workers of a lost host held
 is there as long as the host behind it lives: behind it among the hosts that took the last copy, or to which workers
-have been dealt since, once these have been told everything. Before that nobody misses those that have just joined.
+have been dealt since, once these have been told everything. Before that, hosts that have just joined may be lost.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from moreh_ap.hosts.reachability import slowest
 from moreh_ap.runtime.host.host_connection import HostConnection
 from moreh_ap.runtime.recovery.other_devices import Joined
 
@@ -96,4 +97,6 @@ def joined_by(
         return hosts, None
     names, before = ", ".join(one.name for one in taken), ", ".join(one.name for one in used)
     fact = f"{names} joined {before}: {num_wanted} workers on {len(hosts)} hosts, {num_workers} on {len(used)} before."
-    return hosts, Joined(fact, num_wanted, tuple(one.host for one in hosts))
+    links = [one.link for one in taken if one.link is not None]
+    link = slowest(links) if len(links) == len(taken) else None
+    return hosts, Joined(fact, num_wanted, tuple(one.host for one in hosts), link)

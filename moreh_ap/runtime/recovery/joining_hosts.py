@@ -1,6 +1,6 @@
 """Hosts that join while the workers run: those that were lost, and those that the file of hosts names since.
 
-Decides when a host is tried, and which can join. Must not know when workers move there.
+Decides when a host is tried, which can join, and over which link. Must not know when workers move there.
 
 [Note: joining]
 The controller connects to agents, so a host joins when the controller tries it: by ssh or in a Slurm job whatever is
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from moreh_ap.errors import OptionError
 from moreh_ap.hosts import joining_checks
 from moreh_ap.hosts.host_list import BY_KUBERNETES, parse_hosts, public_name
-from moreh_ap.runtime.host.host_connection import HostConnection
+from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
+from moreh_ap.runtime.host.host_joining import Hosts, slowest_link
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.host.host_pool import HostPool
@@ -78,14 +79,16 @@ class JoiningHosts:
         file = self._pool.file
         try:
             return parse_hosts(file) if file else ()
-        except (OptionError, OSError, ValueError) as error:  # somebody may be writing it
+        except (OptionError, OSError, ValueError) as error:  # it may be half written
             self._say_once(f"{file} cannot be read as a list of hosts: {error}")
             return ()
 
     def _try(self, host: str) -> None:
-        found = self._pool.connect(host, list(self._used()))
-        error = joining_checks.error(found.rows)
+        used = list(self._used())
+        found = self._pool.connect(host, used)
+        error, over = joining_checks.error(found.rows), ""
         if error is None:
+            over = self._measure(found, used)
             with self._lock:
                 if not self._closed.is_set():
                     self._waiting += found.connections
@@ -95,7 +98,16 @@ class JoiningHosts:
         if found.connections:
             found.end()
         elif error is None:
-            self._pool.say(f"{public_name(host)} can join, and does so after the next copy of what workers hold")
+            self._pool.say(f"{public_name(host)} can join{over}, and does so after the next copy of what workers hold")
+
+    def _measure(self, found: Hosts, used: Sequence[HostConnection]) -> str:
+        """Notes the link of a host to those that are used, and returns how the log says it."""
+        try:
+            link = slowest_link(found, used)
+        except (OSError, HostLostError) as error:
+            return f" (its link was not measured: {error})"
+        found.connections[0].link = link
+        return f" over a link of {link.bytes_per_s / 1e6:,.0f} MB/s"
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from moreh_ap.errors import WorkerLostError
+from moreh_ap.hosts.reachability import Speed
 
 
 class Joined(NamedTuple):
@@ -14,11 +15,13 @@ class Joined(NamedTuple):
         fact: What they are, for the log.
         num_workers: How many workers there can be with them.
         hosts: All hosts, with those that have joined, as they were given; none: the devices are this machine's.
+        between: The slowest link between those that have joined and the others; None: that is not known.
     """
 
     fact: str
     num_workers: int
     hosts: tuple[str, ...]
+    between: Speed | None = None
 
 
 class DevicesJoinedError(WorkerLostError):
@@ -28,12 +31,12 @@ class DevicesJoinedError(WorkerLostError):
         joined: These devices.
 
     Attributes:
-        num_workers, hosts: As in `Joined`.
+        num_workers, hosts, between: As in `Joined`.
     """
 
     def __init__(self, joined: Joined) -> None:
         super().__init__(joined.fact)
-        self.num_workers, self.hosts = joined.num_workers, joined.hosts
+        self.num_workers, self.hosts, self.between = joined.num_workers, joined.hosts, joined.between
 
 
 class NoOthersError(WorkerLostError):

@@ -19,7 +19,7 @@ compared from then on only. That command and those behind it are sent to the new
 
 [Note: values on the way]
 On several hosts a large value goes ahead of its command to the memory of each host, over the connections that end with
-the workers: nobody knows whether it has arrived. So commands that others get as they were are packed once more.
+the workers, so that whether it has arrived is not known. So commands that others get as they were are packed once more.
 """
 
 from __future__ import annotations

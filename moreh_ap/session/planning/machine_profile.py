@@ -24,6 +24,7 @@ import torch
 from moreh_ap import log
 from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.hosts.host_list import public_name
+from moreh_ap.hosts.reachability import Speed
 from moreh_ap.local import logger
 from moreh_ap.local.cache_files import CacheFile
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
@@ -31,6 +32,7 @@ from moreh_ap.planner.cost.hardware import Cluster, Device, Link, find_device, f
 from moreh_ap.planner.cost.measured_collectives import MeasuredCollective
 from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU, TrainingSystem
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
+from moreh_ap.runtime.recovery.other_devices import DevicesJoinedError
 from moreh_ap.session.planning.device_rates import as_entry, rates_of, slowest
 from moreh_ap.session.session import Session
 from moreh_ap.settings import Options
@@ -137,16 +139,16 @@ def machine_on(session: Session, num_devices: int, hosts: Sequence[str] = ()) ->
     return _described(info, native, num_devices, rates, key, session.options, len(hosts))
 
 
-def machine_with(session: Session, num_devices: int, hosts: Sequence[str], known_as: str) -> Machine | None:
+def machine_with(session: Session, num_devices: int, joined: DevicesJoinedError, known_as: str) -> Machine | None:
     """Returns the same accelerator once hosts have joined, of which no worker needs to run.
 
     If these hosts were never measured together, they have the rates of the present ones, and links between them are
-    taken to be as those inside of a host where there was one host.
+    those of the present ones or the one that was measured as others joined, whichever is slower.
 
     Args:
         session: The session of the present workers.
         num_devices: Devices of all hosts.
-        hosts: The hosts.
+        joined: The hosts, and that link.
         known_as: The key of the present machine.
 
     Returns:
@@ -154,9 +156,22 @@ def machine_with(session: Session, num_devices: int, hosts: Sequence[str], known
     """
     (info, native), present = _weakest(session.devices()), len(session.devices())
     info = replace(info, num_cores=info.num_cores * num_devices // present)  # each brings its own
-    key = machine_key(info, num_devices, hosts)
-    rates = rates_of(FILE.look_up(key)) or rates_of(FILE.look_up(known_as))
-    return None if rates is None else _described(info, native, num_devices, rates, key, session.options, len(hosts))
+    key, num_hosts = machine_key(info, num_devices, joined.hosts), len(joined.hosts)
+    known = rates_of(FILE.look_up(key))
+    rates = known or rates_of(FILE.look_up(known_as))
+    if rates is None:
+        return None
+    machine = _described(info, native, num_devices, rates, key, session.options, num_hosts)
+    return machine if known or joined.between is None else _over(machine, joined.between)
+
+
+def _over(machine: Machine, link: Speed) -> Machine:
+    """Returns a machine whose hosts exchange over a link, if that is slower than what they exchange over."""
+    inter = machine.cluster.inter
+    if link.bytes_per_s >= inter.bytes_per_s:
+        return machine
+    slower = Link("measured", link.bytes_per_s, max(inter.latency_s, link.round_trip_s / 2))
+    return replace(machine, cluster=replace(machine.cluster, inter=slower))
 
 
 def _weakest(infos: Sequence[DeviceInfo]) -> tuple[DeviceInfo, bool]:

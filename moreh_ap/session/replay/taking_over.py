@@ -156,7 +156,7 @@ class TakingOver:
             found: dict[RemoteModel, Planned] = {}
             for remote, planned in models.items():
                 known_as = planned.expected.machine
-                machine = machine_with(session, count, hosts, known_as) if hosts else machine_on(session, count)
+                machine = machine_with(session, count, joined, known_as) if hosts else machine_on(session, count)
                 if machine is not None:
                     found |= self._best_on(machine, remote, planned)
             if len(found) == len(models):

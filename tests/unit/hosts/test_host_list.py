@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from moreh_ap.errors import OptionError
@@ -38,8 +40,9 @@ def test_which_file_names_the_hosts(tmp_path, monkeypatch):
         ("-oProxyCommand=reboot", "'-oProxyCommand=reboot' is no host"),
         ("node1;reboot", "is no host"),
         ("$(reboot)", "is no host"),
-        ("tls://10.0.0.2:4000", "'10.0.0.2:4000' is no host"),
-        ("hosts.txt", "hosts='hosts.txt' is no file in "),
+        ("tls://10.0.0.2:4000", "the line of an agent at '10.0.0.2:4000' is not whole"),
+        ("hosts.txt", f"hosts='hosts.txt': there is no file {os.getcwd()}/hosts.txt"),
+        ("/no/hosts.txt", "there is no file /no/hosts.txt"),
         ("node1,me@node2:2222", "hosts: 'me@node2:2222' has a port"),
     ],
 )
@@ -48,6 +51,26 @@ def test_what_is_no_host_is_refused(given, said):
         parse_hosts(given)
     assert said in caught.value.fact
     assert caught.value.allowed and caught.value.fix
+
+
+def test_a_file_that_is_no_text_says_so(tmp_path):
+    (tmp_path / "hosts").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(OptionError, match="cannot be read as a list of hosts: 'utf-8' codec"):
+        parse_hosts(str(tmp_path / "hosts"))
+
+
+@pytest.mark.parametrize(
+    "name, fix",
+    [
+        ("--hosts", "moreh-ap doctor --hosts node1,node2"),
+        ("environment: MOREH_HOSTS", "export MOREH_HOSTS=node1,node2"),
+        ("hosts", 'torch.moreh.option.enable_advanced_parallelization(hosts=["node1", "node2"])'),
+    ],
+)
+def test_the_line_to_paste_is_of_the_kind_that_was_wrong(name, fix):
+    with pytest.raises(OptionError, match="names no host") as caught:
+        parse_hosts("", name)
+    assert caught.value.fix == fix
 
 
 def test_addresses_and_names_with_colons_and_dots_are_hosts():

@@ -18,8 +18,11 @@ from moreh_ap.hosts.joining_checks import (
     error,
     not_taken,
     on_host,
+    reached,
     unreachable,
 )
+
+LINE = f"tls://10.0.0.2:4000/{'a1' * 32}/{'T' * 43}"
 
 PACKAGES = dict.fromkeys(("moreh_ap", *COMPARED_PACKAGES), "2.0")
 GOOD = HostReport(
@@ -92,8 +95,7 @@ def test_two_hosts_that_are_one_machine_cannot_share_gpus():
 
 
 def test_a_line_to_paste_for_a_host_without_ssh_names_no_secret():
-    host = f"tls://10.0.0.2:4000/{'a1' * 32}/{'T' * 43}"
-    rows = [unreachable(host, "refused"), *wrong(replace(GOOD, python="3.9.1"), host=host).values()]
+    rows = [unreachable(LINE, "refused"), *wrong(replace(GOOD, python="3.9.1"), host=LINE).values()]
     for row in rows:
         assert "T" * 43 not in repr(row) and row.fix.endswith(("# on that host", "# on 10.0.0.2:4000"))
 
@@ -120,6 +122,22 @@ def test_a_name_that_means_loopback_is_said_where_there_are_other_machines():
     (row,) = check_addresses([("me@login", "127.0.1.1"), ("b", "10.0.0.2")])
     assert (row.host, row.what, row.ok) == ("me@login", "address", False)
     assert row.seen.startswith("127.0.1.1, a loopback address") and row.fix.startswith("getent hosts login  #")
+
+
+@pytest.mark.parametrize(
+    "target, fix",
+    [
+        ("controller", "sudo ufw allow from 10.0.0.2 to 10.0.0.9 proto tcp  # on this machine"),
+        ("me@node3", 'ssh me@node3 "sudo ufw allow from 10.0.0.2 to 10.0.0.9 proto tcp"'),
+        (LINE, "sudo ufw allow from 10.0.0.2 to 10.0.0.9 proto tcp  # on 10.0.0.2:4000"),
+    ],
+)
+def test_a_host_that_is_not_reached_in_one_direction_names_it_and_where_to_open_the_firewall(target, fix):
+    row = reached("node2", "reaches that one", "timed out", target, "10.0.0.2", "10.0.0.9")
+    assert (row.seen, row.ok, row.fix) == ("timed out", False, fix)
+    found = error([row])
+    assert found.fact == "The host node2 cannot join: reaches that one: timed out." and found.fix == fix
+    assert reached("node2", "reaches that one", "", target, "10.0.0.2", "10.0.0.9").ok
 
 
 def test_a_full_disk_names_the_host_and_the_line_to_paste():

@@ -7,7 +7,8 @@ nor why the plan is another.
 Every worker reads the copies of all. Parameters, gradients and states of optimizers are put together from the parts of
 which each copy says where they belong, one tensor at a time, and each worker keeps its own part. Results of calls and
 row shards are joined as the controller joins what workers answer, and divided by rows anew; a result of which workers
-of a tensor axis have parts, such as logits, is put together from these first. What trials of forwards
+of a tensor axis have parts, such as logits, is put together from these first, and one that only the last stage of a
+pipeline has is that stage's again, or of all workers without a pipeline. What trials of forwards
 have found out is true for the plan and the number of workers: it is left out, and calls are tried once more.
 """
 
@@ -55,11 +56,10 @@ def why_bound(tables: Tables) -> str:
             if not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value)):
                 return f"forward() has set {name} to something else than numbers and texts"
     shards = [one for one in tables.row_shards.values() if one is not None]
-    has_stages = any(model.plan.pipeline > 1 for model in tables.models.values())
-    splits_layers = has_stages or any(model.plan.tensor > 1 for model in tables.models.values())
+    splits_layers = any(model.plan.tensor * model.plan.pipeline > 1 for model in tables.models.values())
     temporaries = [one for one in tables.temporaries.values() if one is not None and one.shape]
-    if (splits_layers and (shards or temporaries)) or (has_stages and tables.calls):
-        return "the script holds results of a model whose layers are split"
+    if splits_layers and (shards or temporaries):
+        return "the script holds what it has computed from results of a model whose layers are split"
     if any(isinstance(call, WorkerCall) and call.input_gradients for call in tables.calls.values()):
         return "the script may read gradients of a call's inputs"
     memory = [one.content.untyped_storage().data_ptr() for one in shards if isinstance(one.content, Tensor)]
@@ -259,9 +259,14 @@ def _row_shard(shards: Sequence[RowShard], device: torch.device) -> RowShard | N
 
 def _call(calls: Sequence[WorkerCall], device: torch.device) -> WorkerCall:
     """Returns a call through which no backward goes any more, with this worker's part of its outputs."""
-    first = calls[0]
+    first = next(one for one in calls if one.answers)
     moved, run = copy.copy(first), copy.copy(first.run)
-    moved.answers = run.has_result and first.model.applied.position.tensor.rank == 0
+    position = first.model.applied.position
+    run.has_result = not run.runs_in_stages or position.pipeline.rank == position.pipeline.size - 1
+    moved.answers = run.has_result and position.tensor.rank == 0
+    if not run.has_result:  # that of the last stage
+        run.outputs, moved.run = (), run  # type: ignore[misc]
+        return moved
     outputs: list[Any] = []
     shapes = list(run.shapes)
     for index, (kind, shape) in enumerate(zip(run.kinds, run.shapes)):

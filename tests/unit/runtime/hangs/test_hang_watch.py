@@ -109,7 +109,7 @@ def test_time_in_which_this_process_was_stopped_too_does_not_count(machine):
         ((IN_RECV, ""), [False, True], "recv for 3. s, which will never end (worker 1 is through)"),
     ],
 )
-def test_a_collective_that_nobody_can_enter_any_more_hangs(machine, said, answered, beside):
+def test_a_collective_that_no_other_worker_can_enter_hangs(machine, said, answered, beside):
     machine.stacks = dict(enumerate(said))
     begun_s = machine.now_s
     hang = machine.pass_time(watching(), 60, answered)

@@ -57,7 +57,7 @@ def test_another_process_begins_anew_and_of_one_that_is_gone_nothing_is_known(se
     assert clocks.look({3: 8}) == {}
 
 
-def test_time_in_which_nobody_looked_does_not_count(seen, monkeypatch):
+def test_time_without_looks_does_not_count(seen, monkeypatch):
     clocks = WorkerClocks(5.0)
     looks(clocks, 2)
     monkeypatch.setattr(worker_sights.time, "monotonic", lambda: 100_000.0)

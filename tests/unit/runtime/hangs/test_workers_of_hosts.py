@@ -37,7 +37,7 @@ class Host:
 
 
 def both(**of_second: Any) -> list[Host]:
-    """Returns two hosts; nobody but worker 2 has not answered."""
+    """Returns two hosts; all workers but worker 2 have answered."""
     second = {"oldest": NUMBER, "silent": [0], "sights": (QUIET, QUIET), **of_second}
     return [Host(0, None, [], QUIET, QUIET), Host(2, second["oldest"], second["silent"], *second["sights"])]
 
@@ -79,7 +79,7 @@ def test_all_hosts_are_asked_and_one_that_does_not_answer_says_nothing(monkeypat
     assert said == {0: Said("stack", "recv", True), 1: Said("other", "", True), 2: Said(), 3: Said()}
     hosts[1].reason = "the connection has ended"
     monkeypatch.setattr(workers_of_hosts, "_SAY_S", 1e9)
-    assert WorkersOfHosts(hosts, 2, START).ask() == said, "nobody waits for it"
+    assert WorkersOfHosts(hosts, 2, START).ask() == said, "no command waits for it"
 
 
 @pytest.fixture
@@ -102,12 +102,12 @@ def pass_time(monkeypatch):
 
 def test_a_stopped_worker_of_a_host_hangs_once_its_command_has_been_waited_for_as_long(pass_time):
     hosts = both(sights=(STOPPED, QUIET))
-    assert pass_time(hosts, HANG_S) is None, "it may have been stopped before, when nobody needed it"
+    assert pass_time(hosts, HANG_S) is None, "it may have been stopped before, while no command needed it"
     hang = pass_time(hosts, HANG_S + 5)
     assert hang.rank == 2 and hang.how.startswith("has been stopped by a signal for 3")
 
 
-def test_a_collective_of_workers_of_a_host_hangs_if_nobody_can_enter_it(pass_time):
+def test_a_collective_of_workers_of_a_host_hangs_if_no_other_worker_can_enter_it(pass_time):
     hosts = both()
     hosts[0].says = [[0, "", "", True], [1, "", "", True]]
     hosts[1].says = [[2, "its stack", "all_reduce", True], [3, "", "", True]]

@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +17,9 @@ from moreh_ap.errors import OptionError
 from moreh_ap.hosts import script_files
 from moreh_ap.hosts.channel import Message
 from moreh_ap.hosts.host_report import look
+from moreh_ap.hosts.reachability import Speed
 from moreh_ap.runtime.host import host_joining
-from moreh_ap.runtime.host.host_joining import Hosts, RunCredentials, connect, on_all
+from moreh_ap.runtime.host.host_joining import Hosts, RunCredentials, connect, on_all, slowest_link
 
 NOT_WAITED_S = 5.0
 
@@ -132,3 +135,25 @@ def test_an_address_gets_credentials_later_only_where_hosts_may_join():
         else:
             with pytest.raises(OptionError, match="other addresses"):
                 made.of_hosts(later)
+
+
+def test_the_link_of_a_host_that_joins_is_the_slower_direction_to_the_slower_neighbour():
+    def host(name, speeds):
+        def ask(kind, timeout_s, address, port):
+            asked.append((name, kind, port))
+            error = "" if address in speeds else "timed out"
+            values = {"error": error} | ({} if error else asdict(Speed(*speeds[address])))
+            return SimpleNamespace(values=values)
+
+        return SimpleNamespace(host=name, name=name, address=name, ask=ask)
+
+    asked = []
+    new = host("d", {"a": (0.001, 8e6), "c": (0.002, 9e6)})
+    used = [host("a", {"d": (0.003, 7e6)}), host("b", {}), host("c", {"d": (0.001, 9e6)})]
+    found = Hosts([new], [], ports={"a": 1, "b": 2, "c": 3, "d": 4})
+    assert slowest_link(found, used) == Speed(0.003, 7e6)
+    assert asked == [("d", "measure", 3), ("c", "measure", 4), ("d", "measure", 1), ("a", "measure", 4)]
+    asked.clear()
+    assert slowest_link(found, used[:1]) == Speed(0.003, 7e6) and len(asked) == 2
+    with pytest.raises(OSError, match="b cannot reach d: timed out"):
+        slowest_link(Hosts([host("d", {"b": (1, 1)})], [], ports=found.ports), used[1:2])

@@ -36,6 +36,7 @@ class Connection:
         self.sent: list[tuple[str, dict]] = []
         self.on_again = lambda start: None
         self.reason: str | None = None
+        self.link = None
         self.has_ended, self.serves = False, True
 
     def lost(self) -> str | None:
@@ -243,7 +244,7 @@ def test_hosts_that_join_get_workers_after_a_copy(credentials):
     assert launcher.copied() is None, "none waits"
     one = wait_at(launcher, "b")
     joined = launcher.copied()
-    assert joined == ("b joined a: 4 workers on 2 hosts, 4 on 1 before.", 4, ("a", "b"))
+    assert joined == ("b joined a: 4 workers on 2 hosts, 4 on 1 before.", 4, ("a", "b"), None)
     assert one.sent == [] and launcher._pool.names == ["a"], "nothing is told before workers are ended"
     assert launcher.prepare_again() == ""
     asked = [(one.name, one.sent[-1][0], one.sent[-1][1]["ranks"]) for one in launcher._connections]
@@ -280,7 +281,7 @@ def test_agents_are_left_for_more_workers_on_more_hosts(credentials):
     launcher._pool.num_workers_on = lambda num_hosts, count: 2 * num_hosts
     launcher._pool.give_back = lambda hosts, kept_by: left.append((hosts, kept_by))
     left, one, own = [], wait_at(launcher, "b"), launcher._connections[0]
-    assert launcher.copied() == ("b joined a: 4 workers on 2 hosts, 2 on 1 before.", 4, ("a", "b"))
+    assert launcher.copied() == ("b joined a: 4 workers on 2 hosts, 2 on 1 before.", 4, ("a", "b"), None)
     launcher.leave_agents(of_joined=True)
     launcher.end()
     assert left == [([own, one], [own])] and not own.has_ended and not one.has_ended

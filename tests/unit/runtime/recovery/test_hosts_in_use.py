@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from moreh_ap.hosts.reachability import Speed
 from moreh_ap.runtime.recovery.hosts_in_use import fewer_on, joined_by, taken_of, why_fewer_on, why_none_on
 
-A, B, C, D = (SimpleNamespace(host=name, name=name, report=SimpleNamespace(gpus=("0", "1"))) for name in "abcd")
+A, B, C, D = (
+    SimpleNamespace(host=name, name=name, report=SimpleNamespace(gpus=("0", "1")), link=None) for name in "abcd"
+)
 
 
 @pytest.mark.parametrize(
@@ -53,4 +56,7 @@ def test_what_joins():
     assert joined_by([A], [], 2, lambda num_hosts, count: count) == ([A], None)
     assert joined_by([A, B], [C], 4, lambda num_hosts, count: count) == ([A, B], None), "not evenly"
     hosts, joined = joined_by([A], [B], 2, lambda num_hosts, count: 2 * num_hosts)
-    assert hosts == [A, B] and joined == ("b joined a: 4 workers on 2 hosts, 2 on 1 before.", 4, ("a", "b"))
+    assert hosts == [A, B] and joined == ("b joined a: 4 workers on 2 hosts, 2 on 1 before.", 4, ("a", "b"), None)
+    links = {"b": Speed(0.1, 5e6), "c": Speed(0.2, 7e6)}
+    over = [SimpleNamespace(host=name, name=name, link=link) for name, link in links.items()]
+    assert joined_by([A], over, 1, lambda num_hosts, count: num_hosts)[1].between == Speed(0.2, 5e6)

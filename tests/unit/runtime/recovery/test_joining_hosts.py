@@ -7,14 +7,17 @@ import time
 import pytest
 
 from moreh_ap.hosts.joining_checks import Row
+from moreh_ap.hosts.reachability import Speed
 from moreh_ap.runtime.host.host_joining import Hosts
 from moreh_ap.runtime.recovery import joining_hosts
 from moreh_ap.runtime.recovery.joining_hosts import JoiningHosts
 
+SPEED = Speed(0.001, 25e6)
+
 
 class Connection:
     def __init__(self, host):
-        self.host, self.reason, self.has_ended = host, None, False
+        self.host, self.reason, self.has_ended, self.link = host, None, False, None
 
     def lost(self):
         return self.reason
@@ -44,6 +47,7 @@ class Pool:
 @pytest.fixture
 def joining(monkeypatch):
     monkeypatch.setattr(joining_hosts, "LOOK_S", 0.01)
+    monkeypatch.setattr(joining_hosts, "slowest_link", lambda found, used: SPEED)
     made = []
 
     def make(pool, used):
@@ -68,7 +72,8 @@ def test_a_host_that_is_not_used_is_tried_beside_those_that_are(joining):
     wait_for(found.waiting)
     assert pool.tried == [("b", ["a"])] and [one.host for one in found.waiting()] == ["b"]
     wait_for(lambda: pool.said)
-    assert pool.said == ["b can join, and does so after the next copy of what workers hold"]
+    assert pool.said == ["b can join over a link of 25 MB/s, and does so after the next copy of what workers hold"]
+    assert found.waiting()[0].link == SPEED
     found.waiting()[0].reason = "the connection has ended"
     wait_for(lambda: len(pool.made) == 2)
     wait_for(lambda: pool.made[0].has_ended)  # it is tried again
@@ -76,6 +81,19 @@ def test_a_host_that_is_not_used_is_tried_beside_those_that_are(joining):
     used.append(found.waiting()[0])
     found.take(used)
     assert found.waiting() == [] and not used[1].has_ended
+
+
+def test_a_host_whose_link_cannot_be_measured_joins_all_the_same(joining, monkeypatch):
+    def fail(found, used):
+        raise OSError("b cannot reach a: timed out")
+
+    pool = Pool(["a", "b"])
+    found = joining(pool, [Connection("a")])
+    monkeypatch.setattr(joining_hosts, "slowest_link", fail)
+    wait_for(found.waiting)
+    assert found.waiting()[0].link is None
+    wait_for(lambda: pool.said)
+    assert "b can join (its link was not measured: b cannot reach a: timed out), and" in pool.said[0]
 
 
 def test_hosts_that_the_file_names_since_are_tried(joining, tmp_path):

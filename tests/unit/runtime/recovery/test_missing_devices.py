@@ -30,7 +30,7 @@ def test_as_many_as_before_are_tried_after_a_while_and_then_ever_more_rarely(clo
         while (joined := missing.back(3)) is None:
             clock[0] += 1.0
         waits_s.append(clock[0] - begun_s)
-        assert joined == ("4 workers on this machine again, 3 since a device was gone.", 4, ())
+        assert joined == ("4 workers on this machine again, 3 since a device was gone.", 4, (), None)
     assert waits_s[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and waits_s[-1] == LONGEST_S
     assert missing.back(4) is None, "they have workers"
 

@@ -9,13 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from moreh_ap.errors import PlanError
+from moreh_ap.hosts.reachability import Speed
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gathers_s, queued_sums_s, tensor_sum_s
+from moreh_ap.planner.cost.hardware import Link
 from moreh_ap.planner.cost.step_time import estimate_step
 from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.protocol.messages.devices import DeviceInfo, DeviceRates, ProbeDevice
+from moreh_ap.runtime.recovery.other_devices import DevicesJoinedError, Joined
 from moreh_ap.session.planning import machine_profile as machines
 from moreh_ap.session.planning.device_rates import as_entry, rates_of
 from moreh_ap.session.planning.machine_profile import _link, machine_from, machine_of, machine_on, machine_with
@@ -245,14 +248,22 @@ def test_another_number_of_devices_has_what_was_measured_of_it_or_the_present_ra
 def test_hosts_that_join_have_the_rates_of_the_present_ones_or_those_that_were_measured(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     here = SimpleNamespace(devices=lambda: [CPU] * 2, outbox=Outbox([rates()]), options=Options(), hosts=("a",))
-    assert machine_with(here, 4, ("a", "b"), "unknown") is None
+    joined = DevicesJoinedError(Joined("b joined a.", 4, ("a", "b")))
+    assert machine_with(here, 4, joined, "unknown") is None
     one = machine_of(here)
-    two = machine_with(here, 4, ("a", "b"), one.key)
+    two = machine_with(here, 4, joined, one.key)
     assert (two.cluster.num_nodes, two.cluster.devices_per_node) == (2, 2) and two.key != one.key
     assert two.cluster.device.fp32_flops == one.cluster.device.fp32_flops, "each host has its own cores"
-    assert two.cluster.inter == two.cluster.intra, "no worker has measured the link"
+    assert two.cluster.inter == two.cluster.intra, "the link is not known"
+    joined.between = Speed(1.0, 1e3)
+    over_link = machine_with(here, 4, joined, one.key)
+    assert over_link.cluster.inter == Link("measured", 1e3, 0.5) and over_link.cluster.intra == two.cluster.intra
+    joined.between = Speed(1e-9, 1e15)
+    assert machine_with(here, 4, joined, one.key) == two, "no link is faster than what workers do with it"
+    joined.between = Speed(1.0, 1e3)
     machines.FILE.keep(two.key, as_entry(of_hosts()))
-    assert machine_with(here, 4, ("a", "b"), one.key).cluster.inter.bytes_per_s < two.cluster.inter.bytes_per_s
+    known = machine_with(here, 4, joined, one.key).cluster.inter
+    assert 1e3 < known.bytes_per_s < two.cluster.inter.bytes_per_s, "what workers have measured together counts"
 
 
 def test_a_link_of_which_one_size_was_measured_has_the_rate_of_that():

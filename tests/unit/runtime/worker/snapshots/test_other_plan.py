@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -116,7 +117,7 @@ def test_results_of_a_model_whose_layers_are_split_and_views_stay():
     tables.calls = {5: SimpleNamespace(input_gradients={})}
     assert why_bound(tables) == "", "outputs of which workers have parts are put together"
     tables.models["model0"] = model(plan=SimpleNamespace(tensor=1, pipeline=2))
-    assert "layers are split" in why_bound(tables)
+    assert why_bound(tables) == "", "outputs that one stage has are divided anew"
     tables = one_of_two(0)
     base = tables.row_shards[7].content
     tables.row_shards[9] = RowShard(base[1:], Axis(0, 1, None), 5, True, torch.float32)
@@ -127,6 +128,7 @@ def call(rank: int, *outputs: torch.Tensor) -> SimpleNamespace:
     """A call on one of four workers that split layers in pairs: logits by vocabulary, and its share of the loss."""
     kinds, shapes = ("rows", "share", "rows"), (torch.empty(2, 6), torch.empty(()), None)
     run = SimpleNamespace(outputs=[*outputs, "a constant"], kinds=kinds, shapes=shapes, inputs=(), has_result=True)
+    run.runs_in_stages = False
     roles = SimpleNamespace(axis=Axis(0, 1, None), rows=4)
     model = SimpleNamespace(applied=SimpleNamespace(position=position(0, 1)))
     return SimpleNamespace(run=run, roles=roles, model=model, answers=rank % 2 == 0)
@@ -139,6 +141,25 @@ def test_results_of_which_workers_of_a_tensor_axis_have_parts_are_put_together_o
     assert torch.equal(moved.run.outputs[0], logits) and moved.run.outputs[1].item() == 0.75
     assert moved.run.outputs[2] == "a constant" and moved.run.shapes[0].shape == (4, 6)
     assert moved.answers and calls[0].run.outputs[0].shape == (2, 3), "the copy stays"
+
+
+@pytest.mark.parametrize("stage, stages, num_rows", [(0, 1, 4), (0, 2, 0), (1, 2, 4)])
+def test_results_that_one_stage_has_are_those_of_the_last_stage_or_of_all(stage, stages, num_rows):
+    logits, losses = torch.randn(4, 6), torch.tensor([0.5, 0.25])
+    first_stage = [call(rank) for rank in range(2)]
+    last_stage = [call(rank, logits[2 * rank :][:2], losses[rank]) for rank in range(2)]
+    for one in first_stage:
+        one.run.outputs, one.run.has_result, one.answers = (), False, False
+    for one in last_stage:
+        one.answers = True
+    for one in (*first_stage, *last_stage):
+        one.run.runs_in_stages = True
+        one.model.applied.position = replace(position(0, 1), pipeline=Axis(stage, stages, None))
+    moved = _call([*first_stage, *last_stage], torch.device("cpu"))
+    assert moved.answers == moved.run.has_result == (num_rows > 0) and len(moved.run.outputs) == (3 if num_rows else 0)
+    if num_rows:
+        assert torch.equal(moved.run.outputs[0], logits) and moved.run.outputs[1].item() == 0.75
+    assert last_stage[0].run.has_result and not first_stage[0].run.has_result, "the copies stay"
 
 
 def test_of_the_workers_of_a_new_tensor_axis_one_answers():
