@@ -15,9 +15,9 @@ from pathlib import Path
 import yaml
 
 from moreh_ap.errors import OptionError
-from moreh_ap.hosts import slurm
 from moreh_ap.hosts.certificates import make_agent_secret
-from moreh_ap.hosts.kubernetes_manifests import KubernetesJob, manifests
+from moreh_ap.hosts.clusters import slurm
+from moreh_ap.hosts.clusters.kubernetes_manifests import KubernetesJob, manifests
 
 _MARK = "written by moreh-ap launch"
 _LONGEST_NAME = 50  # of a pod's name 63 characters remain for its number. Source: RFC 1123

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moreh_ap.errors import OptionError
-from moreh_ap.hosts import kubernetes, slurm
+from moreh_ap.hosts.clusters import kubernetes, slurm
 
 BY_HAND = "tls://"
 SLURM = "slurm"

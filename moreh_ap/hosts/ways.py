@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, Protocol, cast
 
-from moreh_ap.hosts import kubernetes, slurm
+from moreh_ap.hosts.clusters import kubernetes, slurm
 from moreh_ap.hosts.credentials import fingerprint
 from moreh_ap.hosts.host_list import BY_HAND, BY_KUBERNETES, BY_SLURM, LOCAL_NAMES, SSH_VARIABLE, by_hand
 from moreh_ap.hosts.reachability import CONNECT_S

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -108,6 +109,7 @@ class Lab:
             "MOREH_AP_CACHE": str(self.folder / "cache"),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONFAULTHANDLER": "1",
             "PYTHONPATH": str(ROOT),
         }
 
@@ -132,10 +134,10 @@ class Lab:
         )
 
     def run(self, *arguments: object, timeout_s: float = 240.0, **others: object) -> tuple[int, str]:
-        """Runs Python to its end; returns its exit code and what it printed."""
+        """Runs Python to its end; returns its exit code and what it printed. Fails with that if it takes too long."""
         process = self.start(*arguments, **others)
         try:
-            said, _ = process.communicate(timeout=timeout_s)
+            said = said_by(process, timeout_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -278,6 +280,30 @@ class Lab:
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
         with contextlib.suppress(OSError):  # it is not there, or another one's are in it
             os.rmdir("/etc/netns")
+
+
+def said_by(process: subprocess.Popen[str], timeout_s: float) -> str:
+    """Returns what a process prints to its end; fails with that, and with its stacks, if it takes too long."""
+    try:
+        return process.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # Python prints the stacks of all threads
+        said, _ = process.communicate(timeout=30.0)
+        raise AssertionError(f"still running after {timeout_s:.0f} s\n{said}") from None
+
+
+def output_until(process: subprocess.Popen[str], text: str, timeout_s: float = 120.0) -> str:
+    """Returns what a process prints until it has printed a text; fails with that if it ends, or takes too long."""
+    said, abort = "", threading.Timer(timeout_s, process.send_signal, (signal.SIGABRT,))
+    abort.start()
+    try:
+        while text not in said:
+            line = process.stdout.readline() if process.stdout else ""
+            said += line
+            assert line, f"no {text!r} within {timeout_s:.0f} s\n{said}"
+    finally:
+        abort.cancel()
+    return said
 
 
 @contextlib.contextmanager

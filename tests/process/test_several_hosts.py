@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts_lab import ADDRESSES, MISSING, MISSING_FOR_SLURM, Lab, loopback_agents
+from hosts_lab import ADDRESSES, MISSING, MISSING_FOR_SLURM, Lab, loopback_agents, output_until, said_by
 
 import moreh_ap
 from moreh_ap.session.checkpoint.folder_lock import LOCK_FILE
@@ -60,15 +60,6 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield hosts
 
 
-def output_until(process: subprocess.Popen, text: str, timeout_s: float = 120.0) -> str:
-    said, deadline_s = "", time.monotonic() + timeout_s
-    while text not in said:
-        line = process.stdout.readline()
-        said += line
-        assert line and time.monotonic() < deadline_s, said
-    return said
-
-
 def run_by_hand(command: list, hosts: str, cache: Path, **variables: str) -> subprocess.CompletedProcess:
     """Runs a script on agents that were started by hand."""
     own = {"OMP_NUM_THREADS": "1", "MOREH_AP_CACHE": str(cache), "MOREH_HOSTS": hosts}
@@ -85,7 +76,7 @@ def test_numbers_of_one_process_by_ssh_with_a_script_and_a_model_that_one_host_l
     temporary = lab.private / "tmp"
     temporary.mkdir()
     script = folder / "several_hosts.py"
-    code, said = lab.run(script, results, checkpoint, *PLANS, cwd=folder, TMPDIR=str(temporary))
+    code, said = lab.run(script, results, checkpoint, *PLANS, cwd=folder, TMPDIR=str(temporary), timeout_s=190)
     assert code == 0, said
     assert lab.wait_until_empty() == {}
     saved = (path.name for path in checkpoint.iterdir() if path.name != LOCK_FILE)
@@ -96,7 +87,8 @@ def test_numbers_of_one_process_by_ssh_with_a_script_and_a_model_that_one_host_l
         assert_equal_runs(found[plan], alone)
     assert_equal_weights(found["loaded"][1], found[PLANS[-1]][1])  # by the workers of all hosts
     assert_equal_weights(loaded_weights(checkpoint), found[PLANS[-1]][1])  # in one process
-    code, more = lab.run(script, lab.shared / "one", checkpoint, "load", cwd=folder, MOREH_HOSTS=ADDRESSES["b"])
+    one_host = {"MOREH_HOSTS": ADDRESSES["b"]}
+    code, more = lab.run(script, lab.shared / "one", checkpoint, "load", cwd=folder, timeout_s=90, **one_host)
     assert code == 0, more
     assert_equal_weights(torch.load(lab.shared / "one")["loaded"][1], found[PLANS[-1]][1])  # on one host
     sent = [line for line in said.splitlines() if "[info] sent to " in line]
@@ -177,7 +169,7 @@ def test_moreh_smi_shows_all_hosts_and_a_lost_one_is_named_and_ends_the_script(l
     assert all(one["used_bytes"] > 2**26 and one["utilization_percent"] > 0 for one in shown), shown
     (agent,) = [pid for pid in lab.processes("b") if "remote_agent" in _command(pid) and _is_agent(pid, lab)]
     os.kill(agent, signal.SIGKILL)
-    said, _ = script.communicate(timeout=30)
+    said = said_by(script, 30)
     assert script.returncode == 1, said
     assert f"WorkerLostError: The host {ADDRESSES['b']} is lost, and the workers on it (2, 3)" in said
     assert lab.wait_until_empty() == {}
@@ -195,7 +187,7 @@ def test_a_large_batch_travels_once_to_each_host_and_a_cut_link_is_a_lost_host(l
     subprocess.run([*cut, "down"], check=True)
     start_s = time.monotonic()
     try:
-        said, _ = script.communicate(timeout=60)
+        said = said_by(script, 60)
         assert time.monotonic() - start_s < 30, "ssh notices in 10 s"
         assert f"WorkerLostError: The host {ADDRESSES['b']} is lost" in said
     finally:

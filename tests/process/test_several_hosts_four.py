@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts_lab import ADDRESSES, MISSING, Lab
-from test_several_hosts import output_until
+from hosts_lab import ADDRESSES, MISSING, Lab, output_until
 from tutorial_files import make_tutorial_files
 
 WITHOUT = MISSING + [f"the program `{one}`" for one in ("tc", "cc") if shutil.which(one) is None]

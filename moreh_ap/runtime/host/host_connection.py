@@ -102,7 +102,8 @@ class HostConnection:
         Raises:
             HostLostError: It has not said it in time.
         """
-        message = self._answer(timeout_s)
+        slow = "the host is busy, or reads Python from a slow disk"
+        message = self._answer(timeout_s, f"its agent has said nothing in {timeout_s:.0f} s: {slow}")
         if message.kind == BUSY:
             raise HostLostError("its agent serves another script; it takes the next one when that has ended")
         if message.kind != "report":
@@ -214,11 +215,11 @@ class HostConnection:
         """Does the same without waiting, for a host that is lost or not used any more."""
         threading.Thread(target=self.end, name="moreh-lost", daemon=True).start()
 
-    def _answer(self, timeout_s: float) -> Message:
+    def _answer(self, timeout_s: float, why_none: str = "") -> Message:
         try:
             message = self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            self.give_up(f"no answer in {timeout_s:.0f} s")  # one that came later would be taken for the next
+            self.give_up(why_none or f"no answer in {timeout_s:.0f} s")  # a later one would be taken for the next
             raise HostLostError(self._lost or "") from None
         if message is None:
             self._answers.put(None)  # for the next request

@@ -18,8 +18,9 @@ from typing import Any
 from rich.console import Console
 
 from moreh_ap.errors import OptionError
-from moreh_ap.hosts import host_files, host_table, joining_checks, kubernetes, reachability, script_files
+from moreh_ap.hosts import host_files, host_table, joining_checks, reachability, script_files
 from moreh_ap.hosts.certificates import Authority
+from moreh_ap.hosts.clusters import kubernetes
 from moreh_ap.hosts.credentials import Credentials
 from moreh_ap.hosts.host_list import BY_KUBERNETES, LINK, LOCAL_NAMES, public_name
 from moreh_ap.hosts.host_report import look

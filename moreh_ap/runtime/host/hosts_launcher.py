@@ -36,7 +36,6 @@ from moreh_ap.runtime.hangs.workers_of_hosts import WorkersOfHosts
 from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 from moreh_ap.runtime.host.host_joining import Hosts, run_credentials
 from moreh_ap.runtime.host.serving import Serving
-from moreh_ap.runtime.host.store_server import StoreServer
 from moreh_ap.runtime.host.usage_of_hosts import UsageOfHosts
 from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
 from moreh_ap.runtime.recovery.agents_left import AgentsLeft
@@ -48,6 +47,7 @@ from moreh_ap.runtime.recovery.other_devices import Joined, NoOthersError
 from moreh_ap.runtime.relay.carrier import Carrier
 from moreh_ap.runtime.relay.command_links import CommandLinks
 from moreh_ap.runtime.shared_memory import SharedMemory
+from moreh_ap.runtime.store.store_server import StoreServer
 from moreh_ap.runtime.worker.actor import WorkerSpec
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ _WHY_S = 2.0  # ssh may have last words of why a host has gone
 _REPORTS_PER_HANG = 6  # of an agent, in the time after which a worker counts as hanging
 _STOP_S = 0.5  # the engine's own end never comes where an agent has ended
 
-_STORE = "moreh_ap.runtime.host.host_store:HostStore"
+_STORE = "moreh_ap.runtime.store.host_store:HostStore"
 
 
 class HostsLauncher(Launcher):

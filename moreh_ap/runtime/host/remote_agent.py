@@ -31,11 +31,11 @@ from moreh_ap.runtime.host import agent
 from moreh_ap.runtime.host.agent_output import WorkerPipes
 from moreh_ap.runtime.host.private_sockets import run_folder
 from moreh_ap.runtime.host.serving import Serving
-from moreh_ap.runtime.host.store_relay import StoreRelay
 from moreh_ap.runtime.host.worker_usage import WorkerUsage
 from moreh_ap.runtime.recovery.copy_memory import CopyMemory
 from moreh_ap.runtime.relay.command_relay import CommandRelay
 from moreh_ap.runtime.shared_memory import make_host_memory
+from moreh_ap.runtime.store.store_relay import StoreRelay
 
 ALIVE_S = 5.0
 """How often either side says that it lives."""

@@ -40,14 +40,14 @@ def main(results, checkpoint, *plans):
         losses, model, _ = train("cpu")
         torch.save({"": (losses, weights(model))}, results)
         return
-    torch.moreh.option.enable_advanced_parallelization(devices=2)
     if plans == ("load",):
+        torch.moreh.option.enable_advanced_parallelization(devices=2)
         model = small_llama().to("cuda")
         moreh_ap.load(checkpoint, model=model)
         model(torch.zeros(4, LENGTH, dtype=torch.long).to("cuda"))  # by the workers
         torch.save({"loaded": ([], weights(model))}, results)
         return
-    torch.moreh.option.enable_advanced_parallelization(devices=4)  # other workers, on the same hosts
+    torch.moreh.option.enable_advanced_parallelization(devices=4)
     train_on_hosts(results, checkpoint, *plans)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from moreh_ap.hosts.channel import Channel
 from moreh_ap.hosts.host_files import WRITTEN, HostFiles, digest
-from moreh_ap.runtime.host.host_connection import HostConnection
+from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 
 
 class Way:
@@ -69,4 +69,22 @@ def test_what_cannot_be_read_there_names_the_host(way, tmp_path):
     connection = HostConnection("node2", way)
     with pytest.raises(OSError, match=r"node2: .*No such file"):
         connection.take_file("1-worker2.safetensors", str(tmp_path / "here"))
+    connection.end()
+
+
+def test_an_agent_that_says_nothing_is_lost_with_a_reason_and_gives_no_late_answer(way):
+    connection = HostConnection("node2", way)
+    with pytest.raises(HostLostError, match="its agent has said nothing in 0 s: the host is busy, or reads"):
+        connection.await_report(0.05)
+    assert connection.lost().startswith("its agent has said nothing")
+    with pytest.raises(HostLostError, match="its agent has said nothing"):  # not that of the question before
+        connection.ask("identities", 5.0, paths=[])
+    connection.end()
+
+
+def test_a_question_that_is_not_answered_in_time_is_the_end_of_the_host(way):
+    connection = HostConnection("node2", way)
+    with pytest.raises(HostLostError, match="no answer in 0 s"):
+        connection.ask("identities", 0.05, paths=[])
+    assert connection.lost() == "no answer in 0 s"
     connection.end()

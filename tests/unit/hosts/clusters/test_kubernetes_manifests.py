@@ -7,9 +7,9 @@ import copy
 import kubernetes_validate
 import pytest
 
-from moreh_ap.hosts import kubernetes
 from moreh_ap.hosts.certificates import make_agent_secret
-from moreh_ap.hosts.kubernetes_manifests import KubernetesJob, manifests
+from moreh_ap.hosts.clusters import kubernetes
+from moreh_ap.hosts.clusters.kubernetes_manifests import KubernetesJob, manifests
 
 VERSIONS = ("1.31", "1.34")
 SMALL = KubernetesJob("train", 2, "example/image:1", ["python", "train.py", "--lr", "1e-3"])

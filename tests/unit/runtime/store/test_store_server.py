@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from moreh_ap.hosts.channel import Message
-from moreh_ap.runtime.host.host_store import HostStore
-from moreh_ap.runtime.host.store_relay import StoreRelay
-from moreh_ap.runtime.host.store_server import StoreServer
+from moreh_ap.runtime.store.host_store import HostStore
+from moreh_ap.runtime.store.store_relay import StoreRelay
+from moreh_ap.runtime.store.store_server import StoreServer
 
 
 @pytest.fixture

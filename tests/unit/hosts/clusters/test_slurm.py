@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from moreh_ap.errors import OptionError
-from moreh_ap.hosts import slurm
+from moreh_ap.hosts.clusters import slurm
 from moreh_ap.hosts.host_list import parse_hosts, public_name
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moreh_ap.errors import MeshStartError, OptionError
-from moreh_ap.hosts import kubernetes
 from moreh_ap.hosts.certificates import make_agent_secret
+from moreh_ap.hosts.clusters import kubernetes
 from moreh_ap.hosts.host_list import by_hand, parse_hosts, public_name
 
 ENVIRONMENT = {

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moreh_ap.hosts import kubernetes
+from moreh_ap.hosts.clusters import kubernetes
 from moreh_ap.hosts.credentials import AgentSecret
 
 _LABEL = "moreh-ap.dev/job"
