@@ -253,19 +253,18 @@ def show_controller(args: argparse.Namespace, console: Console) -> None:
         table.add_column(column, justify="right")
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     for workers in args.workers:
-        for flags in ([], ["--cache"]):
-            with tempfile.TemporaryDirectory() as folder:
-                report = Path(folder) / "report.json"
-                command = [sys.executable, str(CONTROLLER), "--workers", str(workers), "--json", str(report), *flags]
-                command += ["--layers", *map(str, args.controller_layers)]
-                status, output = _run_group(command, environment, folder, args.timeout)
-                if status != 0:
-                    raise RunFailed(f"{CONTROLLER.name} ended with status {status}:\n{output[-4000:]}")
-                for one in json.loads(report.read_text()):
-                    table.add_row(
-                        str(workers), f"{one['parameters']:,}", "yes" if flags else "no", f"{one['calls']:,}",
-                        f"{one['cpu_ms']:.1f}", f"{one['meta_cpu_ms']:.1f}",
-                    )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            command = [sys.executable, str(CONTROLLER), "--workers", str(workers), "--json", str(report)]
+            command += ["--cache", "no", "yes", "--layers", *map(str, args.controller_layers)]
+            status, output = _run_group(command, environment, folder, args.timeout)
+            if status != 0:
+                raise RunFailed(f"{CONTROLLER.name} ended with status {status}:\n{output[-4000:]}")
+            for one in json.loads(report.read_text()):
+                table.add_row(
+                    str(workers), f"{one['parameters']:,}", "yes" if one["with_cache"] else "no", f"{one['calls']:,}",
+                    f"{one['cpu_ms']:.1f}", f"{one['meta_cpu_ms']:.1f}",
+                )  # fmt: skip
     console.print(table)
 
 

@@ -41,6 +41,7 @@ class Weight:
     Attributes:
         parameters: Parameter tensors of the model.
         workers: Number of workers.
+        with_cache: Whether the model returns a key-value cache.
         calls: Python calls of the package in one step.
         cpu_ms: Median CPU time of a step in the script's process, without counting.
         meta_cpu_ms: Median CPU time of the same step of PyTorch with the parameters on meta.
@@ -49,6 +50,7 @@ class Weight:
 
     parameters: int
     workers: int
+    with_cache: bool
     calls: int
     cpu_ms: float
     meta_cpu_ms: float
@@ -126,7 +128,7 @@ def measure(layers: int, workers: int, with_cache: bool, counter: CallCounter) -
     cpu_ms = cpu_ms_of(whole_step, TIMED_STEPS)
     calls = fewest_calls(counter, whole_step)
     functions = sorted(((*function, number) for function, number in calls.items() if number), key=lambda row: -row[2])
-    return Weight(len(list(model.parameters())), workers, sum(calls.values()), cpu_ms,
+    return Weight(len(list(model.parameters())), workers, with_cache, sum(calls.values()), cpu_ms,
                   cpu_ms_of(meta_step, META_STEPS), functions)  # fmt: skip
 
 
@@ -135,7 +137,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 16], help="sizes, one model after the other")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--cache", action="store_true", help="the models return a key-value cache, two tensors a layer")
+    parser.add_argument("--cache", choices=("no", "yes"), nargs="+", default=["no"],
+                        help="whether the models return a key-value cache, two tensors a layer")  # fmt: skip
     parser.add_argument("--functions", type=int, default=0, help="how many of the most called functions to print")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
@@ -143,10 +146,11 @@ def main() -> int:
     counter = CallCounter()
     threading.setprofile(counter)  # for the threads that the accelerator starts
     torch.moreh.option.enable_advanced_parallelization(plan=f"replicate={args.workers}", mixed_precision=False)
-    weights = [measure(layers, args.workers, args.cache, counter) for layers in args.layers]
+    weights = [measure(layers, args.workers, cache == "yes", counter) for cache in args.cache for layers in args.layers]
     for weight in weights:
-        print(f"{weight.parameters} parameters, {weight.workers} workers: {weight.calls} calls, "
-              f"{weight.cpu_ms:.1f} ms of CPU; PyTorch on meta {weight.meta_cpu_ms:.1f} ms")  # fmt: skip
+        parameters = f"{weight.parameters} parameters{', a cache' if weight.with_cache else ''}"
+        print(f"{parameters}, {weight.workers} workers: {weight.calls} calls, {weight.cpu_ms:.1f} ms of CPU; "
+              f"PyTorch on meta {weight.meta_cpu_ms:.1f} ms")  # fmt: skip
         for module, name, calls in weight.functions[: args.functions]:
             print(f"{calls:6} {module} {name}")
     if args.json is not None:

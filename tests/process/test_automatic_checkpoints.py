@@ -10,6 +10,7 @@ import resource
 import signal
 import time
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -37,13 +38,16 @@ def train(cwd, plan, ways="", steps=STEPS, **variables):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The losses of each plan, without automatic checkpoints."""
-    found = {}
-    for plan in PLANS:
+    """``uninterrupted(plan)``: the losses of a run without automatic checkpoints, which runs once."""
+
+    @cache
+    def run(plan):
         with train(tmp_path_factory.mktemp("whole"), plan) as script:
-            found[plan] = losses(script.succeed())
-    assert all(len(run) == STEPS for run in found.values())
-    return found
+            found = losses(script.succeed())
+        assert len(found) == STEPS
+        return found
+
+    return run
 
 
 def goes_on(tmp_path, plan, before, uninterrupted):
@@ -51,7 +55,7 @@ def goes_on(tmp_path, plan, before, uninterrupted):
     with train(tmp_path, plan, **SELDOM) as script:
         after = losses(script.succeed())
     first = min(after)
-    expected = uninterrupted[plan]
+    expected = uninterrupted(plan)
     assert before == {step: expected[step] for step in before}
     assert after == {step: expected[step] for step in range(first, STEPS)}
     return first
@@ -133,7 +137,7 @@ def test_no_kill_leaves_a_bad_checkpoint(tmp_path, uninterrupted):
             saved = [int(step) for step in re.findall(r"Step (\d+) is saved in", script.out)]
         assert "damaged" not in script.err
         assert min(found) == first_step, "it has gone on from the last checkpoint that was complete"
-        expected = uninterrupted["own"]
+        expected = uninterrupted("own")
         assert all(loss == expected[step] for step, loss in found.items() if step in expected)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing that was written may be damaged
@@ -157,7 +161,7 @@ def test_an_altered_shard_is_named_and_the_generation_before_it_is_loaded(tmp_pa
         after = losses(script.succeed())
     assert f"{file.name} is damaged: its contents are not what was written" in script.err
     assert min(after) == earlier["extra"]["steps"] < content["extra"]["steps"]
-    expected = uninterrupted["shard=2"]
+    expected = uninterrupted("shard=2")
     assert before == {step: expected[step] for step in before}
     assert after == {step: expected[step] for step in after}
 
@@ -168,7 +172,7 @@ def test_two_runs_in_one_folder_train_on_and_leave_a_checkpoint_of_one(tmp_path,
         train(tmp_path, "own", SLEEP="0.1", **OFTEN) as two,
     ):
         runs = [losses(script.succeed()) for script in (one, two)]
-    assert all(run == {step: uninterrupted["own"][step] for step in run} for run in runs)
+    assert all(run == {step: uninterrupted("own")[step] for step in run} for run in runs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert 0 < moreh_ap.load(tmp_path / "saved")["steps"] < STEPS

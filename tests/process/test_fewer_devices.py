@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from functools import cache
 
 import pytest
 from user_script import UserScript
@@ -51,9 +52,8 @@ def run(folder, *arguments, **variables):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """The losses of one process: of one model, and of two."""
-    folder = tmp_path_factory.mktemp("one")
-    return run(folder, "one")[1], run(folder, "one", "larger")[1]
+    """``one_process(*arguments)``: the losses of one process, of a second model too if "larger" is asked for."""
+    return cache(lambda *arguments: run(tmp_path_factory.mktemp("one"), "one", *arguments)[1])
 
 
 def starts(out):
@@ -76,10 +76,10 @@ def test_fewer_devices_are_chosen_shown_and_remembered(folder, one_process):
         out = script.succeed(TIMEOUT_S)
     assert CHOSEN.search(out) and starts(out) == [ALL, FEW]
     assert "devices: 1\n" in out and f'plan="replicate={FEW}"' in out
-    assert json.loads(out.splitlines()[-1]) == pytest.approx(one_process[0], rel=1e-5)
+    assert json.loads(out.splitlines()[-1]) == pytest.approx(one_process(), rel=1e-5)
     out, losses = run(folder, "plain")
     assert REMEMBERED in out and starts(out) == [FEW], "nothing restarts"
-    assert losses == pytest.approx(one_process[0], rel=1e-5)
+    assert losses == pytest.approx(one_process(), rel=1e-5)
     assert record(folder)["devices"] == FEW
 
 
@@ -96,10 +96,10 @@ def test_a_second_model_that_is_faster_on_all_devices_gets_them_and_the_next_run
     out, losses = run(folder, "plain", "larger")
     assert starts(out) == [ALL, FEW, ALL]
     assert f"all {ALL} devices are used from now on: Model is predicted to take" in out
-    assert losses == pytest.approx(one_process[1], rel=1e-5)
+    assert losses == pytest.approx(one_process("larger"), rel=1e-5)
     out, losses = run(folder, "plain", "larger")
     assert starts(out) == [ALL]
-    assert losses == pytest.approx(one_process[1], rel=1e-5)
+    assert losses == pytest.approx(one_process("larger"), rel=1e-5)
 
 
 @pytest.mark.rotating
@@ -107,5 +107,5 @@ def test_where_fewer_devices_run_out_of_memory_all_are_used(folder, one_process)
     out, losses = run(folder, "memory")
     assert CHOSEN.search(out) and starts(out)[:2] == [ALL, FEW] and starts(out)[-1] == ALL
     assert f"all {ALL} devices are used from now on: " in out
-    assert losses == pytest.approx(one_process[0], rel=1e-5)
+    assert losses == pytest.approx(one_process(), rel=1e-5)
     assert starts(run(folder, "memory")[0]) == [ALL]

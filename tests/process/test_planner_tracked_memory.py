@@ -36,11 +36,12 @@ PLANS = [
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """A process for each plan, all at once: each takes seconds of one core."""
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """A process for each plan that is about to be looked at, all at once: each takes seconds of one core."""
+    items = [item for item in request.session.items if item.path == request.path]
     with ExitStack() as ending:
         runs = {}
-        for plan in PLANS:
+        for plan in [item.callspec.params["plan"] for item in items]:
             command = [
                 sys.executable,
                 SCRIPT,
