@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.recompute import apply_recompute
+from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.parallelizer.trial.dry_run import NoDropout
 from moreh_ap.plan import Plan
 

@@ -13,10 +13,10 @@ from parallelizer_models import make_batch
 from parallelizer_team import Team
 from torch import nn
 
-from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data import selective_recompute
 from moreh_ap.parallelizer.data.recompute import apply_recompute
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.plan import Plan
 
 pytestmark = pytest.mark.rotating  # one more model or plan each

@@ -22,7 +22,6 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import GRADIENT_SYNCS, Call
 from moreh_ap.parallelizer.call.execution import FREED, Execution
 from moreh_ap.parallelizer.call.extension import Forward, extended
-from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
 from moreh_ap.parallelizer.data.lent_rows import LentRows
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
@@ -35,6 +34,7 @@ from moreh_ap.parallelizer.rng.routed_rows import WorkerCounts
 from moreh_ap.parallelizer.rng.turns import WorkerTurns
 from moreh_ap.parallelizer.statistics.batch_parts import BatchParts
 from moreh_ap.parallelizer.statistics.batch_statistics import JoinedReduction
+from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.protocol.objects.returned_arguments import place_of
 from moreh_ap.protocol.pytree import flatten
 

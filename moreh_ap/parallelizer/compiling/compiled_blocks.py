@@ -36,7 +36,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import _get_current_function_mode_stack
 
 from moreh_ap.local import logger
-from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.compiling import compilers, graph_rules
 from moreh_ap.parallelizer.compiling.chosen_blocks import unwrapped
 from moreh_ap.parallelizer.compiling.traced_forwards import defined_forward, traced_forward
@@ -45,6 +44,7 @@ from moreh_ap.parallelizer.data.recompute import RecomputedForward, function_mod
 from moreh_ap.parallelizer.loss.loss_precision import Float32Losses
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.rng.shared_draws import SharedDraws
+from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.protocol.messages.compile_requests import CompileRequest
 
 _MORE_GRAPHS = 16

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.loss.loss_reduction import call_site
 from moreh_ap.parallelizer.loss.mean_rules import LENGTHS, MeanRules
@@ -68,6 +67,7 @@ from moreh_ap.parallelizer.row_dims.row_numbers import (
 )
 from moreh_ap.parallelizer.row_dims.row_steps import REST, SHARE, Gathering, Placement, Rows, Step
 from moreh_ap.parallelizer.statistics.batch_statistics import JoinedReduction, SumOverWorkers, all_gather
+from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.protocol.batch import row_range
 
 

@@ -54,7 +54,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moreh_ap.errors import ExactnessError
-from moreh_ap.parallelizer.call.placement import CUDA_DEVICES, OwnDevice
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.loss.loss_targets import count_targets, is_count
 from moreh_ap.parallelizer.loss.mean_functions import (
@@ -76,6 +75,7 @@ from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 from moreh_ap.parallelizer.loss.postponed_mean import PostponedMean, can_wait
 from moreh_ap.parallelizer.mesh import Axis, world_axis
 from moreh_ap.parallelizer.observation.torch_calls import is_question
+from moreh_ap.parallelizer.surroundings.placement import CUDA_DEVICES, OwnDevice
 
 _NOT_THE_MODEL = {"torch", "moreh_ap"}
 _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by
 from moreh_ap.parallelizer.observation.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.observation.torch_calls import function_name, is_question, leaves_of
+from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 
 
 @dataclass

@@ -25,9 +25,9 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from moreh_ap.parallelizer.call.own_collectives import seeing_group
 from moreh_ap.parallelizer.pipeline.stage import Stage
 from moreh_ap.parallelizer.pipeline.stages import Stages
+from moreh_ap.parallelizer.surroundings.own_collectives import seeing_group
 from moreh_ap.plan import Plan
 
 Border = tuple[tuple[int, ...], torch.dtype]

@@ -27,9 +27,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moreh_ap.errors import LoadError
 from moreh_ap.hosts.host_files import path_here
-from moreh_ap.parallelizer.call.placement import on_own_device
 from moreh_ap.parallelizer.data.fsdp import fsdp_modules, keeps_parameters_on_host
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
+from moreh_ap.parallelizer.surroundings.placement import on_own_device
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
 from moreh_ap.protocol.blocks import modules_aside
 from moreh_ap.protocol.tensor_source import TensorSource as TensorSource

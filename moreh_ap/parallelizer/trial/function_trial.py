@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.row_gathering import has_first_rows
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_functions import takes_statistics
@@ -34,6 +33,7 @@ from moreh_ap.parallelizer.rng.shared_draws import Draw
 from moreh_ap.parallelizer.row_dims.read_numbers import ReadNumbers, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
+from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.parallelizer.trial.dry_run import RECURRENT, Refused
 from moreh_ap.parallelizer.trial.row_comparison import close
 

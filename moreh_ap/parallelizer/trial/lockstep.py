@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_rules import LENGTHS, MeanRules
 from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by, site_of_call
@@ -36,6 +35,7 @@ from moreh_ap.parallelizer.row_dims.dealt_modules import dealt_along
 from moreh_ap.parallelizer.row_dims.placements import Placements
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
+from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.parallelizer.trial.dry_run import Refused, state_restored
 from moreh_ap.parallelizer.trial.function_trial import DRAWS, Double, Trial, cut, tensors_of, with_numbers
 from moreh_ap.parallelizer.trial.row_comparison import close

@@ -19,7 +19,6 @@ from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
-from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.data.fsdp import BlockTrace, record_block_order
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.pipeline.stages import stages_of
@@ -30,6 +29,7 @@ from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
 from moreh_ap.parallelizer.row_dims.read_numbers import READS_NUMBERS, ReadNumbers, do_hooks_meet_rows, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_steps import Step
 from moreh_ap.parallelizer.state.host_activations import saved_on_host
+from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.parallelizer.trial.agreement import all_workers_or_none
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, may_pad, state_restored
 from moreh_ap.parallelizer.trial.row_comparison import (

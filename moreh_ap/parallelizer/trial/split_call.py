@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.kept_rows import KeptRows, shapes_of
 from moreh_ap.parallelizer.rng.shared_draws import Share
+from moreh_ap.parallelizer.row_dims.kept_rows import KeptRows, shapes_of
 from moreh_ap.parallelizer.row_dims.row_steps import Gathering
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict
 from moreh_ap.protocol.batch import row_range, rows_along

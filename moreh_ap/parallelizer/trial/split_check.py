@@ -35,11 +35,11 @@ from typing import Any, TypeVar
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.kept_rows import KeptRows, may_be_kept, shapes_of
 from moreh_ap.parallelizer.loss.mean_rules import MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.shared_draws import have_several
 from moreh_ap.parallelizer.row_dims.equal_rows import with_equal_rows
+from moreh_ap.parallelizer.row_dims.kept_rows import KeptRows, may_be_kept, shapes_of
 from moreh_ap.parallelizer.row_dims.placed_probe import PlacedJoinedProbe, PlacedProbe
 from moreh_ap.parallelizer.row_dims.selections import COUNTS_SELECTED
 from moreh_ap.parallelizer.statistics.float64_trial import Float64Probe, in_float64, may_run_in_float64, to_float64

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from moreh_ap.integrations import transformers_worker
-from moreh_ap.parallelizer import unseen_gathers
-from moreh_ap.parallelizer.call import own_collectives
 from moreh_ap.parallelizer.data import unused_parameters
 from moreh_ap.parallelizer.loss import chunked_cross_entropy, postponed_mean
+from moreh_ap.parallelizer.surroundings import own_collectives, unseen_gathers
 from moreh_ap.patching import Patches
 from moreh_ap.protocol import process_flags, pytree
 from moreh_ap.protocol.script_code import written_files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-from moreh_ap.parallelizer.call.module_sums import ModuleSums
 from moreh_ap.parallelizer.compiling.compiled_blocks import use_compiled_blocks
 from moreh_ap.protocol.messages.models import (
     BuildModel,
@@ -20,6 +19,7 @@ from moreh_ap.protocol.messages.models import (
     UseCompiledBlocks,
 )
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
+from moreh_ap.runtime.worker.commands.module_sums import ModuleSums
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.worker_model import WorkerModel
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moreh_ap.parallelizer.call.own_collectives import seeing_group
+from moreh_ap.parallelizer.surroundings.own_collectives import seeing_group
 from moreh_ap.protocol.messages.state import KeepState, ReadState, RunOperation, StoredTensor, WriteState
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.worker.commands.operand_devices import on_one_device

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moreh_ap.errors import NotComputedError
-from moreh_ap.parallelizer.call.module_sums import ModuleSums
 from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.calls import DefineSignature
 from moreh_ap.protocol.messages.lasting_commands import Structure
@@ -19,6 +18,7 @@ from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.process_flags import Flags
 from moreh_ap.runtime.worker.call_preparation import CallPreparation
+from moreh_ap.runtime.worker.commands.module_sums import ModuleSums
 from moreh_ap.runtime.worker.row_shard_store import RowShard
 from moreh_ap.runtime.worker.step_clock import StepClock
 from moreh_ap.runtime.worker.worker_device import WorkerDevice

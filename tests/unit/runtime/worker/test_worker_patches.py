@@ -9,7 +9,7 @@ import torch
 import transformers.cache_utils
 from torch.utils import _pytree as pytree
 
-from moreh_ap.parallelizer.call.own_collectives import ALONE
+from moreh_ap.parallelizer.surroundings.own_collectives import ALONE
 from moreh_ap.protocol.pytree import flatten
 from moreh_ap.runtime.worker import worker_patches
 

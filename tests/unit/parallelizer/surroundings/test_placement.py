@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moreh_ap.parallelizer.call.placement import OwnDevice
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 
 CPU = torch.device("cpu")
 CALLS = {

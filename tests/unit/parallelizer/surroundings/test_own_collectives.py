@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from moreh_ap.parallelizer.call import own_collectives
-from moreh_ap.parallelizer.call.own_collectives import ALONE, seeing_group
+from moreh_ap.parallelizer.surroundings import own_collectives
+from moreh_ap.parallelizer.surroundings.own_collectives import ALONE, seeing_group
 from moreh_ap.patching import Patches
 
 ROOT = Path(__file__).parents[4]

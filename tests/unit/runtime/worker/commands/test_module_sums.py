@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moreh_ap.parallelizer.call.module_sums import ModuleSums
 from moreh_ap.protocol.messages.models import ModuleSum
+from moreh_ap.runtime.worker.commands.module_sums import ModuleSums
 
 
 class Pair(nn.Module):

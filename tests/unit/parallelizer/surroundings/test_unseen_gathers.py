@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 
-from moreh_ap.parallelizer import unseen_gathers
+from moreh_ap.parallelizer.surroundings import unseen_gathers
 from moreh_ap.patching import Patches
 
 
